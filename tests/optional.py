@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 
 
-def need_torchao() -> None:
-    """Make torchao importable, or skip the test.
+def find_optional() -> None:
+    """Make optional packages importable.
 
-    It is not in site-packages, because transformers imports it at every start if it finds it there.
+    torchao is not in site-packages, because transformers imports it at every start if it finds it there.
     """
     optional = str(Path(sys.prefix) / "optional")
     if optional not in sys.path:
         sys.path.append(optional)
+
+
+def need_torchao() -> None:
+    """Make torchao importable, or skip the test."""
+    find_optional()
     pytest.importorskip(
         "torchao", reason="needs the extra `quantization`; make install puts it into the environment's optional/ folder"
     )

@@ -1,11 +1,12 @@
 """Model and optimizer state as named tensors, stored in safetensors files.
 
 A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
-of the parameter's shape, `counter/<quantity>/<parameter>` for scalars such as AdamW's step, `average/<parameter>` for
-the moving average of the weights. The mesh is not part of the format, so a checkpoint can be loaded on any mesh. Ranks
-of different pipeline stages hold different names: where all names are needed, the ranks exchange them, and each rank
-reads only its own tensors. torch.distributed.checkpoint transfers the blocks (planners.py). Its Hugging Face storage
-writes safetensors only; its default storage would write a pickled metadata file.
+of the parameter's shape or with one value per block of its rows, `counter/<quantity>/<parameter>` for scalars such as
+AdamW's step, `average/<parameter>` for the moving average of the weights. The mesh is not part of the format, so a
+checkpoint can be loaded on any mesh. Ranks of different pipeline stages hold different names: where all names are
+needed, the ranks exchange them, and each rank reads only its own tensors. torch.distributed.checkpoint transfers the
+blocks (planners.py). Its Hugging Face storage writes safetensors only; its default storage would write a pickled
+metadata file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.checkpoint_error import CheckpointError
@@ -31,6 +33,7 @@ from components.checkpoint.planners import BlockWriter, LoadBlocks, SaveBlocks, 
 from components.config.errors import ConfigError
 from components.exchange import all_gather_json
 from components.models.lora import adapted_layers
+from components.models.weights.shards import zeros_sharded_like
 
 T = TypeVar("T")
 
@@ -79,7 +82,8 @@ def optimizer_tensors(optimizers: Optimizers, parameters: Tensors) -> Tensors:
     """Return the optimizer state of `parameters` as `optimizer/...` and `counter/...`.
 
     Raises:
-        NotImplementedError: State that is neither a scalar nor of the parameter's shape.
+        NotImplementedError: State that is neither a scalar, nor of the parameter's shape, nor one value per block of
+            its rows.
     """
     tensors: Tensors = {}
     for optimizer in list_optimizers(optimizers):
@@ -97,7 +101,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensor
                 continue
             if value.ndim == 0:
                 tensors[f"{COUNTER}{quantity}/{name}"] = value
-            elif value.shape == parameter.shape:
+            elif value.shape == parameter.shape or _is_sharded_like(value, parameter):
                 tensors[f"{OPTIMIZER}{quantity}/{name}"] = value
             else:
                 raise NotImplementedError(
@@ -145,7 +149,8 @@ def make_optimizer_state(
     Stepping the optimizers would allocate it too, but also change the parameters.
 
     Raises:
-        ConfigError: On every rank, if there is stored state of a parameter that no optimizer of any rank trains.
+        ConfigError: On every rank, if there is stored state of a parameter that no optimizer of any rank trains, or
+            state of another optimizer than AdamW for AdamW.
     """
     owners = {
         id(parameter): (optimizer, group)
@@ -172,13 +177,42 @@ def make_optimizer_state(
         optimizer, group = owners[id(parameter)]
         dtype = described.properties.dtype
         if f"{kind}/" == OPTIMIZER:
-            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            value = zeros_sharded_like(parameter, described.size, dtype)
         else:
             # As in torch.optim: step counters are on the device only for fused and capturable kernels.
             on_device = group.get("fused") or group.get("capturable")
             value = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
         optimizer.state[parameter][quantity] = value
+    _check_moments(optimizers, parameters)
     return optimizer_tensors(optimizers, parameters)
+
+
+def _check_moments(optimizers: Optimizers, parameters: Tensors) -> None:
+    """Require loaded state of torch's Adam and AdamW to have moments, or their next step would fail; a collective.
+
+    Raises ConfigError on every rank.
+    """
+    adams = [each for each in list_optimizers(optimizers) if type(each) in (torch.optim.Adam, torch.optim.AdamW)]
+    lacking = {
+        name.removeprefix(MODEL): sorted(optimizer.state[parameter])
+        for name, parameter in parameters.items()
+        for optimizer in adams
+        if parameter in optimizer.state and "exp_avg" not in optimizer.state[parameter]
+    }
+    if lacking := merge_over_ranks(lacking):
+        name, quantities = next(iter(lacking.items()))
+        raise ConfigError(
+            f"the checkpoint holds {', '.join(quantities)} of {name}, but AdamW needs exp_avg and exp_avg_sq; set "
+            "optimizer as in the run that saved it, or set run.resume=never to start over"
+        )
+
+
+def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether state has one value per value of a parameter, or per block of values of a row."""
+    if value.dim() != parameter.dim() or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+        return False
+    blocks, columns = value.shape[-1], parameter.shape[-1]
+    return value.shape[:-1] == parameter.shape[:-1] and blocks > 0 and columns % blocks == 0
 
 
 def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:

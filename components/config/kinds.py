@@ -41,6 +41,7 @@ from components.config.schema.objective import (
     SimPOConfig,
 )
 from components.config.schema.optimizer import (
+    AdamW8bitConfig,
     AdamWConfig,
     CustomOptimizerConfig,
     MuonConfig,
@@ -76,6 +77,7 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
     },
     "optimizer": {
         OptimizerKind.adamw: AdamWConfig,
+        OptimizerKind.adamw8bit: AdamW8bitConfig,
         OptimizerKind.muon: MuonConfig,
         OptimizerKind.sgd: SGDConfig,
         OptimizerKind.custom: CustomOptimizerConfig,

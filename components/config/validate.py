@@ -77,7 +77,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         if peft is not None:
             problems += adapter_problems(peft, evaluation)
     if optimizer is not None:
-        problems += optimizer_problems(optimizer, peft)
+        problems += optimizer_problems(optimizer, model, peft)
     takes_pairs = preference is not None or scores is not None
     problems += data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
     if preference is not None:

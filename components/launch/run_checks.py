@@ -11,10 +11,10 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
-from components.config.rules.compute_rules import top_k_problem, vocabulary_problem
+from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
 from components.config.schema.model import CausalLMConfig, TeacherConfig, TopKTeacherConfig, WeightInit
 from components.config.schema.objective import DistillationConfig
-from components.config.schema.optimizer import CustomOptimizerConfig
+from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig, named_models, section
 from components.config.schema.training import EvaluationConfig
@@ -78,6 +78,8 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
         package = (path or "").partition(":")[0].partition(".")[0]
         if path is not None and importlib.util.find_spec(package) is None:
             problems.append(f"{key}={path}: no module named {package!r}; install it, or put it next to the recipe")
+    if (eight_bit := section(cfg, AdamW8bitConfig)) is not None:
+        problems += torchao_problems(f"optimizer.kind={eight_bit.kind}")
     return problems
 
 

@@ -7,7 +7,6 @@ Scaling is dynamic: scales are computed from the operands of each GEMM.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,8 @@ import torch
 from torch import nn
 
 from components.config.errors import ConfigError
+from components.config.rules.compute_rules import torchao_problems
+from components.config.schema.checks import raise_all
 from components.config.schema.model import Float8, ModelConfig
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ def use_float8(model: PreTrainedModel, cfg: ModelConfig) -> None:
     if cfg.float8 == Float8.none:
         return
     key = f"model.float8={cfg.float8}"
-    if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"{key}: torchao is not installed; run pip install 'meshbook[quantization]'")
+    raise_all(torchao_problems(key))
     if not cfg.float8_emulate and not _has_float8_gemm():
         raise ConfigError(
             f"{key}: needs a CUDA device of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher, but this is "

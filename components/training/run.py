@@ -24,6 +24,7 @@ from components.exchange import broadcast_json
 from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
+from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.muon import Muon
 from components.training.optimizers.optim import learning_rate, set_learning_rate
 from components.training.state import SaveClock, TrainState
@@ -136,7 +137,9 @@ class Run(Attempt):
         if cfg.training.epochs is not None:
             batch += f"; epochs={cfg.training.epochs:g}: {self.total_steps} steps"
         facts = [self.plan.facts(train_set), *([] if held_out is None else [held_out.facts])]
-        optimizers = [each.note for each in checkpoint.list_optimizers(self._optimizer) if isinstance(each, Muon)]
+        optimizers = [
+            each.note for each in checkpoint.list_optimizers(self._optimizer) if isinstance(each, Muon | AdamW8bit)
+        ]
         self._print_banner(model, cfg.model.path or "from scratch", batch, [*facts, *model.notes, *optimizers])
         for index in range(min(cfg.logging.examples, len(train_set))):
             self.print(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")

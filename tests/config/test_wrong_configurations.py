@@ -7,6 +7,7 @@ uses the real recipes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -415,6 +416,18 @@ def test_closed_output_pipe_ends_a_command_without_error_message(tmp_path: Path,
     done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
+def test_missing_torchao_is_reported_with_the_extra_to_install(
+    commands: Commands, finetune: Path, tmp_path: Path
+) -> None:
+    ended = commands.run(finetune, ["model=tiny", "optimizer=adamw8bit"], tmp_path)
+    assert_rejected(
+        ended,
+        ["optimizer.kind=adamw8bit: torchao is not installed; run pip install 'meshbook[quantization]'"],
+        tmp_path,
+    )
 
 
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Each case runs in a separate process and returns JSON-serializable values.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,12 @@ from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
-from components.config.schema.optimizer import MuonConfig
+from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
 from tests.distributed.packed import ROWS, SEQ_LEN
 from tests.gpu_ready import objectives
 from tests.gpu_ready.device import FakeCuda, Record
+from tests.optional import find_optional
 
 CUDA = torch.device("cuda", 0)
 LAYERS = 2
@@ -35,6 +36,9 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+OPTIMIZERS = {"adamw": AdamWConfig, "adamw8bit": AdamW8bitConfig, "muon": MuonConfig}
 
 
 @dataclass
@@ -68,7 +72,7 @@ def config_of(
         data=DocsDataConfig(pack=pack),
         parallelism=ParallelismConfig(**axes),
         peft=PeftConfig(method=peft),
-        optimizer=MuonConfig() if optimizer == "muon" else AdamWConfig(),
+        optimizer=OPTIMIZERS[optimizer](),
     )
 
 
@@ -158,7 +162,11 @@ def step(
 
     objective: "next_token", or one of objectives.py; "distillation" needs model.loss=chunked.
     """
-    with fake_run(config_of(model or {}, axes, peft, pack, optimizer), world, rank, objective) as run:
+    eager: AbstractContextManager[Any] = nullcontext()
+    if optimizer == "adamw8bit":
+        find_optional()  # torchao
+        eager = torch.compiler.set_stance("force_eager")  # the compiler needs a device
+    with eager, fake_run(config_of(model or {}, axes, peft, pack, optimizer), world, rank, objective) as run:
         reported = training.check_kernels(run.model, run.cfg.model, run.batches.at)
         with static_pipeline_shapes():
             training.train_step(run.model, run.batches.at(0), run.optimizer, run.objective)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_ready.conftest import Run
+from tests.optional import need_torchao
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "single": ({"strategy": "single"}, 1),
@@ -73,6 +74,17 @@ def test_step_with_packed_pairs_has_no_host_sync(fake_cuda: Run, layout: str) ->
     assert record["evaluation_waits"] == {}
     assert record["masks"] == {}
     assert "_varlen_attn" in record["operators"]
+
+
+@pytest.mark.parametrize("layout", ["single", "hsdp", "tp with sequence parallelism", "pp"])
+def test_step_with_8_bit_moments_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
+    """Moments are on the device, and so is the decision to skip an update."""
+    need_torchao()
+    axes, world = LAYOUTS[layout]
+    record = fake_cuda("step", axes=axes, world=world, optimizer="adamw8bit")
+    assert record["waits"] == {}
+    assert record["devices"] == ["cuda"]
+    assert sum(count for name, count in record["operators"].items() if "amax" in name) >= 10
 
 
 @pytest.mark.parametrize("layout", ["single", "hsdp", "tp with sequence parallelism", "pp"])

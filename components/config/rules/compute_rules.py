@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from components.config.schema.cluster import Device
 from components.config.schema.model import (
     NO_FLEX_BACKWARD,
@@ -36,6 +38,13 @@ def compile_problems(
             "cannot be compiled; set model.compile=false, or model.dtype=float32"
         )
     return problems
+
+
+def torchao_problems(key: str) -> list[str]:
+    """Return the problem of a setting that needs torchao, given as KEY=VALUE, if torchao is not installed."""
+    if importlib.util.find_spec("torchao") is not None:
+        return []
+    return [f"{key}: torchao is not installed; run pip install 'meshbook[quantization]'"]
 
 
 def distillation_problems(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.logging import ProfileConfig
-from components.config.schema.optimizer import MuonConfig, OptimizerConfig
+from components.config.schema.model import DType, ModelConfig
+from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.training import EvaluationConfig, TrainingConfig
 
@@ -51,8 +52,17 @@ def profile_end_problems(profile: ProfileConfig, training: TrainingConfig, steps
     ]
 
 
-def optimizer_problems(optimizer: OptimizerConfig, peft: PeftConfig | None) -> list[str]:
-    """Reject Muon for adapters: the product of two orthogonalized low-rank matrices is not an orthogonalized update."""
+def optimizer_problems(optimizer: OptimizerConfig, model: ModelConfig, peft: PeftConfig | None) -> list[str]:
+    """Reject 8-bit moments for float64 weights, and Muon for adapters.
+
+    torchao computes updates in float32. The product of two orthogonalized low-rank matrices is not an orthogonalized
+    update.
+    """
+    if isinstance(optimizer, AdamW8bitConfig) and model.dtype == DType.float64:
+        return [
+            f"optimizer.kind={optimizer.kind}: computes updates in float32, less exact than model.dtype={model.dtype}; "
+            "set optimizer=adamw, or model.dtype=float32"
+        ]
     if peft is None or not peft.adapts or not isinstance(optimizer, MuonConfig):
         return []
     return [

@@ -10,9 +10,11 @@ from components.config.schema.checks import above, at_least, own_kind, raise_all
 
 
 class OptimizerKind(StrEnum):
-    """adamw, sgd: torch's; muon: Muon for matrices and AdamW for the rest; custom: a function of yours."""
+    """adamw, sgd: torch's; adamw8bit: AdamW with 8-bit moments; muon: Muon for matrices and AdamW for the rest; custom:
+    a function of yours."""
 
     adamw = "adamw"
+    adamw8bit = "adamw8bit"
     muon = "muon"
     sgd = "sgd"
     custom = "custom"
@@ -67,6 +69,22 @@ class AdamWConfig(OptimizerConfig):
 
     kind: OptimizerKind = OptimizerKind.adamw
     """adamw."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the first and the second moment, each in [0, 1)."""
+    eps: float = 1e-8
+    """Term added to the square root of the second moment, greater than 0."""
+
+    def _problems(self) -> list[str]:
+        return [*OptimizerConfig._problems(self), *_adamw_problems(self.betas, self.eps)]
+
+
+@dataclass(kw_only=True, slots=True)
+class AdamW8bitConfig(OptimizerConfig):
+    """AdamW whose moments are stored in 8 bits, with torchao's quantization; torch's AdamW for norms, biases, and
+    parameters of fewer than 4,096 values or with rows that are no multiple of 16."""
+
+    kind: OptimizerKind = OptimizerKind.adamw8bit
+    """adamw8bit."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of the first and the second moment, each in [0, 1)."""
     eps: float = 1e-8

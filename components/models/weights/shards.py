@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 Index = tuple[slice, ...]
@@ -94,6 +94,41 @@ def fill(tensor: torch.Tensor, name: str, read: Callable[[Index], torch.Tensor])
     local = local_part(tensor)
     for block in local_blocks(tensor, name):
         local[block.local].copy_(read(block.full))
+
+
+def shards_of_dim(tensor: torch.Tensor, dim: int) -> int:
+    """Return the number of parts of equal size into which a dim is divided; a rank holds one, or one of each matrix of
+    a fused projection."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    return math.prod(
+        degree * getattr(placement, "split_factor", 1)
+        for placement, degree in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        if _shards(placement, dim)
+    )
+
+
+def zeros_sharded_like(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros with the global shape `shape`, one value per block of values of a parameter's rows, sharded like it.
+
+    The last dim is replicated if it is sharded in the parameter within a block.
+    """
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device)
+    if tuple(shape) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    local, last = parameter.to_local(), parameter.dim() - 1
+    replicates = shape[-1] % shards_of_dim(parameter, last) != 0
+    blocks = shape[-1] if replicates else shape[-1] * local.shape[-1] // parameter.shape[-1]
+    values = DTensor.from_local(
+        torch.zeros((*local.shape[:-1], blocks), dtype=dtype, device=local.device),
+        parameter.device_mesh,
+        [Replicate() if replicates and _shards(each, last) else each for each in parameter.placements],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
+    return values.to(local.device)  # from_local moves it to the device of the mesh, but parameters may be offloaded
 
 
 def _runs(size: int, dim: int, mesh: list[tuple[Placement, int, int]], name: str) -> list[range]:

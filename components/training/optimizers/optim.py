@@ -12,6 +12,7 @@ from torch import nn
 from components.checkpoint.tensors import Optimizers
 from components.config.errors import ConfigError
 from components.config.schema.optimizer import (
+    AdamW8bitConfig,
     AdamWConfig,
     CustomOptimizerConfig,
     MuonConfig,
@@ -20,6 +21,7 @@ from components.config.schema.optimizer import (
     SGDConfig,
 )
 from components.models.anatomy import Anatomy
+from components.training.optimizers.adamw8bit import AdamW8bit, is_quantized
 from components.training.optimizers.masked_step import masked_step
 from components.training.optimizers.muon import Muon, divide_parameters
 from components.training.setup.prepared import Prepared
@@ -29,12 +31,15 @@ LR_SCALE = "lr_scale"
 
 
 def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Optimizers:
-    """Return the optimizer of the trainable parameters, or two by name for Muon. Call it after sharding and loading.
+    """Return the optimizer of the trainable parameters, or two by name for Muon and 8-bit moments.
+
+    Call it after sharding and loading.
 
     A collective for Muon. Weight decay applies to matrices, not to parameters with fewer than two dims (norms, biases).
 
     Raises:
-        ConfigError: An optimizer.factory that cannot be imported, or that does not return an optimizer.
+        ConfigError: An optimizer.factory that cannot be imported, or that does not return an optimizer; torchao is not
+            installed for 8-bit moments.
         TypeError: Muon for a model without its anatomy: pass the result of `prepare`.
     """
     module = model.module if isinstance(model, Prepared) else model
@@ -42,6 +47,8 @@ def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Opt
     match config:
         case AdamWConfig():
             return _adamw(trained, config, config.lr)
+        case AdamW8bitConfig():
+            return _adamw8bit(trained, config)
         case SGDConfig():
             return torch.optim.SGD(
                 _groups(trained, config), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
@@ -64,7 +71,9 @@ def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> list[dic
     return [group for group in groups if group["params"]]
 
 
-def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | MuonConfig, lr: float) -> torch.optim.AdamW:
+def _adamw(
+    parameters: list[nn.Parameter], config: AdamWConfig | AdamW8bitConfig | MuonConfig, lr: float
+) -> torch.optim.AdamW:
     """Return AdamW with fused kernels, except on the meta device, which has none."""
     fused = parameters[0].device.type != "meta"
     return torch.optim.AdamW(
@@ -75,6 +84,17 @@ def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | MuonConfig, lr:
         fused=fused,
         foreach=None if fused else True,
     )
+
+
+def _adamw8bit(parameters: list[nn.Parameter], config: AdamW8bitConfig) -> Optimizers:
+    quantized = [parameter for parameter in parameters if is_quantized(parameter)]
+    others = [parameter for parameter in parameters if not is_quantized(parameter)]
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    if quantized:
+        optimizers["adamw8bit"] = AdamW8bit(_groups(quantized, config), config)
+    if others:
+        optimizers["adamw"] = _adamw(others, config, config.lr)
+    return optimizers
 
 
 def _muon(module: nn.Module, anatomy: Anatomy, config: MuonConfig) -> Optimizers:
@@ -155,7 +175,7 @@ def _honors_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     optimizers. Of torch's, only Adam and AdamW qualify: a skipped first step of fused SGD leaves its momentum
     uninitialized, and a subclass may compute anything around the kernel.
     """
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, Muon | AdamW8bit):
         return True
     fused = all(group["fused"] for group in optimizer.param_groups if "fused" in group)
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused

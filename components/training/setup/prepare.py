@@ -17,6 +17,7 @@ from components.config.schema.objective import (
     RewardConfig,
     ScoreConfig,
 )
+from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import (
@@ -101,7 +102,9 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
     recompute = None
     if training is not None:
         labels = score_labels(cfg.data, section(cfg, ObjectiveConfig)) or ()
-        load = StepLoad(training, cfg.parallelism, cfg.model.compile, frozen_bytes, len(labels))
+        load = StepLoad(
+            training, cfg.parallelism, cfg.model.compile, frozen_bytes, len(labels), section(cfg, OptimizerConfig)
+        )
         recompute = choose_recompute_policy(model, load, mesh, device, dtype, anatomy=anatomy)
         models.checkpoint_activations(model, recompute.policy, anatomy)
     if cfg.model.compile:

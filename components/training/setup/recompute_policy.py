@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from components.config.schema.optimizer import AdamW8bitConfig, OptimizerConfig
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, ParallelismConfig, Strategy
 from components.config.schema.training import TrainingConfig
 from components.distributed.expert import experts_modules
@@ -18,6 +19,7 @@ from components.distributed.mesh import Mesh
 from components.models.activations import layer_bytes
 from components.models.anatomy import Anatomy, read_anatomy
 from components.training.objectives.chunked_loss import chunk_tokens
+from components.training.optimizers.adamw8bit import is_quantized, moment_bytes
 from components.training.optimizers.gradients import local_tensor
 
 USABLE = 0.9
@@ -55,6 +57,8 @@ class StepLoad:
     """Bytes of this rank's weights of a second model, which is not trained: a teacher or a reference."""
     labels: int = 0
     """Outputs of the score head; 0: the model has an LM head."""
+    optimizer: OptimizerConfig | None = None
+    """Optimizer, whose state counts as two moments of the weights' dtype unless they have 8 bits; None: AdamW."""
 
 
 def choose_recompute_policy(
@@ -125,20 +129,22 @@ def estimate(
     loss = 12 * min(tokens, chunk_tokens(vocabulary, device)) * vocabulary + 4 * vocabulary * anatomy.hidden_size
     if load.labels:  # a score head has no chunks, and its few outputs are the same on all tp ranks
         loss = 12 * tokens * load.labels + 4 * load.labels * anatomy.hidden_size
-    state = _state_bytes(model, averages=training.ema_decay is not None) + load.frozen_bytes
+    state = _state_bytes(model, load.optimizer, averages=training.ema_decay is not None) + load.frozen_bytes
     fixed = state + _gathered_bytes(model, layers, load, mesh, compute_dtype, accumulation) + loss
     return {each: fixed + layer.of(each, -(-len(layers) // pp), in_flight) for each in PREFERRED}
 
 
-def _state_bytes(model: nn.Module, *, averages: bool) -> int:
+def _state_bytes(model: nn.Module, optimizer: OptimizerConfig | None, *, averages: bool) -> int:
     """Return the bytes of this rank's parameters, and of what the trained ones add: gradients, two Adam moments, and
     with `averages` their average in float32 or wider."""
-    total = 0
+    total = 0.0
     for each in model.parameters():
         size = each.element_size()
-        trained = 3 * size + (max(4, size) if averages else 0)
+        eight_bit = isinstance(optimizer, AdamW8bitConfig) and is_quantized(each)
+        moments = moment_bytes(each) if eight_bit else 2 * size
+        trained = size + moments + (max(4, size) if averages else 0)
         total += local_tensor(each).numel() * (size + trained * each.requires_grad)
-    return total
+    return int(total)
 
 
 def _gathered_bytes(
