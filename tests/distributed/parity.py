@@ -98,13 +98,18 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+    if dtype == torch.float64:
+        compute_in_float64(model)
+    return model.to(dtype)
+
+
+def compute_in_float64(model: torch.nn.Module) -> None:
+    """Replace the parts of a model that compute in float32, whatever the dtype of their input."""
     for module in model.modules():
         # GPT-OSS's router, which has a bias, computes in the dtype of its input.
-        if dtype == torch.float64 and type(module).__name__.endswith("TopKRouter") and not hasattr(module, "bias"):
+        if type(module).__name__.endswith("TopKRouter") and not hasattr(module, "bias"):
             module.forward = types.MethodType(_float64_router, module)
-    if dtype == torch.float64:
-        plain.compute_in_float64(model)
-    return model.to(dtype)
+    plain.compute_in_float64(model)
 
 
 def _float64_router(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,9 +16,9 @@ from components import data, distributed, models, training
 from components.config.schema import AdamWConfig, RewardConfig
 from components.data.dataset import Facts
 from components.models.classifier import return_token_scores, set_labels
-from components.parity.reference import compute_in_float64
 from components.training.objectives.sequence import Classification, Reward
-from tests.distributed.parity import MODELS, MOE_MODELS, Case, recipe_config
+from tests.distributed import grid
+from tests.distributed.parity import Case, compute_in_float64, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
 
@@ -35,7 +35,7 @@ class PadOnlyTokenizer:
 
 def reference_model(objective: str, name: str, dtype: torch.dtype, layers: int = 2) -> Any:
     torch.manual_seed(7)
-    values = {**(MODELS | MOE_MODELS)[name], "pad_token_id": 0, "num_hidden_layers": layers}
+    values = {**grid.values_of(name, layers), "pad_token_id": 0}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     set_labels(config, [f"LABEL_{number}" for number in range(LABELS[objective])])
     model = AutoModelForSequenceClassification.from_config(config)
@@ -176,18 +176,23 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     4: [HSDP, {**FSDP2, "tp": 2}, {**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "cp": 2}, {**PP, "tp": 2}],
 }
-FOUR = pytest.param(4, marks=pytest.mark.skipif(not EVERYTHING, reason="make parity"))
+EP = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}
+WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {2: [EP], 4: [{**EP, "tp": 2}, {**EP, "dp_shard": 2}]}
+RUNS = [(1, "llama"), (2, "llama")]
+if EVERYTHING:
+    RUNS = [(world, model) for world in CASES for model in ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe")]
 
 
-@pytest.mark.parametrize("world", [1, 2, FOUR])
-def test_every_mesh_has_the_gradients_of_transformers(world: int) -> None:
+@pytest.mark.parametrize(("world", "model"), RUNS)
+def test_every_mesh_has_the_gradients_of_transformers(world: int, model: str) -> None:
     layers = 4 if EVERYTHING else 2  # ZBVZeroBubble has two stages on each of two ranks
-    plain = {objective: reference_model(objective, "llama", torch.float64, layers) for objective in LABELS}
+    plain = {objective: reference_model(objective, model, torch.float64, layers) for objective in LABELS}
     curves = {objective: expected(objective, plain[objective], 1) for objective in LABELS}
+    meshes = [*CASES[world], *(WITH_EXPERTS.get(world, []) if model in ("mixtral", "qwen3_moe") else [])]
 
     def body(rank: int) -> list[str]:
         problems = []
-        for number, axes in enumerate(CASES[world]):
+        for number, axes in enumerate(meshes):
             for objective in LABELS:
                 got = train(objective, plain[objective], axes, 1, micro_batch=1 + number % 2)
                 problems += [f"{objective} {axes}: {each}" for each in differences(got, curves[objective], 1e-10)]
@@ -203,23 +208,6 @@ def test_five_steps_in_float32() -> None:
 
     def body(rank: int) -> list[str]:
         return differences(train("classification", plain, FSDP2, STEPS, micro_batch=2), curve, 1e-5)
-
-    problems = [line for lines in run_ranks(2, body) for line in lines]
-    assert not problems, "\n".join(problems)
-
-
-@pytest.mark.skipif(not EVERYTHING, reason="make parity")
-def test_experts() -> None:
-    plain = {objective: reference_model(objective, "qwen3_moe", torch.float64) for objective in LABELS}
-    curves = {objective: expected(objective, plain[objective], 1) for objective in LABELS}
-
-    def body(rank: int) -> list[str]:
-        problems = []
-        for objective in LABELS:
-            axes = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}
-            got = train(objective, plain[objective], axes, 1, micro_batch=2)
-            problems += [f"{objective}: {each}" for each in differences(got, curves[objective], 1e-6)]
-        return problems
 
     problems = [line for lines in run_ranks(2, body) for line in lines]
     assert not problems, "\n".join(problems)
