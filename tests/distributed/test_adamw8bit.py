@@ -233,8 +233,11 @@ def test_meshes_that_keep_rows_whole_continue_with_the_same_bits(tmp_path: Path)
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_moments_stay_the_same_bits_if_shards_split_blocks(family: str, tmp_path: Path) -> None:
-    """Loaded and saved on tp2, which splits blocks of 128 columns, then in one process, which keeps the halves."""
-    plain = build(family, torch.float32, FAMILIES[family])
+    """Loaded and saved on tp2, then in one process, which keeps the parts.
+
+    Rows of 192 columns have three blocks of 64, and a rank of tp2 holds one and a half.
+    """
+    plain = build(family, torch.float32, {**FAMILIES[family], "intermediate_size": 192})
     start = run_ranks(1, lambda rank: train(plain, Case(family, SINGLE), range(2), tmp_path))[0]
 
     def zero_step(rank: int, axes: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
