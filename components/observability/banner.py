@@ -73,4 +73,4 @@ def _rows(facts: BannerFacts) -> list[tuple[str, str]]:
         ("model", facts.model),
     ]
     rows += [("" if index else "process groups", line) for index, line in enumerate(facts.groups)]
-    return rows + [("note", str(note)) for note in facts.notes if note]
+    return rows + [("note", text) for note in facts.notes if (text := str(note or ""))]

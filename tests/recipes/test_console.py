@@ -51,6 +51,7 @@ def test_output_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     logged = [line for line in lines if line.startswith(("step ", "ok:", "  "))]
     assert sum("grad_norm" in line for line in logged) == 2
     assert [line for line in logged if len(line) > 80 and str(tmp_path) not in line] == []
+    assert "note" not in lines  # a note without text
     shown = " ".join(" ".join(lines).split())
     assert "mesh 1 process batch" in shown
     for unwanted in ("1 processes", "dp_shard=1", "MFU"):
