@@ -7,7 +7,6 @@ uses the real recipes.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
@@ -15,6 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -418,7 +419,9 @@ def test_closed_output_pipe_ends_a_command_without_error_message(tmp_path: Path,
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
+@pytest.mark.skipif(
+    PathFinder.find_spec("torchao", [sysconfig.get_path("purelib")]) is not None, reason="torchao is in site-packages"
+)
 def test_missing_torchao_is_reported_with_the_extra_to_install(
     commands: Commands, finetune: Path, tmp_path: Path
 ) -> None:

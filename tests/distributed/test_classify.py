@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from components import data, distributed, models, training
@@ -18,6 +17,7 @@ from components.data.dataset import Facts
 from components.models.classifier import return_token_scores, set_labels
 from components.training.objectives.sequence import Classification, Reward
 from tests.distributed import grid
+from tests.distributed.curves import CP, DDP2, EP, FSDP2, HSDP, PP, TP, keep_first_gradients, plan_of, unclipped
 from tests.distributed.parity import Case, compute_in_float64, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
@@ -127,24 +127,11 @@ def train(objective: str, plain: Any, axes: dict[str, Any], steps: int, micro_ba
     prepared = training.Prepared(
         model, training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh), called, compute_dtype=dtype
     )
-    plan = data.BatchPlan(
-        global_batch_size=GLOBAL_BATCH,
-        micro_batch_size=micro_batch,
-        dp_rank=mesh.rank("dp"),
-        dp_size=mesh.size("dp"),
-        padding=data.Padding(multiple=mesh.sequence_multiple),
-    )
+    plan = plan_of(mesh, GLOBAL_BATCH, micro_batch)
     loss = Reward(RewardConfig(center_weight=CENTER), mesh) if objective == "reward" else Classification()
     optimizer = training.build_optimizer(prepared, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
     curve, everything = Curve(), dataset(objective)
-
-    def keep(*_: Any) -> None:
-        if not curve.gradients:
-            for name, parameter in model.named_parameters():
-                if (grad := parameter.grad) is not None:
-                    curve.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-
-    optimizer.register_step_pre_hook(keep)
+    gradients = keep_first_gradients(optimizer, model)
     batches = data.TrainBatches(everything, plan, seed=5)
     for step in range(steps):
         numbers = training.train_step(prepared, batches.at(step), optimizer, loss)
@@ -153,16 +140,10 @@ def train(objective: str, plain: Any, axes: dict[str, Any], steps: int, micro_ba
         curve.norms.append(numbers["grad_norm"].item())
     held_out = training.evaluate(prepared, data.EvalBatches(everything, plan), loss)
     curve.held_out = (held_out.loss, held_out.metrics["accuracy"])
-    scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
-    curve.gradients = {name: gradient / scale for name, gradient in curve.gradients.items()}
+    curve.gradients = unclipped(gradients, curve.norms[0], CLIP)
     return curve
 
 
-FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
-TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
-CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
-PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
-HSDP = {"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": 2}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [{"strategy": "single", "dp_shard": 1}],
     2: [
@@ -172,11 +153,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         CP,
         PP,
         *([{**CP, "cp_attention": "all_gather"}, {**PP, "pp_schedule": "ZBVZeroBubble"}] if EVERYTHING else []),
-        *([{"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}] if EVERYTHING else []),
+        *([DDP2] if EVERYTHING else []),
     ],
     4: [HSDP, {**FSDP2, "tp": 2}, {**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "cp": 2}, {**PP, "tp": 2}],
 }
-EP = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}
 WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {2: [EP], 4: [{**EP, "tp": 2}, {**EP, "dp_shard": 2}]}
 RUNS = [(1, "llama"), (2, "llama")]
 if EVERYTHING:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from components import data, distributed, models, training
 from components.config.schema import AdamWConfig
@@ -27,6 +26,7 @@ from components.training.objectives.stored_teacher import StoredTeacher
 from components.training.objectives.teacher import hidden_states_of
 from components.training.objectives.teacher_store import TeacherStore
 from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
+from tests.distributed.curves import CP, DDP2, FSDP2, HSDP, PP, TP, keep_first_gradients, plan_of, unclipped
 from tests.distributed.parity import MODELS, SMALL, Case, build, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
@@ -176,16 +176,6 @@ def prepared(plain: Any, axes: dict[str, Any], *, trains: bool) -> training.Prep
     return training.Prepared(model, settings, called, compute_dtype=torch.float64)
 
 
-def plan_of(mesh: Any, micro_batch: int) -> data.BatchPlan:
-    return data.BatchPlan(
-        global_batch_size=GLOBAL_BATCH,
-        micro_batch_size=micro_batch,
-        dp_rank=mesh.rank("dp"),
-        dp_size=mesh.size("dp"),
-        padding=data.Padding(multiple=mesh.sequence_multiple),
-    )
-
-
 def train(student: Any, teacher: Any, axes: dict[str, Any], cfg: DistillationConfig, micro_batch: int) -> Curve:
     """Train with the teacher, a model on the same mesh or a `PlainTopK`."""
     model, stored = prepared(student, axes, trains=True), teacher if isinstance(teacher, PlainTopK) else None
@@ -193,17 +183,10 @@ def train(student: Any, teacher: Any, axes: dict[str, Any], cfg: DistillationCon
         objective = Distillation(cfg, hidden_states_of(prepared(teacher, axes, trains=False), 97))
     else:
         objective = Distillation(cfg, lambda batches: ([None] * len(batches), None))
-    plan = plan_of(model.settings.mesh, micro_batch)
+    plan = plan_of(model.settings.mesh, GLOBAL_BATCH, micro_batch)
     optimizer = training.build_optimizer(model, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
     curve, everything = Curve([], [], [], {}, ()), samples()
-
-    def keep(*_: Any) -> None:
-        if not curve.gradients:
-            for name, parameter in model.module.named_parameters():
-                if (grad := parameter.grad) is not None:
-                    curve.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-
-    optimizer.register_step_pre_hook(keep)
+    gradients = keep_first_gradients(optimizer, model.module)
     batches = data.TrainBatches(everything, plan, seed=5, token_values=stored)
     for step in range(STEPS):
         numbers = training.train_step(model, batches.at(step), optimizer, objective)
@@ -212,19 +195,14 @@ def train(student: Any, teacher: Any, axes: dict[str, Any], cfg: DistillationCon
         curve.divergences.append(numbers["divergence"].item())
     held_out = training.evaluate(model, data.EvalBatches(everything, plan, stored), objective)
     curve.held_out = (held_out.loss, *held_out.metrics.values())
-    scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
-    curve.gradients = {name: gradient / scale for name, gradient in curve.gradients.items()}
+    curve.gradients = unclipped(gradients, curve.norms[0], CLIP)
     return curve
 
 
-FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
-TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
-CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
-PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [{"strategy": "single", "dp_shard": 1}],
     2: [
-        {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2},
+        DDP2,
         FSDP2,
         TP,
         {**TP, "sequence_parallel": True},
@@ -236,7 +214,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {**FSDP2, "tp": 2, "sequence_parallel": True},
         {**PP, "cp": 2},
         *([{**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}, {**PP, "dp_shard": 2}] if EVERYTHING else []),
-        *([{"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": 2}] if EVERYTHING else []),
+        *([HSDP] if EVERYTHING else []),
     ],
 }
 OBJECTIVES = [
@@ -298,7 +276,7 @@ def store(teacher: Any, axes: dict[str, Any], temperature: float, micro_batch: i
         dir=str(folder),
         rank=this_rank(),
         device=CPU,
-        plan=plan_of(known.settings.mesh, micro_batch),
+        plan=plan_of(known.settings.mesh, GLOBAL_BATCH, micro_batch),
         agreed_to_stop=lambda: False,
         status=lambda activity: nullcontext(),
         print=lambda *lines: None,

@@ -17,19 +17,19 @@ import torch
 
 from tests.distributed import adapted
 from tests.distributed.adapted import ATTENTION, LORA, Adapted
-from tests.distributed.test_parity import EVERYTHING, HSDP
-from tests.distributed.test_preferences import CP, FSDP2, OBJECTIVES, PP, TP, Curve, differences, expected, train
+from tests.distributed.curves import CP, DDP2, EP, FSDP2, HSDP, PP, TP
+from tests.distributed.test_parity import EVERYTHING
+from tests.distributed.test_preferences import OBJECTIVES, Curve, differences, expected, train
 from tests.harness import run_ranks
 
 MODELS = ("llama", "llama_tied", "qwen3", "gemma3", "mixtral")
 ROUTER_AUX = 0.02
 SP = {"sequence_parallel": True}
 ZBV = {"pp_schedule": "ZBVZeroBubble"}
-EP = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}
 MESHES: dict[int, list[dict[str, Any]]] = {
     1: [{"strategy": "single", "dp_shard": 1}],
     2: [
-        {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2},
+        DDP2,
         *(FSDP2, TP, {**TP, **SP}, {**CP, "cp_attention": "ulysses"}, {**CP, "cp_attention": "all_gather"}),
         *(PP, {**PP, **ZBV}, EP),
     ],

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from components import data, distributed, models, training
 from components.config.schema import AdamWConfig
@@ -20,6 +19,7 @@ from components.data.pairs import DESIRABLE
 from components.parity.reference import balance_loss
 from components.training.objectives.preference import REFERENCE
 from components.training.objectives.reference_model import score_pairs
+from tests.distributed.curves import CP, DDP2, FSDP2, PP, TP, keep_first_gradients, plan_of, unclipped
 from tests.distributed.parity import MODELS, Case, build, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
@@ -238,13 +238,7 @@ def train(
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head, router_loss=router_loss)
     prepared = training.Prepared(model, settings, called)
-    plan = data.BatchPlan(
-        global_batch_size=ROWS if packed else PAIRS,
-        micro_batch_size=1,
-        dp_rank=mesh.rank("dp"),
-        dp_size=mesh.size("dp"),
-        padding=data.Padding(multiple=mesh.sequence_multiple),
-    )
+    plan = plan_of(mesh, ROWS if packed else PAIRS, 1)
     scored = pairs()
     with models.adapters_off(model):
         scored = scored.with_values(REFERENCE, score_pairs(prepared, scored, plan))
@@ -252,14 +246,7 @@ def train(
     objective = build_objective(objective_cfg)
     optimizer = training.build_optimizer(model, AdamWConfig(lr=lr, weight_decay=0.1, betas=[0.9, 0.95]))
     curve = Curve([], [], {}, 0.0)
-
-    def keep(*_: Any) -> None:
-        if not curve.gradients:
-            for name, parameter in model.named_parameters():
-                if (grad := parameter.grad) is not None:
-                    curve.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-
-    optimizer.register_step_pre_hook(keep)
+    gradients = keep_first_gradients(optimizer, model)
     batches = data.TrainBatches(dataset, plan, seed=5)
     for step in range(steps):
         numbers = training.train_step(prepared, batches.at(step), optimizer, objective)
@@ -268,19 +255,14 @@ def train(
     held_out = training.evaluate(prepared, data.EvalBatches(dataset, plan), objective)
     assert (held_out.count, held_out.unit) == (len(scored), objective.unit)
     curve.held_out = held_out.loss
-    scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
-    curve.gradients = {name: gradient / scale for name, gradient in curve.gradients.items()}
+    curve.gradients = unclipped(gradients, curve.norms[0], CLIP)
     return curve
 
 
-FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
-TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
-CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
-PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [{"strategy": "single", "dp_shard": 1}],
     2: [
-        {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2},
+        DDP2,
         FSDP2,
         TP,
         {**TP, "sequence_parallel": True},
