@@ -1,4 +1,4 @@
-"""recipes/distill.py end to end: resumed on another mesh with the same curve, also with a stored teacher; other
+"""recipes/distill.py end to end: its losses; a stored teacher, resumed on another mesh with the same curve; other
 tokenizers, data and settings are rejected."""
 
 from __future__ import annotations
@@ -52,24 +52,14 @@ def lines_of(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key not in excluded} for line in lines if "loss" in line]
 
 
-def test_run_resumed_on_another_mesh_has_the_curve_of_an_uninterrupted_run(distill: Bench) -> None:
-    uninterrupted = distill.start(*SHORT, "training.max_steps=4", "run.dir=whole", "parallelism=single").wait()
-    assert uninterrupted.status == 0, uninterrupted.errors
-    expected = lines_of(distill.folder / "whole")
-    assert expected[-1]["divergence"] < expected[0]["divergence"]
-    mixed = 0.8 * 4 * expected[0]["divergence"] + 0.2 * expected[0]["cross_entropy"]
-    assert expected[0]["loss"] == pytest.approx(mixed, rel=1e-5)
-    assert "teacher_cross_entropy" in expected[0]
-
-    distill.recipe.write_text(RECIPE.read_text().replace(*INTERRUPTED))
-    common = (*SHORT, "training.max_steps=4", "run.dir=again")
-    assert distill.start(*common, "parallelism=single").wait().status == 9
-    distill.recipe.write_text(RECIPE.read_text())
-    again = distill.start(*common, "parallelism=tp2", TWO).wait()
-    assert again.status == 0, again.errors
-    assert "resumed from" in again.output
-    for line, other in zip(lines_of(distill.folder / "again"), expected, strict=True):
-        assert line == pytest.approx(other, rel=1e-4, abs=1e-5)
+def test_logged_loss_is_the_mix_of_its_terms_and_falls(distill: Bench) -> None:
+    done = distill.start(*SHORT, "training.max_steps=4", "run.dir=run", "parallelism=single").wait()
+    assert done.status == 0, done.errors
+    lines = lines_of(distill.folder / "run")
+    assert lines[-1]["divergence"] < lines[0]["divergence"]
+    mixed = 0.8 * 4 * lines[0]["divergence"] + 0.2 * lines[0]["cross_entropy"]
+    assert lines[0]["loss"] == pytest.approx(mixed, rel=1e-5)
+    assert "teacher_cross_entropy" in lines[0]
 
 
 def test_teacher_with_another_tokenizer_is_rejected(distill: Bench) -> None:
