@@ -31,7 +31,8 @@ finetune: install
 	fi
 
 # Tests that start processes mostly wait, so those tiers use one worker more than there are cores.
-PYTEST = $(BIN)/python -m pytest
+# One thread per process: on small models the threads of two workers that compete for the cores cost up to 20 times as much.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 WORKERS ?= $(shell expr $(CORES) '&' $(CORES) '<' 8 '|' 8)
 MORE := $(shell expr $(WORKERS) + 1)

@@ -63,7 +63,8 @@ def test_single_process_run_stays_in_the_started_process(bench: Bench) -> None:
     assert "training.max_steps=7" in record["command"]
 
 
-def test_two_processes_are_children_and_get_the_same_config(bench: Bench) -> None:
+def test_two_processes_are_children_and_get_the_same_config(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the user's value overrides the default
     bench.write(REPORT + 'print("stdout of", RANK)\nprint("stderr of", RANK, file=sys.stderr)')
     started = bench.start(TWO)
     done = started.wait()
