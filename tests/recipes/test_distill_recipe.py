@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.models.tokenizer import byte_tokenizer
 from tests.recipes.launching import TWO, Bench, Done
+from tests.recipes.small_jobs import lines_of, write_teacher
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "distill.py"
 SCRIPT = RECIPE.parents[1] / "scripts" / "teacher.py"
@@ -34,22 +33,8 @@ def distill(bench: Bench) -> Bench:
     bench.recipe.write_text(RECIPE.read_text())
     rows = [{"text": f"text {number} " + "abcdefg " * (number % 7)} for number in range(60)]
     (bench.folder / "texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = AutoConfig.for_model("llama", vocab_size=264, tie_word_embeddings=False, **sizes)
-    torch.manual_seed(0)
-    teacher = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        teacher.lm_head.weight.mul_(20)  # a confident teacher
-    teacher.save_pretrained(bench.folder / "teacher")
-    byte_tokenizer().save_pretrained(bench.folder / "teacher")
+    write_teacher(bench.folder / "teacher")
     return bench
-
-
-def lines_of(run: Path) -> list[dict[str, float]]:
-    """Return the training lines of metrics.jsonl without throughput and checksums."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    excluded = ("tokens_per_second", "check")
-    return [{key: value for key, value in line.items() if key not in excluded} for line in lines if "loss" in line]
 
 
 def test_logged_loss_is_the_mix_of_its_terms_and_falls(distill: Bench) -> None:
