@@ -129,9 +129,11 @@ def main() -> int:
 
 def _run(suite: str, part: str, arguments: list[str]) -> Result:
     commit, began = _commit(), time.monotonic()
-    environ = os.environ | {SWITCH[suite]: "1", "MESHBOOK_REQUIRE_SLURM": str(int(part == "slurm"))}
-    if part.startswith("grid_8"):
-        environ["OMP_NUM_THREADS"] = "1"
+    environ = os.environ | {
+        SWITCH[suite]: "1",
+        "MESHBOOK_REQUIRE_SLURM": str(int(part == "slurm")),
+        "OMP_NUM_THREADS": "1",  # the ranks of a test share the cores
+    }
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-s", f"--junitxml={report}", *PARTS[suite][part], *arguments]
