@@ -19,7 +19,7 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
                 f"which cannot be sharded evenly over {mesh.tp} ranks; change parallelism.tp, or set "
                 "parallelism.uneven_heads=replicate to compute attention on every tp rank"
             )
-    if shape.mlp is not None and shape.mlp % mesh.tp and parallelism.tp_plan is None:
+    if shape.tp_divides_mlp and shape.mlp is not None and shape.mlp % mesh.tp and parallelism.tp_plan is None:
         problems.append(
             f"parallelism.tp={mesh.tp}: does not divide the {shape.mlp} features of the model's MLPs; change "
             "parallelism.tp"

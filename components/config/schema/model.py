@@ -173,6 +173,9 @@ ROPE_KEYS = {
 }
 """Type of scaling -> keys that only it has."""
 
+SIZES = ("layers", "heads", "kv_heads", "hidden", "vocab", "experts", "head_dim", "mlp", "expert_mlp")
+"""Keys that state sizes of the model before it is loaded."""
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
@@ -223,8 +226,8 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Allow transformers to run Python code from the model's repository; read that code first."""
     layers: int | None = None
-    """Number of decoder layers. This and the numbers below are only used to check the mesh before the model is loaded;
-    a local config.json or GGUF header overrides them. null: unknown."""
+    """Number of decoder layers. This and the keys below are only used before the model is loaded, to check the mesh and
+    to plan; a local config.json or GGUF header overrides them. null: unknown."""
     heads: int | None = None
     """Number of attention (query) heads."""
     kv_heads: int | None = None
@@ -235,6 +238,18 @@ class ModelConfig:
     """Vocabulary size."""
     experts: int | None = None
     """Number of experts per mixture-of-experts layer; null: a dense model, or unknown."""
+    family: str | None = None
+    """transformers' model type, such as llama."""
+    head_dim: int | None = None
+    """Width of an attention head; null: hidden / heads, unless the family has another default."""
+    mlp: int | None = None
+    """Intermediate size of the dense MLPs."""
+    expert_mlp: int | None = None
+    """Intermediate size of one expert."""
+    experts_per_token: int | None = None
+    """Number of experts that a token is routed to."""
+    tied: bool | None = None
+    """Whether the LM head shares its weight with the embedding; null: the family's default."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -242,7 +257,7 @@ class ModelConfig:
     def _problems(self) -> list[str]:
         problems = own_kind("model", self)
         values = field_values(self)
-        for name in ("layers", "heads", "kv_heads", "hidden", "vocab", "experts"):
+        for name in (*SIZES, "experts_per_token"):
             problems += at_least(f"model.{name}", values[name], 1)
         problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)
         if self.path is None and self.init == WeightInit.pretrained:

@@ -1,0 +1,151 @@
+"""Work of one rank in an optimizer step: everything that the formulas of memory and time read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from components.config.micro_batches import fitting_micro_batch
+from components.config.schema.model import DType, Float8, LossMethod, ModelConfig
+from components.config.schema.objective import (
+    DistillationConfig,
+    DPOConfig,
+    KTOConfig,
+    PreferenceConfig,
+    Reference,
+    RewardConfig,
+    ScoreConfig,
+)
+from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.parallelism import MeshShape, ParallelismConfig, Strategy
+from components.config.schema.peft import PeftConfig
+from components.config.schema.recipes import TrainConfig, frozen_model, score_labels, section
+from components.config.shape import read_shape
+from components.planning.formulas.architecture import Architecture, read_architecture
+
+ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float64: 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Model, mesh, batch and policies of a step. Sequences are rows: a pair of answers counts as two."""
+
+    architecture: Architecture
+    mesh: MeshShape
+    parallelism: ParallelismConfig
+    """Strategy, schedule and policies; the degrees are those of `mesh`."""
+    seq_len: int
+    """Tokens per row, before cp splits it."""
+    micro_batch: int
+    """Rows per forward of a rank."""
+    micro_batches: int
+    """Forwards of a rank per optimizer step."""
+    stored_bytes: int
+    """Bytes per element of stored parameters."""
+    compute_bytes: int
+    """Bytes per element of activations."""
+    float8: Float8
+    compiled: bool
+    loss: LossMethod
+    """auto, logits, chunked or liger, as configured."""
+    optimizer: OptimizerConfig
+    peft: PeftConfig
+    averages: bool = False
+    """Whether an average of the weights is kept (training.ema_decay)."""
+    frozen: Architecture | None = None
+    """A second model that is not trained, a teacher or a reference; None: there is none."""
+    extra_forwards: float = 0.0
+    """Forwards of the trained model without gradients, per forward with gradients: a preference loss computes the
+    log-probabilities of the rows first, and a reference without adapters once more."""
+    labels: int = 0
+    """Outputs of the score head; 0: an LM head."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of all ranks in one optimizer step."""
+        return self.micro_batch * self.micro_batches * self.mesh.dp
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks in one optimizer step."""
+        return self.rows_per_step * self.seq_len
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a rank per forward: rows x seq_len / cp."""
+        return self.micro_batch * self.seq_len // self.mesh.cp
+
+    @property
+    def fsdp(self) -> int:
+        """Number of ranks that a dense parameter is sharded over."""
+        return self.mesh.dp_shard * self.mesh.ep * self.mesh.cp if self.is_sharded else 1
+
+    @property
+    def expert_fsdp(self) -> int:
+        """Number of ranks that each expert is sharded over."""
+        return self.mesh.dp_shard * self.mesh.cp if self.is_sharded else 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the parameters."""
+        return self.parallelism.strategy is Strategy.fsdp2
+
+    @property
+    def sequence_shards(self) -> int:
+        """Number of tp ranks that hidden states between matmuls are sharded over."""
+        return self.mesh.tp if self.parallelism.sequence_parallel else 1
+
+
+def build_workload(cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool) -> Workload:
+    """Return the work of a run on a mesh, with the micro-batch size that the mesh allows.
+
+    Args:
+        on_gpu: Whether the device computes in bfloat16 by default.
+
+    Raises ConfigError if the sizes of a model are unknown.
+    """
+    training, model = cfg.training, cfg.model
+    rows_per_unit = 2 if section(cfg, PreferenceConfig) or section(cfg, RewardConfig) else 1
+    micro_batch = fitting_micro_batch(training, cfg.parallelism, mesh) or training.micro_batch_size
+    frozen = frozen_model(cfg)
+    scores = section(cfg, ScoreConfig)
+    return Workload(
+        architecture=architecture_of(model),
+        mesh=mesh,
+        parallelism=cfg.parallelism,
+        seq_len=training.seq_len,
+        micro_batch=micro_batch * rows_per_unit,
+        micro_batches=max(1, training.global_batch_size // (mesh.dp * micro_batch)),
+        stored_bytes=ITEM_BYTES[model.dtype],
+        compute_bytes=_compute_bytes(model, on_gpu=on_gpu),
+        float8=model.float8,
+        compiled=model.compile,
+        loss=LossMethod.chunked if section(cfg, DistillationConfig) else model.loss,
+        optimizer=cfg.optimizer,
+        peft=cfg.peft,
+        averages=training.ema_decay is not None,
+        frozen=None if frozen is None else architecture_of(frozen),
+        extra_forwards=_extra_forwards(cfg),
+        labels=len(score_labels(cfg.data, scores) or ()),
+    )
+
+
+def architecture_of(model: ModelConfig) -> Architecture:
+    """Return the architecture of a configured model. Raises ConfigError if its sizes are unknown."""
+    return read_architecture(read_shape(model), model.path or str(model.config.get("model_type")))
+
+
+def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:
+    if model.compute_dtype is not DType.auto:
+        return ITEM_BYTES[model.compute_dtype]
+    if model.dtype is DType.float64:
+        return ITEM_BYTES[model.dtype]
+    return ITEM_BYTES[DType.bfloat16] if on_gpu else ITEM_BYTES[model.dtype]
+
+
+def _extra_forwards(cfg: TrainConfig) -> float:
+    """Return the forwards of the trained model without gradients per forward with gradients."""
+    preference = section(cfg, PreferenceConfig)
+    if preference is None:
+        return 0.0
+    adapters_off = isinstance(preference, DPOConfig | KTOConfig) and preference.reference is Reference.adapters_off
+    return 1.0 + adapters_off
