@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from components import data
+from components.parity.reference import balance_loss
 
 DDP2: dict[str, Any] = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}
 FSDP2: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": -1}
@@ -47,3 +49,14 @@ def unclipped(gradients: dict[str, torch.Tensor], norm: float, max_norm: float) 
     """Return gradients as they were before clipping to `max_norm`, given their norm then."""
     scale = min(1.0, max_norm / (norm + 1e-6))
     return {name: gradient / scale for name, gradient in gradients.items()}
+
+
+def mean_balance(model: Any, examples: Sequence[data.Example]) -> torch.Tensor:
+    """Auxiliary loss of the routers in one process: the mean over target tokens of that of each sample."""
+    total, targets = torch.zeros((), dtype=torch.float64), 0
+    for example in examples:
+        output = model(input_ids=torch.tensor([example.input_ids]), use_cache=False, output_router_logits=True)
+        count = sum(label >= 0 for label in example.labels)
+        total = total + count * balance_loss(output.router_logits, model.config.num_experts_per_tok)
+        targets += count
+    return total / targets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,18 @@ from components.training.objectives.stored_teacher import StoredTeacher
 from components.training.objectives.teacher import hidden_states_of
 from components.training.objectives.teacher_store import TeacherStore
 from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
-from tests.distributed.curves import CP, DDP2, FSDP2, HSDP, PP, TP, keep_first_gradients, plan_of, unclipped
+from tests.distributed.curves import (
+    CP,
+    DDP2,
+    FSDP2,
+    HSDP,
+    PP,
+    TP,
+    keep_first_gradients,
+    mean_balance,
+    plan_of,
+    unclipped,
+)
 from tests.distributed.parity import MODELS, SMALL, Case, build, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
@@ -82,6 +93,30 @@ class PlainTopK:
         return self.rows[index]
 
 
+class PackedTopK:
+    """The values of a `PlainTopK` in the order of packed rows."""
+
+    def __init__(self, stored: PlainTopK, rows: data.PackedDataset) -> None:
+        self._stored, self._rows = stored, rows
+
+    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
+        rows = [self._stored.rows[sample] for sample in self._rows._documents(index)]
+        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+
+def packed_rows(everything: data.Dataset) -> data.PackedDataset:
+    """Rows of 32 tokens with one to four samples."""
+    return data.PackedDataset(everything, 32)
+
+
+def sample_order(everything: data.Dataset, packed: bool, steps: int) -> list[list[int]]:
+    """Return the samples of each step: GLOBAL_BATCH samples, or those of GLOBAL_BATCH packed rows."""
+    rows = packed_rows(everything) if packed else None
+    order = data.SampleOrder(len(rows or everything), 5)
+    chosen = [order.indices(step * GLOBAL_BATCH, GLOBAL_BATCH) for step in range(steps)]
+    return chosen if rows is None else [[each for row in step for each in rows._documents(row)] for step in chosen]
+
+
 def divergence(kind: Divergence, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """Divergence of logits (tokens, vocabulary), summed over tokens."""
     return divergence_of(kind, teacher.softmax(-1), student.softmax(-1))
@@ -106,94 +141,133 @@ class Curve:
     held_out: tuple[float, ...]
 
 
-def expected(student: Any, teacher: Any, cfg: DistillationConfig, stored: PlainTopK | None = None) -> Curve:
-    """Plain transformers in one process, a sample at a time and without padding.
+def mean_losses(
+    student: Any, teacher: Any, cfg: DistillationConfig, indices: Iterable[int], stored: PlainTopK | None = None
+) -> torch.Tensor:
+    """Means over targets (4,): loss, divergence, both models' cross-entropy; a sample at a time, without padding.
 
     With `stored`, the teacher's tokens except the most likely ones count as one.
     """
+    everything = samples()
+    sums, targets = torch.zeros(3, dtype=torch.float64), 0
+    for index in indices:
+        example = everything[index]
+        ids, labels = torch.tensor([example.input_ids]), torch.tensor(example.labels[1:])
+        kept = labels >= 0
+        with torch.no_grad():
+            known = teacher(input_ids=ids, use_cache=False).logits[0, :-1, :97][kept]
+        logits = student(input_ids=ids, use_cache=False).logits[0, :-1][kept]
+        apart = divergence(cfg.divergence, known / cfg.temperature, logits / cfg.temperature)
+        entropies = [F.cross_entropy(each, labels[kept], reduction="sum") for each in (logits, known)]
+        if stored is not None:
+            likely, outcomes, of_targets = (torch.from_numpy(each) for each in stored.rows[index].values())
+            q = (logits / cfg.temperature).softmax(-1)
+            of_k = q.gather(1, likely.long())
+            rest = q.scatter(1, likely.long(), 0).sum(-1, keepdim=True)
+            p = outcomes.double().softmax(-1)  # the float32 values, normalized
+            apart = divergence_of(cfg.divergence, p, torch.cat([of_k, rest], dim=1))
+            entropies[1] = -of_targets.double().sum()
+        sums = sums + torch.stack([apart, *entropies])
+        targets += int(kept.sum())
+    share = cfg.cross_entropy_weight
+    loss = (1 - share) * cfg.temperature**2 * sums[0] + share * sums[1]
+    return torch.cat([loss[None], sums]) / targets
+
+
+def expected(
+    student: Any,
+    teacher: Any,
+    cfg: DistillationConfig,
+    stored: PlainTopK | None = None,
+    packed: bool = False,
+    router_aux: float = 0.0,
+    steps: int = STEPS,
+    lr: float = LR,
+) -> Curve:
+    """Curve of plain transformers in one process."""
     model, everything = copy.deepcopy(student).train(), samples()
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for p in trained.values() if p.dim() >= 2]
+    others = [p for p in trained.values() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95)
     )
-
-    def of(indices: Any) -> torch.Tensor:
-        """Means over targets: loss, divergence, both models' cross-entropy, (4,)."""
-        sums, targets = torch.zeros(3, dtype=torch.float64), 0
-        for index in indices:
-            example = everything[index]
-            ids, labels = torch.tensor([example.input_ids]), torch.tensor(example.labels[1:])
-            kept = labels >= 0
-            with torch.no_grad():
-                known = teacher(input_ids=ids, use_cache=False).logits[0, :-1, :97][kept]
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1][kept]
-            apart = divergence(cfg.divergence, known / cfg.temperature, logits / cfg.temperature)
-            entropies = [F.cross_entropy(each, labels[kept], reduction="sum") for each in (logits, known)]
-            if stored is not None:
-                likely, outcomes, of_targets = (torch.from_numpy(each) for each in stored.rows[index].values())
-                q = (logits / cfg.temperature).softmax(-1)
-                of_k = q.gather(1, likely.long())
-                rest = q.scatter(1, likely.long(), 0).sum(-1, keepdim=True)
-                p = outcomes.double().softmax(-1)  # the float32 values, normalized
-                apart = divergence_of(cfg.divergence, p, torch.cat([of_k, rest], dim=1))
-                entropies[1] = -of_targets.double().sum()
-            sums = sums + torch.stack([apart, *entropies])
-            targets += int(kept.sum())
-        share = cfg.cross_entropy_weight
-        loss = (1 - share) * cfg.temperature**2 * sums[0] + share * sums[1]
-        return torch.cat([loss[None], sums]) / targets
-
     curve = Curve([], [], [], {}, ())
-    order = data.SampleOrder(len(everything), 5)
-    for step in range(STEPS):
-        loss, apart, *_ = of(order.indices(step * GLOBAL_BATCH, GLOBAL_BATCH))
+    for step, indices in enumerate(sample_order(everything, packed, steps)):
+        loss, apart, *_ = mean_losses(model, teacher, cfg, indices, stored)
+        if router_aux:
+            loss = loss + router_aux * mean_balance(model, [everything[index] for index in indices])
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
+            curve.gradients = {name: p.grad.clone() for name, p in trained.items()}
+        norm = torch.stack([p.grad.double().square().sum() for p in trained.values()]).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(trained.values(), CLIP, norm)
         optimizer.step()
         curve.losses.append(loss.item())
         curve.norms.append(float(norm))
         curve.divergences.append(apart.item())
     with torch.no_grad():
-        curve.held_out = tuple(of(range(len(everything))).tolist())
+        curve.held_out = tuple(mean_losses(model, teacher, cfg, range(len(everything)), stored).tolist())
     return curve
 
 
-def prepared(plain: Any, axes: dict[str, Any], *, trains: bool) -> training.Prepared:
-    cfg = recipe_config(Case("llama", axes, loss="chunked"))
-    mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+def prepared(
+    plain: Any,
+    axes: dict[str, Any],
+    *,
+    trains: bool,
+    mesh: distributed.Mesh | None = None,
+    router_aux: float = 0.0,
+) -> training.Prepared:
+    """Prepare a copy of a model in the dtype of its parameters. mesh: None: build it."""
+    dtype = next(plain.parameters()).dtype
+    cfg = recipe_config(Case("llama", axes, loss="chunked", router_aux=router_aux))
+    mesh = mesh or distributed.build_mesh(cfg.parallelism, "cpu")
     model = copy.deepcopy(plain).train(trains)
     models.use_causal_sdpa(model)
-    layout = distributed.parallelize(model, mesh, cfg.parallelism, torch.float64)
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
+    router_loss = training.attach_router_loss(model, cfg.model, mesh)
     head = training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout) if trains or axes.get("pp") else None
-    model.requires_grad_(trains)
-    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head)
-    return training.Prepared(model, settings, called, compute_dtype=torch.float64)
+    if not trains:
+        model.requires_grad_(False)
+    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head, router_loss=router_loss)
+    return training.Prepared(model, settings, called, compute_dtype=dtype)
 
 
-def train(student: Any, teacher: Any, axes: dict[str, Any], cfg: DistillationConfig, micro_batch: int) -> Curve:
+def train(
+    student: Any,
+    teacher: Any,
+    axes: dict[str, Any],
+    cfg: DistillationConfig,
+    micro_batch: int,
+    packed: bool = False,
+    router_aux: float = 0.0,
+    steps: int = STEPS,
+    lr: float = LR,
+) -> Curve:
     """Train with the teacher, a model on the same mesh or a `PlainTopK`."""
-    model, stored = prepared(student, axes, trains=True), teacher if isinstance(teacher, PlainTopK) else None
-    if stored is None:
-        objective = Distillation(cfg, hidden_states_of(prepared(teacher, axes, trains=False), 97))
-    else:
+    model = prepared(student, axes, trains=True, router_aux=router_aux)
+    mesh, everything = model.settings.mesh, samples()
+    rows = packed_rows(everything) if packed else everything
+    if isinstance(teacher, PlainTopK):
+        stored = PackedTopK(teacher, rows) if isinstance(rows, data.PackedDataset) else teacher
         objective = Distillation(cfg, lambda batches: ([None] * len(batches), None))
-    plan = plan_of(model.settings.mesh, GLOBAL_BATCH, micro_batch)
-    optimizer = training.build_optimizer(model, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
-    curve, everything = Curve([], [], [], {}, ()), samples()
+    else:
+        stored = None
+        objective = Distillation(cfg, hidden_states_of(prepared(teacher, axes, trains=False, mesh=mesh), 97))
+    plan = plan_of(mesh, GLOBAL_BATCH, micro_batch)
+    optimizer = training.build_optimizer(model, AdamWConfig(lr=lr, weight_decay=0.1, betas=[0.9, 0.95]))
+    curve = Curve([], [], [], {}, ())
     gradients = keep_first_gradients(optimizer, model.module)
-    batches = data.TrainBatches(everything, plan, seed=5, token_values=stored)
-    for step in range(STEPS):
+    batches = data.TrainBatches(rows, plan, seed=5, token_values=stored)
+    for step in range(steps):
         numbers = training.train_step(model, batches.at(step), optimizer, objective)
         curve.losses.append(numbers["loss"].item())
         curve.norms.append(numbers["grad_norm"].item())
         curve.divergences.append(numbers["divergence"].item())
-    held_out = training.evaluate(model, data.EvalBatches(everything, plan, stored), objective)
+    held_out = training.evaluate(model, data.EvalBatches(rows, plan, stored), objective)
     curve.held_out = (held_out.loss, *held_out.metrics.values())
     curve.gradients = unclipped(gradients, curve.norms[0], CLIP)
     return curve
@@ -299,13 +373,13 @@ def other_values(stored: StoredTeacher, plain: PlainTopK) -> list[str]:
     return problems
 
 
-def differences(got: Curve, reference: Curve) -> list[str]:
+def differences(got: Curve, reference: Curve, bound: float = 1e-10) -> list[str]:
     problems = []
     for name in ("losses", "norms", "divergences", "held_out"):
-        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=1e-10):
+        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=bound):
             problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
     for name, gradient in got.gradients.items():
         error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
-        if not error < 1e-10:
+        if not error < bound:
             problems.append(f"gradient of {name} is off by {error:.1e}")
     return problems

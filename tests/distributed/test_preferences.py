@@ -16,10 +16,19 @@ from components.config.schema import AdamWConfig
 from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig, PairLoss, PreferenceConfig, SimPOConfig
 from components.data.dataset import Facts
 from components.data.pairs import DESIRABLE
-from components.parity.reference import balance_loss
 from components.training.objectives.preference import REFERENCE
 from components.training.objectives.reference_model import score_pairs
-from tests.distributed.curves import CP, DDP2, FSDP2, PP, TP, keep_first_gradients, plan_of, unclipped
+from tests.distributed.curves import (
+    CP,
+    DDP2,
+    FSDP2,
+    PP,
+    TP,
+    keep_first_gradients,
+    mean_balance,
+    plan_of,
+    unclipped,
+)
 from tests.distributed.parity import MODELS, Case, build, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
@@ -167,17 +176,6 @@ def pair_order(everything: data.PairDataset, packed: bool, steps: int = STEPS) -
     return [[pair for row in order.indices(step * ROWS, ROWS) for pair in rows._pairs_of(row)] for step in range(steps)]
 
 
-def balance(model: Any, sampled: Sequence[data.RowPair], both: bool) -> torch.Tensor:
-    """Auxiliary loss of the routers: the mean over target tokens of that of each answer that is trained on."""
-    total, targets = torch.zeros((), dtype=torch.float64), 0
-    for example in [row for pair in sampled for row in pair[: 1 + both]]:
-        output = model(input_ids=torch.tensor([example.input_ids]), use_cache=False, output_router_logits=True)
-        count = sum(label >= 0 for label in example.labels)
-        total = total + count * balance_loss(output.router_logits, model.config.num_experts_per_tok)
-        targets += count
-    return total / targets
-
-
 def expected(
     plain: Any,
     formula: Callable[[Answers], torch.Tensor],
@@ -201,7 +199,9 @@ def expected(
     for step, indices in enumerate(pair_order(everything, packed, steps)):
         loss = formula(score(model, [everything[i] for i in indices], reference[indices])).mean()
         if router_aux:
-            loss = loss + router_aux * balance(model, [everything[i] for i in indices], both=formula is not kto)
+            answers = 1 if formula is kto else 2
+            trained_on = [row for index in indices for row in everything[index][:answers]]
+            loss = loss + router_aux * mean_balance(model, trained_on)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
