@@ -12,7 +12,7 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
-from components.config.schema.model import CausalLMConfig, TeacherConfig, TopKTeacherConfig, WeightInit
+from components.config.schema.model import CausalLMConfig, Float8, TeacherConfig, TopKTeacherConfig, WeightInit
 from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
@@ -67,7 +67,7 @@ def affects(rejected: Collection[str], keys: Collection[str]) -> bool:
 
 
 def _import_problems(cfg: RecipeConfig) -> list[str]:
-    """Check that the modules of a tp plan and of an optimizer exist, before a sweep starts or a job is queued."""
+    """Check that the packages a config needs are installed, before a sweep starts or a job is queued."""
     optimizer = section(cfg, CustomOptimizerConfig)
     paths = {
         "parallelism.tp_plan": cfg.parallelism.tp_plan,
@@ -78,8 +78,11 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
         package = (path or "").partition(":")[0].partition(".")[0]
         if path is not None and importlib.util.find_spec(package) is None:
             problems.append(f"{key}={path}: no module named {package!r}; install it, or put it next to the recipe")
-    if (eight_bit := section(cfg, AdamW8bitConfig)) is not None:
-        problems += torchao_problems(f"optimizer.kind={eight_bit.kind}")
+    if cfg.cluster.has_same_packages:  # otherwise each rank checks its own
+        if (eight_bit := section(cfg, AdamW8bitConfig)) is not None:
+            problems += torchao_problems(f"optimizer.kind={eight_bit.kind}")
+        if cfg.model.float8 != Float8.none:
+            problems += torchao_problems(f"model.float8={cfg.model.float8}")
     return problems
 
 

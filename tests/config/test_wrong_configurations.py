@@ -217,7 +217,7 @@ DISTILLATION = [
         "teacher.stored=kept",
         "teacher.path",
     ),
-    ("teacher.stored=kept teacher.top_k=8", "teacher.top_k", "no such key"),
+    ("teacher.stored=kept teacher.top_k=8", "teacher.top_k=8: belongs to scripts/teacher.py", "set it there"),
 ]
 STORING = [
     ("", "teacher.path", "not set"),
@@ -425,12 +425,20 @@ def test_closed_output_pipe_ends_a_command_without_error_message(tmp_path: Path,
 def test_missing_torchao_is_reported_with_the_extra_to_install(
     commands: Commands, finetune: Path, tmp_path: Path
 ) -> None:
-    ended = commands.run(finetune, ["model=tiny", "optimizer=adamw8bit"], tmp_path)
-    assert_rejected(
-        ended,
-        ["optimizer.kind=adamw8bit: torchao is not installed; run pip install 'meshbook[quantization]'"],
-        tmp_path,
-    )
+    missing = "torchao is not installed; run pip install 'meshbook[quantization]'"
+    settings = {
+        "optimizer.kind=adamw8bit": ["optimizer=adamw8bit"],
+        "model.float8=rowwise": ["model.float8=rowwise", "model.float8_emulate=true"],
+    }
+    for setting, arguments in settings.items():
+        ended = commands.run(finetune, ["model=tiny", *arguments], tmp_path)
+        assert_rejected(ended, [f"{setting}: {missing}"], tmp_path)
+
+        submission = ["model=tiny", *arguments, "cluster=slurm_2node", "cluster.dry_run=true"]
+        assert missing in commands.run(finetune, submission, tmp_path).errors
+        for elsewhere in (["runtime=apptainer", "image=image.sif"], ["runtime=pyxis", "image=image"]):
+            container = [f"cluster.container.{each}" for each in elsewhere]
+            assert missing not in commands.run(finetune, [*submission, *container], tmp_path).errors
 
 
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:

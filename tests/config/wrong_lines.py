@@ -365,10 +365,7 @@ PEFT = [
 ]
 KERNELS = [
     ("model.attention=flash", "model.attention=flash: must be one of sdpa, sdpa_flash, eager, "),
-    (
-        "model.float8=rowwise model.float8_emulate=true model.float8_bound=0",
-        "model.float8_bound=0.0: must be greater than",
-    ),
+    ("model.float8_bound=0", "model.float8_bound=0.0: must be greater than"),
 ]
 UNEVEN_HEADS = [
     (

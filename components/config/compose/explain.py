@@ -41,6 +41,8 @@ HOME = re.compile(r"(?<![^,\[])~/")
 """~ at the start of a value, or of one of several; shells do not expand it after KEY=."""
 SOURCES = "data.sources"
 NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data with kind mixture"
+TOP_K = "teacher.top_k"
+NOT_STORING = "belongs to scripts/teacher.py, which stores the most likely tokens; remove it here, and set it there"
 
 PACKAGES = {"network": "cluster"}
 """Group -> section whose keys its options set, if the names differ; other groups without a section use _global_."""
@@ -69,6 +71,8 @@ def unreadable(override: str) -> str:
 def unknown_key(key: str, value: object, existing: Iterable[str]) -> str:
     """Return the message for a key that does not exist; `value` is None if it was given without a value."""
     shown = key if value is None else f"{key}={value}"
+    if key == TOP_K:
+        return f"{shown}: {NOT_STORING}"
     names = list(existing)
     if key.startswith(SOURCES) and not any(name.startswith(f"{SOURCES}.") for name in names):
         return f"{shown}: {NOT_A_MIXTURE}"

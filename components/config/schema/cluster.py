@@ -13,6 +13,7 @@ from components.config.schema.slurm import (
     NOT_A_SUBMISSION,
     SCRIPT_VARIABLES,
     ContainerConfig,
+    ContainerRuntime,
     GpuRequest,
     Launcher,
     RequeueConfig,
@@ -151,6 +152,12 @@ class ClusterConfig:
     def collective_timeout(self) -> timedelta:
         """`collective_timeout_minutes` as a timedelta."""
         return timedelta(minutes=self.collective_timeout_minutes)
+
+    @property
+    def has_same_packages(self) -> bool:
+        """Whether the ranks run the Python that starts them: no other executable and no container."""
+        same_python = self.python is None and self.container.runtime == ContainerRuntime.none
+        return self.kind == ClusterKind.local or same_python
 
 
 @dataclass(kw_only=True, slots=True)

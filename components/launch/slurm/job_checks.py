@@ -96,8 +96,7 @@ def _script_problems(cluster: ClusterConfig) -> list[str]:
 def _build_problems(cluster: ClusterConfig) -> list[str]:
     """Reject GPU jobs with a CPU build of torch, if the job uses the Python that submits it."""
     requests_gpus = any("gpu" in option for pair in resource_options(cluster) for option in pair)
-    same_python = cluster.python is None and cluster.container.runtime == ContainerRuntime.none
-    version = torch_built_for_cpus() if requests_gpus and same_python else None
+    version = torch_built_for_cpus() if requests_gpus and cluster.has_same_packages else None
     if version is None:
         return []
     return [
