@@ -94,7 +94,9 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0, objective: str 
             dp_size=mesh.size("dp"),
             padding=data.Padding(multiple=mesh.sequence_multiple),
         )
-        batches = data.TrainBatches(objectives.rows_of(objective, cfg.data.pack), plan, seed=5)
+        rows = objectives.rows_of(objective, cfg.data.pack)
+        stored = objectives.StoredZeros(rows) if objective == "stored_distillation" else None
+        batches = data.TrainBatches(rows, plan, seed=5, token_values=stored)
         built = objectives.build(objective, cfg.model, prepared, teacher)
         yield FakeRun(cfg, prepared, built, training.build_optimizer(prepared, cfg.optimizer), batches)
 
@@ -160,7 +162,7 @@ def step(
 ) -> dict[str, Any]:  # fmt: skip
     """Run two optimizer steps, the first of which creates the optimizer state; return the record of the second.
 
-    objective: "next_token", or one of objectives.py; "distillation" needs model.loss=chunked.
+    objective: "next_token", or one of objectives.py; distillation needs model.loss=chunked.
     """
     eager: AbstractContextManager[Any] = nullcontext()
     if optimizer == "adamw8bit":

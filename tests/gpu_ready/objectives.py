@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from components import data, training
-from components.config.schema import DpoConfig, ModelConfig, RewardConfig
-from components.config.schema.data import PreferencesDataConfig
+from components.config.schema import DistillConfig, DpoConfig, ModelConfig, RewardConfig
+from components.config.schema.data import IGNORED, DocsDataConfig, PreferencesDataConfig
+from components.config.schema.model import TeacherConfig
 from components.config.schema.objective import DistillationConfig, DPOConfig, KTOConfig, Reference
 from components.data.dataset import Facts
 from components.data.pairs import DESIRABLE
 from components.distributed.mesh import Mesh
+from components.models.tokenizer import byte_tokenizer
 from components.training.objectives.preference import REFERENCE
+from components.training.objectives.stored_teacher import StoredDistillation
 from components.training.objectives.teacher import hidden_states_of
+from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from tests.distributed.packed import SEQ_LEN, unpacked
 
 LABELS = {"classification": ["a", "b", "c"], "reward": ["reward"]}
@@ -32,10 +38,25 @@ class PadOnlyTokenizer:
     pad_token_id = 0
 
 
+class StoredZeros:
+    """Stored values of a teacher, all zero: 9 tokens for each target."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
+        count = sum(label != IGNORED for label in self._rows[index].labels[1:])
+        return {
+            TOKEN_IDS: np.zeros((count, 9), np.int32),
+            LOG_PROBS: np.zeros((count, 10), np.float32),
+            TARGET_LOG_PROB: np.zeros(count, np.float32),
+        }
+
+
 def rows_of(name: str, pack: bool) -> Any:
     """Return the samples, labeled texts or pairs that an objective is trained on."""
     samples = data.Dataset([*unpacked(count=200)], PadOnlyTokenizer(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
-    if name in ("next_token", "distillation"):
+    if name in ("next_token", "distillation", "stored_distillation"):
         return data.PackedDataset(samples, SEQ_LEN) if pack else samples
     pairs = [(first, first + 1) for first in range(0, len(samples), 2)]
     if name == "classification":
@@ -55,6 +76,9 @@ def build(name: str, cfg: ModelConfig, model: training.Prepared, teacher: traini
     vocabulary = cfg.config["vocab_size"]
     if teacher is not None:
         return training.Distillation(DistillationConfig(), hidden_states_of(teacher, vocabulary))
+    if name == "stored_distillation":
+        stored = DistillConfig(model=cfg, data=DocsDataConfig(), teacher=TeacherConfig(stored="stored"))
+        return StoredDistillation(stored, byte_tokenizer(), vocabulary)
     if name == "classification":
         return training.Classification()
     if name == "reward":

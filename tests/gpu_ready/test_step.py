@@ -32,11 +32,17 @@ def test_training_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
         assert record["evaluation_reads"] == 1  # once, for all batches
 
 
-@pytest.mark.parametrize("layout", ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"])
-def test_distillation_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
+TEACHERS = {
+    "distillation": ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"],
+    "stored_distillation": ["tp with sequence parallelism", "cp by ulysses", "pp"],
+}
+
+
+@pytest.mark.parametrize(("objective", "layout"), [(name, each) for name in TEACHERS for each in TEACHERS[name]])
+def test_distillation_step_has_no_host_sync(fake_cuda: Run, objective: str, layout: str) -> None:
     axes, world = LAYOUTS[layout]
     record = fake_cuda("step", axes=axes, world=world, rank=world - 1, model={"loss": "chunked"},
-                       objective="distillation")  # fmt: skip
+                       objective=objective)  # fmt: skip
     assert record["waits"] == {}
     assert record["devices"] == ["cuda"]
     assert record["evaluation_waits"] == {}
