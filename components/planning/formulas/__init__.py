@@ -1,12 +1,17 @@
 """Closed formulas of the memory and time of an optimizer step. Imports no torch.
 
-term.py          a figure with its formula and source
-architecture.py  weights and FLOPs of a model, from its sizes and its family
-workload.py      what one rank computes in a step: model, mesh, batch, policies
-hardware.py      speed of a GPU, its node and its network, read from conf/gpu
-implementation.py  choices of a training program that a workload does not state
-compute.py       matmuls, attention, memory-bound operations and the LM head
-communication.py process groups on their links, collectives of the mesh axes, overlap
-pipeline.py      pipeline schedules
-step_time.py     time of an optimizer step, by term
+term.py            a figure with its formula and source
+architecture.py    weights and FLOPs of a model, from its sizes and its family
+workload.py        what one rank computes in a step: model, mesh, batch, policies
+activations.py     bytes that a layer saves for the backward
+memory.py          peak memory of the fullest rank
+memory_check.py    that memory against the device, before a run starts
+hardware.py        a device, from a file of conf/gpu
+implementation.py  kernels and overlaps of a training code; the default is Meshbook's
+compute.py         matmuls, attention and elementwise operations of a layer, and the head
+communication.py   collectives of the mesh axes
+pipeline.py        timeline and bubble of the pipeline schedules
+step_time.py       time of an optimizer step
+candidates.py      every legal mesh and policy, and why others are left out
+ranking.py         the candidates that fit, the fastest first
 """

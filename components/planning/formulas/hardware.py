@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +13,10 @@ import yaml
 
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
+
+PROJECT_CONF = Path(__file__).resolve().parents[3] / "conf"
+CPU_NAME = "cpu"
+"""Devices whose name begins with this are CPUs."""
 
 
 class NodeLinks(StrEnum):
@@ -67,6 +72,16 @@ class Hardware:
     """Share of node_bandwidth that large collectives reach."""
     network_share: float
     """Share of network_bandwidth that large collectives reach."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU, and not a CPU."""
+        return not self.name.startswith(CPU_NAME)
+
+    @property
+    def device_type(self) -> str:
+        """`cuda` or `cpu`."""
+        return "cuda" if self.is_gpu else "cpu"
 
     @property
     def copy_bandwidth(self) -> float:
@@ -133,3 +148,18 @@ def _problem(name: str, value: Any) -> list[str]:
     if name in SHARES and value > 1:
         return [f"{name}={value}: is a share and must be at most 1"]
     return []
+
+
+def find_hardware(name: str, folders: Iterable[Path] = ()) -> Hardware:
+    """Return the device of that name: a file of ./conf/local/gpu, `folders`, conf/local/gpu or conf/gpu of the project.
+
+    Raises ConfigError, with the names of all devices, if there is none.
+    """
+    searched = [Path.cwd() / "conf" / "local" / "gpu", *folders, PROJECT_CONF / "local" / "gpu", PROJECT_CONF / "gpu"]
+    for folder in searched:
+        if (folder / f"{name}.yaml").is_file():
+            return read_hardware(folder / f"{name}.yaml")
+    names = sorted({file.stem for folder in searched for file in folder.glob("*.yaml")})
+    raise ConfigError(
+        f"cluster.gpu={name}: no such device; choose {', '.join(names)}, or add conf/local/gpu/{name}.yaml"
+    )
