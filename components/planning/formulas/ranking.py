@@ -62,6 +62,8 @@ def rank_plans(
             found.append(Plan(each, workload, memory, estimate_time(workload, hardware)))
             if each.mesh.pp == 1:
                 break  # without a pipeline, a smaller micro-batch is not faster
+    if not found and smallest is None and not left_out.reasons:
+        cfg.parallelism.resolve(choice.world)  # raises the reason: degrees that cannot multiply to the world size
     if not found:
         raise ConfigError(_nothing_fits(smallest, least, choice, hardware, left_out))
     return sorted(found, key=lambda plan: (plan.time.seconds, plan.memory.peak))

@@ -22,6 +22,8 @@ from components.config.schema.recipes import TrainConfig, frozen_model, score_la
 from components.config.shape import read_shape
 from components.planning.formulas.architecture import Architecture, read_architecture
 
+BYTE_VOCABULARY = 264
+"""Embeddings of a model from scratch with the byte tokenizer: 256 bytes and four special tokens, rounded up to 8."""
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float64: 8}
 
 
@@ -149,7 +151,10 @@ def build_workload(cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool) -> Worklo
 
 def architecture_of(model: ModelConfig) -> Architecture:
     """Return the architecture of a configured model. Raises ConfigError if its sizes are unknown."""
-    return read_architecture(read_shape(model), model.path or str(model.config.get("model_type")))
+    shape = read_shape(model)
+    if shape.vocab is None and model.path is None and model.tokenizer == "bytes":
+        shape = replace(shape, vocab=BYTE_VOCABULARY)
+    return read_architecture(shape, model.path or str(model.config.get("model_type")))
 
 
 def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:
