@@ -16,17 +16,9 @@ from components.config.schema.model import CAUSAL_SDPA, ModelConfig, WeightInit
 from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.context_parallel import GatheredAttention
 from components.models.attention import causal_sdpa
+from components.planning.dry_run.storages import SavedForBackward, local_bytes
 from scripts._memory.options import models_to_measure, read_options
-from scripts._memory.ranks import (
-    Load,
-    SavedForBackward,
-    Usage,
-    allocations,
-    highest,
-    local_bytes,
-    measure,
-    measure_all,
-)
+from scripts._memory.ranks import Load, Usage, allocations, highest, measure, measure_all
 from scripts.memory import shapes_of, table
 from tests.harness import run_ranks
 

@@ -19,9 +19,10 @@ from components.config.schema.objective import DPOConfig, Reference
 from components.config.schema.parallelism import ActivationCheckpointing, ParallelismConfig
 from components.config.schema.recipes import ClassifyConfig, DistillConfig, DpoConfig, TrainConfig, frozen_model
 from components.config.schema.training import TrainingConfig
+from components.planning.dry_run.storages import local_bytes
 from components.training.setup import prepare as prepare_file
 from components.training.setup.recompute_policy import StepLoad, estimate
-from scripts._memory.ranks import allocations, highest, local_bytes
+from scripts._memory.ranks import allocations, highest
 from tests.distributed.test_memory import LLAMA
 from tests.harness import run_ranks
 

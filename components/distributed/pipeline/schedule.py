@@ -90,8 +90,8 @@ class Pipeline:
         schedule.step(
             *([joined.input_ids] if self._stages.own[0].index == 0 else []),
             # Schedules pass only a chunk of this tensor to the loss. It is the index of the micro-batch, on the CPU, so
-            # that reading it does not wait for the device.
-            target=torch.arange(len(batches)) if self._has_head else None,
+            # that reading it does not wait for the device; from `torch.tensor`, which has values in a dry run too.
+            target=torch.tensor(range(len(batches))) if self._has_head else None,
             losses=losses if self._has_head else None,
             position_ids=_positions(joined),
             **joined.layer_keywords(),
@@ -112,6 +112,11 @@ class Pipeline:
         self._copy_tied_weight()
         head_inputs = {} if head_keywords is None else batch.head_inputs() | head_keywords
         return self._forward(batch.input_ids, _positions(batch), batch.layer_keywords(), **head_inputs)
+
+    @property
+    def tied_head(self) -> nn.Module | None:
+        """This rank's copy of a head that is tied to the embedding; None on ranks without one."""
+        return self._stages.tied_head
 
     @contextmanager
     def stages_apart(self) -> Iterator[None]:
@@ -173,7 +178,7 @@ class Pipeline:
                 loss_fn=self._loss_of_output,
                 scale_grads=False,
             )
-            if self._cached[0]:
+            if self._cached[0] or dist.get_backend(self.group) == dist.Backend.FAKE:  # a dry run has no other stages
                 _skip_shape_exchange(schedule)
             self._cached = (key, schedule)
         return self._cached[1]

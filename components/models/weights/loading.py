@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from components.config.errors import ConfigError
 from components.config.model_files import locate
@@ -66,6 +67,8 @@ class LoadPlan:
 
 def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
     """Load the weights of `cfg.path` or draw them from `seed`, depending on `cfg.init`; then initialize adapters."""
+    if any(isinstance(local_part(each), FakeTensor) for each in model.parameters()):
+        return  # a dry run: there is no memory to fill
     if cfg.init == WeightInit.random:
         initialize_weights(model, seed)
     elif missing := load_weights(model, cfg):

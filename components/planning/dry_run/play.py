@@ -1,0 +1,221 @@
+"""One rank of a run at its real world size, on fake tensors: the functions of a run, and what they would allocate."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from components import distributed, training
+from components.batch import Batch
+from components.checkpoint.tensors import Optimizers, list_optimizers
+from components.config.schema.cluster import ClusterKind, Device
+from components.config.schema.recipes import (
+    ClassifyConfig,
+    DpoConfig,
+    FinetuneConfig,
+    TrainConfig,
+)
+from components.distributed.mesh import Mesh
+from components.distributed.traffic import Traffic, record_traffic, traffic_table
+from components.models.build import load_config
+from components.planning.dry_run.dry_run_result import DryRun, PlayedGroup, PlayedTraffic
+from components.planning.dry_run.fake_rank import FakeRank, fake_process_group, in_backward
+from components.planning.dry_run.played_config import played_config
+from components.planning.dry_run.storage_tracker import StorageTracker
+from components.planning.dry_run.storages import SavedForBackward, local_bytes, parameters_in_use
+from components.planning.dry_run.synthetic_batches import synthetic_batches
+from components.training.objectives.chunked_loss import CHUNK_LOGITS
+
+CPU = torch.device("cpu")
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+"""Phases of a step; the gradient norm and clipping, before the update, count as forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlayedRun:
+    """The attributes of a run that `training.prepare` and the objectives use."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    resume_from: None = None
+
+
+@dataclass(slots=True)
+class _PlayedModel:
+    """What a recipe builds before its first step, on fake tensors."""
+
+    model: training.Prepared
+    objective: Any
+    optimizer: Optimizers
+    batches: list[Batch]
+    frozen: int
+    """Bytes of a second model."""
+
+    @property
+    def tied_head(self) -> torch.nn.Module | None:
+        """The last pipeline stage's copy of a tied head."""
+        return None if self.model.pipeline is None else self.model.pipeline.tied_head
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """This rank's parameters, with the copy of a tied head."""
+        head = self.tied_head
+        return [*self.model.module.parameters(), *(() if head is None else head.parameters())]
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The optimizer's state."""
+        states = [state for each in list_optimizers(self.optimizer) for state in each.state.values()]
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def play(cfg: TrainConfig, world: int, rank: int) -> DryRun:
+    """Play two optimizer steps of rank `rank` of `world`, and return what the second allocates and sends.
+
+    The first step creates the optimizer's state. Nothing is allocated or read: neither weights nor data. Call it once
+    per process, in which no process group exists.
+
+    Raises ConfigError for a config that a run would refuse on these ranks, or that cannot be played.
+    """
+    torch.set_num_threads(1)
+    on_gpu = runs_on_gpus(cfg)
+    cfg, notes = played_config(cfg, world, on_gpu)
+    fake, tracker = FakeRank(plays_gpu=on_gpu), StorageTracker(with_gloo_copies=not on_gpu)
+    with fake_process_group(rank, world), _chunks_of(on_gpu):
+        mesh = distributed.build_mesh(cfg.parallelism, CPU.type)
+        played = _build(cfg, _PlayedRun(mesh, rank, CPU), fake, tracker)
+        if on_gpu and cfg.parallelism.cpu_offload:
+            tracker.leave_out(played.parameters)
+        _step(played, fake, tracker)
+        if on_gpu and cfg.parallelism.cpu_offload:
+            tracker.leave_out(played.state)
+        with _gradients_at_update(played, tracker) as gradients, record_traffic() as traffic:
+            saved = _step(played, fake, tracker)
+        return _result(played, mesh, gradients[0], saved, tracker, traffic, notes)
+
+
+def runs_on_gpus(cfg: TrainConfig) -> bool:
+    """Return whether the ranks of a config run on GPUs; those of a batch job do unless cluster.device=cpu."""
+    if cfg.cluster.device is not Device.auto:
+        return cfg.cluster.device is Device.cuda
+    return cfg.cluster.kind is not ClusterKind.local or torch.cuda.is_available()
+
+
+def build_objective(cfg: TrainConfig, run: Any, model: training.Prepared, vocabulary: int) -> Any:
+    """Return the objective as the recipe of the config builds it, with its second model if it has one."""
+    match cfg:
+        case FinetuneConfig():
+            return training.NextToken(cfg.objective)
+        case DpoConfig():
+            return training.build_preference(cfg, run, model, vocabulary)
+        case ClassifyConfig():
+            return training.build_scoring(cfg.objective, run.mesh)
+    raise TypeError(f"play: there is no objective for {type(cfg).__name__}")
+
+
+def _build(cfg: TrainConfig, run: _PlayedRun, fake: FakeRank, tracker: StorageTracker) -> _PlayedModel:
+    """Build the model, the objective, the optimizer and the micro-batches in the order of a recipe."""
+    vocabulary = load_config(cfg.model).get_text_config().vocab_size
+    batches = synthetic_batches(cfg, run.mesh)
+    with fake, tracker:
+        model = training.prepare(cfg, run, vocabulary)
+        before = tracker.bytes
+        objective = build_objective(cfg, run, model, vocabulary)
+        frozen = tracker.bytes - before
+        fake.allocates_fakes = True
+        optimizer = training.build_optimizer(model, cfg.optimizer)
+        return _PlayedModel(model, objective, optimizer, [_fake_batch(batch, fake) for batch in batches], frozen)
+
+
+def _step(played: _PlayedModel, fake: FakeRank, tracker: StorageTracker) -> int:
+    """Run an optimizer step; return the highest bytes of the tensors saved for the backward."""
+    gc.collect()
+    tracker.phase = lambda: BACKWARD if in_backward() else FORWARD
+    tracker.restart()
+    saved = SavedForBackward(lambda: parameters_in_use(played.model.module, played.tied_head))
+    with fake, tracker, saved:
+        training.train_step(played.model, played.batches, played.optimizer, played.objective)
+    return saved.peak
+
+
+@contextmanager
+def _gradients_at_update(played: _PlayedModel, tracker: StorageTracker) -> Iterator[list[int]]:
+    """Yield a list that gets the bytes of the gradients before the first optimizer's update."""
+    found: list[int] = []
+
+    def before_update(*_: Any) -> None:
+        tracker.phase = lambda: UPDATE
+        found.append(local_bytes(each.grad for each in played.parameters if each.grad is not None))
+
+    hooks = [each.register_step_pre_hook(before_update) for each in list_optimizers(played.optimizer)]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def _result(
+    played: _PlayedModel,
+    mesh: Mesh,
+    gradients: int,
+    saved: int,
+    tracker: StorageTracker,
+    traffic: Traffic,
+    notes: list[str],
+) -> DryRun:
+    model, peak = played.model, tracker.peak
+    groups = distributed.groups_of_mesh(mesh)
+    rows = traffic_table(traffic, mesh)
+    return DryRun(
+        rank=torch.distributed.get_rank(),
+        world=torch.distributed.get_world_size(),
+        mesh=str(mesh.shape),
+        coordinates=mesh.coordinates,
+        parameters=local_bytes(played.parameters),
+        gradients=gradients,
+        optimizer=local_bytes(played.state),
+        average=0 if model.average is None else model.average.local_bytes,
+        frozen=played.frozen,
+        buffers=local_bytes(model.module.buffers()),
+        saved=saved,
+        peak=peak.bytes,
+        peak_operator=peak.operator,
+        peak_phase=peak.phase,
+        groups=tuple(PlayedGroup(each.axes, len(each.ranks)) for each in groups),
+        traffic=tuple(PlayedTraffic(each.group, each.operation, each.calls, each.bytes) for each in rows),
+        micro_batches=len(played.batches),
+        micro_batch_rows=played.batches[0].shape[0],
+        cpu_seconds=round(time.process_time(), 1),
+        resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        notes=(*notes, *(str(note) for note in model.notes if str(note))),
+    )
+
+
+@contextmanager
+def _chunks_of(on_gpu: bool) -> Iterator[None]:
+    """Use a GPU's chunks of the loss on the CPU, which the fake tensors are on, within the context."""
+    before = CHUNK_LOGITS["cpu"]
+    CHUNK_LOGITS["cpu"] = CHUNK_LOGITS["cuda"] if on_gpu else before
+    try:
+        yield
+    finally:
+        CHUNK_LOGITS["cpu"] = before
+
+
+def _fake_batch(batch: Batch, fake: FakeRank) -> Batch:
+    """Return a micro-batch with fake tensors; the host has read before what it needs, the number of targets."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: convert(each) for name, each in value.items()}
+        return fake.fake(value) if isinstance(value, torch.Tensor) else value
+
+    return replace(batch, **{each.name: convert(getattr(batch, each.name)) for each in dataclasses.fields(batch)})

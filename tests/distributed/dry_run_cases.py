@@ -1,0 +1,160 @@
+"""Training runs whose memory and traffic real gloo ranks measure, for comparison with their dry runs."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from components import distributed, training
+from components.batch import Batch
+from components.checkpoint.tensors import list_optimizers
+from components.config.micro_batches import fit_micro_batches
+from components.config.schema.cluster import Device, LocalClusterConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import LossMethod, ModelConfig, WeightInit
+from components.config.schema.parallelism import ParallelismConfig, PipelineSchedule, Strategy
+from components.config.schema.peft import PeftConfig
+from components.config.schema.recipes import FinetuneConfig, TrainConfig
+from components.config.schema.training import TrainingConfig
+from components.distributed.mesh import Mesh
+from components.distributed.traffic import record_traffic, traffic_table
+from components.planning.dry_run.dry_run_result import DryRun
+from components.planning.dry_run.play import build_objective, play
+from components.planning.dry_run.storages import SavedForBackward, local_bytes, parameters_in_use
+from components.planning.dry_run.synthetic_batches import synthetic_batches
+from scripts._memory.ranks import allocations, highest
+from tests.harness import run_ranks
+
+STEPS = 4
+"""Steps after the first whose peaks are measured; gloo's threads free their buffers at different times in each."""
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 4096, "hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 16,
+    "num_experts_per_tok": 2, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+CPU_RANKS = LocalClusterConfig(device=Device.cpu)
+MODELS = {"Llama": LLAMA, "MoE": MOE}
+"""Models of 100 MB, those of scripts/memory.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Memory and traffic of a real rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    saved: int
+    peaks: tuple[int, ...]
+    """Peak of each measured step."""
+    traffic: dict[tuple[str, str], tuple[int, int]]
+    """(group, operation) -> (calls, bytes) of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RealRun:
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    resume_from: Path | None = None
+
+
+def finetune(
+    model: str = "Llama", seq_len: int = 128, rows: int = 4, *, world: int, model_values: Any = None,
+    peft: str = "none", training: Any = None, **axes: Any,
+) -> FinetuneConfig:  # fmt: skip
+    """Return the config of a run with `rows` micro-batches of one row on each rank; axes: the `parallelism` section."""
+    parallelism = parallelism_of(axes)
+    return FinetuneConfig(
+        model=model_config(model, **(model_values or {})),
+        data=DocsDataConfig(),
+        cluster=CPU_RANKS,
+        parallelism=parallelism,
+        peft=PeftConfig(method=peft),
+        training=training_config(parallelism, world, seq_len, rows, **(training or {})),
+    )
+
+
+def model_config(model: str, **values: Any) -> ModelConfig:
+    """Return the config of one of MODELS, in float32 and with the loss of logits unless told otherwise."""
+    config = MODELS[model] | values.pop("config", {})
+    options = {"dtype": "float32", "compute_dtype": "float32", "loss": LossMethod.logits, **values}
+    return ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=config, **options)
+
+
+def parallelism_of(axes: dict[str, Any]) -> ParallelismConfig:
+    """Return the `parallelism` section with names as in a config file."""
+    kinds = {"strategy": Strategy, "pp_schedule": PipelineSchedule}
+    values = {name: kinds[name](value) if name in kinds else value for name, value in axes.items()}
+    return ParallelismConfig(**{"dp_shard": 1, **values})
+
+
+def training_config(
+    parallelism: ParallelismConfig, world: int, seq_len: int, rows: int, **values: Any
+) -> TrainingConfig:
+    """Return sizes with `rows` rows a step on each data-parallel rank."""
+    size = rows * parallelism.resolve(world).dp
+    return TrainingConfig(**{"seq_len": seq_len, "micro_batch_size": 1, "global_batch_size": size, **values})
+
+
+def measure_ranks(cfg: TrainConfig, world: int) -> list[Measured]:
+    """Train on real gloo ranks as a recipe does, on synthetic rows; return the memory and traffic of each rank."""
+    return run_ranks(world, lambda rank: _measure(cfg, world, rank), timeout=400)
+
+
+def play_ranks(cfg: TrainConfig, world: int, ranks: list[int]) -> list[DryRun]:
+    """Play some of the ranks, each in a process of its own."""
+    return run_ranks(len(ranks), lambda index: play(cfg, world, ranks[index]), timeout=400, init=False)
+
+
+def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:
+    cfg = fit_micro_batches(cfg, world)
+    mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+    run: Any = _RealRun(mesh, rank, torch.device("cpu"))
+    vocabulary = cfg.model.config["vocab_size"]
+    model = training.prepare(cfg, run, vocabulary)
+    objective = build_objective(cfg, run, model, vocabulary)
+    optimizer = training.build_optimizer(model, cfg.optimizer)
+    batches = [_random_tokens(batch, vocabulary, mesh.rank("dp")) for batch in synthetic_batches(cfg, mesh)]
+    head = None if model.pipeline is None else model.pipeline.tied_head
+    held = [*model.module.parameters(), *(() if head is None else head.parameters())]
+    gradients: list[int] = []
+    for each in list_optimizers(optimizer):
+        each.register_step_pre_hook(
+            lambda *_: gradients.append(local_bytes(each.grad for each in held if each.grad is not None))
+        )
+
+    def step() -> None:
+        training.train_step(model, batches, optimizer, objective)
+
+    step()
+    states = [state for each in list_optimizers(optimizer) for state in each.state.values()]
+    state_bytes = local_bytes(each for state in states for each in state.values() if isinstance(each, torch.Tensor))
+    others = 0 if model.average is None else model.average.local_bytes
+    parameters = local_bytes(held)
+    with record_traffic() as traffic:
+        step()
+    rows = {(row.group, row.operation): (row.calls, row.bytes) for row in traffic_table(traffic, mesh)}
+    peaks, saved = [], 0
+    for _ in range(STEPS):
+        gc.collect()
+        gradients.clear()
+        with SavedForBackward(lambda: parameters_in_use(model.module, head)) as kept, allocations() as changes:
+            step()
+        saved = max(saved, kept.peak)
+        peaks.append(parameters + state_bytes + others + highest(changes))
+    return Measured(parameters, gradients[0], state_bytes, saved, tuple(peaks), rows)
+
+
+def _random_tokens(batch: Batch, vocabulary: int, seed: int) -> Batch:
+    """Return a micro-batch with random tokens, which routers spread over the experts."""
+    generator = torch.Generator().manual_seed(seed)
+    return replace(batch, input_ids=torch.randint(vocabulary, batch.shape, generator=generator))
