@@ -19,6 +19,7 @@ from components.launch.backend import CheckedRun, Recipe
 from components.launch.clusters import backend_of
 from components.launch.hub_access import OFFLINE, check_hub, is_offline
 from components.launch.machine import processes_of, visible_gpus
+from components.launch.memory_report import memory_report
 from components.launch.rank import restrict_new_files
 from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
@@ -37,6 +38,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     """
     gpus = visible_gpus(os.environ)
     notes: list[str] = []
+    memory_notes: list[str] = []
 
     def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:
         backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
@@ -48,6 +50,8 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
                 f"cluster.kind={cfg.cluster.kind}: this process is already one of {world_size} ranks; set cluster=local"
             ]
         problems = problems_before_start(cfg, processes, rejected)
+        if not (problems or backend_problems or rejected):
+            problems, memory_notes[:] = memory_report(cfg, processes, on_cluster=not backend.runs_here)
         if backend_problems or problems or rejected:  # otherwise the run directory is checked when it is opened
             named = {problem.partition("=")[0] for problem in problems}
             problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
@@ -61,7 +65,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         os.environ[OFFLINE] = "1"
         notes.append(f"the hub cannot be reached ({why}): using only its local cache ({OFFLINE}=1)")
     cfg, requested = fit_micro_batches(cfg, processes), cfg
-    notes += _batch_notes(requested, cfg)
+    notes += [*_batch_notes(requested, cfg), *memory_notes]
     if cfg.cluster.dry_run:
         check_run_directory(cfg, recipe.name)
         backend.show(recipe, cfg, processes, notes)

@@ -13,12 +13,13 @@ from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF, option_groups
 from components.config.errors import ConfigError
+from components.config.meshes import RECOMPUTE, layout_of
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import AXES, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
 from components.launch.run_checks import problems_before_start
-from components.parity.shapes import RECOMPUTE, MeshPlan, layout_of, plan_all, plan_mesh
+from components.parity.shapes import MeshPlan, plan_all, plan_mesh
 
 RECIPES = CONF.parent / "recipes"
 MESH_KEYS = {f"parallelism.{axis}" for axis in AXES} | {"parallelism", "parallelism.strategy"}

@@ -11,10 +11,10 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from components import models
+from components.config.meshes import layout_of
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import Strategy
 from components.parity.reference import Curve
-from components.parity.shapes import layout_of
 from tests.distributed import grid
 from tests.distributed.parity import build as build_tiny
 from tests.distributed.parity import reference

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from components.config.errors import ConfigError
+from components.config.meshes import all_layouts, name_of
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
@@ -23,7 +24,7 @@ from components.config.schema.training import TrainingConfig
 from components.config.shape import ModelShape, shape_of_config
 from components.parity import comparison
 from components.parity.reference import Curve, Sample
-from components.parity.shapes import MeshPlan, all_layouts, name_of, plan_mesh
+from components.parity.shapes import MeshPlan, plan_mesh
 from tests.distributed.parity import EXPERTS, SMALL, Case, build, reference, run_case
 from tests.harness import run_ranks
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from components import distributed, models
 from components.config.errors import ConfigError
+from components.config.meshes import layout_of
 from components.config.schema import ActivationCheckpointing, ParallelismConfig
 from components.distributed.tensor import adapters
 from components.parity.comparison import relative
-from components.parity.shapes import layout_of
 from tests.distributed.adapted import (
     ATTENTION,
     DORA,

@@ -20,11 +20,11 @@ from components import checkpoint, distributed, models, training
 from components.checkpoint.base_fingerprint import base_fingerprint
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
+from components.config.meshes import layout_of
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
 from components.models.lora import adapted_layers
-from components.parity.shapes import layout_of
 from scripts.export import main as export
 from tests.distributed.adapted import DORA, QLORA, WIDE, Adapted, build, ours, rounded_to_nf4
 from tests.distributed.tiny_runs import TinyRun, cell_named, start, whole

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.config.meshes import layout_of
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import AXES
 from components.distributed import context_parallel as context
@@ -20,7 +21,6 @@ from components.distributed.mesh import Mesh
 from components.distributed.pipeline.schedule import Pipeline
 from components.distributed.tensor import apply_tp
 from components.distributed.tensor.tensor_parallel import ReplicatedParameters
-from components.parity.shapes import layout_of
 from components.training import forward, step
 from components.training.loss import count_targets
 from tests.distributed.grid import Cell, cell, run_cells

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from components import distributed, models, training
+from components.config.meshes import layout_of
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import PipelineSchedule
 from components.data.batches import BatchPlan, Padding, TrainBatches
 from components.data.examples import IGNORED, Example
 from components.distributed.mesh import Mesh
-from components.parity.shapes import layout_of
 from components.training import TrainState
 from tests.distributed.grid import GPT2_PLAN, ROUTER_AUX, Cell, build_model, cell
 from tests.distributed.parity import CLIP, OPTIMIZER, Case, router_config

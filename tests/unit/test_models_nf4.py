@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models
 from components.config.errors import ConfigError
+from components.config.meshes import layout_of
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
 from components.models.weights.nf4 import (
@@ -26,7 +27,6 @@ from components.models.weights.nf4 import (
     unpack,
     unpacked_reader,
 )
-from components.parity.shapes import layout_of
 from components.training.setup.flops import model_flops
 from components.training.setup.recompute_policy import _gathered
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4

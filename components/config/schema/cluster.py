@@ -44,6 +44,15 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class MemoryPolicy(StrEnum):
+    """What happens before a run starts whose estimated memory exceeds the device's. report: a note; refuse: an error,
+    if it exceeds the memory by more than the estimate's error; off: nothing is estimated."""
+
+    report = "report"
+    refuse = "refuse"
+    off = "off"
+
+
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
     """Nodes, processes and devices; the keys from `launcher` on only affect Slurm jobs.
@@ -64,6 +73,12 @@ class ClusterConfig:
     device: Device = Device.auto
     """auto (CUDA if a GPU is visible, else CPU), cpu or cuda. Under Slurm, auto and cuda request one GPU per process,
     cpu requests none."""
+    gpu: str | None = None
+    """Device of a rank, an option of conf/gpu such as h100_80, or a file of yours in conf/local/gpu; null: unknown, so
+    that neither memory nor time can be estimated before the run starts."""
+    memory_check: MemoryPolicy = MemoryPolicy.report
+    """If the estimated memory of a rank exceeds the device's (gpu): report (a note that names the largest term and the
+    smallest change that fits), refuse (an error beyond the estimate's error) or off."""
     dry_run: bool = False
     """Run all checks, print what would be started, and exit without starting anything or writing a file."""
     startup_timeout_minutes: float = 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from components.config.micro_batches import fitting_micro_batch
 from components.config.schema.model import DType, Float8, LossMethod, ModelConfig
@@ -22,6 +22,8 @@ from components.config.schema.recipes import TrainConfig, frozen_model, score_la
 from components.config.shape import read_shape
 from components.planning.formulas.architecture import Architecture, read_architecture
 
+BYTE_VOCABULARY = 264
+"""Embeddings of a model from scratch with the byte tokenizer: 256 bytes and four special tokens, rounded up to 8."""
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float64: 8}
 
 
@@ -58,6 +60,23 @@ class Workload:
     log-probabilities of the rows first, and a reference without adapters once more."""
     labels: int = 0
     """Outputs of the score head; 0: an LM head."""
+    rows_per_unit: int = 1
+    """Rows per unit of the configured batch sizes: 2 for pairs of answers."""
+
+    def on_mesh(self, parallelism: ParallelismConfig, mesh: MeshShape, micro_batch_size: int) -> Workload:
+        """Return the same global batch on another mesh.
+
+        Args:
+            micro_batch_size: In units of the configured batch sizes.
+        """
+        micro_batch = micro_batch_size * self.rows_per_unit
+        return replace(
+            self,
+            parallelism=parallelism,
+            mesh=mesh,
+            micro_batch=micro_batch,
+            micro_batches=max(1, self.rows_per_step // (mesh.dp * micro_batch)),
+        )
 
     @property
     def rows_per_step(self) -> int:
@@ -126,12 +145,16 @@ def build_workload(cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool) -> Worklo
         frozen=None if frozen is None else architecture_of(frozen),
         extra_forwards=_extra_forwards(cfg),
         labels=len(score_labels(cfg.data, scores) or ()),
+        rows_per_unit=rows_per_unit,
     )
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
     """Return the architecture of a configured model. Raises ConfigError if its sizes are unknown."""
-    return read_architecture(read_shape(model), model.path or str(model.config.get("model_type")))
+    shape = read_shape(model)
+    if shape.vocab is None and model.path is None and model.tokenizer == "bytes":
+        shape = replace(shape, vocab=BYTE_VOCABULARY)
+    return read_architecture(shape, model.path or str(model.config.get("model_type")))
 
 
 def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:

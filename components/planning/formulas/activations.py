@@ -1,0 +1,74 @@
+"""Bytes that a decoder layer saves for the backward of one micro-batch.
+
+Counted from the operators of transformers' models: what autograd saves, not what a kernel could do without. A token of
+hidden size h with q query and k key-value features, f MLP features, elements of c bytes:
+
+- each norm: its input in float32 (4 h), the normalized states and the output (2 h c);
+- attention: queries, keys, values and the output ((2 q + 2 k) c), and a float32 per head;
+- a gated MLP: gate, up, the activated gate and their product (4 f c); without a gate 2 f c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from components.config.layouts import local_heads, ulysses_divides
+from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
+from components.planning.formulas.architecture import QueryKeyNorm
+from components.planning.formulas.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes that one layer saves under each policy of activation checkpointing."""
+
+    none: float
+    selective: float
+    full: float
+
+    def of(self, policy: ActivationCheckpointing) -> float:
+        """Return the bytes per layer under a policy; `auto` counts like `none`."""
+        if policy is ActivationCheckpointing.alternate:
+            return (self.none + self.full) / 2
+        return {
+            ActivationCheckpointing.selective: self.selective,
+            ActivationCheckpointing.full: self.full,
+        }.get(policy, self.none)
+
+
+def layer_activations(w: Workload) -> LayerActivations:
+    """Return the saved bytes of one layer on a rank."""
+    a, tp, sp, c = w.architecture, w.mesh.tp, w.sequence_shards, w.compute_bytes
+    tokens, hidden = w.local_tokens, a.hidden
+    heads, kv_heads = local_heads(a.heads, a.kv_heads, tp)
+    queries, keys = heads * a.head_dim, kv_heads * a.head_dim
+    # A norm in float32 saves its input once; computed in less, a float32 copy besides the normalized states.
+    # Normalized states are saved for the gradient of the norm's weight.
+    norm_inputs = a.family.norms * (4 + (0 if w.peft.adapts else c)) * hidden / sp
+    norm_outputs = 2 * c * hidden  # inputs of attention and MLP, gathered over tp under sequence parallel
+    attention = 2 * c * (queries + keys) + 4 * heads
+    if w.mesh.cp > 1 and _uses_ulysses(w, heads, kv_heads):
+        attention += c * queries  # the output before and after the all-to-all
+    if a.family.query_key_norm is not QueryKeyNorm.none:
+        attention += (4 + c) * (queries + keys)
+    mlp = _experts(w) if a.experts else (4 if a.family.gated else 2) * c * -(-a.mlp // tp)
+    none = tokens * (norm_inputs + norm_outputs + attention + mlp)
+    layer_input = tokens * hidden * c / sp
+    matmuls = (2 * queries + 2 * keys + hidden / sp * 2) * c + 4 * heads
+    matmuls += (2 if a.family.gated else 1) * c * -(-a.mlp // tp) * (a.experts_per_token or 1)
+    return LayerActivations(none=none, selective=layer_input + tokens * matmuls, full=layer_input)
+
+
+def _uses_ulysses(w: Workload, heads: int, kv_heads: int) -> bool:
+    """Return whether cp exchanges heads, rather than gathering keys and values."""
+    return w.parallelism.cp_attention is not ContextAttention.all_gather and ulysses_divides(heads, kv_heads, w.mesh.cp)
+
+
+def _experts(w: Workload) -> float:
+    """Return the bytes per token of a mixture of experts: its rows are copied to each expert of a token."""
+    a, c = w.architecture, w.compute_bytes
+    features = -(-a.mlp // w.mesh.tp)
+    routed = a.experts_per_token * c * (2 * a.hidden + 5 * features)
+    router = 3 * 4 * a.experts
+    shared = 4 * c * -(-a.shared_mlp // w.mesh.tp)
+    return routed + router + shared

@@ -1,0 +1,234 @@
+"""Time of a decoder layer's and of the LM head's computation: matmuls, attention and memory-bound operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from components.config.layouts import local_heads, ulysses_divides
+from components.config.schema.model import Float8, LossMethod
+from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
+from components.planning.formulas.architecture import Sharding
+from components.planning.formulas.hardware import Hardware
+from components.planning.formulas.implementation import MESHBOOK, Implementation
+from components.planning.formulas.workload import Workload
+
+TILE = 128
+"""Dim of the tiles of matmul kernels. A matmul of m x k by k x n reaches m / (m + TILE) x n / (n + TILE) x k / (k +
+TILE) of the speed of a large one: partly filled tiles, and filling and draining of a tile's pipeline along k."""
+
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
+
+EAGER_TRAFFIC = 3.8
+"""Bytes that unfused elementwise operations move, relative to fused ones. Fitted."""
+
+FLOAT8_CAST_BYTES = 8
+"""Bytes moved to cast an element of a linear layer's input or output gradient: maximum, cast and transposed cast."""
+
+DEQUANTIZE_BYTES = {True: 3, False: 22}
+"""compiled -> bytes moved to unpack an NF4 value: packed value and scale read, bfloat16 written; uncompiled, the index
+and the table lookup are tensors of their own."""
+
+LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 8}
+"""Bytes moved per logit in forward and backward: logits written in bfloat16, cast to float32, log-softmax and its
+gradient in float32, cast back. Chunks also update the weight's gradient; Liger's kernel overwrites the logits."""
+
+UNSKIPPED_ATTENTION = 2.0
+"""Slowdown of attention with an explicit mask (cp_attention=all_gather): masked blocks are computed, not skipped."""
+
+RING_ATTENTION = 0.75
+"""Speed of ring attention relative to one kernel: half-size pieces and merging of outputs. Fitted."""
+
+
+class LayerWork(NamedTuple):
+    """Seconds of one kind of operation in one decoder layer, for one micro-batch of a rank."""
+
+    name: str
+    forward: float
+    backward: float
+    """Without recomputation."""
+    recomputed: float
+    """Recomputed part of the forward."""
+    detail: str
+    """Formula of the forward's time."""
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """Matmul (tokens, inner) x (inner, outputs), `count` times."""
+
+    tokens: float
+    inner: int
+    outputs: int
+    count: int = 1
+    is_expert: bool = False
+    is_last: bool = False
+    """Whether it is the layer's last: the backward does not need its output."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one pass."""
+        return 2.0 * self.tokens * self.inner * self.outputs * self.count
+
+    @property
+    def slowdown(self) -> float:
+        """Time relative to that of a large matmul with the same FLOPs."""
+        return (1 + TILE / self.tokens) * (1 + TILE / self.inner) * (1 + TILE / self.outputs)
+
+
+def layer_matmuls(workload: Workload, implementation: Implementation) -> Iterator[Matmul]:
+    """Yield the matmuls of a decoder layer, for a micro-batch of a rank."""
+    architecture, mesh = workload.architecture, workload.mesh
+    tokens = workload.local_tokens
+    for weight in architecture.layer_weights(mesh.tp, mesh.ep):
+        if not weight.is_matrix:
+            continue
+        last = weight.name.endswith(" down")
+        if weight.sharding is not Sharding.experts:
+            yield Matmul(tokens, weight.width, weight.rows, is_last=last)
+            continue
+        routed = tokens * architecture.experts_per_token * implementation.expert_imbalance / weight.rows
+        inner = weight.width // architecture.hidden if last else architecture.hidden
+        yield Matmul(routed, inner, weight.width // inner, weight.rows, is_expert=True)
+
+
+def matmul_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
+    """Yield the matmuls of the dense matrices and of the experts, the casts of float8 and those of 4-bit weights."""
+    policy = workload.parallelism.activation_checkpointing
+    passes = 1.0 if workload.peft.adapts else 2.0
+    dense_bytes = workload.compute_bytes if workload.float8 is Float8.none else 1
+    matmuls = tuple(layer_matmuls(workload, implementation))
+    skips_last = not workload.compiled or implementation.compiles_recomputation
+    for is_expert, name in ((False, "matmuls"), (True, "expert matmuls")):
+        group = [each for each in matmuls if each.is_expert is is_expert]
+        if not group:
+            continue
+        item_bytes = workload.compute_bytes if is_expert else dense_bytes
+        rate = hardware.matmul_flops(item_bytes)
+        flops = sum(each.flops for each in group)
+        forward = sum(each.flops * each.slowdown for each in group) / rate
+        again = sum(each.flops * each.slowdown for each in group if not (each.is_last and skips_last)) / rate
+        yield LayerWork(
+            name,
+            forward,
+            passes * forward,
+            _recomputed(policy, implementation.selective_matmuls) * again,
+            f"{flops:.4g} FLOP x {forward * rate / flops:.3f} (tiles) / {rate:.3g} FLOP/s",
+            f"{hardware.name}: {'float8' if item_bytes == 1 else 'matmul'}_share",
+        )
+    if workload.float8 is not Float8.none:
+        values = sum(each.tokens * (each.inner + each.outputs) * each.count for each in matmuls if not each.is_expert)
+        yield _traffic("float8 casts", values * FLOAT8_CAST_BYTES / 3, 2.0, 1.0, workload, hardware)
+    if workload.peft.quantizes:
+        values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
+        yield _traffic("dequantization", values * DEQUANTIZE_BYTES[workload.compiled], 1.0, 1.0, workload, hardware)
+
+
+def attention_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
+    """Return the attention of a layer, averaged over layers with and without a window."""
+    architecture, mesh, policy = workload.architecture, workload.mesh, workload.parallelism.activation_checkpointing
+    heads, _ = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
+    windowed = architecture.windowed_layers
+    all_pairs = (architecture.layers - windowed) * architecture.attended_pairs(workload.seq_len)
+    if windowed:
+        all_pairs += windowed * architecture.attended_pairs(workload.seq_len, windowed=True)
+    pairs = all_pairs * workload.micro_batch / architecture.layers / mesh.cp
+    flops = 4.0 * heads * architecture.head_dim * pairs
+    share = hardware.attention_share * implementation.attention_speed
+    rate = hardware.peak_flops(workload.compute_bytes) * share
+    backward, note = ATTENTION_BACKWARD, ""
+    if mesh.cp > 1 and implementation.ring_attention:
+        rate, note = rate * RING_ATTENTION, f" x {RING_ATTENTION} (ring)"
+    elif mesh.cp > 1 and not uses_ulysses(workload):
+        # all_gather recomputes its attention in the backward, some heads at a time, whatever the policy of the layer.
+        rate, note = rate / UNSKIPPED_ATTENTION, f" / {UNSKIPPED_ATTENTION:g} (masked blocks)"
+        backward += 1.0
+    forward = flops / rate
+    return LayerWork(
+        "attention",
+        forward,
+        backward * forward,
+        _recomputed(policy, 0.0) * forward,
+        f"4 x {heads} heads x {architecture.head_dim} x {pairs:.4g} pairs / ({share:.3g} x peak{note})",
+        f"{hardware.name}: attention_share",
+    )
+
+
+def uses_ulysses(workload: Workload) -> bool:
+    """Return whether attention over cp exchanges heads (ulysses) instead of gathering keys and values."""
+    chosen = workload.parallelism.cp_attention
+    if chosen is not ContextAttention.auto:
+        return chosen is ContextAttention.ulysses
+    architecture, mesh = workload.architecture, workload.mesh
+    return ulysses_divides(*local_heads(architecture.heads, architecture.kv_heads, mesh.tp), mesh.cp)
+
+
+def elementwise_works(workload: Workload, hardware: Hardware) -> Iterator[LayerWork]:
+    """Yield the memory-bound operations of a layer: norms, residuals, rotary embedding, activation; adapters."""
+    architecture, mesh = workload.architecture, workload.mesh
+    heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
+    hidden = architecture.hidden * architecture.family.norms / 2 / workload.sequence_shards
+    rotated = (heads + kv_heads) * architecture.head_dim
+    mlp = (architecture.mlp * max(1, architecture.experts_per_token) + architecture.shared_mlp) / mesh.tp
+    routed = architecture.experts_per_token * architecture.hidden / mesh.tp
+    # Forward: two norms read and write, two residuals read twice and write: 9; rotary embedding 2; gate, up -> act 3.
+    values = workload.local_tokens * (9 * hidden + 2 * rotated + 3 * mlp + 4 * routed)
+    traffic = values * workload.compute_bytes * (1.0 if workload.compiled else EAGER_TRAFFIC)
+    yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
+    if workload.peft.adapts:
+        widths = sum(each.inner + each.outputs for each in layer_matmuls(workload, MESHBOOK))
+        traffic = workload.local_tokens * 2.5 * widths * workload.compute_bytes
+        yield _traffic("adapters", traffic, 1.5, 1.0, workload, hardware)
+
+
+def head_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
+    """Return the LM head and loss of the last stage, for a micro-batch."""
+    architecture = workload.architecture
+    outputs = workload.labels or -(-architecture.vocab // (workload.mesh.tp if implementation.shards_head else 1))
+    matmul = Matmul(workload.local_tokens, architecture.hidden, outputs)
+    rate = hardware.matmul_flops(workload.compute_bytes)
+    product = matmul.flops * matmul.slowdown / rate
+    method = LossMethod.chunked if workload.loss is LossMethod.auto else workload.loss
+    losses = architecture.vocab if implementation.gathers_logits else outputs
+    traffic = workload.local_tokens * losses * LOGIT_BYTES[method] * workload.compute_bytes / 2
+    copies = traffic / hardware.copy_bandwidth
+    return LayerWork(
+        "LM head and loss",
+        product + copies / 3,
+        (1.0 if workload.peft.adapts else 2.0) * product + copies * 2 / 3,
+        0.0,
+        f"{matmul.flops:.4g} FLOP / {rate:.3g} FLOP/s + {traffic / 3:.4g} B / {hardware.copy_bandwidth:.3g} B/s",
+        f"{hardware.name}: matmul_share, copy_share",
+    )
+
+
+def layer_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> list[LayerWork]:
+    """Return all computation of a decoder layer, for a micro-batch of a rank."""
+    return [
+        *matmul_works(workload, hardware, implementation),
+        attention_work(workload, hardware, implementation),
+        *elementwise_works(workload, hardware),
+    ]
+
+
+def _traffic(
+    name: str, traffic: float, backward: float, recomputed: float, workload: Workload, hardware: Hardware
+) -> LayerWork:
+    """Return an operation that moves `traffic` bytes in the forward and `backward` times as many in the backward."""
+    forward = traffic / hardware.copy_bandwidth
+    policy = workload.parallelism.activation_checkpointing
+    again = _recomputed(policy, recomputed) * forward
+    detail = f"{traffic:.4g} B / {hardware.copy_bandwidth:.3g} B/s"
+    return LayerWork(name, forward, backward * forward, again, detail, f"{hardware.name}: copy_share")
+
+
+def _recomputed(policy: ActivationCheckpointing, selective: float) -> float:
+    """Return the share of the forward that a policy recomputes; auto counts as none until it is resolved."""
+    if policy is ActivationCheckpointing.full:
+        return 1.0
+    if policy is ActivationCheckpointing.alternate:
+        return 0.5
+    return selective if policy is ActivationCheckpointing.selective else 0.0

@@ -1,0 +1,40 @@
+"""Choices of a training program that a workload does not state. The defaults are Meshbook's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """What a training program sends, recomputes and overlaps. Other values describe other programs."""
+
+    name: str = "Meshbook"
+    tp_gathers: int = 2
+    """All-gathers of hidden states over tp in a layer's forward: one before attention, one before the MLP."""
+    tp_overlap: float = 0.0
+    """Share of the tp communication that runs beside matmuls (asynchronous tensor parallelism)."""
+    shards_head: bool = True
+    """Whether tp shards the LM head over the vocabulary."""
+    gathers_logits: bool = False
+    """Whether the logits of a sharded head are all-gathered over tp for the loss."""
+    selective_matmuls: float = 0.0
+    """Share of the matmuls that activation_checkpointing=selective recomputes."""
+    compiles_recomputation: bool = False
+    """Whether the compiler sees the recomputation of a layer, and leaves out what the backward does not need: the last
+    matmul and its communication. Without a compiler, torch stops before them."""
+    gather_bytes: int | None = None
+    """Bytes per element of all-gathered parameters; None: those of activations."""
+    reduce_bytes: int = 4
+    """Bytes per element of reduced gradients."""
+    attention_speed: float = 1.0
+    """Speed of its attention kernel, relative to torch's flash attention."""
+    ring_attention: bool = False
+    """Whether cp passes keys and values around a ring, instead of parallelism.cp_attention."""
+    hides_sends: bool = False
+    """Whether a pipeline rank computes the next micro-batch while it sends hidden states, under every schedule."""
+    expert_imbalance: float = 1.15
+    """Tokens of the fullest ep rank, relative to the mean. 1 if the routing is forced to be even."""
+
+
+MESHBOOK = Implementation()

@@ -1,0 +1,420 @@
+"""Peak memory of the fullest rank in an optimizer step.
+
+Four moments can be the fullest. In all of them a rank holds its parameters and its optimizer state, and gradients of
+the micro-batches before.
+
+- The loss's backward: all activations, the logits, and the gathered head.
+- The last layer's backward: all activations, and the layers that FSDP2 has gathered by then.
+- The first layer's backward: all gradients, and the buffers of the last reductions.
+- The optimizer step: all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from components.config.layouts import stage_layers
+from components.config.schema.model import LossMethod
+from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, MuonConfig, SGDConfig
+from components.config.schema.parallelism import (
+    SINGLE_STAGE,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    ActivationCheckpointing,
+    Strategy,
+)
+from components.planning.formulas.activations import layer_activations
+from components.planning.formulas.architecture import Architecture, Sharding, Weight
+from components.planning.formulas.term import Term, total
+from components.planning.formulas.workload import Workload
+
+CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
+"""Logits of a chunk of the chunked loss; the figures of components/training/objectives/chunked_loss.py."""
+NF4_BYTES = 0.53125
+"""Bytes per weight in NF4: 4 bits, and a bfloat16 scale for each block of 64."""
+EIGHT_BIT_BYTES = 2.03
+"""Bytes per weight of two 8-bit moments with their scales."""
+LAYERS_GATHERED = 4
+"""Layers in gathered form at once under FSDP2: the last one, which is not resharded after the forward, the next one,
+and the prefetched one with its communication buffer."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Memory of one rank at its fullest moment."""
+
+    stage: int
+    """Coordinate of the rank on the pp axis."""
+    moment: str
+    """The fullest of the three moments."""
+    terms: tuple[Term, ...]
+    """What the rank holds then, in bytes."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all terms."""
+        return int(total(self.terms))
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        return int(total(each for each in self.terms if each.name in ("parameters", "gradients", "optimizer")))
+
+    def bytes_of(self, name: str) -> float:
+        """Return the bytes of a term; 0 if the moment does not have it."""
+        return total(each for each in self.terms if each.name == name)
+
+
+def estimate_memory(workload: Workload, device: str = "cuda") -> MemoryEstimate:
+    """Return the memory of the fullest rank.
+
+    Args:
+        device: cuda or cpu: the chunks of the loss differ.
+    """
+    stages = {0, workload.mesh.pp - 1, min(1, workload.mesh.pp - 1)}
+    return max((_rank_memory(workload, stage, device) for stage in sorted(stages)), key=lambda each: each.peak)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Elements of a set of parameters on one rank."""
+
+    sharded: float = 0.0
+    """This rank's shards."""
+    gathered: float = 0.0
+    """Unsharded over fsdp; still one tp and ep rank's part."""
+
+    def __add__(self, other: _Held) -> _Held:
+        return _Held(self.sharded + other.sharded, self.gathered + other.gathered)
+
+    def __mul__(self, factor: float) -> _Held:
+        return _Held(self.sharded * factor, self.gathered * factor)
+
+
+def held(workload: Workload, weights: Iterable[Weight]) -> _Held:
+    """Return the elements of weights that a rank holds."""
+    sharded = gathered = 0
+    for each in weights:
+        sharded += each.shard(workload.expert_fsdp if each.sharding is Sharding.experts else workload.fsdp)
+        gathered += each.size
+    return _Held(sharded, gathered)
+
+
+def adapters(workload: Workload) -> _Held:
+    """Return the elements of a layer's LoRA matrices: A (rank, in) and B (out, rank) for each linear layer."""
+    rank, tp, found = workload.peft.rank, workload.mesh.tp, []
+    for whole, local in zip(
+        workload.architecture.layer_weights(), workload.architecture.layer_weights(tp, workload.mesh.ep), strict=True
+    ):
+        if not local.is_matrix or local.sharding is Sharding.experts or ("gate" in whole.name and whole.rows == 1):
+            continue
+        found += [Weight("A", rank, local.width), Weight("B", local.rows, rank)]
+        if workload.peft.dora:
+            found.append(Weight("magnitude", local.rows, 1))
+    return held(workload, found)
+
+
+def _rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
+    """Return the memory of a rank with coordinate `stage` on pp, at its fullest moment."""
+    rank = _read_rank(w, stage)
+    state = _state_terms(w, rank)
+    gradients = Term(
+        "gradients",
+        rank.trained.sharded * w.stored_bytes,
+        f"{rank.trained.sharded:,.0f} trained elements x {w.stored_bytes} B",
+    )
+    waiting = _waiting_gradients(w, rank, gradients)
+    activations, recomputed, in_flight = _activation_terms(w, rank)
+    moments = {
+        "the backward of the loss begins": [
+            *state,
+            *waiting,
+            activations,
+            _loss_term(w, device) if rank.last else Term("loss", 0.0, "on the last stage"),
+            _gathered_term(w, rank, 1),
+        ],
+        "the backward of the last layer begins": [
+            *state,
+            *waiting,
+            activations,
+            recomputed,
+            _gathered_term(w, rank, LAYERS_GATHERED if w.fsdp > 1 else 2),
+            _cast_gradients(w, rank),
+        ],
+        "the backward of the first layer ends": [*state, *_last_gradients(w, rank, gradients, activations, in_flight)],
+        "the optimizer runs": [*state, gradients],
+    }
+    moment = max(moments, key=lambda each: total(moments[each]))
+    return MemoryEstimate(stage, moment, tuple(each for each in moments[moment] if each.value))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """Parameters of one rank."""
+
+    stage: int
+    layers: int
+    first: bool
+    """Whether it holds the embedding."""
+    last: bool
+    """Whether it holds the head."""
+    layer: _Held
+    """Base weights of one layer."""
+    outer: _Held
+    """Weights outside of the layers."""
+    head: float
+    """Elements of the head, not sharded over fsdp."""
+    tied_copy: _Held
+    """Copy of a tied head on the last stage, whose gradients go to the embedding's rank."""
+    adapter: _Held
+    """Adapters of one layer."""
+    trained: _Held
+    trained_layer: _Held
+    layer_bytes: float
+    """Bytes per stored element of a layer."""
+
+
+def _read_rank(w: Workload, stage: int) -> _Rank:
+    """Return the parameters of a rank with coordinate `stage` on pp."""
+    architecture, mesh = w.architecture, w.mesh
+    ranks = w.parallelism.stage_ranks(mesh.pp)
+    parts = stage_layers(architecture.layers, len(ranks))
+    layers = sum(len(part) for part, rank in zip(parts, ranks, strict=True) if rank == stage)
+    first, last = ranks[0] == stage, ranks[-1] == stage
+    layer = held(w, architecture.layer_weights(mesh.tp, mesh.ep))
+    outer, tied_copy, head = _Held(), _Held(), 0.0
+    for each in architecture.outer_weights(mesh.tp):
+        is_embedding = each.name in ("embedding", "positions")
+        if each.name == "head" and w.labels:
+            continue
+        if first if is_embedding else last:
+            outer = outer + held(w, [each])
+        if last and each.name == ("embedding" if architecture.tied else "head"):
+            head = each.size
+            if architecture.tied and mesh.pp > 1:
+                tied_copy = held(w, [each])
+    adapter = adapters(w) if w.peft.adapts else _Held()
+    quantized = _quantized_share(architecture) if w.peft.quantizes else 0.0
+    return _Rank(
+        stage=stage,
+        layers=layers,
+        first=first,
+        last=last,
+        layer=layer,
+        outer=outer,
+        head=head,
+        tied_copy=tied_copy,
+        adapter=adapter,
+        trained=adapter * layers if w.peft.adapts else layer * layers + outer,
+        trained_layer=adapter if w.peft.adapts else layer,
+        layer_bytes=w.stored_bytes * (1 - quantized) + NF4_BYTES * quantized,
+    )
+
+
+def _state_terms(w: Workload, rank: _Rank) -> list[Term]:
+    """Return what a rank always holds, besides gradients."""
+    base, adapter = rank.layer.sharded * rank.layers, rank.adapter.sharded * rank.layers
+    outer = rank.outer.sharded + rank.tied_copy.sharded
+    trained = rank.trained.sharded
+    terms = [
+        Term(
+            "parameters",
+            base * rank.layer_bytes + (outer + adapter) * w.stored_bytes,
+            f"{base:,.0f} elements of {rank.layers} layers x {rank.layer_bytes:g} B and {outer + adapter:,.0f} others "
+            f"x {w.stored_bytes} B",
+        ),
+        _optimizer_term(w, trained, rank.outer.sharded),
+    ]
+    if w.averages:
+        terms.append(Term("average", trained * max(4, w.stored_bytes), f"{trained:,.0f} x {max(4, w.stored_bytes)} B"))
+    if w.frozen is not None:
+        frozen = held(w, _all_weights(w.frozen, w.mesh.tp, w.mesh.ep)).sharded / w.mesh.pp
+        terms.append(Term("frozen model", frozen * w.stored_bytes, f"{frozen:,.0f} elements x {w.stored_bytes} B"))
+    return terms
+
+
+def _all_weights(architecture: Architecture, tp: int, ep: int) -> list[Weight]:
+    layer = list(architecture.layer_weights(tp, ep))
+    return [*architecture.outer_weights(tp), *(layer * architecture.layers)]
+
+
+def _quantized_share(architecture: Architecture) -> float:
+    """Return the share of a layer's elements that QLoRA stores in 4 bits: its linear layers."""
+    weights = list(architecture.layer_weights())
+    linear = sum(each.size for each in weights if each.is_matrix and each.sharding is not Sharding.experts)
+    return linear / sum(each.size for each in weights)
+
+
+def _optimizer_term(w: Workload, trained: float, outer: float) -> Term:
+    """Return the optimizer state of `trained` elements, `outer` of which are outside of the layers."""
+    stored = w.stored_bytes
+    match w.optimizer:
+        case AdamW8bitConfig():
+            size, formula = trained * EIGHT_BIT_BYTES, f"{trained:,.0f} x {EIGHT_BIT_BYTES} B: two 8-bit moments"
+        case MuonConfig():
+            size = (trained + outer) * stored
+            formula = f"one moment of {trained - outer:,.0f} elements and two of {outer:,.0f}, {stored} B each"
+        case SGDConfig():
+            size, formula = trained * stored * bool(w.optimizer.momentum), f"momentum {w.optimizer.momentum:g}"
+        case CustomOptimizerConfig():
+            size, formula = trained * 2 * stored, f"{trained:,.0f} x 2 x {stored} B: assumed to be like AdamW's"
+        case _:
+            size, formula = trained * 2 * stored, f"{trained:,.0f} x 2 moments x {stored} B"
+    return Term("optimizer", size, formula)
+
+
+def _accumulated_bytes(w: Workload) -> int:
+    """Return the bytes per element of gradients that FSDP2 has not reduced: float32 or wider."""
+    return max(4, w.stored_bytes)
+
+
+def _defers(w: Workload) -> bool:
+    """Return whether gradients wait unsharded until the last micro-batch."""
+    return w.is_sharded and (w.mesh.pp > 1 or (w.micro_batches > 1 and w.parallelism.defer_grad_sync))
+
+
+def _waiting_gradients(w: Workload, rank: _Rank, gradients: Term) -> list[Term]:
+    """Return the gradients that exist before the last micro-batch's backward."""
+    if w.parallelism.strategy is Strategy.ddp:
+        copies = 2 if w.micro_batches > 1 else 1
+        return [Term("gradients", copies * gradients.value, f"{gradients.formula}, in the buckets of DDP too")]
+    if w.micro_batches == 1:
+        return []
+    if not _defers(w):
+        return [gradients]
+    wide, elements = _accumulated_bytes(w), rank.trained.gathered + rank.tied_copy.gathered * (not w.peft.adapts)
+    return [Term("gradients", elements * wide, f"{elements:,.0f} unsharded trained elements x {wide} B")]
+
+
+def _last_gradients(w: Workload, rank: _Rank, gradients: Term, activations: Term, in_flight: float) -> list[Term]:
+    """Return what a rank holds besides its state when the last layer's gradients are reduced.
+
+    A pipeline stage accumulates the gradients of a micro-batch only at the end of its backward.
+    """
+    layer = layer_activations(w)
+    one = Term("activations", max(layer.none, layer.full), "one layer")
+    if w.mesh.pp > 1:
+        others = activations.value * (in_flight - 1) / in_flight
+        new = rank.trained.gathered if w.fsdp == 1 else rank.trained_layer.gathered
+        kept = Term("activations", others + one.value, f"{in_flight - 1:g} micro-batches in flight, and one layer")
+        return [
+            *_waiting_gradients(w, rank, gradients),
+            Term("new gradients", new * _accumulated_bytes(w), f"{new:,.0f} elements of the last micro-batch"),
+            kept,
+            _split_backward(w, rank),
+            _gathered_term(w, rank, rank.layers),
+        ]
+    buffers = 2 * rank.trained_layer.gathered * _accumulated_bytes(w) if w.fsdp > 1 else 0.0
+    reduction = Term("reduction buffers", buffers, "gradients of one layer, and the input of its reduce-scatter")
+    return [gradients, one, _gathered_term(w, rank, 2), reduction]
+
+
+def _split_backward(w: Workload, rank: _Rank) -> Term:
+    """Return the gradients of matmul outputs that V-shaped schedules keep to compute gradients of weights later."""
+    if str(w.parallelism.pp_schedule) not in SPLIT_BACKWARD:
+        return Term("delayed weight gradients", 0.0, "the backward is not split")
+    saved, count = layer_activations(w), min(w.micro_batches, 2 * w.mesh.pp)
+    outputs = saved.selective - saved.full
+    return Term(
+        "delayed weight gradients",
+        outputs * rank.layers * count,
+        f"{outputs / MIB:,.1f} MiB of matmul outputs x {rank.layers} layers x {count} micro-batches",
+    )
+
+
+def _cast_gradients(w: Workload, rank: _Rank) -> Term:
+    """Return the new gradients of one layer or the head, before they are reduced or added to those that wait."""
+    size = rank.trained_layer.gathered * w.compute_bytes if w.compute_bytes < 4 and _defers(w) else 0.0
+    if w.is_sharded and not _defers(w) and not w.peft.adapts:
+        size = rank.head * w.compute_bytes
+    return Term("new gradients", size, "of one layer, or of the head")
+
+
+def _activation_terms(w: Workload, rank: _Rank) -> tuple[Term, Term, float]:
+    """Return the activations of all micro-batches in flight, those of a layer that is recomputed, and the number of
+    micro-batches in flight."""
+    saved = layer_activations(w)
+    policy = w.parallelism.activation_checkpointing
+    per_layer, in_flight = saved.of(policy), micro_batches_in_flight(w, rank.stage)
+    final_norm = 0.0
+    if rank.last:
+        norm = (4 + 2 * w.compute_bytes) * w.architecture.hidden / w.sequence_shards
+        final_norm = w.local_tokens * norm
+    activations = Term(
+        "activations",
+        per_layer * rank.layers * in_flight + final_norm,
+        f"{per_layer / MIB:,.1f} MiB per layer ({policy}) x {rank.layers} layers x {in_flight:g} micro-batches",
+    )
+    again = {
+        ActivationCheckpointing.full: saved.none,
+        ActivationCheckpointing.selective: saved.none - saved.selective + saved.full,
+    }.get(policy, 0.0)
+    return activations, Term("recomputed layer", again, f"activations of one layer that {policy} recomputes"), in_flight
+
+
+def micro_batches_in_flight(w: Workload, stage: int) -> float:
+    """Return the most micro-batches whose activations a pp rank holds at once, in units of all its layers.
+
+    Warmup lengths of torch's schedules: 1F1B runs pp - rank forwards first, the interleaved ones 2 x (pp - rank - 1)
+    and (stages - 1) rounds of pp forwards of one stage each; V-shaped ones hold 2 x pp forwards of
+    half stages, and inputs of matmuls until the gradients of their weights are computed.
+    """
+    pp, schedule, count = w.mesh.pp, str(w.parallelism.pp_schedule), w.micro_batches
+    if pp == 1:
+        return 1.0
+    if schedule in ("GPipe", "LoopedBFS"):
+        return float(count)
+    if schedule in SINGLE_STAGE:
+        return float(min(count, pp - stage))
+    if schedule in V_SHAPED:
+        return min(float(count), 1.5 * pp)
+    stages = w.parallelism.stages_per_rank
+    rounds = max(1, count // pp)
+    warmup = (stages - 1) * (count // rounds) + 2 * (pp - 1 - stage)
+    return min(float(count), (warmup + 1) / stages)
+
+
+def _loss_term(w: Workload, device: str) -> Term:
+    """Return the logits and what is computed from them, or the gradient of the head with those of the logits."""
+    vocabulary = -(-w.architecture.vocab // w.mesh.tp)
+    tokens, hidden, c = w.local_tokens, w.architecture.hidden, w.compute_bytes
+    if w.labels:
+        return Term("loss", 12.0 * w.micro_batch * w.labels, "12 B x rows x labels")
+    chunk = max(1, CHUNK_LOGITS[device] // vocabulary)
+    wide = c + 8 + (4 if c < 4 else 0)
+    head = 0.0 if w.peft.adapts else vocabulary * hidden * (c + (4 if c < 4 else 0))
+    if w.loss is LossMethod.logits or (w.loss is LossMethod.auto and tokens <= chunk):
+        first, second = tokens * vocabulary * wide, tokens * vocabulary * c + head
+        if first > second:
+            return Term("loss", first, f"{tokens:,} tokens x {vocabulary:,} logits x {wide} B")
+        return Term("loss", second, f"gradients of {tokens:,} x {vocabulary:,} logits and of the head")
+    rows, models = min(tokens, chunk), 1 + (w.frozen is not None)
+    gradient = 0.0 if w.peft.adapts else 4.0 * vocabulary * hidden
+    return Term(
+        "loss",
+        rows * vocabulary * wide * models + gradient + tokens * hidden * c,
+        f"chunk of {rows:,} tokens x {vocabulary:,} logits x {wide * models} B, gradients of the head (4 B x "
+        f"{vocabulary:,} x {hidden:,}) and of the hidden states",
+    )
+
+
+def _gathered_term(w: Workload, rank: _Rank, layers: int) -> Term:
+    """Return the parameters that FSDP2 holds gathered at once, in the compute dtype, or copies by autocast."""
+    if not w.is_sharded:
+        if w.compute_bytes == w.stored_bytes:
+            return Term("gathered parameters", 0.0, "nothing is gathered")
+        size = (rank.layer.gathered * rank.layers + rank.head) * w.compute_bytes
+        return Term("gathered parameters", size, "autocast keeps copies of the weights in the compute dtype")
+    wide = w.compute_bytes if rank.layer_bytes >= 1 else rank.layer_bytes
+    count, outer = min(rank.layers, layers + w.parallelism.prefetch), rank.head
+    if not w.parallelism.reshard_after_forward:
+        count, outer = rank.layers + 1, rank.outer.gathered
+    if w.mesh.pp > 1:  # a stage keeps its parameters gathered between micro-batches
+        count, outer = (rank.layers + 1, rank.outer.gathered) if w.fsdp > 1 else (0, 0.0)
+    return Term(
+        "gathered parameters",
+        rank.layer.gathered * count * wide + outer * w.compute_bytes,
+        f"{count} layers x {rank.layer.gathered:,.0f} x {wide:g} B, and {outer:,.0f} elements outside of layers",
+    )

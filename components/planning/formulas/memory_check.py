@@ -1,0 +1,104 @@
+"""Comparison of a run's estimated memory with its device, before it is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from components.config.errors import ConfigError
+from components.config.micro_batches import batch_problems
+from components.config.rules.compute_rules import recompute_problems
+from components.config.schema.model import LossMethod
+from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
+from components.config.schema.recipes import TrainConfig
+from components.planning.formulas.hardware import Hardware
+from components.planning.formulas.memory import MemoryEstimate, estimate_memory
+from components.planning.formulas.workload import build_workload
+
+GIB = 2**30
+RESERVED_BYTES = 1.5 * GIB
+"""Memory of a GPU that the formulas do not count: the CUDA context, workspaces of libraries, buffers of NCCL. An
+assumption, not measured."""
+ESTIMATE_ERROR = 0.08
+"""Largest error of the memory formulas against real ranks."""
+
+
+class Verdict(StrEnum):
+    """fits; tight: within the error of the estimate; exceeds: beyond it."""
+
+    fits = "fits"
+    tight = "tight"
+    exceeds = "exceeds"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCheck:
+    """Estimated memory of a run's fullest rank on its device."""
+
+    estimate: MemoryEstimate
+    hardware: Hardware
+    verdict: Verdict
+    text: str
+    """One sentence: the memory, and if it does not fit, the largest term and the smallest change that fits."""
+
+
+def usable_bytes(hardware: Hardware) -> float:
+    """Return the bytes of a device that a run may fill."""
+    return hardware.memory_bytes - (RESERVED_BYTES if hardware.is_gpu else 0.0)
+
+
+def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> MemoryCheck:
+    """Estimate the memory of a run and compare it with its device.
+
+    Raises ConfigError if the sizes of the model are unknown.
+    """
+    estimate, limit = _estimate(cfg, mesh, hardware), usable_bytes(hardware)
+    needs = f"needs about {estimate.peak / GIB:,.1f} GiB of the {limit / GIB:,.1f} GiB usable on {hardware.name}"
+    if estimate.peak * (1 + ESTIMATE_ERROR) <= limit:
+        return MemoryCheck(estimate, hardware, Verdict.fits, f"memory: the fullest rank {needs}")
+    exceeds = estimate.peak * (1 - ESTIMATE_ERROR) > limit or estimate.state > limit
+    largest = max(estimate.terms, key=lambda each: each.value)
+    change = next(_fitting_changes(cfg, mesh, hardware), "no single change fits; run scripts/plan.py, or add nodes")
+    text = (
+        f"cluster.gpu={hardware.name}: the fullest rank {needs}, most for {largest.name} ({largest.value / GIB:,.1f} "
+        f"GiB); {change}"
+    )
+    return MemoryCheck(estimate, hardware, Verdict.exceeds if exceeds else Verdict.tight, text)
+
+
+def _estimate(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> MemoryEstimate:
+    return estimate_memory(build_workload(cfg, mesh, on_gpu=hardware.is_gpu), hardware.device_type)
+
+
+def _fitting_changes(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Iterator[str]:
+    """Yield the changes of one key that fit, those that cost the least speed first."""
+    limit = usable_bytes(hardware) / (1 + ESTIMATE_ERROR)
+    for text, changed in _changes(cfg, mesh):
+        try:
+            if _estimate(changed, mesh, hardware).peak <= limit:
+                yield f"{text} fits"
+        except ConfigError:
+            continue
+
+
+def _changes(cfg: TrainConfig, mesh: MeshShape) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield legal changes of one key."""
+    training, parallelism = cfg.training, cfg.parallelism
+    size = training.micro_batch_size // 2
+    while size >= 1:
+        smaller = replace(training, micro_batch_size=size)
+        if not batch_problems(smaller, parallelism, mesh):
+            yield f"training.micro_batch_size={size}", replace(cfg, training=smaller)
+        size //= 2
+    if mesh.tp > 1 and not parallelism.sequence_parallel and training.seq_len % (2 * mesh.cp * mesh.tp) == 0:
+        yield (
+            "parallelism.sequence_parallel=true",
+            replace(cfg, parallelism=replace(parallelism, sequence_parallel=True)),
+        )
+    for policy in (ActivationCheckpointing.selective, ActivationCheckpointing.full):
+        recomputed = replace(parallelism, activation_checkpointing=policy)
+        if policy is not parallelism.activation_checkpointing and not recompute_problems(cfg.model, recomputed, mesh):
+            yield f"parallelism.activation_checkpointing={policy}", replace(cfg, parallelism=recomputed)
+    if cfg.model.loss is LossMethod.logits:
+        yield "model.loss=chunked", replace(cfg, model=replace(cfg.model, loss=LossMethod.chunked))

@@ -1,0 +1,351 @@
+"""Time of an optimizer step: what the slowest pipeline rank does for each micro-batch, and what is done once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from components.config.layouts import stage_layers
+from components.config.schema.optimizer import MuonConfig, OptimizerKind, SGDConfig
+from components.config.schema.parallelism import ONE_F_ONE_B, SPLIT_BACKWARD, ActivationCheckpointing
+from components.config.schema.peft import PeftConfig
+from components.planning.formulas.architecture import Sharding, Weight
+from components.planning.formulas.communication import (
+    MeshGroups,
+    ShardingTraffic,
+    communication_works,
+    exposed_seconds,
+    link_bandwidth,
+    mesh_groups,
+    sharding_traffic,
+)
+from components.planning.formulas.compute import LayerWork, Matmul, head_work, layer_works
+from components.planning.formulas.hardware import Hardware
+from components.planning.formulas.implementation import MESHBOOK, Implementation
+from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds
+from components.planning.formulas.term import Term, total
+from components.planning.formulas.workload import Workload
+
+LAUNCHES = {False: 134, True: 45}
+"""compiled -> kernels that the host launches for the forward and backward of a dense layer of full training."""
+ADAPTER_LAUNCHES = 82
+"""Further kernels of a layer with adapters."""
+DTENSOR_SECONDS = 1e-4
+"""Host time of a redistribution of a DTensor, without a compiler."""
+OPTIMIZER_PASSES = {
+    OptimizerKind.adamw: 7.0,  # parameter, gradient and two moments read; parameter and moments written
+    OptimizerKind.adamw8bit: 4.0,  # the moments are read and written with a byte per element
+    OptimizerKind.sgd: 3.0,
+    OptimizerKind.muon: 5.0,
+    OptimizerKind.custom: 7.0,
+}
+"""Reads and writes of an element per update, each of the size of a stored parameter."""
+NORM_PASSES = 3.0
+"""Reads and writes of a gradient for the gradient norm and clipping."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Estimate of a step."""
+
+    terms: tuple[Term, ...]
+    """Seconds, those of 0 left out. Their sum is `seconds`."""
+    seconds: float
+    tokens_per_second_per_gpu: float
+    mfu: float
+    """Model FLOPs, without recomputation, / (seconds x peak of all GPUs)."""
+    stages: tuple[StageSeconds, ...]
+    """Seconds of a micro-batch on each pp rank, all of its stages together."""
+    send_seconds: float
+    """Seconds to send a micro-batch's hidden states to the next stage; 0 without pipeline parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """Share of a pp rank in the model."""
+
+    layers: int
+    embeds: bool
+    has_head: bool
+
+
+def estimate_time(workload: Workload, hardware: Hardware, implementation: Implementation = MESHBOOK) -> StepTime:
+    """Return the time of an optimizer step. activation_checkpointing=auto counts as none: resolve it first."""
+    return _Estimate(workload, hardware, implementation).step_time()
+
+
+def model_flops(workload: Workload) -> float:
+    """Return the model FLOPs of a step: 6 per token and matrix element, 4 if it is frozen, and attention."""
+    architecture, rows = workload.architecture, workload.rows_per_step
+    frozen = 2.0 * architecture.matmul_weights * workload.seq_len if workload.peft.adapts else 0.0
+    return rows * (architecture.step_flops_per_row(workload.seq_len) - frozen)
+
+
+class _Estimate:
+    """Values that several terms need."""
+
+    def __init__(self, workload: Workload, hardware: Hardware, implementation: Implementation) -> None:
+        self.workload, self.hardware, self.implementation = workload, hardware, implementation
+        mesh, parallelism = workload.mesh, workload.parallelism
+        self.groups: MeshGroups = mesh_groups(mesh, hardware)
+        self.works = [
+            *layer_works(workload, hardware, implementation),
+            *communication_works(workload, self.groups, hardware, implementation),
+        ]
+        self.head: LayerWork = head_work(workload, hardware, implementation)
+        self.weights = tuple(workload.architecture.layer_weights(mesh.tp, mesh.ep))
+        self.outer = tuple(workload.architecture.outer_weights(mesh.tp))
+        self.layer_traffic = self._traffic(self.weights)
+        self.outer_traffic = self._traffic(self.outer)
+        self.forward = sum(each.forward for each in self.works)
+        self.backward = sum(each.backward + each.recomputed for each in self.works)
+        pipelined = mesh.pp > 1
+        split = pipelined and parallelism.pp_schedule in SPLIT_BACKWARD
+        reshards = parallelism.reshard_after_forward and not split
+        self.micro_batches = workload.micro_batches
+        self.forward_gathers = 1 if pipelined and not reshards else self.micro_batches
+        self.backward_gathers = self.micro_batches if reshards else 0
+        deferred = pipelined or parallelism.defer_grad_sync or not workload.is_sharded
+        self.reductions = 1 if deferred else self.micro_batches
+        self.deferred = deferred
+
+    def step_time(self) -> StepTime:
+        """Return the estimate."""
+        workload = self.workload
+        ranks = _ranks(workload)
+        stages = tuple(self._stage(each) for each in ranks)
+        slowest = max(range(len(ranks)), key=lambda rank: stages[rank].forward + stages[rank].backward)
+        rank = ranks[slowest]
+        terms = [*self._repeated(rank), *self._data_parallel(rank)]
+        terms += self._without_gradients(rank)
+        send = self._send_seconds()
+        terms += self._pipeline(stages, slowest, send)
+        terms.append(self._launches(rank, total(terms)))
+        terms += self._once(rank)
+        terms = [each for each in terms if each.value > 0]
+        seconds = total(terms)
+        world = workload.mesh.world
+        return StepTime(
+            terms=tuple(terms),
+            seconds=seconds,
+            tokens_per_second_per_gpu=workload.tokens_per_step / seconds / world,
+            mfu=model_flops(workload) / (seconds * world * self.hardware.peak_flops(workload.compute_bytes)),
+            stages=stages,
+            send_seconds=send,
+        )
+
+    def _stage(self, rank: _Rank) -> StageSeconds:
+        """Return the seconds of a micro-batch on a rank; data-parallel communication is spread over micro-batches."""
+        gathers, reductions = self._exposed(rank)
+        head = (self.head.forward, self.head.backward) if rank.has_head else (0.0, 0.0)
+        return StageSeconds(
+            forward=rank.layers * self.forward + head[0] + gathers[0] / self.micro_batches,
+            backward=rank.layers * self.backward + head[1] + (gathers[1] + reductions) / self.micro_batches,
+        )
+
+    def _repeated(self, rank: _Rank) -> Iterable[Term]:
+        """Yield the work of each micro-batch."""
+        times = rank.layers * self.micro_batches
+        prefix = f"{rank.layers} layers x {self.micro_batches} micro-batches x "
+        again = 0.0
+        for each in self.works:
+            again += each.recomputed
+            ratio = each.backward / each.forward if each.forward else 0.0
+            formula = f"{prefix}{1 + ratio:.3g} passes x ({each.detail})"
+            yield Term(each.name, times * (each.forward + each.backward), formula, each.source)
+        policy = self.workload.parallelism.activation_checkpointing
+        yield Term("recomputation", times * again, f"{prefix}{again:.4g} s of the forward ({policy})")
+        if rank.has_head:
+            seconds = self.micro_batches * (self.head.forward + self.head.backward)
+            passes = 1 + self.head.backward / self.head.forward
+            formula = f"{self.micro_batches} micro-batches x {passes:.3g} passes x ({self.head.detail})"
+            yield Term(self.head.name, seconds, formula, self.head.source)
+
+    def _exposed(self, rank: _Rank) -> tuple[tuple[float, float], float]:
+        """Return the exposed seconds per step of gathers in the forward and in the backward, and of reductions."""
+        layer, outer = self.layer_traffic, self.outer_traffic
+        ends = (rank.embeds + rank.has_head) / 2
+        forward = self.forward_gathers * (
+            rank.layers * exposed_seconds(layer.gather, self.forward) + ends * outer.gather
+        )
+        gathered = exposed_seconds(layer.gather, self.backward)
+        backward = self.backward_gathers * rank.layers * gathered
+        both = layer.reduce + (layer.gather if self.backward_gathers else 0.0)
+        beside = gathered if self.backward_gathers else 0.0
+        reduced = rank.layers * (exposed_seconds(both, self.backward) - beside) + ends * outer.reduce
+        return (forward, backward), self.reductions * reduced
+
+    def _data_parallel(self, rank: _Rank) -> Iterable[Term]:
+        """Yield the exposed communication of FSDP2 and DDP, and its copies."""
+        gathers, reduced = self._exposed(rank)
+        layer, outer, fsdp = self.layer_traffic, self.outer_traffic, self.groups.fsdp
+        rounds = self.forward_gathers + self.backward_gathers
+        if layer.gathered:
+            yield Term(
+                "FSDP all-gathers (exposed)",
+                sum(gathers),
+                f"{rounds} rounds x {rank.layers} layers x {layer.gathered:.4g} B over {fsdp.size} / "
+                f"{fsdp.bandwidth:.3g} B/s = {rounds * rank.layers * layer.gather:.4g} s, less what computation hides",
+                self.hardware.name,
+            )
+        yield Term(
+            "gradient reduction (exposed)",
+            reduced,
+            f"{self.reductions} x ({rank.layers} layers x {layer.reduce:.4g} s + {outer.reduce:.4g} s), less what "
+            "computation hides",
+            self.hardware.name,
+        )
+        size = rank.layers * layer.gathered + (rank.embeds + rank.has_head) / 2 * outer.gathered
+        if layer.gathered:
+            values = self._parameters(rank) * self.reductions * (2 + self.implementation.reduce_bytes)
+            copies = (2 * rounds * size + values) / self.hardware.copy_bandwidth
+            formula = f"({rounds} x 2 x {size:.4g} B + {values:.4g} B) / {self.hardware.copy_bandwidth:.3g} B/s"
+            yield Term("FSDP copies", copies, formula, f"{self.hardware.name}: copy_share")
+        if self.micro_batches > 1 and not self.workload.peft.adapts:
+            moved = 10 if self.deferred and self.workload.is_sharded else 3 * self.workload.stored_bytes
+            parameters = self._parameters(rank)
+            value = (self.micro_batches - 1) * parameters * moved / self.hardware.copy_bandwidth
+            formula = (
+                f"{self.micro_batches - 1} x {parameters:,.0f} x {moved} B / {self.hardware.copy_bandwidth:.3g} B/s"
+            )
+            yield Term("gradient accumulation", value, formula, f"{self.hardware.name}: copy_share")
+
+    def _without_gradients(self, rank: _Rank) -> Iterable[Term]:
+        """Yield the forwards without gradients: first passes of preference losses, reference, teacher."""
+        workload, mesh = self.workload, self.workload.mesh
+        times = self.micro_batches + mesh.pp - 1
+        if workload.extra_forwards:
+            gathers = self._exposed(rank)[0][0] / self.forward_gathers
+            forward = rank.layers * self.forward + rank.has_head * self.head.forward + gathers
+            formula = f"{workload.extra_forwards:g} x {times} x {forward:.4g} s"
+            yield Term("forwards without gradients", workload.extra_forwards * times * forward, formula)
+        if workload.frozen is not None:
+            parallelism = replace(workload.parallelism, activation_checkpointing=ActivationCheckpointing.none)
+            other = replace(
+                workload,
+                architecture=workload.frozen,
+                frozen=None,
+                extra_forwards=0.0,
+                peft=PeftConfig(),
+                parallelism=parallelism,
+            )
+            frozen = _Estimate(other, self.hardware, self.implementation)
+            last = max(_ranks(other), key=lambda each: (each.has_head, each.layers))
+            forward = last.layers * frozen.forward + frozen.head.forward
+            forward += frozen._exposed(last)[0][0] / frozen.forward_gathers
+            yield Term("forwards of the frozen model", times * forward, f"{times} x {forward:.4g} s")
+
+    def _send_seconds(self) -> float:
+        workload, mesh = self.workload, self.workload.mesh
+        if mesh.pp == 1:
+            return 0.0
+        size = workload.local_tokens * workload.architecture.hidden * workload.compute_bytes
+        return size / link_bandwidth(mesh.world // mesh.pp, self.hardware) + self.hardware.network_latency
+
+    def _pipeline(self, stages: tuple[StageSeconds, ...], slowest: int, send: float) -> Iterable[Term]:
+        """Yield the idle time of the slowest rank, and its sends."""
+        pp, parallelism = self.workload.mesh.pp, self.workload.parallelism
+        if pp == 1:
+            return
+        per_rank = len(parallelism.stage_ranks(pp)) // pp
+        busy = self.micro_batches * (stages[slowest].forward + stages[slowest].backward)
+        seconds, formula = pipeline_seconds(parallelism.pp_schedule, per_rank, self.micro_batches, stages)
+        yield Term("pipeline bubble", max(0.0, seconds - busy), f"{formula} - {busy:.4g} s busy")
+        # torch's 1F1B waits for each send; other schedules only when they have nothing to compute.
+        waits = parallelism.pp_schedule is ONE_F_ONE_B and not self.implementation.hides_sends
+        hops = 2 * (pp * per_rank - 1 + (self.micro_batches if waits else 0))
+        yield Term("pipeline sends", hops * send, f"{hops} x {send:.4g} s", self.hardware.name)
+
+    def _launches(self, rank: _Rank, device: float) -> Term:
+        """Return the time by which the host's launches outlast the device."""
+        workload = self.workload
+        launches = LAUNCHES[workload.compiled] + (ADAPTER_LAUNCHES if workload.peft.adapts else 0)
+        seconds = launches * self.hardware.launch_seconds
+        if workload.mesh.tp > 1 and not workload.compiled:
+            seconds += 4 * (self.implementation.tp_gathers + 2) / 2 * DTENSOR_SECONDS
+        host = self.micro_batches * rank.layers * seconds
+        return Term(
+            "kernel launches (exposed)",
+            max(0.0, host - device),
+            f"{self.micro_batches} micro-batches x {rank.layers} layers x {seconds:.3g} s - {device:.4g} s of work",
+            f"{self.hardware.name}: launch_seconds",
+        )
+
+    def _once(self, rank: _Rank) -> Iterable[Term]:
+        """Yield the work once per step: gradient norm, update, average, and what offloading moves."""
+        workload, hardware, optimizer = self.workload, self.hardware, self.workload.optimizer
+        parameters = self._sharded_parameters(rank)
+        stored = workload.stored_bytes
+        moved = (OPTIMIZER_PASSES[optimizer.kind] + NORM_PASSES) * stored
+        if optimizer.kind is OptimizerKind.adamw8bit:
+            moved += 4
+        if isinstance(optimizer, SGDConfig) and optimizer.momentum:
+            moved += 2 * stored
+        if workload.averages:
+            moved += 3 * stored
+        bandwidth = hardware.copy_bandwidth
+        if workload.parallelism.cpu_offload:
+            bandwidth = min(bandwidth, hardware.host_memory_bandwidth * hardware.copy_share)
+        yield Term(
+            "optimizer",
+            parameters * moved / bandwidth,
+            f"{parameters:,.0f} parameters x {moved:g} B / {bandwidth:.3g} B/s",
+            f"{hardware.name}: {'host_memory_bandwidth' if workload.parallelism.cpu_offload else 'copy_share'}",
+        )
+        if isinstance(optimizer, MuonConfig):
+            yield self._muon(rank, optimizer)
+        if workload.parallelism.cpu_offload:
+            rounds = self.forward_gathers + self.backward_gathers
+            trained = 4 * self.reductions * (not workload.peft.adapts)
+            size = self._sharded_parameters(rank, trained=False) * (rounds * stored + trained)
+            formula = f"{size:.4g} B / {hardware.host_bandwidth:.3g} B/s"
+            yield Term("cpu offload", size / hardware.host_bandwidth, formula, f"{hardware.name}: host_bandwidth")
+
+    def _muon(self, rank: _Rank, optimizer: MuonConfig) -> Term:
+        """Return the Newton-Schulz iterations: each matrix whole, on one of the ranks that share it."""
+        mesh, workload = self.workload.mesh, self.workload
+        sharing = (workload.fsdp if workload.is_sharded else 1) * mesh.tp
+        rate = self.hardware.matmul_flops(2)
+        flops = seconds = 0.0
+        for weight in workload.architecture.layer_weights():
+            if not weight.is_matrix or weight.name == "router":
+                continue
+            experts = weight.rows if weight.sharding is Sharding.experts else 1
+            width = workload.architecture.hidden if experts > 1 else weight.width
+            rows = weight.size // experts // width
+            small, large = min(rows, width), max(rows, width)
+            iteration = 4.0 * small * small * large + 2.0 * small**3
+            count = max(1.0, rank.layers * experts / sharing)
+            flops += count * optimizer.ns_steps * iteration
+            seconds += count * optimizer.ns_steps * iteration * Matmul(small, small, large).slowdown / rate
+        sent = 2 * 2 * self._sharded_parameters(rank) / self.groups.fsdp.bandwidth if sharing > 1 else 0.0
+        formula = f"{flops:.4g} FLOP / {rate:.3g} FLOP/s + {sent:.3g} s of all-to-alls"
+        return Term("Newton-Schulz iterations", seconds + sent, formula, f"{self.hardware.name}: matmul_share")
+
+    def _parameters(self, rank: _Rank) -> float:
+        """Return the unsharded parameters of a rank, after tp and ep."""
+        layer, outer = (sum(each.size for each in weights) for weights in (self.weights, self.outer))
+        return rank.layers * layer + (rank.embeds + rank.has_head) / 2 * outer
+
+    def _sharded_parameters(self, rank: _Rank, *, trained: bool = True) -> float:
+        """Return the parameters of a rank after FSDP; by default, those that are trained."""
+        workload = self.workload
+        experts = sum(each.size for each in self.weights if each.sharding is Sharding.experts)
+        whole = self._parameters(rank) - rank.layers * experts
+        shards = whole / workload.fsdp + rank.layers * experts / workload.expert_fsdp
+        if not (trained and workload.peft.adapts):
+            return shards
+        widths = sum(each.rows + each.width for each in self.weights if each.is_matrix)
+        return rank.layers * workload.peft.rank * widths / workload.fsdp
+
+    def _traffic(self, weights: tuple[Weight, ...]) -> ShardingTraffic:
+        return sharding_traffic(weights, self.workload, self.groups, self.hardware, self.implementation)
+
+
+def _ranks(workload: Workload) -> list[_Rank]:
+    """Return the shares of the pp ranks in the model."""
+    stage_ranks = workload.parallelism.stage_ranks(workload.mesh.pp)
+    layers = [0] * workload.mesh.pp
+    for rank, stage in zip(stage_ranks, stage_layers(workload.architecture.layers, len(stage_ranks)), strict=True):
+        layers[rank] += len(stage)
+    return [_Rank(count, stage_ranks[0] == rank, stage_ranks[-1] == rank) for rank, count in enumerate(layers)]

@@ -1,0 +1,152 @@
+"""Command line of scripts/plan.py: its options, the recipe's config, the model and the device."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from os import environ
+from typing import NoReturn
+
+from components.config.compose.command_line import compose_from_command_line
+from components.config.compose.explain import override_parts
+from components.config.compose.sources import CONF
+from components.config.errors import ConfigError
+from components.config.schema.cluster import Device
+from components.config.schema.parallelism import AXES
+from components.config.schema.recipes import (
+    ClassifyConfig,
+    DistillConfig,
+    DpoConfig,
+    FinetuneConfig,
+    PretrainConfig,
+    TrainConfig,
+)
+from components.config.shape import ModelShape, read_shape
+from components.config.validate import validate
+from components.launch.machine import processes_of, visible_gpus
+from components.planning.formulas.candidates import Choice, LeftOut
+from components.planning.formulas.hardware import Hardware, find_hardware
+from components.planning.formulas.ranking import Plan, rank_plans
+
+RECIPES: dict[str, type[TrainConfig]] = {
+    "finetune": FinetuneConfig,
+    "pretrain": PretrainConfig,
+    "dpo": DpoConfig,
+    "distill": DistillConfig,
+    "classify": ClassifyConfig,
+}
+MESH_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy"))
+
+
+@dataclass(slots=True)
+class PlanRequest:
+    """What to plan: a recipe's config, the processes and the device."""
+
+    options: Namespace
+    overrides: list[str]
+    cfg: TrainConfig
+    shape: ModelShape
+    choice: Choice
+    hardware: Hardware
+    left_out: LeftOut = field(default_factory=LeftOut)
+
+    def plans(self) -> list[Plan]:
+        """Return the fitting candidates, the fastest first; all that can be shown pass the recipe's own checks."""
+        ranked = rank_plans(self.cfg, self.shape, self.choice, self.hardware, self.left_out)
+        wanted = max(self.options.top, self.options.why or 0)
+        legal: list[Plan] = []
+        for plan in ranked:
+            if len(legal) >= wanted:
+                return legal
+            training = replace(self.cfg.training, micro_batch_size=plan.candidate.micro_batch_size)
+            planned = replace(self.cfg, parallelism=plan.candidate.parallelism, training=training)
+            if problems := validate(planned, self.choice.world, self.shape):
+                self.left_out.add(problems[0])
+            else:
+                legal.append(plan)
+        if not legal:
+            raise ConfigError([reason for reason, _ in self.left_out.reasons.most_common(3)])
+        return legal
+
+    def command(self, plan: Plan) -> str:
+        """Return the command that starts a plan."""
+        chosen = plan.candidate.overrides(self.cfg.parallelism)
+        kept = [
+            each for each in self.overrides if override_parts(each)[0] not in {one.partition("=")[0] for one in chosen}
+        ]
+        return " ".join(["python", f"recipes/{self.options.recipe}.py", *kept, *chosen])
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"scripts/plan.py: {message}; see --help")
+
+
+def read_request(arguments: Sequence[str], description: str | None) -> PlanRequest | None:
+    """Parse the command line and compose the recipe's config; None if Hydra answered it (--cfg job, --info).
+
+    Raises ConfigError with all problems.
+    """
+    parser = _Parser(
+        prog="scripts/plan.py",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--recipe", choices=list(RECIPES), default="finetune", help="recipe to plan (default: finetune)"
+    )
+    parser.add_argument("--top", type=int, default=8, help="rows of the table (default: 8)")
+    parser.add_argument("--why", type=int, metavar="ROW", help="print every term of a row with its formula and source")
+    parser.add_argument("--left-out", action="store_true", help="print why other meshes are left out")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    options, overrides = parser.parse_known_args(arguments)
+    for name, value in (("top", options.top), ("why", options.why)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: must be 1 or more")
+    cfg = _compose(options.recipe, overrides)
+    if cfg is None:
+        return None
+    hardware = _hardware(cfg)
+    gpus = visible_gpus(environ)
+    world = processes_of(cfg, gpus)
+    if cfg.cluster.procs_per_node == "auto" and not gpus and hardware.is_gpu:
+        world = hardware.gpus_per_node * cfg.cluster.nodes
+    return PlanRequest(
+        options=options,
+        overrides=overrides,
+        cfg=cfg,
+        shape=read_shape(cfg.model),
+        choice=Choice(world, max(1, world // cfg.cluster.nodes), _fixed_keys(overrides)),
+        hardware=hardware,
+    )
+
+
+def _compose(recipe: str, overrides: list[str]) -> TrainConfig | None:
+    argv, sys.argv = sys.argv, [sys.argv[0], *overrides]
+    try:
+        return compose_from_command_line(recipe, RECIPES[recipe], CONF.parent / "recipes", lambda cfg, rejected: [])
+    finally:
+        sys.argv = argv
+
+
+def _hardware(cfg: TrainConfig) -> Hardware:
+    """Return the device that the config names; the CPU if it computes on CPUs."""
+    if cfg.cluster.gpu is None and cfg.cluster.device is Device.cpu:
+        return find_hardware("cpu")
+    if cfg.cluster.gpu is None:
+        raise ConfigError(
+            "cluster.gpu=null: the device is unknown; set it to an option of conf/gpu, such as cluster.gpu=h100_80, or "
+            "cluster.device=cpu"
+        )
+    return find_hardware(cfg.cluster.gpu)
+
+
+def _fixed_keys(overrides: list[str]) -> frozenset[str]:
+    """Return the keys that the command line sets; an option of conf/parallelism sets the whole mesh."""
+    keys = {override_parts(each)[0] for each in overrides}
+    if "parallelism" in keys:
+        keys |= set(MESH_KEYS)
+    return frozenset(keys)

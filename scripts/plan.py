@@ -1,0 +1,47 @@
+"""Rank the meshes that can run a recipe: which fit into the memory, and how long a step takes.
+
+python scripts/plan.py model=llama3_1_70b cluster=slurm_8node cluster.gpu=h100_80 training.global_batch_size=128
+python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --why 1
+python scripts/plan.py --recipe dpo data.path=pairs.jsonl peft=lora cluster=slurm_1node cluster.gpu=a100_80
+python scripts/plan.py model=qwen3_30b_a3b cluster=slurm_2node cluster.gpu=h200 parallelism.ep=8 --left-out
+
+Takes the recipe's own overrides. A degree, policy, schedule or micro-batch size that they set is kept; the planner
+chooses the others. Nothing is started, and neither torch nor the model is loaded. Exit status 0: at least one mesh
+fits; 2: invalid options, an unknown device or model, or nothing fits.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from components.config.errors import ConfigError
+from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.failures import print_problems
+from components.terminal import print_text
+from scripts._plan.options import read_request
+from scripts._plan.report import as_json, left_out_lines, table_lines, why_lines
+
+
+def main() -> int:
+    """Print the table, or what the options select."""
+    try:
+        request = read_request(sys.argv[1:], __doc__)
+        if request is None:
+            return 0
+        plans = request.plans()
+        if request.options.json:
+            print_text(as_json(request, plans))
+        elif request.options.why is not None:
+            print_text(*why_lines(request, plans), sep="\n")
+        elif request.options.left_out:
+            print_text(*left_out_lines(request, plans), sep="\n")
+        else:
+            print_text(*table_lines(request, plans), sep="\n")
+    except ConfigError as error:
+        print_problems(error.problems)
+        return EXIT_INVALID
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

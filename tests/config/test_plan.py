@@ -1,0 +1,157 @@
+"""scripts/plan.py, and the memory check of a launch: commands that import no torch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from components.config.schema.model import CausalLMConfig, WeightInit
+from components.config.schema.parallelism import AXES
+from components.models.build import load_config
+from components.planning.formulas.workload import BYTE_VOCABULARY
+from tests.config.commands import REPOSITORY, Commands
+
+PLAN = REPOSITORY / "scripts" / "plan.py"
+LLAMA_8B = ["model=llama3_1_8b", "cluster=slurm_8node", "cluster.gpu=h100_80", "training.global_batch_size=128"]
+LONG = ["training.seq_len=8192"]
+TINY = ["model=tiny", "cluster=local_4proc", "cluster.device=cpu", "training.seq_len=128"]
+
+
+def rows(commands: Commands, arguments: list[str], cwd: Path) -> list[dict]:
+    """Plan and return the rows; the command must succeed without torch."""
+    ended = commands.run(PLAN, [*arguments, "--json"], cwd)
+    assert ended.status == 0, ended.errors
+    assert not ended.imported_torch
+    return json.loads(ended.output)["rows"]
+
+
+def test_the_table_ranks_meshes_and_ends_with_a_command(commands: Commands, tmp_path: Path) -> None:
+    ended = commands.run(PLAN, [*LLAMA_8B, *LONG], tmp_path)
+    assert ended.status == 0, ended.errors
+    assert not ended.imported_torch
+    lines = ended.output.splitlines()
+    assert lines[0].startswith("8.03B parameters, 1,048,576 tokens per step in rows of 8,192, on 64 x h100_80")
+    assert lines[-1].strip().startswith("python recipes/finetune.py model=llama3_1_8b cluster=slurm_8node")
+    assert [line.split()[0] for line in lines[3:11]] == [str(number) for number in range(1, 9)]
+
+
+def test_rows_are_distinct_fit_and_are_sorted_by_time(commands: Commands, tmp_path: Path) -> None:
+    found = rows(commands, [*LLAMA_8B, *LONG, "--top", "40"], tmp_path)
+    assert len(found) == len({json.dumps([row["mesh"], row["command"]]) for row in found}) == 40
+    assert [row["step_seconds"] for row in found] == sorted(row["step_seconds"] for row in found)
+    for row in found:
+        world = 1
+        for axis in AXES:
+            world *= row["mesh"][axis]
+        assert world == 64
+        assert row["peak_memory_bytes"] == pytest.approx(sum(term["value"] for term in row["memory"]), abs=1)
+        assert row["peak_memory_bytes"] < 85e9
+        assert row["step_seconds"] == pytest.approx(sum(term["value"] for term in row["time"]))
+        assert all(term["formula"] for term in row["memory"] + row["time"])
+
+
+def test_every_command_that_is_proposed_starts(commands: Commands, tmp_path: Path) -> None:
+    found = rows(commands, [*TINY, "training.global_batch_size=16", "--top", "100"], tmp_path)
+    assert {row["strategy"] for row in found} >= {"fsdp2", "ddp"}
+    assert {axis for row in found for axis in AXES if row["mesh"][axis] > 1} >= {"pp", "dp_shard", "tp"}
+    for row in found[:: max(1, len(found) // 12)]:
+        _, recipe, *overrides = shlex.split(row["command"])
+        ended = commands.run(REPOSITORY / recipe, [*overrides, "cluster.dry_run=true"], tmp_path)
+        assert ended.status == 0, (row["command"], ended.errors)
+        for axis in AXES:
+            assert f"{axis}={row['mesh'][axis]}" in ended.errors + ended.output
+
+
+def test_what_the_command_line_sets_is_kept(commands: Commands, tmp_path: Path) -> None:
+    fixed = ["parallelism.tp=4", "parallelism.activation_checkpointing=full", "training.micro_batch_size=1"]
+    for row in rows(commands, [*LLAMA_8B, *LONG, *fixed], tmp_path):
+        assert (row["mesh"]["tp"], row["activation_checkpointing"], row["micro_batch_size"]) == (4, "full", 1)
+    found = rows(commands, [*LLAMA_8B, *LONG, "parallelism=fsdp2_tp4"], tmp_path)
+    assert {json.dumps(row["mesh"]) for row in found} == {
+        json.dumps({"pp": 1, "dp_replicate": 1, "dp_shard": 16, "ep": 1, "cp": 1, "tp": 4})
+    }
+
+
+def test_terms_and_reasons_are_printed_on_demand(commands: Commands, tmp_path: Path) -> None:
+    why = commands.run(PLAN, [*LLAMA_8B, *LONG, "--why", "2"], tmp_path)
+    assert why.status == 0
+    for text in ("row 2: ", "parameters", "optimizer", "activations", "matmuls", "h100_80: matmul_share"):
+        assert text in why.output
+    left_out = commands.run(PLAN, [*LLAMA_8B, *LONG, "--left-out"], tmp_path)
+    assert "parallelism.tp > 8: its collectives, four per layer, would cross nodes" in left_out.output
+    assert "needs more than" in left_out.output
+
+
+def test_the_vocabulary_of_the_byte_tokenizer_is_that_of_a_built_model() -> None:
+    model = CausalLMConfig(path=None, init=WeightInit.random, tokenizer="bytes", config={"model_type": "llama"})
+    assert load_config(model).vocab_size == BYTE_VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cluster.gpu=h1000"], "cluster.gpu=h1000: no such device; choose a100_40, a100_80"),
+        (["cluster.gpu=null"], "cluster.gpu=null: the device is unknown; set it to an option of conf/gpu"),
+        (["model.family=null", "model.path=me/mine"], "model.path=me/mine: its sizes are unknown"),
+        (["model.family=mamba"], "model.family=mamba: the formulas do not cover this model type"),
+        (["cluster.nodes=1", "cluster.procs_per_node=1"], "nothing fits 1 process: the smallest configuration needs"),
+        (["parallelism.tp=7"], "64 processes cannot be divided by tp 7"),
+        (["training.seq_len=abc"], "training.seq_len=abc"),
+        (["--top", "0"], "--top 0: must be 1 or more"),
+        (["--recipe", "nothing"], "scripts/plan.py: argument --recipe: invalid choice"),
+    ],
+)
+def test_wrong_input_is_one_message(commands: Commands, tmp_path: Path, arguments: list[str], message: str) -> None:
+    ended = commands.run(PLAN, [*LLAMA_8B, *LONG, *arguments], tmp_path)
+    assert ended.status == 2
+    assert message in ended.errors
+    assert "Traceback" not in ended.errors
+    assert not ended.imported_torch
+
+
+LAUNCH = ["model=tiny", "cluster=local_2proc", "cluster.device=cpu", "cluster.dry_run=true", "cluster.gpu=small"]
+LARGE = ["training.global_batch_size=512", "training.micro_batch_size=256", "training.seq_len=2048"]
+
+
+@pytest.fixture
+def small_device(tmp_path: Path) -> Path:
+    """Return a folder in which cluster.gpu=small has 3 GiB."""
+    folder = tmp_path / "conf" / "local" / "gpu"
+    folder.mkdir(parents=True)
+    text = (REPOSITORY / "conf" / "gpu" / "l40s.yaml").read_text().splitlines()
+    lines = ["memory_bytes: 3.0e+9" if line.startswith("memory_bytes") else line for line in text]
+    (folder / "small.yaml").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_a_launch_reports_memory_that_exceeds_the_device(commands: Commands, small_device: Path) -> None:
+    recipe = REPOSITORY / "recipes" / "finetune.py"
+    fits = commands.run(recipe, LAUNCH, small_device)
+    assert (fits.status, fits.imported_torch) == (0, False)
+    assert "memory: the fullest rank needs about" in fits.output + fits.errors
+
+    large = commands.run(recipe, [*LAUNCH, *LARGE], small_device)
+    assert large.status == 0
+    report = large.output + large.errors
+    assert "warning: cluster.gpu=small: the fullest rank needs about" in report
+    assert "most for activations" in report
+    assert "training.micro_batch_size=" in report
+    changed = report.partition("training.micro_batch_size=")[2].split()[0]
+    again = commands.run(recipe, [*LAUNCH, *LARGE, f"training.micro_batch_size={changed}"], small_device)
+    assert "memory: the fullest rank needs about" in again.output + again.errors
+
+    refused = commands.run(recipe, [*LAUNCH, *LARGE, "cluster.memory_check=refuse"], small_device)
+    assert refused.status == 2
+    assert "or set cluster.memory_check=report" in refused.errors
+    off = commands.run(recipe, [*LAUNCH, *LARGE, "cluster.memory_check=off"], small_device)
+    assert "memory:" not in off.output + off.errors
+    assert off.status == 0
+
+
+def test_an_unknown_device_is_refused_before_the_run_starts(commands: Commands, tmp_path: Path) -> None:
+    ended = commands.run(REPOSITORY / "recipes" / "finetune.py", [*LAUNCH, "cluster.gpu=h1000"], tmp_path)
+    assert ended.status == 2
+    assert "cluster.gpu=h1000: no such device" in ended.errors

@@ -1,0 +1,306 @@
+"""Predicted time of an optimizer step, against independent arithmetic and published speeds of other programs."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.config.schema.model import Float8, LossMethod
+from components.config.schema.optimizer import AdamWConfig
+from components.config.schema.parallelism import ActivationCheckpointing, MeshShape, ParallelismConfig, Strategy
+from components.config.schema.peft import PeftConfig, PeftMethod
+from components.planning.formulas.architecture import read_architecture
+from components.planning.formulas.communication import mesh_groups
+from components.planning.formulas.compute import LayerWork, layer_matmuls, layer_works
+from components.planning.formulas.hardware import NodeLinks, read_hardware
+from components.planning.formulas.implementation import Implementation
+from components.planning.formulas.step_time import StepTime, estimate_time, model_flops
+from components.planning.formulas.term import total
+from components.planning.formulas.workload import Workload
+from scripts.benchmark.published import (
+    MODELS,
+    POINTS,
+    Comparison,
+    by_source,
+    compare_points,
+    ordered_pairs,
+    percentile,
+    read_points,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+H100 = read_hardware(ROOT / "conf" / "gpu" / "h100_80.yaml")
+FITTED = {"1", "3", "5", "7", "9", "21", "25", "45"}
+"""Rows of published_points.csv from which the constants marked as fitted were chosen."""
+
+
+def workload(model: str = "8b", *, mesh: dict[str, int] | None = None, **changes: Any) -> Workload:
+    """Return full training of a model on a mesh, with 2 micro-batches of 2 x 4,096 tokens."""
+    degrees = {"dp_shard": 1, **(mesh or {})}
+    options = changes.pop("parallelism", {})
+    values: dict[str, Any] = {
+        "architecture": read_architecture(MODELS[model], model),
+        "mesh": MeshShape(**degrees),
+        "parallelism": ParallelismConfig(**degrees, **options),
+        "seq_len": 4096,
+        "micro_batch": 2,
+        "micro_batches": 2,
+        "stored_bytes": 4,
+        "compute_bytes": 2,
+        "float8": Float8.none,
+        "compiled": True,
+        "loss": LossMethod.logits,
+        "optimizer": AdamWConfig(),
+        "peft": PeftConfig(),
+    }
+    return Workload(**{**values, **changes})
+
+
+def term(estimate: StepTime, name: str) -> float:
+    """Return the seconds of a term; 0 if it is left out."""
+    return sum(each.value for each in estimate.terms if each.name == name)
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[Comparison]:
+    rows, skipped = compare_points(read_points(POINTS))
+    assert not skipped
+    return rows
+
+
+def test_errors_on_published_speeds_that_were_not_used_to_fit(compared: list[Comparison]) -> None:
+    errors = [abs(each.error) for each in compared if each.row["id"] not in FITTED]
+    assert len(FITTED) <= 8
+    assert len(errors) == 14
+    assert statistics.median(errors) <= 0.12
+    assert percentile(errors, 0.9) <= 0.30
+
+
+def test_the_order_of_published_speeds_of_a_source(compared: list[Comparison]) -> None:
+    pairs = [ordered_pairs(rows) for rows in by_source(compared).values()]
+    assert sum(right for right, _ in pairs) >= 0.95 * sum(number for _, number in pairs)
+
+
+def test_the_terms_sum_to_the_seconds_and_state_their_numbers() -> None:
+    estimate = estimate_time(workload(mesh={"dp_shard": 8, "tp": 2}), H100)
+    assert total(estimate.terms) == estimate.seconds
+    assert all(each.formula and any(digit.isdigit() for digit in each.formula) for each in estimate.terms)
+    assert estimate.tokens_per_second_per_gpu == pytest.approx(2 * 2 * 4096 / 2 / estimate.seconds)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_flops_of_the_terms_are_those_of_the_model(model: str) -> None:
+    """Matmuls of all layers and the head, 3 passes, and attention are the model FLOPs that the MFU counts."""
+    load = workload(model)
+    architecture = load.architecture
+    even = Implementation(expert_imbalance=1.0)
+    per_token = sum(each.flops for each in layer_matmuls(load, even)) / load.local_tokens
+    head = 2 * architecture.hidden * architecture.vocab
+    full = architecture.layers - architecture.windowed_layers
+    pairs = full * architecture.attended_pairs(load.seq_len)
+    pairs += architecture.windowed_layers * architecture.attended_pairs(load.seq_len, windowed=True)
+    attention = 12 * architecture.heads * architecture.head_dim * pairs
+    flops = 3 * load.seq_len * (architecture.layers * per_token + head) + attention
+
+    assert flops == pytest.approx(architecture.step_flops_per_row(load.seq_len), rel=1e-12)
+    assert model_flops(load) == pytest.approx(4 * flops, rel=1e-12)
+
+
+def test_one_gpu_communicates_nothing() -> None:
+    names = {each.name for each in estimate_time(workload(), H100).terms}
+    assert names == {"matmuls", "attention", "elementwise", "LM head and loss", "gradient accumulation", "optimizer"}
+
+
+def test_a_matmul_rate_of_the_peak_is_the_only_cost_of_an_ideal_machine() -> None:
+    ideal = replace(
+        H100, matmul_share=1.0, attention_share=1.0, memory_bandwidth=1e30, launch_seconds=1e-30, network_latency=1e-30
+    )
+    estimate = estimate_time(workload("405b"), ideal)
+    assert 0.9 < estimate.mfu < 1.0  # tiles, and attention's backward of 2.5 instead of 2 forwards
+
+
+FASTER = [
+    *("bf16_flops", "memory_bandwidth", "node_bandwidth", "network_bandwidth", "matmul_share", "attention_share"),
+    *("copy_share", "node_share", "network_share", "host_bandwidth", "host_memory_bandwidth"),
+]
+
+
+@pytest.mark.parametrize("name", FASTER)
+def test_faster_hardware_is_never_slower(name: str) -> None:
+    for mesh, options in (
+        ({"dp_shard": 16}, {}),
+        ({"dp_shard": 16}, {"cpu_offload": True}),
+        ({"dp_shard": 4, "tp": 4}, {"sequence_parallel": True}),
+        ({"dp_shard": 2, "pp": 4, "cp": 2}, {}),
+    ):
+        load = workload(mesh=mesh, parallelism=options, micro_batches=4)
+        slow, fast = (estimate_time(load, replace(H100, **{name: getattr(H100, name) * f})) for f in (0.5, 1.0))
+        assert fast.seconds <= slow.seconds, (mesh, name)
+
+
+def test_ranks_fill_nodes_with_tp_innermost() -> None:
+    groups = mesh_groups(MeshShape(pp=2, dp_shard=4, cp=2, tp=4), H100)
+    assert (groups.tp.size, groups.tp.local) == (4, 4)
+    assert (groups.cp.size, groups.cp.local) == (2, 2)
+    assert (groups.fsdp.size, groups.fsdp.local) == (8, 2)  # 2 of cp in each node
+    assert groups.fsdp.bandwidth == pytest.approx(2 * 50e9 * H100.network_share)
+    assert groups.tp.bandwidth == pytest.approx(450e9 * H100.node_share)
+    apart = mesh_groups(MeshShape(dp_shard=4, tp=8), H100)
+    assert (apart.fsdp.local, apart.fsdp.bandwidth) == (1, pytest.approx(50e9 * H100.network_share))
+    assert mesh_groups(MeshShape(tp=6, dp_shard=4), H100).tp.local == 2  # a group of 6 straddles nodes of 8
+
+
+def test_a_pair_of_directly_linked_gpus_has_a_share_of_the_links() -> None:
+    board = replace(H100, gpus_per_node=4, node_links=NodeLinks.direct)
+    pair, four = (mesh_groups(MeshShape(tp=tp), board).tp for tp in (2, 4))
+    assert pair.bandwidth == pytest.approx(four.bandwidth / 3)
+
+
+def test_an_all_reduce_sends_the_bytes_of_a_ring() -> None:
+    group = replace(mesh_groups(MeshShape(tp=8), H100).tp, latency=0.0)
+    assert group.all_reduce(1e9) == pytest.approx(2 * 7 / 8 * 1e9 / group.bandwidth)
+
+
+def test_fsdp_hides_gathers_behind_computation() -> None:
+    alone, sharded = (estimate_time(workload(mesh={"dp_shard": n}), H100) for n in (1, 8))
+    exposed = term(sharded, "FSDP all-gathers (exposed)")
+    bandwidth = mesh_groups(MeshShape(dp_shard=8), H100).fsdp.bandwidth
+    sent = 2 * 2 * (7 / 8) * 2 * 7.5e9 / bandwidth  # 2 micro-batches, forward and backward, 2 bytes
+    assert 0.3 * sent < exposed < 0.8 * sent
+    assert sharded.seconds > alone.seconds
+
+
+def test_keeping_parameters_gathers_half_as_often() -> None:
+    reshard, keep = (
+        estimate_time(workload(mesh={"dp_shard": 8}, parallelism={"reshard_after_forward": value}), H100)
+        for value in (True, False)
+    )
+    assert term(keep, "FSDP all-gathers (exposed)") < 0.6 * term(reshard, "FSDP all-gathers (exposed)")
+
+
+def test_deferred_reduction_reduces_once() -> None:
+    once, each = (
+        estimate_time(workload(mesh={"dp_shard": 8}, micro_batches=4, parallelism={"defer_grad_sync": value}), H100)
+        for value in (True, False)
+    )
+    name = "gradient reduction (exposed)"
+    assert term(each, name) == pytest.approx(4 * term(once, name))
+
+
+def test_recomputation_repeats_the_forward() -> None:
+    seconds = {
+        policy: term(
+            estimate_time(workload("1b", parallelism={"activation_checkpointing": policy}, compiled=False), H100),
+            "recomputation",
+        )
+        for policy in ActivationCheckpointing
+    }
+    estimate = estimate_time(workload("1b", compiled=False), H100)
+    forward = 16 * 2 * sum(each.forward for each in works(workload("1b", compiled=False)))
+    assert seconds[ActivationCheckpointing.none] == 0
+    assert seconds[ActivationCheckpointing.alternate] == pytest.approx(seconds[ActivationCheckpointing.full] / 2)
+    assert 0.75 * forward < seconds[ActivationCheckpointing.full] < forward  # without the last matmul
+    elementwise = 16 * 2 * works(workload("1b", compiled=False))[-1].forward
+    assert seconds[ActivationCheckpointing.selective] == pytest.approx(elementwise)
+    assert term(estimate, "recomputation") == 0
+
+
+def works(load: Workload) -> list[LayerWork]:
+    """Return the computation of a layer."""
+    return layer_works(load, H100, Implementation())
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    full = workload(peft=PeftConfig())
+    lora = workload(peft=PeftConfig(method=PeftMethod.lora))
+    assert term(estimate_time(lora, H100), "matmuls") == pytest.approx(
+        term(estimate_time(full, H100), "matmuls") * 2 / 3
+    )
+    assert term(estimate_time(lora, H100), "adapters") > 0
+    assert term(estimate_time(lora, H100), "optimizer") < 0.01 * term(estimate_time(full, H100), "optimizer")
+    qlora = estimate_time(workload(peft=PeftConfig(method=PeftMethod.qlora)), H100)
+    assert term(qlora, "dequantization") > 0
+
+
+def test_extra_forwards_and_a_frozen_model_cost_forwards() -> None:
+    load = workload()
+    plain = estimate_time(load, H100)
+    forward = plain.stages[0].forward * 2
+    more = estimate_time(replace(load, extra_forwards=1.0), H100)
+    assert more.seconds - plain.seconds == pytest.approx(forward)
+    distilled = estimate_time(replace(load, frozen=load.architecture), H100)
+    assert distilled.seconds - plain.seconds == pytest.approx(forward)
+
+
+def test_replicas_reduce_whole_gradients() -> None:
+    mesh = {"dp_replicate": 8, "dp_shard": 1}
+    estimate = estimate_time(workload("1b", mesh=mesh, parallelism={"strategy": Strategy.ddp}), H100)
+    assert term(estimate, "gradient reduction (exposed)") > 0
+    assert term(estimate, "FSDP all-gathers (exposed)") == 0
+    assert term(estimate, "optimizer") == term(estimate_time(workload("1b"), H100), "optimizer")
+
+
+def test_small_models_wait_for_launches() -> None:
+    small = workload("1b", seq_len=64, micro_batch=1, compiled=False)
+    assert term(estimate_time(small, H100), "kernel launches (exposed)") > 0
+    assert term(estimate_time(workload("1b", compiled=False), H100), "kernel launches (exposed)") == 0
+
+
+def test_float8_is_faster_on_hardware_that_supports_it() -> None:
+    bf16, float8 = (estimate_time(workload(float8=kind), H100).seconds for kind in (Float8.none, Float8.tensorwise))
+    assert 0.6 * bf16 < float8 < 0.9 * bf16
+
+
+def published(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script."""
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark" / "published.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_report_names_rows_sources_and_skipped_rows(tmp_path: Path) -> None:
+    lines = POINTS.read_text().splitlines()
+    file = tmp_path / "points.csv"
+    unknown = [
+        lines[1].replace(",8b,", ",deepseek_v3,"),
+        lines[1].replace("H100-96GB-HBM2e-500W", "TPU-v5p"),
+        lines[1].replace(",5762,", ",,"),
+        "x",
+    ]
+    file.write_text("\n".join([*lines, *unknown]) + "\n")
+
+    done = published(str(file))
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("skipped: ") == 4
+    assert "model deepseek_v3 is unknown" in done.stdout
+    assert "hardware TPU-v5p is unknown" in done.stdout
+    assert "22 rows, median error" in done.stdout
+    assert "pairs in the right order" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("a,b\n1,2\n", "has no column id"),
+        (b"\xff\xfe\x00", "is not a CSV file"),
+        ("", "has no"),
+    ],
+)
+def test_a_wrong_file_is_one_message_and_exit_status_2(
+    tmp_path: Path, content: str | bytes | None, message: str
+) -> None:
+    file = tmp_path / "points.csv"
+    if content is not None:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    done = published(str(file))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert str(file) in done.stderr
+    assert message in done.stderr
