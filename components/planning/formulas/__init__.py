@@ -10,7 +10,7 @@ hardware.py        a device, from a file of conf/gpu
 implementation.py  kernels and overlaps of a training code; the default is Meshbook's
 compute.py         matmuls, attention and elementwise operations of a layer, and the head
 communication.py   collectives of the mesh axes
-pipeline.py        timeline and bubble of the pipeline schedules
+pipeline.py        order, idle time and timeline of the pipeline schedules
 step_time.py       time of an optimizer step
 candidates.py      every legal mesh and policy, and why others are left out
 ranking.py         the candidates that fit, the fastest first

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from components.config.layouts import AttentionLayout, local_heads
+from components.config.schema.model import Float8
 from components.config.schema.parallelism import MeshShape, Strategy
 from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.compute import LayerWork, uses_ulysses
@@ -16,7 +17,7 @@ from components.planning.formulas.workload import Workload
 
 OVERLAP_LOSS = 0.5
 """Seconds by which computation slows down per second of communication beside it: collectives occupy multiprocessors and
-memory bandwidth. Fitted."""
+memory bandwidth. Fitted to row 5 of scripts/benchmark/published_points.csv, with row 3 on one node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,10 @@ def tp_work(workload: Workload, group: Group, implementation: Implementation) ->
     gathers = implementation.tp_gathers * sums / 2
     if architecture.experts:  # each tp rank dispatches a share of the tokens; the results are gathered
         gathers += 1
-    pass_seconds = (gathers + sums) * group.all_gather(size)
+    gathered = (
+        size / workload.compute_bytes if implementation.float8_gathers and workload.float8 is not Float8.none else size
+    )
+    pass_seconds = gathers * group.all_gather(gathered) + sums * group.all_gather(size)
     exposed = pass_seconds * (1 - implementation.tp_overlap) + pass_seconds * implementation.tp_overlap * OVERLAP_LOSS
     skips_last = not workload.compiled or implementation.compiles_recomputation
     again = (gathers + sums - skips_last) / (gathers + sums) if gathers + sums else 0.0

@@ -21,8 +21,15 @@ TILE) of the speed of a large one: partly filled tiles, and filling and draining
 ATTENTION_BACKWARD = 2.5
 """FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
 
-EAGER_TRAFFIC = 3.8
-"""Bytes that unfused elementwise operations move, relative to fused ones. Fitted."""
+EAGER_HIDDEN = 6.0
+"""Bytes that norms and residuals move uncompiled, relative to fused kernels: a norm is six operations in float32.
+Fitted to row 1 of scripts/benchmark/published_points.csv."""
+EAGER_ROTARY = 5.0
+EAGER_MLP = 1.8
+"""The same of the rotary embedding (two products, a negation, a concatenation and a sum) and of the activation."""
+
+GROUPED_MATMUL = 0.8
+"""Speed of the experts' grouped matmuls relative to one matmul with as many tokens: unequal groups. Estimate."""
 
 FLOAT8_CAST_BYTES = 8
 """Bytes moved to cast an element of a linear layer's input or output gradient: maximum, cast and transposed cast."""
@@ -38,9 +45,6 @@ gradient in float32, cast back. Chunks also update the weight's gradient; Liger'
 UNSKIPPED_ATTENTION = 2.0
 """Slowdown of attention with an explicit mask (cp_attention=all_gather): masked blocks are computed, not skipped."""
 
-RING_ATTENTION = 0.75
-"""Speed of ring attention relative to one kernel: half-size pieces and merging of outputs. Fitted."""
-
 
 class LayerWork(NamedTuple):
     """Seconds of one kind of operation in one decoder layer, for one micro-batch of a rank."""
@@ -54,6 +58,8 @@ class LayerWork(NamedTuple):
     detail: str
     """Formula of the forward's time."""
     source: str
+    weights: float = 0.0
+    """Part of the backward that computes weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,8 @@ class Matmul:
     outputs: int
     count: int = 1
     is_expert: bool = False
+    is_row_parallel: bool = False
+    """Whether tp shards its inner dim, so that its input is not gathered."""
     is_last: bool = False
     """Whether it is the layer's last: the backward does not need its output."""
 
@@ -88,7 +96,8 @@ def layer_matmuls(workload: Workload, implementation: Implementation) -> Iterato
             continue
         last = weight.name.endswith(" down")
         if weight.sharding is not Sharding.experts:
-            yield Matmul(tokens, weight.width, weight.rows, is_last=last)
+            row_parallel = weight.sharding is Sharding.columns
+            yield Matmul(tokens, weight.width, weight.rows, is_row_parallel=row_parallel, is_last=last)
             continue
         routed = tokens * architecture.experts_per_token * implementation.expert_imbalance / weight.rows
         inner = weight.width // architecture.hidden if last else architecture.hidden
@@ -107,7 +116,7 @@ def matmul_works(workload: Workload, hardware: Hardware, implementation: Impleme
         if not group:
             continue
         item_bytes = workload.compute_bytes if is_expert else dense_bytes
-        rate = hardware.matmul_flops(item_bytes)
+        rate = hardware.matmul_flops(item_bytes) * (GROUPED_MATMUL if is_expert else 1.0)
         flops = sum(each.flops for each in group)
         forward = sum(each.flops * each.slowdown for each in group) / rate
         again = sum(each.flops * each.slowdown for each in group if not (each.is_last and skips_last)) / rate
@@ -118,9 +127,14 @@ def matmul_works(workload: Workload, hardware: Hardware, implementation: Impleme
             _recomputed(policy, implementation.selective_matmuls) * again,
             f"{flops:.4g} FLOP x {forward * rate / flops:.3f} (tiles) / {rate:.3g} FLOP/s",
             f"{hardware.name}: {'float8' if item_bytes == 1 else 'matmul'}_share",
+            (passes - 1) * forward,
         )
     if workload.float8 is not Float8.none:
-        values = sum(each.tokens * (each.inner + each.outputs) * each.count for each in matmuls if not each.is_expert)
+        shards = workload.mesh.tp if implementation.float8_gathers else 1
+        dense = [each for each in matmuls if not each.is_expert]
+        values = sum(
+            each.tokens * (each.inner / (1 if each.is_row_parallel else shards) + each.outputs) for each in dense
+        )
         yield _traffic("float8 casts", values * FLOAT8_CAST_BYTES / 3, 2.0, 1.0, workload, hardware)
     if workload.peft.quantizes:
         values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
@@ -141,7 +155,7 @@ def attention_work(workload: Workload, hardware: Hardware, implementation: Imple
     rate = hardware.peak_flops(workload.compute_bytes) * share
     backward, note = ATTENTION_BACKWARD, ""
     if mesh.cp > 1 and implementation.ring_attention:
-        rate, note = rate * RING_ATTENTION, f" x {RING_ATTENTION} (ring)"
+        rate, note = rate * implementation.ring_attention, f" x {implementation.ring_attention} (ring)"
     elif mesh.cp > 1 and not uses_ulysses(workload):
         # all_gather recomputes its attention in the backward, some heads at a time, whatever the policy of the layer.
         rate, note = rate / UNSKIPPED_ATTENTION, f" / {UNSKIPPED_ATTENTION:g} (masked blocks)"
@@ -175,8 +189,9 @@ def elementwise_works(workload: Workload, hardware: Hardware) -> Iterator[LayerW
     mlp = (architecture.mlp * max(1, architecture.experts_per_token) + architecture.shared_mlp) / mesh.tp
     routed = architecture.experts_per_token * architecture.hidden / mesh.tp
     # Forward: two norms read and write, two residuals read twice and write: 9; rotary embedding 2; gate, up -> act 3.
-    values = workload.local_tokens * (9 * hidden + 2 * rotated + 3 * mlp + 4 * routed)
-    traffic = values * workload.compute_bytes * (1.0 if workload.compiled else EAGER_TRAFFIC)
+    eager = (1.0, 1.0, 1.0) if workload.compiled else (EAGER_HIDDEN, EAGER_ROTARY, EAGER_MLP)
+    values = 9 * hidden * eager[0] + 2 * rotated * eager[1] + 3 * mlp * eager[2] + 4 * routed
+    traffic = workload.local_tokens * values * workload.compute_bytes
     yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
     if workload.peft.adapts:
         widths = sum(each.inner + each.outputs for each in layer_matmuls(workload, MESHBOOK))
@@ -191,6 +206,7 @@ def head_work(workload: Workload, hardware: Hardware, implementation: Implementa
     matmul = Matmul(workload.local_tokens, architecture.hidden, outputs)
     rate = hardware.matmul_flops(workload.compute_bytes)
     product = matmul.flops * matmul.slowdown / rate
+    weights = 0.0 if workload.peft.adapts else product
     method = LossMethod.chunked if workload.loss is LossMethod.auto else workload.loss
     losses = architecture.vocab if implementation.gathers_logits else outputs
     traffic = workload.local_tokens * losses * LOGIT_BYTES[method] * workload.compute_bytes / 2
@@ -198,10 +214,11 @@ def head_work(workload: Workload, hardware: Hardware, implementation: Implementa
     return LayerWork(
         "LM head and loss",
         product + copies / 3,
-        (1.0 if workload.peft.adapts else 2.0) * product + copies * 2 / 3,
+        product + weights + copies * 2 / 3,
         0.0,
         f"{matmul.flops:.4g} FLOP / {rate:.3g} FLOP/s + {traffic / 3:.4g} B / {hardware.copy_bandwidth:.3g} B/s",
         f"{hardware.name}: matmul_share, copy_share",
+        weights,
     )
 
 

@@ -12,6 +12,8 @@ class Implementation:
     name: str = "Meshbook"
     tp_gathers: int = 2
     """All-gathers of hidden states over tp in a layer's forward: one before attention, one before the MLP."""
+    float8_gathers: bool = False
+    """Whether float8 casts hidden states before tp gathers them."""
     tp_overlap: float = 0.0
     """Share of the tp communication that runs beside matmuls (asynchronous tensor parallelism)."""
     shards_head: bool = True
@@ -29,10 +31,9 @@ class Implementation:
     """Bytes per element of reduced gradients."""
     attention_speed: float = 1.0
     """Speed of its attention kernel, relative to torch's flash attention."""
-    ring_attention: bool = False
-    """Whether cp passes keys and values around a ring, instead of parallelism.cp_attention."""
-    hides_sends: bool = False
-    """Whether a pipeline rank computes the next micro-batch while it sends hidden states, under every schedule."""
+    ring_attention: float = 0.0
+    """Speed of attention over cp with keys and values passed around a ring or gathered, relative to one kernel; 0: the
+    program follows parallelism.cp_attention."""
     expert_imbalance: float = 1.15
     """Tokens of the fullest ep rank, relative to the mean. 1 if the routing is forced to be even."""
 

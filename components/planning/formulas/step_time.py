@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from components.config.layouts import stage_layers
 from components.config.schema.optimizer import MuonConfig, OptimizerKind, SGDConfig
-from components.config.schema.parallelism import ONE_F_ONE_B, SPLIT_BACKWARD, ActivationCheckpointing
+from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing
 from components.config.schema.peft import PeftConfig
 from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.communication import (
@@ -22,7 +23,7 @@ from components.planning.formulas.communication import (
 from components.planning.formulas.compute import LayerWork, Matmul, head_work, layer_works
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.implementation import MESHBOOK, Implementation
-from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds
+from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds, rank_seconds, send_hops
 from components.planning.formulas.term import Term, total
 from components.planning.formulas.workload import Workload
 
@@ -55,14 +56,13 @@ class StepTime:
     mfu: float
     """Model FLOPs, without recomputation, / (seconds x peak of all GPUs)."""
     stages: tuple[StageSeconds, ...]
-    """Seconds of a micro-batch on each pp rank, all of its stages together."""
+    """Seconds of a micro-batch in each pipeline stage; `pipeline.timeline` plays a step from them."""
     send_seconds: float
     """Seconds to send a micro-batch's hidden states to the next stage; 0 without pipeline parallelism."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """Share of a pp rank in the model."""
+class _Part(NamedTuple):
+    """Part of the model: a pipeline stage, or all stages of a pp rank."""
 
     layers: int
     embeds: bool
@@ -87,6 +87,7 @@ class _Estimate:
     def __init__(self, workload: Workload, hardware: Hardware, implementation: Implementation) -> None:
         self.workload, self.hardware, self.implementation = workload, hardware, implementation
         mesh, parallelism = workload.mesh, workload.parallelism
+        self.stage_ranks = parallelism.stage_ranks(mesh.pp)
         self.groups: MeshGroups = mesh_groups(mesh, hardware)
         self.works = [
             *layer_works(workload, hardware, implementation),
@@ -112,14 +113,14 @@ class _Estimate:
     def step_time(self) -> StepTime:
         """Return the estimate."""
         workload = self.workload
-        ranks = _ranks(workload)
-        stages = tuple(self._stage(each) for each in ranks)
-        slowest = max(range(len(ranks)), key=lambda rank: stages[rank].forward + stages[rank].backward)
-        rank = ranks[slowest]
+        stages = tuple(self._stage(each) for each in _stage_parts(workload))
+        ranks = rank_seconds(self.stage_ranks, stages)
+        slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].forward + ranks[rank].backward)
+        rank = _rank_parts(workload)[slowest]
         terms = [*self._repeated(rank), *self._data_parallel(rank)]
         terms += self._without_gradients(rank)
         send = self._send_seconds()
-        terms += self._pipeline(stages, slowest, send)
+        terms += self._pipeline(stages, ranks[slowest], send)
         terms.append(self._launches(rank, total(terms)))
         terms += self._once(rank)
         terms = [each for each in terms if each.value > 0]
@@ -134,16 +135,19 @@ class _Estimate:
             send_seconds=send,
         )
 
-    def _stage(self, rank: _Rank) -> StageSeconds:
-        """Return the seconds of a micro-batch on a rank; data-parallel communication is spread over micro-batches."""
-        gathers, reductions = self._exposed(rank)
-        head = (self.head.forward, self.head.backward) if rank.has_head else (0.0, 0.0)
+    def _stage(self, part: _Part) -> StageSeconds:
+        """Return the seconds of a micro-batch in a stage; data-parallel communication is spread over micro-batches."""
+        gathers, reductions = self._exposed(part)
+        head = part.has_head
         return StageSeconds(
-            forward=rank.layers * self.forward + head[0] + gathers[0] / self.micro_batches,
-            backward=rank.layers * self.backward + head[1] + (gathers[1] + reductions) / self.micro_batches,
+            forward=part.layers * self.forward + head * self.head.forward + gathers[0] / self.micro_batches,
+            backward=part.layers * self.backward
+            + head * self.head.backward
+            + (gathers[1] + reductions) / self.micro_batches,
+            weights=part.layers * sum(each.weights for each in self.works) + head * self.head.weights,
         )
 
-    def _repeated(self, rank: _Rank) -> Iterable[Term]:
+    def _repeated(self, rank: _Part) -> Iterable[Term]:
         """Yield the work of each micro-batch."""
         times = rank.layers * self.micro_batches
         prefix = f"{rank.layers} layers x {self.micro_batches} micro-batches x "
@@ -161,7 +165,7 @@ class _Estimate:
             formula = f"{self.micro_batches} micro-batches x {passes:.3g} passes x ({self.head.detail})"
             yield Term(self.head.name, seconds, formula, self.head.source)
 
-    def _exposed(self, rank: _Rank) -> tuple[tuple[float, float], float]:
+    def _exposed(self, rank: _Part) -> tuple[tuple[float, float], float]:
         """Return the exposed seconds per step of gathers in the forward and in the backward, and of reductions."""
         layer, outer = self.layer_traffic, self.outer_traffic
         ends = (rank.embeds + rank.has_head) / 2
@@ -175,7 +179,7 @@ class _Estimate:
         reduced = rank.layers * (exposed_seconds(both, self.backward) - beside) + ends * outer.reduce
         return (forward, backward), self.reductions * reduced
 
-    def _data_parallel(self, rank: _Rank) -> Iterable[Term]:
+    def _data_parallel(self, rank: _Part) -> Iterable[Term]:
         """Yield the exposed communication of FSDP2 and DDP, and its copies."""
         gathers, reduced = self._exposed(rank)
         layer, outer, fsdp = self.layer_traffic, self.outer_traffic, self.groups.fsdp
@@ -210,7 +214,7 @@ class _Estimate:
             )
             yield Term("gradient accumulation", value, formula, f"{self.hardware.name}: copy_share")
 
-    def _without_gradients(self, rank: _Rank) -> Iterable[Term]:
+    def _without_gradients(self, rank: _Part) -> Iterable[Term]:
         """Yield the forwards without gradients: first passes of preference losses, reference, teacher."""
         workload, mesh = self.workload, self.workload.mesh
         times = self.micro_batches + mesh.pp - 1
@@ -230,7 +234,7 @@ class _Estimate:
                 parallelism=parallelism,
             )
             frozen = _Estimate(other, self.hardware, self.implementation)
-            last = max(_ranks(other), key=lambda each: (each.has_head, each.layers))
+            last = max(_rank_parts(other), key=lambda each: (each.has_head, each.layers))
             forward = last.layers * frozen.forward + frozen.head.forward
             forward += frozen._exposed(last)[0][0] / frozen.forward_gathers
             yield Term("forwards of the frozen model", times * forward, f"{times} x {forward:.4g} s")
@@ -242,21 +246,18 @@ class _Estimate:
         size = workload.local_tokens * workload.architecture.hidden * workload.compute_bytes
         return size / link_bandwidth(mesh.world // mesh.pp, self.hardware) + self.hardware.network_latency
 
-    def _pipeline(self, stages: tuple[StageSeconds, ...], slowest: int, send: float) -> Iterable[Term]:
+    def _pipeline(self, stages: tuple[StageSeconds, ...], slowest: StageSeconds, send: float) -> Iterable[Term]:
         """Yield the idle time of the slowest rank, and its sends."""
-        pp, parallelism = self.workload.mesh.pp, self.workload.parallelism
+        pp, schedule = self.workload.mesh.pp, self.workload.parallelism.pp_schedule
         if pp == 1:
             return
-        per_rank = len(parallelism.stage_ranks(pp)) // pp
-        busy = self.micro_batches * (stages[slowest].forward + stages[slowest].backward)
-        seconds, formula = pipeline_seconds(parallelism.pp_schedule, per_rank, self.micro_batches, stages)
-        yield Term("pipeline bubble", max(0.0, seconds - busy), f"{formula} - {busy:.4g} s busy")
-        # torch's 1F1B waits for each send; other schedules only when they have nothing to compute.
-        waits = parallelism.pp_schedule is ONE_F_ONE_B and not self.implementation.hides_sends
-        hops = 2 * (pp * per_rank - 1 + (self.micro_batches if waits else 0))
-        yield Term("pipeline sends", hops * send, f"{hops} x {send:.4g} s", self.hardware.name)
+        busy = self.micro_batches * (slowest.forward + slowest.backward)
+        seconds, formula = pipeline_seconds(schedule, self.stage_ranks, stages, self.micro_batches)
+        yield Term("pipeline bubble", max(0.0, seconds - busy), f"{formula} - {busy:.4g} s busy ({schedule})")
+        hops = send_hops(schedule, pp, len(stages) // pp, self.micro_batches)
+        yield Term("pipeline sends", hops * send, f"{hops:g} x {send:.4g} s", self.hardware.name)
 
-    def _launches(self, rank: _Rank, device: float) -> Term:
+    def _launches(self, rank: _Part, device: float) -> Term:
         """Return the time by which the host's launches outlast the device."""
         workload = self.workload
         launches = LAUNCHES[workload.compiled] + (ADAPTER_LAUNCHES if workload.peft.adapts else 0)
@@ -271,7 +272,7 @@ class _Estimate:
             f"{self.hardware.name}: launch_seconds",
         )
 
-    def _once(self, rank: _Rank) -> Iterable[Term]:
+    def _once(self, rank: _Part) -> Iterable[Term]:
         """Yield the work once per step: gradient norm, update, average, and what offloading moves."""
         workload, hardware, optimizer = self.workload, self.hardware, self.workload.optimizer
         parameters = self._sharded_parameters(rank)
@@ -301,7 +302,7 @@ class _Estimate:
             formula = f"{size:.4g} B / {hardware.host_bandwidth:.3g} B/s"
             yield Term("cpu offload", size / hardware.host_bandwidth, formula, f"{hardware.name}: host_bandwidth")
 
-    def _muon(self, rank: _Rank, optimizer: MuonConfig) -> Term:
+    def _muon(self, rank: _Part, optimizer: MuonConfig) -> Term:
         """Return the Newton-Schulz iterations: each matrix whole, on one of the ranks that share it."""
         mesh, workload = self.workload.mesh, self.workload
         sharing = (workload.fsdp if workload.is_sharded else 1) * mesh.tp
@@ -322,12 +323,12 @@ class _Estimate:
         formula = f"{flops:.4g} FLOP / {rate:.3g} FLOP/s + {sent:.3g} s of all-to-alls"
         return Term("Newton-Schulz iterations", seconds + sent, formula, f"{self.hardware.name}: matmul_share")
 
-    def _parameters(self, rank: _Rank) -> float:
+    def _parameters(self, rank: _Part) -> float:
         """Return the unsharded parameters of a rank, after tp and ep."""
         layer, outer = (sum(each.size for each in weights) for weights in (self.weights, self.outer))
         return rank.layers * layer + (rank.embeds + rank.has_head) / 2 * outer
 
-    def _sharded_parameters(self, rank: _Rank, *, trained: bool = True) -> float:
+    def _sharded_parameters(self, rank: _Part, *, trained: bool = True) -> float:
         """Return the parameters of a rank after FSDP; by default, those that are trained."""
         workload = self.workload
         experts = sum(each.size for each in self.weights if each.sharding is Sharding.experts)
@@ -342,10 +343,17 @@ class _Estimate:
         return sharding_traffic(weights, self.workload, self.groups, self.hardware, self.implementation)
 
 
-def _ranks(workload: Workload) -> list[_Rank]:
-    """Return the shares of the pp ranks in the model."""
-    stage_ranks = workload.parallelism.stage_ranks(workload.mesh.pp)
-    layers = [0] * workload.mesh.pp
-    for rank, stage in zip(stage_ranks, stage_layers(workload.architecture.layers, len(stage_ranks)), strict=True):
-        layers[rank] += len(stage)
-    return [_Rank(count, stage_ranks[0] == rank, stage_ranks[-1] == rank) for rank, count in enumerate(layers)]
+def _stage_parts(workload: Workload) -> list[_Part]:
+    """Return the parts of the model that the pipeline stages compute, in order."""
+    number = len(workload.parallelism.stage_ranks(workload.mesh.pp))
+    layers = stage_layers(workload.architecture.layers, number)
+    return [_Part(len(each), stage == 0, stage == number - 1) for stage, each in enumerate(layers)]
+
+
+def _rank_parts(workload: Workload) -> list[_Part]:
+    """Return the parts of the model that the pp ranks compute."""
+    parts = [_Part(0, False, False)] * workload.mesh.pp
+    for rank, stage in zip(workload.parallelism.stage_ranks(workload.mesh.pp), _stage_parts(workload), strict=True):
+        part = parts[rank]
+        parts[rank] = _Part(part.layers + stage.layers, part.embeds or stage.embeds, part.has_head or stage.has_head)
+    return parts
