@@ -1,4 +1,4 @@
-"""Pipeline schedules: what each rank computes in order, idle time by closed formulas, a step's timeline by simulation."""
+"""Pipeline schedules: order of each rank, idle time by closed formulas, and the timeline of a step by simulation."""
 
 from __future__ import annotations
 
