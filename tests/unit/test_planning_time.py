@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,22 @@ from typing import Any
 import pytest
 
 from components.config.schema.model import Float8, LossMethod
-from components.config.schema.optimizer import AdamWConfig
-from components.config.schema.parallelism import ActivationCheckpointing, MeshShape, ParallelismConfig, Strategy
+from components.config.schema.optimizer import AdamWConfig, MuonConfig
+from components.config.schema.parallelism import (
+    ActivationCheckpointing,
+    ContextAttention,
+    MeshShape,
+    ParallelismConfig,
+    PipelineSchedule,
+    Strategy,
+)
 from components.config.schema.peft import PeftConfig, PeftMethod
 from components.planning.formulas.architecture import read_architecture
-from components.planning.formulas.communication import mesh_groups
+from components.planning.formulas.communication import communication_works, mesh_groups
 from components.planning.formulas.compute import LayerWork, layer_matmuls, layer_works
-from components.planning.formulas.hardware import NodeLinks, read_hardware
-from components.planning.formulas.implementation import Implementation
+from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
+from components.planning.formulas.implementation import MESHBOOK, Implementation
+from components.planning.formulas.pipeline import timeline
 from components.planning.formulas.step_time import StepTime, estimate_time, model_flops
 from components.planning.formulas.term import total
 from components.planning.formulas.workload import Workload
@@ -255,6 +264,122 @@ def test_small_models_wait_for_launches() -> None:
 def test_float8_is_faster_on_hardware_that_supports_it() -> None:
     bf16, float8 = (estimate_time(workload(float8=kind), H100).seconds for kind in (Float8.none, Float8.tensorwise))
     assert 0.6 * bf16 < float8 < 0.9 * bf16
+
+
+def layer_work(load: Workload, name: str, hardware: Hardware = H100) -> LayerWork:
+    """Return the collectives of an axis in a layer."""
+    found = communication_works(load, mesh_groups(load.mesh, hardware), hardware, MESHBOOK)
+    return next(each for each in found if each.name == name)
+
+
+def test_tp_sends_two_all_reduces_of_the_hidden_states_per_pass() -> None:
+    for sequence_parallel in (False, True):
+        load = workload(mesh={"tp": 4}, parallelism={"sequence_parallel": sequence_parallel})
+        work = layer_work(load, "tp communication", replace(H100, node_latency=1e-30))
+        hidden = 2 * 4096 * 4096 * 2
+        assert work.forward == pytest.approx(2 * 2 * 3 / 4 * hidden / (450e9 * H100.node_share))
+        assert work.backward == work.forward
+
+
+def test_replicated_attention_communicates_for_the_mlp_only() -> None:
+    sharded, replicated = (layer_work(workload(mesh={"tp": tp}), "tp communication") for tp in (4, 6))
+    assert workload().architecture.heads % 6
+    assert replicated.detail.startswith("2 gathers")
+    assert sharded.detail.startswith("4 gathers")
+
+
+def test_ulysses_sends_queries_keys_values_and_outputs_once() -> None:
+    work = layer_work(workload(mesh={"cp": 4}), "cp communication", replace(H100, node_latency=1e-30))
+    tokens = 2 * 4096 / 4
+    sent = tokens * 128 * (32 + 8 + 8 + 32) * 2 * 3 / 4  # three of four parts of each tensor leave a rank
+    assert work.forward == pytest.approx(sent / (450e9 * H100.node_share))
+
+
+def test_gathered_keys_cost_more_attention_than_exchanged_heads() -> None:
+    seconds = {
+        method: term(estimate_time(workload(mesh={"cp": 4}, parallelism={"cp_attention": method}), H100), "attention")
+        for method in ContextAttention
+    }
+    assert seconds[ContextAttention.auto] == seconds[ContextAttention.ulysses]
+    assert 2 < seconds[ContextAttention.all_gather] / seconds[ContextAttention.ulysses] < 4
+
+
+def test_context_parallel_splits_the_attention_of_a_row() -> None:
+    one, four = (estimate_time(workload(mesh={"cp": cp}), H100) for cp in (1, 4))
+    assert term(four, "attention") == pytest.approx(term(one, "attention") / 4)
+
+
+def test_experts_exchange_tokens_within_and_across_nodes() -> None:
+    fast = replace(H100, node_latency=1e-30, network_latency=1e-30)
+    tokens = 2 * 4096 * 8 * 2048 * 2 * MESHBOOK.expert_imbalance
+    node = layer_work(workload("qwen3_moe_30b", mesh={"ep": 8}), "ep communication", fast)
+    assert node.forward == pytest.approx(2 * tokens * 7 / 8 / (450e9 * H100.node_share))
+    nodes = layer_work(workload("qwen3_moe_30b", mesh={"ep": 16}), "ep communication", fast)
+    inside, outside = tokens * 7 / 16 / (450e9 * H100.node_share), tokens * 8 / 16 / (50e9 * H100.network_share)
+    assert nodes.forward == pytest.approx(2 * (inside + outside))
+
+
+def test_expert_parallel_keeps_the_flops_of_a_rank() -> None:
+    one, eight = (estimate_time(workload("qwen3_moe_30b", mesh={"ep": ep}), H100) for ep in (1, 8))
+    # The same routed tokens, in longer groups per expert.
+    assert 0.7 < term(eight, "expert matmuls") / term(one, "expert matmuls") < 1.0
+    assert term(eight, "routing waits") > 0
+    assert term(one, "routing waits") == 0
+
+
+def test_muon_orthogonalizes_each_matrix_on_one_of_the_ranks_that_share_it() -> None:
+    adamw = workload(mesh={"dp_shard": 8})
+    muon = replace(adamw, optimizer=MuonConfig())
+    name = "Newton-Schulz iterations"
+    seconds = {
+        ranks: term(estimate_time(replace(muon, mesh=MeshShape(dp_shard=ranks)), H100), name) for ranks in (1, 8)
+    }
+    shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3
+    flops = 32 * 5 * sum(4 * m * m * n + 2 * m**3 for m, n in shapes)
+    assert term(estimate_time(adamw, H100), name) == 0
+    assert 1.0 < seconds[1] / (flops / H100.matmul_flops(2)) < 1.3
+    assert seconds[8] < 0.3 * seconds[1]
+
+
+def test_offloading_moves_parameters_and_updates_at_the_speed_of_the_host() -> None:
+    load = workload(mesh={"dp_shard": 8})
+    kept = estimate_time(load, H100)
+    moved = estimate_time(replace(load, parallelism=replace(load.parallelism, cpu_offload=True)), H100)
+    assert term(kept, "cpu offload") == 0
+    # Two micro-batches, forward and backward, float32 parameters; one float32 gradient.
+    assert term(moved, "cpu offload") == pytest.approx((4 * 4 + 4) * 8.03e9 / 8 / 55e9, rel=0.01)
+    ratio = H100.memory_bandwidth / H100.host_memory_bandwidth
+    assert term(moved, "optimizer") == pytest.approx(term(kept, "optimizer") * ratio)
+
+
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+def test_a_pipeline_waits_as_its_timeline_does(schedule: PipelineSchedule) -> None:
+    load = workload("70b", mesh={"pp": 4}, parallelism={"pp_schedule": schedule}, micro_batches=16, compiled=False)
+    estimate = estimate_time(load, H100)
+    names = {"pipeline sends", "optimizer", "FSDP copies", "gradient accumulation", "kernel launches (exposed)"}
+    without = estimate.seconds - sum(each.value for each in estimate.terms if each.name in names)
+    intervals = timeline(schedule, load.parallelism.stage_ranks(4), estimate.stages, 16)
+    assert max(each.start + each.seconds for each in intervals) == pytest.approx(without, rel=0.05)
+    assert estimate.send_seconds > 0
+    assert term(estimate, "pipeline sends") > 0
+
+
+def test_the_last_stage_has_the_head() -> None:
+    estimate = estimate_time(workload("8b", mesh={"pp": 4}, micro_batches=8), H100)
+    assert estimate.stages[-1].forward > 1.05 * estimate.stages[0].forward
+    assert estimate.stages[1].forward == estimate.stages[2].forward
+    deep = estimate_time(workload("8b", mesh={"pp": 4}, micro_batches=64), H100)
+    assert term(deep, "pipeline bubble") == pytest.approx(term(estimate, "pipeline bubble"), rel=1e-6)
+
+
+def test_an_estimate_takes_less_than_a_millisecond() -> None:
+    mesh = {"pp": 8, "dp_shard": 8, "tp": 8}
+    load = workload("405b", mesh=mesh, parallelism={"sequence_parallel": True}, micro_batches=16)
+    estimate_time(load, H100)
+    start = time.process_time()
+    for _ in range(100):
+        estimate_time(load, H100)
+    assert (time.process_time() - start) / 100 < 1e-3
 
 
 def published(*arguments: str) -> subprocess.CompletedProcess[str]:

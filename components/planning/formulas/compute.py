@@ -21,12 +21,10 @@ TILE) of the speed of a large one: partly filled tiles, and filling and draining
 ATTENTION_BACKWARD = 2.5
 """FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
 
-EAGER_HIDDEN = 6.0
-"""Bytes that norms and residuals move uncompiled, relative to fused kernels: a norm is six operations in float32.
-Fitted to row 1 of scripts/benchmark/published_points.csv."""
 EAGER_ROTARY = 5.0
 EAGER_MLP = 1.8
-"""The same of the rotary embedding (two products, a negation, a concatenation and a sum) and of the activation."""
+"""Bytes that the rotary embedding (two products, a negation, a concatenation, a sum) and the activation move without a
+compiler, relative to fused kernels. For norms and residuals: Implementation.eager_hidden."""
 
 GROUPED_MATMUL = 0.8
 """Speed of the experts' grouped matmuls relative to one matmul with as many tokens: unequal groups. Estimate."""
@@ -124,7 +122,7 @@ def matmul_works(workload: Workload, hardware: Hardware, implementation: Impleme
             name,
             forward,
             passes * forward,
-            _recomputed(policy, implementation.selective_matmuls) * again,
+            recomputed_share(policy, implementation.selective_matmuls) * again,
             f"{flops:.4g} FLOP x {forward * rate / flops:.3f} (tiles) / {rate:.3g} FLOP/s",
             f"{hardware.name}: {'float8' if item_bytes == 1 else 'matmul'}_share",
             (passes - 1) * forward,
@@ -165,7 +163,7 @@ def attention_work(workload: Workload, hardware: Hardware, implementation: Imple
         "attention",
         forward,
         backward * forward,
-        _recomputed(policy, 0.0) * forward,
+        recomputed_share(policy, 0.0) * forward,
         f"4 x {heads} heads x {architecture.head_dim} x {pairs:.4g} pairs / ({share:.3g} x peak{note})",
         f"{hardware.name}: attention_share",
     )
@@ -180,7 +178,7 @@ def uses_ulysses(workload: Workload) -> bool:
     return ulysses_divides(*local_heads(architecture.heads, architecture.kv_heads, mesh.tp), mesh.cp)
 
 
-def elementwise_works(workload: Workload, hardware: Hardware) -> Iterator[LayerWork]:
+def elementwise_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
     """Yield the memory-bound operations of a layer: norms, residuals, rotary embedding, activation; adapters."""
     architecture, mesh = workload.architecture, workload.mesh
     heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
@@ -189,7 +187,7 @@ def elementwise_works(workload: Workload, hardware: Hardware) -> Iterator[LayerW
     mlp = (architecture.mlp * max(1, architecture.experts_per_token) + architecture.shared_mlp) / mesh.tp
     routed = architecture.experts_per_token * architecture.hidden / mesh.tp
     # Forward: two norms read and write, two residuals read twice and write: 9; rotary embedding 2; gate, up -> act 3.
-    eager = (1.0, 1.0, 1.0) if workload.compiled else (EAGER_HIDDEN, EAGER_ROTARY, EAGER_MLP)
+    eager = (1.0, 1.0, 1.0) if workload.compiled else (implementation.eager_hidden, EAGER_ROTARY, EAGER_MLP)
     values = 9 * hidden * eager[0] + 2 * rotated * eager[1] + 3 * mlp * eager[2] + 4 * routed
     traffic = workload.local_tokens * values * workload.compute_bytes
     yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
@@ -227,7 +225,7 @@ def layer_works(workload: Workload, hardware: Hardware, implementation: Implemen
     return [
         *matmul_works(workload, hardware, implementation),
         attention_work(workload, hardware, implementation),
-        *elementwise_works(workload, hardware),
+        *elementwise_works(workload, hardware, implementation),
     ]
 
 
@@ -237,12 +235,12 @@ def _traffic(
     """Return an operation that moves `traffic` bytes in the forward and `backward` times as many in the backward."""
     forward = traffic / hardware.copy_bandwidth
     policy = workload.parallelism.activation_checkpointing
-    again = _recomputed(policy, recomputed) * forward
+    again = recomputed_share(policy, recomputed) * forward
     detail = f"{traffic:.4g} B / {hardware.copy_bandwidth:.3g} B/s"
     return LayerWork(name, forward, backward * forward, again, detail, f"{hardware.name}: copy_share")
 
 
-def _recomputed(policy: ActivationCheckpointing, selective: float) -> float:
+def recomputed_share(policy: ActivationCheckpointing, selective: float) -> float:
     """Return the share of the forward that a policy recomputes; auto counts as none until it is resolved."""
     if policy is ActivationCheckpointing.full:
         return 1.0

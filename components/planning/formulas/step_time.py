@@ -20,7 +20,7 @@ from components.planning.formulas.communication import (
     mesh_groups,
     sharding_traffic,
 )
-from components.planning.formulas.compute import LayerWork, Matmul, head_work, layer_works
+from components.planning.formulas.compute import LayerWork, Matmul, head_work, layer_works, recomputed_share
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.implementation import MESHBOOK, Implementation
 from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds, rank_seconds, send_hops
@@ -31,6 +31,8 @@ LAUNCHES = {False: 134, True: 45}
 """compiled -> kernels that the host launches for the forward and backward of a dense layer of full training."""
 ADAPTER_LAUNCHES = 82
 """Further kernels of a layer with adapters."""
+ROUTING_LAUNCHES = 45
+"""Kernels of a layer's forward that are launched late, because the host has waited for the routing of tokens (ep)."""
 DTENSOR_SECONDS = 1e-4
 """Host time of a redistribution of a DTensor, without a compiler."""
 OPTIMIZER_PASSES = {
@@ -122,6 +124,7 @@ class _Estimate:
         send = self._send_seconds()
         terms += self._pipeline(stages, ranks[slowest], send)
         terms.append(self._launches(rank, total(terms)))
+        terms.append(self._routing(rank))
         terms += self._once(rank)
         terms = [each for each in terms if each.value > 0]
         seconds = total(terms)
@@ -270,6 +273,18 @@ class _Estimate:
             max(0.0, host - device),
             f"{self.micro_batches} micro-batches x {rank.layers} layers x {seconds:.3g} s - {device:.4g} s of work",
             f"{self.hardware.name}: launch_seconds",
+        )
+
+    def _routing(self, rank: _Part) -> Term:
+        """Return the idle time of the device while the host, which waited for the routing, launches kernels again."""
+        hardware, policy = self.hardware, self.workload.parallelism.activation_checkpointing
+        passes = 1 + recomputed_share(policy, 1.0)
+        waits = self.micro_batches * rank.layers * passes if self.workload.mesh.ep > 1 else 0.0
+        return Term(
+            "routing waits",
+            waits * ROUTING_LAUNCHES * hardware.launch_seconds * self.implementation.waits_for_routing,
+            f"{waits:g} waits x {ROUTING_LAUNCHES} launches x {hardware.launch_seconds:.3g} s",
+            f"{hardware.name}: launch_seconds",
         )
 
     def _once(self, rank: _Part) -> Iterable[Term]:
