@@ -24,8 +24,13 @@ from components.config.schema.parallelism import (
 )
 from components.config.schema.peft import PeftConfig, PeftMethod
 from components.planning.formulas.architecture import read_architecture
-from components.planning.formulas.communication import communication_works, mesh_groups
-from components.planning.formulas.compute import LayerWork, layer_matmuls, layer_works
+from components.planning.formulas.communication import (
+    OVERLAP_LOSS,
+    communication_works,
+    exposed_seconds,
+    mesh_groups,
+)
+from components.planning.formulas.compute import LayerWork, Matmul, layer_matmuls, layer_works
 from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
 from components.planning.formulas.implementation import MESHBOOK, Implementation
 from components.planning.formulas.pipeline import timeline
@@ -119,6 +124,31 @@ def test_flops_of_the_terms_are_those_of_the_model(model: str) -> None:
 
     assert flops == pytest.approx(architecture.step_flops_per_row(load.seq_len), rel=1e-12)
     assert model_flops(load) == pytest.approx(4 * flops, rel=1e-12)
+
+
+def test_attention_computes_two_matmuls_forward_and_five_backward() -> None:
+    load = workload()
+    architecture = load.architecture
+    flops = 32 * 4 * 7 * 2 * architecture.hidden * architecture.attended_pairs(4096)  # 32 layers, 4 rows, 7 matmuls
+    assert term(estimate_time(load, H100), "attention") == pytest.approx(flops / (989.4e12 * H100.attention_share))
+
+
+def test_frozen_weights_count_four_flops_per_token() -> None:
+    full, lora = (workload(peft=PeftConfig(method=method)) for method in (PeftMethod.none, PeftMethod.lora))
+    tokens = 4 * 4096
+    assert model_flops(full) - model_flops(lora) == pytest.approx(2 * full.architecture.matmul_weights * tokens)
+
+
+def test_communication_beside_computation_slows_it_and_what_outlasts_it_is_exposed() -> None:
+    assert exposed_seconds(1.0, 10.0) == OVERLAP_LOSS
+    assert exposed_seconds(10.0, 1.0) == 9.0 + OVERLAP_LOSS
+    assert exposed_seconds(0.0, 1.0) == 0.0
+    assert exposed_seconds(2.0, 0.0) == 2.0
+
+
+def test_small_matmuls_are_slower_per_flop() -> None:
+    assert Matmul(8192, 4096, 4096).slowdown < Matmul(8192, 4096, 512).slowdown < Matmul(8192, 256, 512).slowdown
+    assert Matmul(128, 1 << 40, 1 << 40).slowdown == pytest.approx(2.0)
 
 
 def test_one_gpu_communicates_nothing() -> None:
