@@ -20,6 +20,7 @@ from components.launch.clusters import backend_of
 from components.launch.hub_access import OFFLINE, check_hub, is_offline
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.memory_report import memory_report
+from components.launch.planned_mesh import planned_command_line
 from components.launch.rank import restrict_new_files
 from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
@@ -57,7 +58,8 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
             problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
         return backend_problems + problems
 
-    cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
+    with planned_command_line(recipe, world_size):
+        cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
     if cfg is None:
         return None
     backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)

@@ -13,8 +13,6 @@ from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF
 from components.config.errors import ConfigError
-from components.config.schema.cluster import Device
-from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import (
     ClassifyConfig,
     DistillConfig,
@@ -26,8 +24,9 @@ from components.config.schema.recipes import (
 from components.config.shape import ModelShape, read_shape
 from components.config.validate import validate
 from components.launch.machine import processes_of, visible_gpus
+from components.launch.planned_mesh import device_of, fixed_keys
 from components.planning.formulas.candidates import Choice, LeftOut
-from components.planning.formulas.hardware import Hardware, find_hardware
+from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.ranking import Plan, rank_plans
 
 RECIPES: dict[str, type[TrainConfig]] = {
@@ -37,7 +36,6 @@ RECIPES: dict[str, type[TrainConfig]] = {
     "distill": DistillConfig,
     "classify": ClassifyConfig,
 }
-MESH_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy"))
 
 
 @dataclass(slots=True)
@@ -109,7 +107,7 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
     cfg = _compose(options.recipe, overrides)
     if cfg is None:
         return None
-    hardware = _hardware(cfg)
+    hardware = device_of(cfg)
     gpus = visible_gpus(environ)
     world = processes_of(cfg, gpus)
     if cfg.cluster.procs_per_node == "auto" and not gpus and hardware.is_gpu:
@@ -119,7 +117,7 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
         overrides=overrides,
         cfg=cfg,
         shape=read_shape(cfg.model),
-        choice=Choice(world, max(1, world // cfg.cluster.nodes), _fixed_keys(overrides)),
+        choice=Choice(world, max(1, world // cfg.cluster.nodes), fixed_keys(overrides)),
         hardware=hardware,
     )
 
@@ -130,23 +128,3 @@ def _compose(recipe: str, overrides: list[str]) -> TrainConfig | None:
         return compose_from_command_line(recipe, RECIPES[recipe], CONF.parent / "recipes", lambda cfg, rejected: [])
     finally:
         sys.argv = argv
-
-
-def _hardware(cfg: TrainConfig) -> Hardware:
-    """Return the device that the config names; the CPU if it computes on CPUs."""
-    if cfg.cluster.gpu is None and cfg.cluster.device is Device.cpu:
-        return find_hardware("cpu")
-    if cfg.cluster.gpu is None:
-        raise ConfigError(
-            "cluster.gpu=null: the device is unknown; set it to an option of conf/gpu, such as cluster.gpu=h100_80, or "
-            "cluster.device=cpu"
-        )
-    return find_hardware(cfg.cluster.gpu)
-
-
-def _fixed_keys(overrides: list[str]) -> frozenset[str]:
-    """Return the keys that the command line sets; an option of conf/parallelism sets the whole mesh."""
-    keys = {override_parts(each)[0] for each in overrides}
-    if "parallelism" in keys:
-        keys |= set(MESH_KEYS)
-    return frozenset(keys)

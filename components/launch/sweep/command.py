@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from components.config.compose.diagnose import Check
@@ -19,6 +20,7 @@ from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.open_run import directory_problems
+from components.launch.planned_mesh import BEST, requested_plans, sweep_values
 from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.filesystem import check_writable, reported_by_path
 from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
@@ -44,7 +46,7 @@ def run_sweep(recipe: Recipe) -> int:
         backend_problems, _ = backend_of(cfg.cluster.kind).validate(cfg, processes, rejected, quick=True)
         return backend_problems + problems_before_start(cfg, processes, rejected)
 
-    request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
+    request = _expand(recipe, check)
     if request.shown:
         return _show_configs(recipe, request)
     configs, problems = _compose_all(request, check)
@@ -74,6 +76,27 @@ def run_sweep(recipe: Recipe) -> int:
         sweep.write()
     print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
     return run_points(sweep, points)
+
+
+def _expand(recipe: Recipe, check: Check) -> SweepRequest:
+    """Return the points of the sweep; with `parallelism=plan:K`, each of them on its best K meshes."""
+    best = requested_plans(sys.argv[1:])
+    if best is None:
+        return expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
+    argv, sys.argv = sys.argv, [each for each in sys.argv if not BEST.fullmatch(each)]
+    try:
+        request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
+    finally:
+        sys.argv = argv
+    points = []
+    for point in request.points:
+        cfg, problems = compose_point(request, point, lambda cfg, rejected: [])
+        if cfg is None:
+            raise ConfigError(problems)
+        for name, overrides in sweep_values(cfg, point.overrides, best):
+            values = {"parallelism": name, **point.values}
+            points.append(PointRequest((*point.overrides, *overrides), values))
+    return replace(request, points=points)
 
 
 def _compose_all(request: SweepRequest, check: Check) -> tuple[list[RecipeConfig | None], list[list[str]]]:
