@@ -32,6 +32,8 @@ from components.terminal import print_text
 
 AUTO = "parallelism=auto"
 BEST = re.compile(r"parallelism=plan:(\d+)")
+ANSWERED_WITHOUT_CONFIG = ("--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
+TAKE_A_VALUE = ("--cfg", "-c", "--package", "-p")
 MESH_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy"))
 
 
@@ -51,11 +53,13 @@ def planned_command_line(recipe: Recipe, world_size: int | None) -> Iterator[Non
         return
     _reject_plan(sys.argv)
     overrides = [each for each in sys.argv[1:] if each != AUTO]
-    argv, sys.argv = sys.argv, [sys.argv[0], *overrides]
+    argv, sys.argv = sys.argv, [sys.argv[0], *_without_print_options(overrides)]
     try:
-        cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, lambda cfg, rejected: [])
-        if cfg is not None:
-            sys.argv = [sys.argv[0], *overrides, *_auto_overrides(cfg, overrides, world_size)]
+        chosen: list[str] = []
+        if not any(each.partition("=")[0] in ANSWERED_WITHOUT_CONFIG for each in overrides):
+            cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, lambda cfg, rejected: [])
+            chosen = [] if cfg is None else _auto_overrides(cfg, overrides, world_size)
+        sys.argv = [argv[0], *overrides, *chosen]
         yield
     finally:
         sys.argv = argv
@@ -114,6 +118,16 @@ def sweep_values(cfg: RecipeConfig, overrides: Sequence[str], best: int) -> list
     world = processes_of(cfg, visible_gpus(os.environ))
     plans = plan_run(train, overrides, world)[:best]
     return [(_name(plan.candidate, world), plan.candidate.overrides(cfg.parallelism)) for plan in plans]
+
+
+def _without_print_options(arguments: Sequence[str]) -> list[str]:
+    """Return arguments without --cfg, --package and --resolve, with which Hydra prints a config and composes none."""
+    kept, skips = [], False
+    for each in arguments:
+        if not skips and each not in ("--resolve", *TAKE_A_VALUE) and not each.startswith(("--cfg=", "--package=")):
+            kept.append(each)
+        skips = each in TAKE_A_VALUE and not skips
+    return kept
 
 
 def _auto_overrides(cfg: RecipeConfig, overrides: Sequence[str], world_size: int | None) -> list[str]:

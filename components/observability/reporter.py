@@ -84,9 +84,11 @@ class Interval:
     tokens: int = 0
     seconds: float = 0.0
     seconds_at_peak: float = 0.0
+    steps: int = 0
 
     def add(self, step: ReportedStep) -> None:
         """Add a step to the totals."""
+        self.steps += 1
         self.tokens += step.tokens
         self.seconds += step.seconds
         self.seconds_at_peak += step.seconds_at_peak
@@ -96,6 +98,7 @@ class Interval:
             self.tokens + other.tokens,
             self.seconds + other.seconds,
             self.seconds_at_peak + other.seconds_at_peak,
+            self.steps + other.steps,
         )
 
     @property
@@ -311,6 +314,7 @@ class Reporter:
         if measured := self._intervals[1:]:  # the first interval includes compilation and warm-up
             total = sum(measured, Interval())
             result.tokens_per_second = round(total.speed, 1)
+            result.step_seconds = round(total.seconds / max(total.steps, 1), 6)
             result.mfu = None if total.mfu is None else round(total.mfu, 4)
         result.data_wait_seconds = round(self._data_wait, 3)
         if self._second_batch_at:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,6 +55,11 @@ class Result:
     """The held-out loss stopped improving (training.early_stop_patience)."""
     skipped_steps: int = 0
     """Steps whose update was skipped because the gradients were not finite."""
+    step_seconds: float | None = None
+    """Seconds per optimizer step, without the first log interval."""
+    planned: dict[str, Any] | None = None
+    """Estimates of scripts/plan.py for this run: gpu, peak_memory_bytes of the fullest rank, step_seconds. None if
+    cluster.gpu is not set."""
 
 
 def summary(result: Result, run_dir: Path) -> str:

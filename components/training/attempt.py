@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -145,6 +145,10 @@ class Attempt:
             self._contexts.enter_context(context)
         self._has_begun = True
 
+    def _planned(self) -> dict[str, Any] | None:
+        """Return the estimates of memory and time for this run; None if there are none."""
+        return None
+
     def _write_result(self) -> None:
         self._report.finish(
             observability.Result(
@@ -163,6 +167,7 @@ class Attempt:
                 eval_accuracy=self._eval_accuracy,
                 stopped_early=self.stopped_early,
                 skipped_steps=self.state.skipped,
+                planned=self._planned(),
             )
         )
 

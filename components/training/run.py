@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from components.config.rules.run_rules import profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import TrainConfig
 from components.exchange import broadcast_json
+from components.planning.formulas.planned import plan_of
 from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
@@ -66,6 +67,10 @@ class Run(Attempt):
     ) -> None:
         self._step_contexts.__exit__(kind, error, traceback)
         super().__exit__(kind, error, traceback)
+
+    def _planned(self) -> dict[str, Any] | None:
+        planned = plan_of(self.cfg, self.mesh.shape) if self._is_main else None
+        return None if planned is None else asdict(planned)
 
     def begin(
         self,

@@ -155,3 +155,65 @@ def test_an_unknown_device_is_refused_before_the_run_starts(commands: Commands, 
     ended = commands.run(REPOSITORY / "recipes" / "finetune.py", [*LAUNCH, "cluster.gpu=h1000"], tmp_path)
     assert ended.status == 2
     assert "cluster.gpu=h1000: no such device" in ended.errors
+
+
+AUTO = ["model=tiny", "cluster=local_4proc", "cluster.device=cpu", "cluster.dry_run=true"]
+
+
+def test_parallelism_auto_is_the_first_row_of_the_plan(commands: Commands, tmp_path: Path) -> None:
+    recipe = REPOSITORY / "recipes" / "finetune.py"
+    first = rows(commands, AUTO, tmp_path)[0]
+    ended = commands.run(recipe, [*AUTO, "parallelism=auto"], tmp_path)
+    assert (ended.status, ended.imported_torch) == (0, False), ended.errors
+    assert ended.errors.startswith("parallelism=auto: ")
+    for axis in AXES:
+        assert f"{axis}={first['mesh'][axis]}" in ended.output + ended.errors
+    # The rest of the command line is kept, and degrees that it sets are not chosen.
+    set_by_hand = commands.run(recipe, [*AUTO, "parallelism=auto", "parallelism.tp=2", "parallelism.pp=2"], tmp_path)
+    assert "pp=2 x dp_replicate=1 x dp_shard=1 x ep=1 x cp=1 x tp=2" in set_by_hand.output + set_by_hand.errors
+    printed = commands.run(recipe, [*AUTO, "parallelism=auto", "--cfg", "job"], tmp_path)
+    assert printed.status == 0
+    assert f"  dp_shard: {first['mesh']['dp_shard']}\n" in printed.output
+
+
+def test_a_run_that_resumes_keeps_the_mesh_of_parallelism_auto(commands: Commands, tmp_path: Path) -> None:
+    recipe, folder = REPOSITORY / "recipes" / "finetune.py", tmp_path / "run"
+    began = commands.run(recipe, [*AUTO, "parallelism=fsdp2_tp2", "parallelism.dp_shard=2", "--cfg", "job"], tmp_path)
+    folder.mkdir()
+    folder.joinpath("config.yaml").write_text(began.output.replace("${unless_epochs:40}", "40"))
+    resumed = commands.run(recipe, [*AUTO, "parallelism=auto", f"run.dir={folder}"], tmp_path)
+    assert "parallelism=auto: keeps dp_shard2_tp2, as " in resumed.errors
+    on_two = [each.replace("local_4proc", "local_2proc") for each in AUTO]
+    other = commands.run(recipe, [*on_two, "parallelism=auto", f"run.dir={folder}"], tmp_path)
+    assert "auto: keeps" not in other.errors
+
+
+def test_a_sweep_takes_the_best_meshes(commands: Commands, tmp_path: Path) -> None:
+    recipe = REPOSITORY / "recipes" / "finetune.py"
+    best = rows(commands, AUTO, tmp_path)[:3]
+    arguments = ["-m", *AUTO, "parallelism=plan:3", "optimizer.lr=1e-4,1e-3"]
+    ended = commands.run(recipe, arguments, tmp_path)
+    assert (ended.status, ended.imported_torch) == (0, False), ended.errors
+    lines = [line for line in ended.output.splitlines() if "would start" in line]
+    meshes = [" x ".join(f"{axis}={row['mesh'][axis]}" for axis in AXES) for row in best]
+    assert [line.partition("mesh ")[2].partition(",")[0] for line in lines] == meshes * 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "message"),
+    [
+        ("finetune", ["parallelism=plan:3"], "parallelism=plan:3: needs -m; plan:K runs the best K meshes as a sweep"),
+        ("finetune", ["parallelism=auto4"], "parallelism=auto4: write parallelism=auto"),
+        ("finetune", ["-m", "parallelism=plan:0"], "parallelism=plan:0: must be plan:1 or more"),
+        ("evaluate", ["parallelism=auto"], "parallelism=auto: only training recipes can be planned"),
+        ("finetune", ["parallelism=auto", "cluster.device=cuda"], "cluster.gpu=null: the device is unknown"),
+        ("finetune", ["parallelism=auto", "model=qwen3_8b", "model.family=rwkv"], "model.family=rwkv: the formulas"),
+    ],
+)
+def test_a_mesh_that_cannot_be_planned_is_one_message(
+    commands: Commands, tmp_path: Path, recipe: str, arguments: list[str], message: str
+) -> None:
+    ended = commands.run(REPOSITORY / "recipes" / f"{recipe}.py", [*AUTO, *arguments], tmp_path)
+    assert ended.status == 2
+    assert message in ended.errors
+    assert not ended.imported_torch

@@ -157,6 +157,20 @@ def test_markdown_and_csv_contain_the_same_values(tmp_path: Path) -> None:
     assert exit_status(report) == 0
 
 
+def test_estimates_are_shown_beside_the_measured_figures(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2"))
+    planned = {"gpu": "h100_80", "peak_memory_bytes": 2 * GIB, "step_seconds": 0.4}
+    files.finish_ok(0, 1000.0, 4.0, step_seconds=0.5, planned=planned)
+    files.finish_ok(1, 900.25, 4.0, step_seconds=0.6)
+    report = read_report(files.sweep)
+    markdown = to_markdown(report).splitlines()
+    assert "| peak GiB | planned GiB | step s | planned s | last loss |" in markdown[4]
+    assert "| **1.00** | **2.00** | **0.5** | **0.4** |" in markdown[6]
+    (first, second) = csv.DictReader(io.StringIO(to_csv(report)))
+    assert (first["planned_memory_gib"], first["planned_step_seconds"], first["step_seconds"]) == ("2.0", "0.4", "0.5")
+    assert (second["planned_memory_gib"], second["step_seconds"]) == ("", "0.6")
+
+
 def test_report_write_failure_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = SweepFiles(tmp_path / "sweep", ("a",))
     files.finish(0, status="ok")

@@ -84,6 +84,17 @@ class SweepRow:
         return self._gib("peak_reserved_bytes")
 
     @property
+    def planned_memory_gib(self) -> float | None:
+        """Estimated peak memory of the fullest rank; None without cluster.gpu."""
+        value = self._planned("peak_memory_bytes")
+        return None if value is None else value / 2**30
+
+    @property
+    def planned_step_seconds(self) -> float | None:
+        """Estimated seconds per optimizer step; None without cluster.gpu."""
+        return self._planned("step_seconds")
+
+    @property
     def last_loss(self) -> float | None:
         """Loss of the last step, or the held-out loss of a run without steps."""
         last = self.result.get("last_loss")
@@ -102,6 +113,10 @@ class SweepRow:
     def _finite(self, key: str) -> float | None:
         value = self.result.get(key)
         return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+    def _planned(self, key: str) -> float | None:
+        planned = self.result.get("planned")
+        return planned.get(key) if isinstance(planned, dict) else None
 
     def _gib(self, key: str) -> float | None:
         value = self.result.get(key)

@@ -150,13 +150,14 @@ def to_csv(report: SweepReport) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
         ["run", *report.sweep.keys, "mesh", "processes", "tokens_per_second", "tokens_per_second_per_process", "mfu",
-         "peak_memory_gib", "peak_reserved_gib", "last_loss", "eval_loss", "eval_accuracy", "wall_seconds", "status",
-         "best", "losses_agree", "reason"]
+         "peak_memory_gib", "peak_reserved_gib", "planned_memory_gib", "step_seconds", "planned_step_seconds",
+         "last_loss", "eval_loss", "eval_accuracy", "wall_seconds", "status", "best", "losses_agree", "reason"]
     )  # fmt: skip
     for row in report.rows:
         values = [row.point.values.get(key, "") for key in report.sweep.keys]
         numbers = [row.processes, row.tokens_per_second, row.tokens_per_second_per_process, row.result.get("mfu"),
-                   row.peak_memory_gib, row.peak_reserved_gib, row.last_loss, row.eval_loss, row.eval_accuracy,
+                   row.peak_memory_gib, row.peak_reserved_gib, row.planned_memory_gib, row.result.get("step_seconds"),
+                   row.planned_step_seconds, row.last_loss, row.eval_loss, row.eval_accuracy,
                    row.seconds]  # fmt: skip
         agrees = row.point.number not in report.agreement.disagreeing
         writer.writerow(
@@ -176,6 +177,8 @@ def _header(report: SweepReport) -> list[str]:
     loss = "last loss" if has_steps or not any(row.last_loss is not None for row in report.rows) else "eval loss"
     speed = ["tokens/s", "per process", *(["MFU"] if report.has_mfu else [])]
     memory = ["peak GiB", *(["reserved GiB"] if _has_reserved(report) else [])]
+    if _has_plans(report):
+        memory += ["planned GiB", "step s", "planned s"]
     return ["run", *report.sweep.keys, "mesh", "processes", *speed, *memory, loss, *_judged(report), "wall s", "status"]
 
 
@@ -187,6 +190,11 @@ def _judged(report: SweepReport) -> list[str]:
 def _has_reserved(report: SweepReport) -> bool:
     """Return whether any run was on GPUs, where torch's allocator reserves more memory than it allocates."""
     return any(row.peak_reserved_gib is not None for row in report.rows)
+
+
+def _has_plans(report: SweepReport) -> bool:
+    """Return whether any run has estimates (cluster.gpu), which are then shown beside the measured figures."""
+    return any(row.planned_step_seconds is not None for row in report.rows)
 
 
 def _cells(report: SweepReport, row: SweepRow) -> list[str]:
@@ -201,6 +209,15 @@ def _cells(report: SweepReport, row: SweepRow) -> list[str]:
         *mfu,
         _number(row.peak_memory_gib, ".2f"),
         *([_number(row.peak_reserved_gib, ".2f")] if _has_reserved(report) else []),
+        *(
+            [
+                _number(row.planned_memory_gib, ".2f"),
+                _number(row.result.get("step_seconds"), ".3g"),
+                _number(row.planned_step_seconds, ".3g"),
+            ]
+            if _has_plans(report)
+            else []
+        ),
         _number(row.last_loss, ".4f"),
         *([_number(row.eval_loss, ".4f")] if report.criterion is Criterion.loss else []),
         *([_number(row.eval_accuracy, ".1%")] if report.criterion is Criterion.accuracy else []),
