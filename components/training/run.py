@@ -21,7 +21,7 @@ from components.config.rules.run_rules import profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import TrainConfig
 from components.exchange import broadcast_json
-from components.planning.formulas.planned import plan_of
+from components.planning.formulas.ranking import plan_of
 from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader

@@ -13,6 +13,5 @@ communication.py   collectives of the mesh axes
 pipeline.py        order, idle time and timeline of the pipeline schedules
 step_time.py       time of an optimizer step
 candidates.py      every legal mesh and policy, and why others are left out
-planned.py         estimates in result.json, beside the measured figures
-ranking.py         the candidates that fit, the fastest first
+ranking.py         the candidates that fit, the fastest first; the estimates of one run
 """

@@ -10,7 +10,7 @@ from components.config.schema.parallelism import MeshShape, ParallelismConfig, S
 from components.config.schema.recipes import TrainConfig
 from components.config.shape import ModelShape
 from components.planning.formulas.candidates import Candidate, Choice, LeftOut, candidates
-from components.planning.formulas.hardware import Hardware
+from components.planning.formulas.hardware import Hardware, find_hardware
 from components.planning.formulas.memory import MemoryEstimate, estimate_memory
 from components.planning.formulas.memory_check import ESTIMATE_ERROR, GIB, usable_bytes
 from components.planning.formulas.step_time import StepTime, estimate_time
@@ -67,6 +67,31 @@ def rank_plans(
     if not found:
         raise ConfigError(_nothing_fits(smallest, least, choice, hardware, left_out))
     return sorted(found, key=lambda plan: (plan.time.seconds, plan.memory.peak))
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Estimates for one run on its device."""
+
+    gpu: str
+    """The device, cluster.gpu."""
+    peak_memory_bytes: int
+    """Peak memory of the fullest rank."""
+    step_seconds: float
+    """Time of an optimizer step."""
+
+
+def plan_of(cfg: TrainConfig, mesh: MeshShape) -> Planned | None:
+    """Return the estimates for a run; None if its device is not set or its model's sizes are unknown."""
+    if cfg.cluster.gpu is None:
+        return None
+    try:
+        hardware = find_hardware(cfg.cluster.gpu)
+        workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu)
+    except ConfigError:  # reported before the run started
+        return None
+    memory, time = estimate_memory(workload, hardware.device_type), estimate_time(workload, hardware)
+    return Planned(hardware.name, memory.peak, round(time.seconds, 6))
 
 
 def _nothing_fits(smallest: Candidate | None, least: int, choice: Choice, hardware: Hardware, left_out: LeftOut) -> str:
