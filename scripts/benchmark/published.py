@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+import re
 import statistics
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -36,7 +37,7 @@ from components.config.schema.peft import PeftConfig, PeftMethod
 from components.config.shape import ModelShape
 from components.planning.formulas.architecture import Architecture, read_architecture
 from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
-from components.planning.formulas.implementation import Implementation
+from components.planning.formulas.implementation import MESHBOOK, Implementation
 from components.planning.formulas.step_time import StepTime, estimate_time
 from components.planning.formulas.workload import Workload
 from components.protocol.exit_codes import EXIT_INVALID
@@ -78,7 +79,13 @@ MODELS = {
     ),
 }
 """Name in the points -> sizes. The 13B and 29B models are KempnerForge's (ffn_dim_multiplier 1.3)."""
-ALIASES = {"32b": "qwen2_5_32b", "qwen3_30b_a3b": "qwen3_moe_30b", "qwen3_235b_a22b": "qwen3_moe_235b"}
+ALIASES = {
+    "32b": "qwen2_5_32b",
+    "qwen3_30b_a3b": "qwen3_moe_30b",
+    "qwen3_235b_a22b": "qwen3_moe_235b",
+    "gptoss_20b": "gpt_oss_20b",
+    "gptoss_120b": "gpt_oss_120b",
+}
 
 GPUS = {
     ("MI300X",): "mi300x",
@@ -91,8 +98,8 @@ GPUS = {
     ("L40S",): "l40s",
 }
 """Parts of a hardware name -> file of conf/gpu; the first whose parts all occur."""
-SWITCHED_BOARDS = ("GB200", "GB300", "GH200")
-"""GPUs that conf/gpu has no file for, though their names contain those of others."""
+OTHER_GPUS = ("GB200", "GB300", "GH200", "PCIE", "NVL")
+"""Parts of the names of GPUs that conf/gpu has no file for, though the names contain those of others."""
 
 RING_SPEED = 0.75
 """Speed of torchtitan's attention over cp relative to one kernel: half-size pieces, whose outputs are merged. Fitted to
@@ -123,8 +130,8 @@ AUTOMODEL = Implementation(
     expert_imbalance=1.0,  # its benchmarks force even routing
     compiles_recomputation=True,
 )
-PROGRAMS = {"torchtitan": TORCHTITAN, "KempnerForge": KEMPNERFORGE, "Automodel": AUTOMODEL, "Llama 3": LLAMA3_PAPER}
-"""Part of a source -> what its program does. Other programs are taken to do as Meshbook does."""
+PROGRAMS = {"torchtitan": TORCHTITAN, "kempnerforge": KEMPNERFORGE, "automodel": AUTOMODEL, "llama 3": LLAMA3_PAPER}
+"""Part of a source, in lower case -> what its program does. Other programs are taken to do as Meshbook does."""
 LLAMA3_STAGES = 4
 """Pipeline stages per rank of the Llama 3 paper, which does not state them: of its 8 layers per rank. Estimate."""
 ASYNC_TP_OVERLAP = 0.6
@@ -215,22 +222,18 @@ def compare_points(
 
 def workload_of_row(row: dict[str, str]) -> Workload:
     """Return what a rank computes in the row's run. Raises SkippedError."""
-    mesh = MeshShape(**{axis: _whole(row, axis) for axis in ("pp", "dp_shard", "ep", "cp", "tp")})
-    if "gpus" in row and row["gpus"].strip():
-        gpus = _whole(row, "gpus")
-        if gpus % mesh.world:
-            raise SkippedError(f"{gpus} GPUs are no multiple of the mesh {mesh.summary}")
-        mesh = replace(mesh, dp_replicate=gpus // mesh.world)
+    mesh = mesh_of_row(row)
+    program = program_of_row(row)
     schedule = row["schedule"].strip() or "1F1B"
     if schedule not in list(PipelineSchedule):
         raise SkippedError(f"pipeline schedule {schedule} is unknown")
     policy = row["ac"].strip() or "none"
     if policy not in ("none", "full", "selective", "alternate"):
         raise SkippedError(f"activation checkpointing {policy} is unknown")
-    peft = row["peft"].strip() or "none"
+    peft = row["peft"].strip().lower() or "none"
     if peft not in list(PeftMethod):
         raise SkippedError(f"peft {peft} is unknown")
-    kempner = "KempnerForge" in row["source"]  # its pipeline stages exchange whole sequences, and reshard
+    kempner = program is KEMPNERFORGE  # its pipeline stages exchange whole sequences, and reshard
     parallelism = ParallelismConfig(
         pp=mesh.pp,
         dp_replicate=mesh.dp_replicate,
@@ -242,7 +245,7 @@ def workload_of_row(row: dict[str, str]) -> Workload:
         sequence_parallel=mesh.tp > 1 and not (kempner and mesh.pp > 1),
         activation_checkpointing=ActivationCheckpointing(policy),
         reshard_after_forward=mesh.pp == 1 or kempner,
-        stages_per_rank=LLAMA3_STAGES if "Llama 3" in row["source"] else 2,
+        stages_per_rank=LLAMA3_STAGES if program is LLAMA3_PAPER else 2,
     )
     return Workload(
         architecture=architecture_of_row(row),
@@ -250,20 +253,37 @@ def workload_of_row(row: dict[str, str]) -> Workload:
         parallelism=parallelism,
         seq_len=_whole(row, "seq"),
         micro_batch=_whole(row, "micro_batch"),
-        micro_batches=_whole(row, "accum"),
+        micro_batches=_whole(row, "accum", default=1),
         stored_bytes=2 if row["param_dtype"].strip() in ("bfloat16", "bf16") else 4,
         compute_bytes=2,
-        float8=Float8.tensorwise if row["float8"].strip() == "1" else Float8.none,
-        compiled=row["compile"].strip() == "1",
+        float8=Float8.tensorwise if _is_set(row, "float8") else Float8.none,
+        compiled=_is_set(row, "compile"),
         loss=LossMethod.logits,
         optimizer=AdamWConfig(),
         peft=PeftConfig(method=PeftMethod(peft)),
     )
 
 
+def mesh_of_row(row: dict[str, str]) -> MeshShape:
+    """Return the mesh of a row; GPUs beyond it are replicas. Raises SkippedError."""
+    mesh = MeshShape(**{axis: _whole(row, axis, default=1) for axis in ("pp", "dp_shard", "ep", "cp", "tp")})
+    gpus = _whole(row, "gpus", default=mesh.world)
+    if gpus * mesh.ep == mesh.world and mesh.dp_shard % mesh.ep == 0:
+        mesh = replace(mesh, dp_shard=mesh.dp_shard // mesh.ep)  # a program whose ep ranks are some of its dp_shard
+    if gpus % mesh.world:
+        raise SkippedError(f"{gpus} GPUs are no multiple of the mesh {mesh.summary}")
+    return replace(mesh, dp_replicate=gpus // mesh.world)
+
+
+def program_of_row(row: dict[str, str]) -> Implementation:
+    """Return the program of the row's source."""
+    return next((each for part, each in PROGRAMS.items() if part in row["source"].lower()), MESHBOOK)
+
+
 def architecture_of_row(row: dict[str, str]) -> Architecture:
     """Return the architecture of the row's model. Raises SkippedError."""
-    name = row["model"].strip().lower().replace("-", "_").replace(".", "_")
+    name = re.sub(r"[-. ]+", "_", row["model"].strip().lower())
+    name = re.sub(r"^(meta_)?llama_?3(_[123])?_", "", name)
     shape = MODELS.get(ALIASES.get(name, name))
     if shape is None:
         raise SkippedError(f"model {row['model'] or '(none)'} is unknown; MODELS has {', '.join(MODELS)}")
@@ -274,10 +294,10 @@ def hardware_of_row(row: dict[str, str]) -> Hardware:
     """Return the hardware of a row. Raises SkippedError."""
     name = row["hardware"].strip()
     file = next((file for parts, file in GPUS.items() if all(part in name.upper() for part in parts)), None)
-    if file is None or any(other in name.upper() for other in SWITCHED_BOARDS):
+    if file is None or any(other in name.upper() for other in OTHER_GPUS):
         raise SkippedError(f"hardware {name or '(none)'} is unknown; GPUS has {', '.join(map('-'.join, GPUS))}")
     hardware = read_hardware(ROOT / "conf" / "gpu" / f"{file}.yaml")
-    gpus = _whole(row, "gpu_per_node")
+    gpus = _whole(row, "gpu_per_node", default=hardware.gpus_per_node)
     # Boards of four GPUs have no NVSwitch: each pair of GPUs has a third of the links (HGX H100 and H200 4-GPU).
     links = NodeLinks.direct if gpus == 4 and hardware.gpus_per_node == 8 else hardware.node_links
     return replace(hardware, gpus_per_node=gpus, node_links=links)
@@ -285,10 +305,10 @@ def hardware_of_row(row: dict[str, str]) -> Hardware:
 
 def implementation_of_row(row: dict[str, str]) -> Implementation:
     """Return what the row's program does."""
-    program = next((each for part, each in PROGRAMS.items() if part in row["source"]), Implementation())
-    if program is TORCHTITAN and row["float8"].strip() == "1":
+    program = program_of_row(row)
+    if program is TORCHTITAN and _is_set(row, "float8"):
         program = replace(program, gather_bytes=1)
-    if program is KEMPNERFORGE and _whole(row, "pp") > 1:
+    if program is KEMPNERFORGE and mesh_of_row(row).pp > 1:
         program = replace(program, shards_head=False, gathers_logits=False)
     return replace(program, tp_overlap=ASYNC_TP_OVERLAP) if "AsyncTP" in row["notes"] else program
 
@@ -344,7 +364,13 @@ def _number(row: dict[str, str], column: str) -> float:
     return value
 
 
-def _whole(row: dict[str, str], column: str) -> int:
+def _is_set(row: dict[str, str], column: str) -> bool:
+    return row[column].strip().lower() not in ("", "0", "none", "false", "no")
+
+
+def _whole(row: dict[str, str], column: str, default: int | None = None) -> int:
+    if default is not None and not row[column].strip():
+        return default
     value = _number(row, column)
     if value != int(value):
         raise SkippedError(f"{column}={row[column]} is not a whole number")
