@@ -8,7 +8,7 @@ from Meshbook in what it sends or recomputes, `PROGRAMS` describes it, from the 
 models or GPUs are skipped, with the reason.
 
 The report has both speeds of each row, the median and the 90th percentile of the errors of each source, and the share
-of its pairs of rows that are predicted in the right order.
+of its pairs of rows that are predicted in the right order. Rows marked with * were used to choose constants.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ COLUMNS = (
     *("micro_batch", "accum", "seq", "ac", "compile", "float8", "param_dtype", "peft", "tokens_s_gpu", "notes"),
 )
 """Columns that are read; others are ignored."""
+
+FITTED = {"1": 5762, "3": 8532, "5": 6514, "7": 3890, "9": 1071, "19": 10938, "21": 10471, "45": 2973}
+"""Rows of published_points.csv from which constants were chosen: id -> tokens/s per GPU."""
 
 LLAMA3 = ModelShape(family="llama", vocab=128256, kv_heads=8, head_dim=128, tied=False)
 MODELS = {
@@ -157,6 +160,11 @@ class Comparison:
         return self.estimate.tokens_per_second_per_gpu
 
     @property
+    def is_fitted(self) -> bool:
+        """Whether a constant was chosen from this row."""
+        return FITTED.get(self.row["id"]) == self.published
+
+    @property
     def error(self) -> float:
         """Relative error of the prediction."""
         return self.predicted / self.published - 1
@@ -181,8 +189,12 @@ def main() -> int:
         print(f"{row['id']:>5}  skipped: {reason}")
     for source, rows in by_source(compared).items():
         print(f"\n{source}: {summary(rows)}")
-    if compared:
-        print(f"\nall rows: {summary(compared, pairs=False)}")
+    for name, rows in (
+        ("rows that no constant was fitted to", [each for each in compared if not each.is_fitted]),
+        ("rows that constants were fitted to (*)", [each for each in compared if each.is_fitted]),
+    ):
+        if rows:
+            print(f"\n{name}: {summary(rows, pairs=False)}")
     return 0
 
 
@@ -351,6 +363,7 @@ def _line(each: Comparison) -> str:
     return (
         f"{row['id']:>5}  {row['model']:14} {row['gpus']:>4} x {row['hardware']:22} {mesh:24} seq {row['seq']:>6} "
         f"{row['ac']:9} published {each.published:8,.0f}  predicted {each.predicted:8,.0f}  {each.error:+5.0%}"
+        f"{' *' if each.is_fitted else ''}"
     )
 
 

@@ -114,7 +114,7 @@ class MeshShape:
     @property
     def world(self) -> int:
         """Number of processes."""
-        return math.prod(asdict(self).values())
+        return self.pp * self.dp_replicate * self.dp_shard * self.ep * self.cp * self.tp
 
     @property
     def dp(self) -> int:
