@@ -3,11 +3,13 @@
 python scripts/plan.py model=llama3_1_70b cluster=slurm_8node cluster.gpu=h100_80 training.global_batch_size=128
 python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --why 1
 python scripts/plan.py --recipe dpo data.path=pairs.jsonl peft=lora cluster=slurm_1node cluster.gpu=a100_80
+python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --dry-run 2
 python scripts/plan.py model=qwen3_30b_a3b cluster=slurm_2node cluster.gpu=h200 parallelism.ep=8 --left-out
 
 Takes the recipe's own overrides. A degree, policy, schedule or micro-batch size that they set is kept; the planner
-chooses the others. Nothing is started, and neither torch nor the model is loaded. Exit status 0: at least one mesh
-fits; 2: invalid options, an unknown device or model, or nothing fits.
+chooses the others. No run is started. Memory and time are closed formulas, which load neither torch nor the model;
+--dry-run N plays a step of the best N rows through the code of a run, on one CPU and without its memory. Exit status 0:
+at least one mesh fits; 2: invalid options, an unknown device or model, or nothing fits.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from components.config.errors import ConfigError
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.terminal import print_text
+from scripts._plan.dry_runs import dry_run_lines, play_rows
 from scripts._plan.options import read_request
 from scripts._plan.report import as_json, left_out_lines, table_lines, why_lines
 
@@ -29,14 +32,16 @@ def main() -> int:
         if request is None:
             return 0
         plans = request.plans()
+        rows = plans[: request.options.dry_run]
+        played = play_rows(request.cfg, request.shape, rows, request.choice.world)
         if request.options.json:
-            print_text(as_json(request, plans))
+            print_text(as_json(request, plans, played))
         elif request.options.why is not None:
             print_text(*why_lines(request, plans), sep="\n")
         elif request.options.left_out:
             print_text(*left_out_lines(request, plans), sep="\n")
         else:
-            print_text(*table_lines(request, plans), sep="\n")
+            print_text(*table_lines(request, plans), *(dry_run_lines(rows, played) if played else ()), sep="\n")
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID

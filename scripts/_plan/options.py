@@ -53,7 +53,7 @@ class PlanRequest:
     def plans(self) -> list[Plan]:
         """Return the fitting candidates, the fastest first; all that can be shown pass the recipe's own checks."""
         ranked = rank_plans(self.cfg, self.shape, self.choice, self.hardware, self.left_out)
-        wanted = max(self.options.top, self.options.why or 0)
+        wanted = max(self.options.top, self.options.why or 0, self.options.dry_run)
         legal: list[Plan] = []
         for plan in ranked:
             if len(legal) >= wanted:
@@ -99,9 +99,12 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
     parser.add_argument("--top", type=int, default=8, help="rows of the table (default: 8)")
     parser.add_argument("--why", type=int, metavar="ROW", help="print every term of a row with its formula and source")
     parser.add_argument("--left-out", action="store_true", help="print why other meshes are left out")
+    parser.add_argument(
+        "--dry-run", type=int, metavar="N", default=0, help="also play the best N rows on fake tensors; imports torch"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options, overrides = parser.parse_known_args(arguments)
-    for name, value in (("top", options.top), ("why", options.why)):
+    for name, value in (("top", options.top), ("why", options.why), ("dry-run", options.dry_run or None)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value}: must be 1 or more")
     cfg = _compose(options.recipe, overrides)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, Strategy
+from components.planning.dry_run.dry_run_result import DryRun
 from components.planning.formulas.memory_check import GIB, usable_bytes
 from components.planning.formulas.ranking import Plan
 from components.planning.formulas.term import Term
@@ -61,9 +62,11 @@ def left_out_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
     return [*_summary(request, plans[0]), "", *(f"{count:6,}  {reason}" for reason, count in reasons)]
 
 
-def as_json(request: PlanRequest, plans: list[Plan]) -> str:
+def as_json(request: PlanRequest, plans: list[Plan], played: Sequence[Sequence[DryRun]]) -> str:
     """Return the rows as JSON: bytes and seconds."""
     rows = [_json_row(request, plan) for plan in plans[: request.options.top]]
+    for row, runs in zip(rows, played, strict=False):
+        row["dry_run"] = [each.as_json() for each in runs]
     values = {
         "device": request.hardware.name,
         "world": request.choice.world,
