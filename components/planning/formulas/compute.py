@@ -14,10 +14,6 @@ from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.implementation import MESHBOOK, Implementation
 from components.planning.formulas.workload import Workload
 
-TILE = 128
-"""Dim of the tiles of matmul kernels. A matmul of m x k by k x n reaches m / (m + TILE) x n / (n + TILE) x k / (k +
-TILE) of the speed of a large one: partly filled tiles, and filling and draining of a tile's pipeline along k."""
-
 ATTENTION_BACKWARD = 2.5
 """FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
 
@@ -79,10 +75,13 @@ class Matmul:
         """FLOPs of one pass."""
         return 2.0 * self.tokens * self.inner * self.outputs * self.count
 
-    @property
-    def slowdown(self) -> float:
-        """Time relative to that of a large matmul with the same FLOPs."""
-        return (1 + TILE / self.tokens) * (1 + TILE / self.inner) * (1 + TILE / self.outputs)
+    def slowdown(self, tile: float) -> float:
+        """Return the time relative to that of a large matmul with the same FLOPs.
+
+        A kernel computes the product in tiles of `tile` x `tile`, each over all of the inner dim. Tiles at the border
+        are partly empty, and filling and draining a tile's pipeline takes as long as `tile` more of the inner dim.
+        """
+        return (1 + tile / self.tokens) * (1 + tile / self.inner) * (1 + tile / self.outputs)
 
 
 def layer_matmuls(workload: Workload, implementation: Implementation) -> Iterator[Matmul]:
@@ -116,8 +115,9 @@ def matmul_works(workload: Workload, hardware: Hardware, implementation: Impleme
         item_bytes = workload.compute_bytes if is_expert else dense_bytes
         rate = hardware.matmul_flops(item_bytes) * (GROUPED_MATMUL if is_expert else 1.0)
         flops = sum(each.flops for each in group)
-        forward = sum(each.flops * each.slowdown for each in group) / rate
-        again = sum(each.flops * each.slowdown for each in group if not (each.is_last and skips_last)) / rate
+        tile = hardware.matmul_tile
+        forward = sum(each.flops * each.slowdown(tile) for each in group) / rate
+        again = sum(each.flops * each.slowdown(tile) for each in group if not (each.is_last and skips_last)) / rate
         yield LayerWork(
             name,
             forward,
@@ -203,7 +203,7 @@ def head_work(workload: Workload, hardware: Hardware, implementation: Implementa
     outputs = workload.labels or -(-architecture.vocab // (workload.mesh.tp if implementation.shards_head else 1))
     matmul = Matmul(workload.local_tokens, architecture.hidden, outputs)
     rate = hardware.matmul_flops(workload.compute_bytes)
-    product = matmul.flops * matmul.slowdown / rate
+    product = matmul.flops * matmul.slowdown(hardware.matmul_tile) / rate
     weights = 0.0 if workload.peft.adapts else product
     method = LossMethod.chunked if workload.loss is LossMethod.auto else workload.loss
     losses = architecture.vocab if implementation.gathers_logits else outputs

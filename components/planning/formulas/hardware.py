@@ -62,6 +62,8 @@ class Hardware:
     """Seconds that the host needs to launch one kernel."""
     matmul_share: float
     """Share of the peak that a large bfloat16 matmul reaches."""
+    matmul_tile: float
+    """Dim of the tiles of matmul kernels: matmuls with dims that are not much larger are slower."""
     float8_share: float
     """Share of fp8_flops that a large float8 matmul reaches."""
     attention_share: float

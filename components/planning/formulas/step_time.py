@@ -333,7 +333,8 @@ class _Estimate:
             iteration = 4.0 * small * small * large + 2.0 * small**3
             count = max(1.0, rank.layers * experts / sharing)
             flops += count * optimizer.ns_steps * iteration
-            seconds += count * optimizer.ns_steps * iteration * Matmul(small, small, large).slowdown / rate
+            slowdown = Matmul(small, small, large).slowdown(self.hardware.matmul_tile)
+            seconds += count * optimizer.ns_steps * iteration * slowdown / rate
         sent = 2 * 2 * self._sharded_parameters(rank) / self.groups.fsdp.bandwidth if sharing > 1 else 0.0
         formula = f"{flops:.4g} FLOP / {rate:.3g} FLOP/s + {sent:.3g} s of all-to-alls"
         return Term("Newton-Schulz iterations", seconds + sent, formula, f"{self.hardware.name}: matmul_share")
