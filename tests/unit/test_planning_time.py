@@ -394,6 +394,23 @@ def test_a_pipeline_waits_as_its_timeline_does(schedule: PipelineSchedule) -> No
     assert term(estimate, "pipeline sends") > 0
 
 
+@pytest.mark.parametrize(("reshards", "gathers"), [(True, 9), (False, 1)])
+def test_pipelines_gather_when_a_forward_follows_a_forward_or_a_backward_a_forward(
+    reshards: bool, gathers: int
+) -> None:
+    options = {"reshard_after_forward": reshards}
+    estimate = estimate_time(workload(mesh={"pp": 2, "dp_shard": 4}, parallelism=options, micro_batches=8), H100)
+    formula = next(each.formula for each in estimate.terms if each.name == "FSDP all-gathers (exposed)")
+    assert formula.startswith(f"{gathers} rounds x 16 layers x ")  # FF BF BF ... BF BB: 2 + 7 of 16 passes
+
+
+def test_pipelines_reduce_gradients_after_the_last_backward() -> None:
+    load = workload(mesh={"pp": 2, "dp_shard": 4}, micro_batches=8)
+    groups = mesh_groups(load.mesh, H100)
+    stage = load.architecture.parameters / 2 * 4 * 3 / 4 / groups.fsdp.bandwidth
+    assert term(estimate_time(load, H100), "gradient reduction (exposed)") == pytest.approx(stage, rel=0.01)
+
+
 def test_the_last_stage_has_the_head() -> None:
     estimate = estimate_time(workload("8b", mesh={"pp": 4}, micro_batches=8), H100)
     assert estimate.stages[-1].forward > 1.05 * estimate.stages[0].forward

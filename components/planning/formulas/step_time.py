@@ -106,11 +106,21 @@ class _Estimate:
         split = pipelined and parallelism.pp_schedule in SPLIT_BACKWARD
         reshards = parallelism.reshard_after_forward and not split
         self.micro_batches = workload.micro_batches
-        self.forward_gathers = 1 if pipelined and not reshards else self.micro_batches
-        self.backward_gathers = self.micro_batches if reshards else 0
+        self.forward_gathers, self.backward_gathers = self._gathers(reshards)
         deferred = pipelined or parallelism.defer_grad_sync or not workload.is_sharded
         self.reductions = 1 if deferred else self.micro_batches
         self.deferred = deferred
+
+    def _gathers(self, reshards: bool) -> tuple[int, int]:
+        """Return how often each layer is all-gathered in forwards and in backwards.
+
+        torch's pipelines keep parameters gathered after a backward, and so until the end of the next forward. Forwards
+        that follow a forward gather, and backwards that follow a forward.
+        """
+        number, pp = self.micro_batches, self.workload.mesh.pp
+        if pp == 1:
+            return number, number if reshards else 0
+        return (min(number, pp), max(1, number + 1 - pp)) if reshards else (1, 0)
 
     def step_time(self) -> StepTime:
         """Return the estimate."""
@@ -180,6 +190,8 @@ class _Estimate:
         both = layer.reduce + (layer.gather if self.backward_gathers else 0.0)
         beside = gathered if self.backward_gathers else 0.0
         reduced = rank.layers * (exposed_seconds(both, self.backward) - beside) + ends * outer.reduce
+        if self.workload.mesh.pp > 1:  # torch's pipelines reduce after the last backward
+            reduced = rank.layers * layer.reduce + ends * outer.reduce
         return (forward, backward), self.reductions * reduced
 
     def _data_parallel(self, rank: _Part) -> Iterable[Term]:
