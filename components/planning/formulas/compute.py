@@ -96,7 +96,8 @@ def layer_matmuls(workload: Workload, implementation: Implementation) -> Iterato
             row_parallel = weight.sharding is Sharding.columns
             yield Matmul(tokens, weight.width, weight.rows, is_row_parallel=row_parallel, is_last=last)
             continue
-        routed = tokens * architecture.experts_per_token * implementation.expert_imbalance / weight.rows
+        imbalance = implementation.expert_imbalance if mesh.ep > 1 else 1.0  # without ep each rank has all experts
+        routed = tokens * architecture.experts_per_token * imbalance / weight.rows
         inner = weight.width // architecture.hidden if last else architecture.hidden
         yield Matmul(routed, inner, weight.width // inner, weight.rows, is_expert=True)
 
