@@ -140,7 +140,7 @@ def _rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
             *waiting,
             activations,
             recomputed,
-            _gathered_term(w, rank, LAYERS_GATHERED if w.fsdp > 1 else 2),
+            _gathered_term(w, rank, _layers_gathered(w)),
             _cast_gradients(w, rank),
         ],
         "the backward of the first layer ends": [*state, *_last_gradients(w, rank, gradients, activations, in_flight)],
@@ -162,6 +162,8 @@ class _Rank:
     """Whether it holds the head."""
     layer: _Held
     """Base weights of one layer."""
+    experts: _Held
+    """Those of its experts."""
     outer: _Held
     """Weights outside of the layers."""
     head: float
@@ -183,7 +185,8 @@ def _read_rank(w: Workload, stage: int) -> _Rank:
     parts = stage_layers(architecture.layers, len(ranks))
     layers = sum(len(part) for part, rank in zip(parts, ranks, strict=True) if rank == stage)
     first, last = ranks[0] == stage, ranks[-1] == stage
-    layer = held(w, architecture.layer_weights(mesh.tp, mesh.ep))
+    weights = list(architecture.layer_weights(mesh.tp, mesh.ep))
+    layer = held(w, weights)
     outer, tied_copy, head = _Held(), _Held(), 0.0
     for each in architecture.outer_weights(mesh.tp):
         is_embedding = each.name in ("embedding", "positions")
@@ -203,6 +206,7 @@ def _read_rank(w: Workload, stage: int) -> _Rank:
         first=first,
         last=last,
         layer=layer,
+        experts=held(w, [each for each in weights if each.sharding is Sharding.experts]),
         outer=outer,
         head=head,
         tied_copy=tied_copy,
@@ -316,7 +320,7 @@ def _split_backward(w: Workload, rank: _Rank) -> Term:
     if str(w.parallelism.pp_schedule) not in SPLIT_BACKWARD:
         return Term("delayed weight gradients", 0.0, "the backward is not split")
     saved, count = layer_activations(w), min(w.micro_batches, 2 * w.mesh.pp)
-    outputs = saved.selective - saved.full
+    outputs = (saved.none if w.architecture.experts else saved.selective) - saved.full
     return Term(
         "delayed weight gradients",
         outputs * rank.layers * count,
@@ -400,19 +404,33 @@ def _loss_term(w: Workload, device: str) -> Term:
     )
 
 
+def _layers_gathered(w: Workload) -> int:
+    """Return the layers in gathered form when the backward of the last layer begins.
+
+    Experts are FSDP2 units of their own, and prefetched one at a time.
+    """
+    if w.fsdp == 1:
+        return 2
+    if w.architecture.experts:
+        return LAYERS_GATHERED - (1 if w.expert_fsdp > 1 else 2)
+    return LAYERS_GATHERED
+
+
 def _gathered_term(w: Workload, rank: _Rank, layers: int) -> Term:
     """Return the parameters that FSDP2 holds gathered at once, in the compute dtype, or copies by autocast."""
     if not w.is_sharded:
         if w.compute_bytes == w.stored_bytes:
             return Term("gathered parameters", 0.0, "nothing is gathered")
-        size = (rank.layer.gathered * rank.layers + rank.head) * w.compute_bytes
+        dense = rank.layer.gathered - rank.experts.gathered  # grouped GEMMs of experts are not autocast
+        size = (dense * rank.layers + rank.head) * w.compute_bytes
         return Term("gathered parameters", size, "autocast keeps copies of the weights in the compute dtype")
     wide = w.compute_bytes if rank.layer_bytes >= 1 else rank.layer_bytes
     count, outer = min(rank.layers, layers + w.parallelism.prefetch), rank.head
     if not w.parallelism.reshard_after_forward:
         count, outer = rank.layers + 1, rank.outer.gathered
     if w.mesh.pp > 1:  # a stage keeps its parameters gathered between micro-batches
-        count, outer = (rank.layers + 1, rank.outer.gathered) if w.fsdp > 1 else (0, 0.0)
+        more = 0 if w.architecture.experts else 1
+        count, outer = (rank.layers + more, rank.outer.gathered) if w.fsdp > 1 else (0, 0.0)
     return Term(
         "gathered parameters",
         rank.layer.gathered * count * wide + outer * w.compute_bytes,
