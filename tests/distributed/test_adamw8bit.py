@@ -59,10 +59,10 @@ def gradient(name: str, shape: torch.Size, step: int) -> torch.Tensor:
 
 
 def blocks_of(name: str, shape: torch.Size, axes: dict[str, Any]) -> int:
-    """Size of the blocks of a parameter; 0: it is not quantized. Experts that ep shards are whole on a tp rank."""
+    """Size of the blocks of a parameter; 0: it is not quantized. Each expert is whole on a rank of ep or tp."""
     if len(shape) < 2 or shape.numel() < 4096:
         return 0
-    is_whole = not any(part in name for part in SHARDED_COLUMNS) or ("experts" in name and "ep" in axes)
+    is_whole = not any(part in name for part in SHARDED_COLUMNS) or "experts" in name
     parts = 1 if is_whole else axes.get("tp", 1)
     return math.gcd(256, shape[-1] // parts)
 
