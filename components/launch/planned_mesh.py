@@ -34,7 +34,7 @@ AUTO = "parallelism=auto"
 BEST = re.compile(r"parallelism=plan:(\d+)")
 ANSWERED_WITHOUT_CONFIG = ("--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
 TAKE_A_VALUE = ("--cfg", "-c", "--package", "-p")
-MESH_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy"))
+MESH_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy", "sequence_parallel", "pp_schedule"))
 
 
 @contextmanager

@@ -32,7 +32,9 @@ class Plan:
 def rank_plans(
     cfg: TrainConfig, shape: ModelShape, choice: Choice, hardware: Hardware, left_out: LeftOut
 ) -> list[Plan]:
-    """Return every candidate that fits the memory of the device, the fastest first.
+    """Return the candidates that fit the memory of the device, the fastest first.
+
+    Each mesh and schedule is listed once, with the policy and the micro-batch size that make it fastest.
 
     Args:
         cfg: The run.
@@ -66,7 +68,14 @@ def rank_plans(
         cfg.parallelism.resolve(choice.world)  # raises the reason: degrees that cannot multiply to the world size
     if not found:
         raise ConfigError(_nothing_fits(smallest, least, choice, hardware, left_out))
-    return sorted(found, key=lambda plan: (plan.time.seconds, plan.memory.peak))
+    found.sort(key=lambda plan: (plan.time.seconds, plan.memory.peak))
+    best: dict[tuple[object, ...], Plan] = {}
+    for plan in found:
+        parallelism = plan.candidate.parallelism
+        key = plan.candidate.mesh, parallelism.strategy, parallelism.pp_schedule
+        if best.setdefault(key, plan) is not plan:
+            left_out.add("another policy or micro-batch size is faster on the same mesh")
+    return list(best.values())
 
 
 @dataclass(frozen=True, slots=True)
