@@ -17,7 +17,8 @@ from components.planning.formulas.workload import Workload
 
 OVERLAP_LOSS = 0.5
 """Seconds by which computation slows down per second of communication beside it: collectives occupy multiprocessors and
-memory bandwidth. Fitted to row 5 of scripts/benchmark/published_points.csv, with row 3 on one node."""
+memory bandwidth. Estimate: 0.3 or 0.7 would change no prediction of scripts/benchmark/published_points.csv by more than
+7 %."""
 
 
 @dataclass(frozen=True, slots=True)
