@@ -272,15 +272,21 @@ class Architecture:
             yield Weight("shared expert gate", 1, self.hidden)
 
 
-def read_architecture(shape: ModelShape, model: str) -> Architecture:
+def read_architecture(shape: ModelShape, model: str, section: str = "model") -> Architecture:
     """Return the architecture of a model.
 
     Args:
         shape: Its sizes.
         model: Its option or path, for messages.
+        section: Config section of the model, model or teacher.
 
     Raises ConfigError, naming the keys to set, if the sizes do not determine it.
     """
+    if shape.family is None and section != "model":
+        raise ConfigError(
+            f"{section}.path={model}: its sizes are unknown, because it is not on this machine and no option of "
+            f"conf/model has this path; set {section}.path to a local folder, or add an option with its sizes"
+        )
     if shape.family is None:
         raise ConfigError(
             f"model.path={model}: its sizes are unknown, because it is not on this machine; set model.family, "

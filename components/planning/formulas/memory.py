@@ -120,11 +120,8 @@ def _rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
     """Return the memory of a rank with coordinate `stage` on pp, at its fullest moment."""
     rank = _read_rank(w, stage)
     state = _state_terms(w, rank)
-    gradients = Term(
-        "gradients",
-        rank.trained.sharded * w.stored_bytes,
-        f"{rank.trained.sharded:,.0f} trained elements x {w.stored_bytes} B",
-    )
+    on_device = 0.0 if w.parallelism.cpu_offload else rank.trained.sharded
+    gradients = Term("gradients", on_device * w.stored_bytes, f"{on_device:,.0f} trained elements x {w.stored_bytes} B")
     waiting = _waiting_gradients(w, rank, gradients)
     activations, recomputed, in_flight = _activation_terms(w, rank)
     moments = {
@@ -236,7 +233,7 @@ def _state_terms(w: Workload, rank: _Rank) -> list[Term]:
     if w.frozen is not None:
         frozen = held(w, _all_weights(w.frozen, w.mesh.tp, w.mesh.ep)).sharded / w.mesh.pp
         terms.append(Term("frozen model", frozen * w.stored_bytes, f"{frozen:,.0f} elements x {w.stored_bytes} B"))
-    return terms
+    return [] if w.parallelism.cpu_offload else terms  # then in host memory
 
 
 def _all_weights(architecture: Architecture, tp: int, ep: int) -> list[Weight]:
@@ -399,8 +396,8 @@ def _loss_term(w: Workload, device: str) -> Term:
     return Term(
         "loss",
         rows * vocabulary * wide * models + gradient + tokens * hidden * c,
-        f"chunk of {rows:,} tokens x {vocabulary:,} logits x {wide * models} B, gradients of the head (4 B x "
-        f"{vocabulary:,} x {hidden:,}) and of the hidden states",
+        f"chunk of {rows:,} tokens x {vocabulary:,} logits x {wide * models} B, gradients of the hidden states"
+        + ("" if w.peft.adapts else f" and of the head (4 B x {vocabulary:,} x {hidden:,})"),
     )
 
 
@@ -421,7 +418,9 @@ def _gathered_term(w: Workload, rank: _Rank, layers: int) -> Term:
     if not w.is_sharded:
         if w.compute_bytes == w.stored_bytes:
             return Term("gathered parameters", 0.0, "nothing is gathered")
-        dense = rank.layer.gathered - rank.experts.gathered  # grouped GEMMs of experts are not autocast
+        # Grouped GEMMs of experts are not autocast, and 4-bit weights are dequantized one at a time.
+        quantized = _quantized_share(w.architecture) if w.peft.quantizes else 0.0
+        dense = rank.layer.gathered * (1 - quantized) - rank.experts.gathered
         size = (dense * rank.layers + rank.head) * w.compute_bytes
         return Term("gathered parameters", size, "autocast keeps copies of the weights in the compute dtype")
     wide = w.compute_bytes if rank.layer_bytes >= 1 else rank.layer_bytes

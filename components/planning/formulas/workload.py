@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from components.config.micro_batches import fitting_micro_batch
+from components.config.safe_yaml import load_yaml
 from components.config.schema.model import DType, Float8, LossMethod, ModelConfig
 from components.config.schema.objective import (
     DistillationConfig,
@@ -19,8 +20,9 @@ from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import MeshShape, ParallelismConfig, Strategy
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import TrainConfig, frozen_model, score_labels, section
-from components.config.shape import read_shape
+from components.config.shape import ModelShape, read_shape
 from components.planning.formulas.architecture import Architecture, read_architecture
+from components.planning.formulas.hardware import PROJECT_CONF
 
 BYTE_VOCABULARY = 264
 """Embeddings of a model from scratch with the byte tokenizer: 256 bytes and four special tokens, rounded up to 8."""
@@ -142,19 +144,37 @@ def build_workload(cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool) -> Worklo
         optimizer=cfg.optimizer,
         peft=cfg.peft,
         averages=training.ema_decay is not None,
-        frozen=None if frozen is None else architecture_of(frozen),
+        frozen=None if frozen is None else architecture_of(frozen, "model" if frozen is cfg.model else "teacher"),
         extra_forwards=_extra_forwards(cfg),
         labels=len(score_labels(cfg.data, scores) or ()),
         rows_per_unit=rows_per_unit,
     )
 
 
-def architecture_of(model: ModelConfig) -> Architecture:
-    """Return the architecture of a configured model. Raises ConfigError if its sizes are unknown."""
+def architecture_of(model: ModelConfig, section: str = "model") -> Architecture:
+    """Return the architecture of a configured model, by its files, its stated sizes, or an option with its path.
+
+    Args:
+        section: Config section of the model, for messages.
+
+    Raises ConfigError if its sizes are unknown.
+    """
     shape = read_shape(model)
+    if shape.family is None and model.path is not None:
+        shape = _shape_of_option(model.path) or shape
     if shape.vocab is None and model.path is None and model.tokenizer == "bytes":
         shape = replace(shape, vocab=BYTE_VOCABULARY)
-    return read_architecture(shape, model.path or str(model.config.get("model_type")))
+    return read_architecture(shape, model.path or str(model.config.get("model_type")), section)
+
+
+def _shape_of_option(path: str) -> ModelShape | None:
+    """Return the sizes in the option of conf/model whose model has this path; None if there is none."""
+    names = {each.name for each in fields(ModelShape)}
+    for file in sorted((PROJECT_CONF / "model").glob("*.yaml")):
+        values = load_yaml(file.read_text())
+        if values.get("path") == path:
+            return ModelShape(**{name: value for name, value in values.items() if name in names})
+    return None
 
 
 def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:
