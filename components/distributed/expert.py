@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -187,7 +188,10 @@ class _Dispatch:
             arriving = torch.empty_like(counts)
             dist.all_to_all_single(arriving, counts, group=group)
         # all_to_all_single takes host-side split sizes: the only host-device synchronization of a training step.
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        if isinstance(counts, FakeTensor):  # a dry run has no routing to read: as many tokens to each rank
+            sent = received = _balanced(len(experts), ranks)
+        else:
+            sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
         rows = _exchange(hidden[order // chosen.shape[1]], sent, received, group)  # (rows, hidden)
         local = torch.arange(self.num_local, device=hidden.device).repeat(ranks)
         local = local.repeat_interleave(arriving.view(-1), output_size=len(rows))
@@ -202,6 +206,11 @@ class _Dispatch:
             total = torch.stack([parameter.sum() for parameter in self.module.parameters()]).sum()
             return rows + total.to(rows.dtype)
         return self.compute(rows, local[:, None], torch.ones_like(rows[:, :1]))
+
+
+def _balanced(tokens: int, ranks: int) -> list[int]:
+    """Return numbers of tokens per rank that differ by at most one."""
+    return [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
 
 
 class _AllToAllRows(torch.autograd.Function):

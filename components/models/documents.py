@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Documents:
@@ -68,10 +69,15 @@ class Documents:
 
 def supports_varlen(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Return whether torch's variable-length kernel supports these: CUDA, half precision, equal head widths."""
-    if query.device.type not in ("cuda", "meta") or dropout:
+    if not (query.device.type in ("cuda", "meta") or _plays_gpu(query)) or dropout:
         return False
     half, width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
     return half and value.shape[-1] == width and width <= 256 and width % 8 == 0 and _has_windows()
+
+
+def _plays_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor on the CPU stands for one of a GPU, in a dry run (components.planning.dry_run)."""
+    return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "plays_gpu", False)
 
 
 def varlen_attention(

@@ -8,17 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, training
 from components.batch import Batch
 from components.checkpoint.tensors import list_optimizers
 from components.config.micro_batches import fit_micro_batches
 from components.config.schema.cluster import Device, LocalClusterConfig
-from components.config.schema.data import DocsDataConfig
-from components.config.schema.model import LossMethod, ModelConfig, WeightInit
-from components.config.schema.parallelism import ParallelismConfig, PipelineSchedule, Strategy
+from components.config.schema.data import DocsDataConfig, LabelsDataConfig, PreferencesDataConfig
+from components.config.schema.model import LossMethod, ModelConfig, TeacherConfig, WeightInit
+from components.config.schema.objective import ClassificationConfig, DPOConfig, Reference, RewardConfig
+from components.config.schema.optimizer import AdamWConfig
+from components.config.schema.parallelism import (
+    ActivationCheckpointing,
+    ContextAttention,
+    ParallelismConfig,
+    PipelineSchedule,
+    Strategy,
+)
 from components.config.schema.peft import PeftConfig
-from components.config.schema.recipes import FinetuneConfig, TrainConfig
+from components.config.schema.recipes import ClassifyConfig, DistillConfig, DpoConfig, FinetuneConfig, TrainConfig
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.traffic import record_traffic, traffic_table
@@ -69,16 +78,17 @@ class _RealRun:
 
 def finetune(
     model: str = "Llama", seq_len: int = 128, rows: int = 4, *, world: int, model_values: Any = None,
-    peft: str = "none", training: Any = None, **axes: Any,
+    peft: str = "none", training: Any = None, optimizer: Any = None, pack: bool = False, **axes: Any,
 ) -> FinetuneConfig:  # fmt: skip
     """Return the config of a run with `rows` micro-batches of one row on each rank; axes: the `parallelism` section."""
     parallelism = parallelism_of(axes)
     return FinetuneConfig(
         model=model_config(model, **(model_values or {})),
-        data=DocsDataConfig(),
+        data=DocsDataConfig(pack=pack),
         cluster=CPU_RANKS,
         parallelism=parallelism,
         peft=PeftConfig(method=peft),
+        optimizer=optimizer or AdamWConfig(),
         training=training_config(parallelism, world, seq_len, rows, **(training or {})),
     )
 
@@ -92,7 +102,12 @@ def model_config(model: str, **values: Any) -> ModelConfig:
 
 def parallelism_of(axes: dict[str, Any]) -> ParallelismConfig:
     """Return the `parallelism` section with names as in a config file."""
-    kinds = {"strategy": Strategy, "pp_schedule": PipelineSchedule}
+    kinds: dict[str, Any] = {
+        "strategy": Strategy,
+        "pp_schedule": PipelineSchedule,
+        "cp_attention": ContextAttention,
+        "activation_checkpointing": ActivationCheckpointing,
+    }
     values = {name: kinds[name](value) if name in kinds else value for name, value in axes.items()}
     return ParallelismConfig(**{"dp_shard": 1, **values})
 
@@ -103,6 +118,57 @@ def training_config(
     """Return sizes with `rows` rows a step on each data-parallel rank."""
     size = rows * parallelism.resolve(world).dp
     return TrainingConfig(**{"seq_len": seq_len, "micro_batch_size": 1, "global_batch_size": size, **values})
+
+
+def dpo(
+    *, world: int, reference: str, method: str = "none", pack: bool = False, rows: int = 2, **axes: Any
+) -> DpoConfig:
+    """Return the config of preference optimization with `rows` pairs on each rank."""
+    parallelism = parallelism_of(axes)
+    return DpoConfig(
+        model=model_config("Llama"),
+        data=PreferencesDataConfig(path="pairs.jsonl", pack=pack),
+        cluster=CPU_RANKS,
+        parallelism=parallelism,
+        peft=PeftConfig(method=method),
+        objective=DPOConfig(reference=Reference(reference)),
+        training=training_config(parallelism, world, 128, rows),
+    )
+
+
+def classify(*, world: int, reward: bool = False, **axes: Any) -> ClassifyConfig:
+    """Return the config of a classifier of texts, or of a reward model."""
+    parallelism = parallelism_of(axes)
+    pairs: Any = PreferencesDataConfig(path="pairs.jsonl")
+    texts: Any = LabelsDataConfig(path="texts.jsonl", num_labels=5)
+    return ClassifyConfig(
+        model=model_config("Llama"),
+        data=pairs if reward else texts,
+        cluster=CPU_RANKS,
+        parallelism=parallelism,
+        objective=RewardConfig() if reward else ClassificationConfig(),
+        training=training_config(parallelism, world, 128, 4),
+    )
+
+
+def distill(*, world: int, teacher: Path, **axes: Any) -> DistillConfig:
+    """Return the config of a distillation from the model in the folder `teacher`, which `save_teacher` writes."""
+    parallelism = parallelism_of(axes)
+    return DistillConfig(
+        model=model_config("Llama", loss=LossMethod.auto),
+        data=DocsDataConfig(),
+        cluster=CPU_RANKS,
+        parallelism=parallelism,
+        teacher=TeacherConfig(path=str(teacher), tokenizer="bytes"),
+        training=training_config(parallelism, world, 128, 4),
+    )
+
+
+def save_teacher(folder: Path) -> Path:
+    """Write a smaller Llama with random weights to a folder, and return the folder."""
+    config = AutoConfig.for_model(**{**LLAMA, "hidden_size": 256, "num_hidden_layers": 4})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def measure_ranks(cfg: TrainConfig, world: int) -> list[Measured]:
@@ -121,7 +187,9 @@ def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:
     run: Any = _RealRun(mesh, rank, torch.device("cpu"))
     vocabulary = cfg.model.config["vocab_size"]
     model = training.prepare(cfg, run, vocabulary)
-    objective = build_objective(cfg, run, model, vocabulary)
+    with allocations() as second:
+        objective = build_objective(cfg, run, model, vocabulary)
+    frozen = sum(second)
     optimizer = training.build_optimizer(model, cfg.optimizer)
     batches = [_random_tokens(batch, vocabulary, mesh.rank("dp")) for batch in synthetic_batches(cfg, mesh)]
     head = None if model.pipeline is None else model.pipeline.tied_head
@@ -138,7 +206,7 @@ def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:
     step()
     states = [state for each in list_optimizers(optimizer) for state in each.state.values()]
     state_bytes = local_bytes(each for state in states for each in state.values() if isinstance(each, torch.Tensor))
-    others = 0 if model.average is None else model.average.local_bytes
+    average = 0 if model.average is None else model.average.local_bytes
     parameters = local_bytes(held)
     with record_traffic() as traffic:
         step()
@@ -150,7 +218,7 @@ def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:
         with SavedForBackward(lambda: parameters_in_use(model.module, head)) as kept, allocations() as changes:
             step()
         saved = max(saved, kept.peak)
-        peaks.append(parameters + state_bytes + others + highest(changes))
+        peaks.append(parameters + state_bytes + average + frozen + highest(changes))
     return Measured(parameters, gradients[0], state_bytes, saved, tuple(peaks), rows)
 
 

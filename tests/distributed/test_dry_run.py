@@ -4,25 +4,92 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from components.config.schema.model import DType, LossMethod
+from components.config.schema.optimizer import MuonConfig, SGDConfig
 from components.config.schema.recipes import TrainConfig
 from components.planning.dry_run.dry_run_children import ranks_to_play
 from components.planning.dry_run.dry_run_result import DryRun
-from tests.distributed.dry_run_cases import Measured, finetune, measure_ranks, play_ranks
+from tests.distributed.dry_run_cases import Measured, classify, dpo, finetune, measure_ranks, play_ranks
 
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 TOLERANCE = 0.03
 """Largest relative difference of a figure."""
-CASES: dict[str, tuple[int, Callable[[int], TrainConfig]]] = {
-    "single": (1, lambda world: finetune(world=world, strategy="single")),
-    "dp_shard 2": (2, lambda world: finetune(world=world, dp_shard=2)),
-    "tp 2, sequence parallel": (2, lambda world: finetune(world=world, tp=2, sequence_parallel=True)),
-    "pp 2, 1F1B": (2, lambda world: finetune(world=world, pp=2)),
+Make = Callable[[int], TrainConfig]
+SCHEDULES = ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def _llama(world: int, **values: Any) -> tuple[int, Make]:
+    return world, lambda world: finetune(world=world, **values)
+
+
+def _moe(world: int, **values: Any) -> tuple[int, Make]:
+    return world, lambda world: finetune("MoE", world=world, **values)
+
+
+BFLOAT16 = {"compute_dtype": DType.bfloat16}
+CASES: dict[str, tuple[int, Make]] = {
+    "Llama single": _llama(1, strategy="single"),
+    "Llama single, bfloat16": _llama(1, strategy="single", model_values=BFLOAT16),
+    "Llama ddp 2": _llama(2, strategy="ddp", dp_replicate=2),
+    "Llama dp_shard 2": _llama(2, dp_shard=2),
+    "Llama dp_shard 2, bfloat16": _llama(2, dp_shard=2, model_values=BFLOAT16),
+    "Llama dp_shard 4": _llama(4, dp_shard=4),
+    "Llama dp_replicate 2 x dp_shard 2": _llama(4, dp_replicate=2, dp_shard=2),
+    "Llama dp_shard 2, gradients reduced each time": _llama(2, dp_shard=2, defer_grad_sync=False),
+    "Llama dp_shard 2, not resharded": _llama(2, dp_shard=2, reshard_after_forward=False),
+    "Llama dp_shard 2, full recompute": _llama(2, dp_shard=2, activation_checkpointing="full"),
+    "Llama single, selective recompute": _llama(1, strategy="single", activation_checkpointing="selective"),
+    "Llama single, chunked loss": _llama(1, strategy="single", model_values={"loss": LossMethod.chunked}),
+    "Llama dp_shard 2 x tp 2, chunked loss": _llama(4, dp_shard=2, tp=2, model_values={"loss": LossMethod.chunked}),
+    "Llama single, packed": _llama(1, strategy="single", pack=True),
+    "Llama tp 2": _llama(2, tp=2),
+    "Llama tp 4": _llama(4, tp=4),
+    "Llama tp 2, sequence parallel": _llama(2, tp=2, sequence_parallel=True),
+    "Llama cp 2, ulysses": _llama(2, cp=2, cp_attention="ulysses", seq_len=1024, rows=1),
+    "Llama cp 2, all_gather": _llama(2, cp=2, cp_attention="all_gather", seq_len=1024, rows=1),
+    "Llama pp 2, 1F1B": _llama(2, pp=2),
+    **{f"Llama pp 2, {each}": _llama(2, pp=2, pp_schedule=each) for each in SCHEDULES},
+    "Llama pp 4, 1F1B": _llama(4, pp=4),
+    "Llama pp 2 x dp_shard 2": _llama(4, pp=2, dp_shard=2),
+    "Llama pp 2 x tp 2": _llama(4, pp=2, tp=2),
+    "MoE single": _moe(1, strategy="single"),
+    "MoE dp_shard 2": _moe(2, dp_shard=2),
+    "MoE tp 2": _moe(2, tp=2),
+    "MoE ep 2": _moe(2, ep=2),
+    "MoE ep 2 x dp_shard 2": _moe(4, ep=2, dp_shard=2),
+    "MoE pp 2": _moe(2, pp=2),
+    "LoRA single": _llama(1, strategy="single", peft="lora"),
+    "LoRA dp_shard 2": _llama(2, dp_shard=2, peft="lora"),
+    "LoRA tp 2": _llama(2, tp=2, peft="lora"),
+    "LoRA pp 2": _llama(2, pp=2, peft="lora"),
+    "DoRA dp_shard 2": _llama(2, dp_shard=2, peft="dora"),
+    "QLoRA single": _llama(1, strategy="single", peft="qlora", model_values=BFLOAT16),
+    "QLoRA dp_shard 2": _llama(2, dp_shard=2, peft="qlora", model_values=BFLOAT16),
+    "SGD dp_shard 2": _llama(2, dp_shard=2, optimizer=SGDConfig()),
+    "Muon dp_shard 2": _llama(2, dp_shard=2, optimizer=MuonConfig()),
+    "EMA dp_shard 2": _llama(2, dp_shard=2, training={"ema_decay": 0.9}),
+    "DPO dp_shard 2, precomputed": (2, lambda world: dpo(world=world, reference="precomputed", dp_shard=2)),
+    "DPO dp_shard 2, frozen copy": (2, lambda world: dpo(world=world, reference="frozen_copy", dp_shard=2)),
+    "DPO single, adapters off": (
+        1,
+        lambda world: dpo(world=world, reference="adapters_off", method="lora", strategy="single"),
+    ),
+    "classifier dp_shard 2": (2, lambda world: classify(world=world, dp_shard=2)),
+    "reward model single": (1, lambda world: classify(world=world, reward=True, strategy="single")),
 }
 """Name -> number of ranks, and the config of a run."""
-QUICK = list(CASES)
+QUICK = (
+    "Llama dp_shard 2",
+    "Llama tp 2, sequence parallel",
+    "Llama pp 2, ZBVZeroBubble",
+    "MoE ep 2",
+    "LoRA dp_shard 2",
+    "DPO single, adapters off",
+)
 
 
 @pytest.mark.parametrize("name", CASES if EVERYTHING else QUICK)

@@ -18,7 +18,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d": ["Backend.FAKE"],
     "torch.distributed.pipelining.schedules": ["_PipelineSchedule._warmup_p2p"],
     "torch.distributed.pipelining.stage": ["InferenceMode.STATIC"],
-    "torch": ["UntypedStorage._cdata", "_C._current_graph_task_id"],
+    "torch": ["UntypedStorage._cdata", "_C._current_graph_task_id", "ops.aten._grouped_mm"],
 }
 """Module -> attributes that components/planning/dry_run and the pipeline's schedule need of it."""
 
@@ -41,6 +41,7 @@ def test_tensors_become_fake_when_a_meta_model_gets_memory() -> None:
         model = torch.nn.Linear(4, 10**12, device="meta").to_empty(device="cpu")
         assert isinstance(model.weight, FakeTensor)
         assert model.weight.untyped_storage().nbytes() == 4 * 4 * 10**12
+        assert isinstance(model.weight.int(), FakeTensor)  # torch runs it as an allocation and a copy
         fake.allocates_fakes = True
         output = model(torch.zeros(2, 4))
         output.sum().backward()

@@ -16,6 +16,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+EMPTY = torch.ops.aten.empty.memory_format
 PROPAGATION = "_propagate_tensor_meta_non_cached"
 """Method of DTensor that finds the shape of an operator's output by running it on fake tensors of the global shape."""
 
@@ -44,16 +46,29 @@ class FakeRank(FakeTensorMode):
         self.allocates_fakes = False
         """Whether new tensors on the CPU are fake. False while a model is built: the host computes with values."""
 
+        self._runs_parts = False
+        """Whether torch runs the operators that one on fake tensors consists of."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._is_fake(tensors, kwargs):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._is_fake(tensors, kwargs) and not self._is_read_in_c(func, args, kwargs):
+            if func is GROUPED_MM:
+                return _grouped_mm(*args, **kwargs)
+            outer, self._runs_parts = self._runs_parts, True
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._runs_parts = outer
         return func(*args, **kwargs)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake copy of a tensor."""
         return self.from_tensor(tensor)
+
+    def _is_read_in_c(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an operator allocates a tensor of DDP's reducer, which reads the order of its buckets."""
+        return func is EMPTY and not self._runs_parts and len(args[0]) == 1 and kwargs.get("dtype") == torch.int32
 
     def _is_fake(self, tensors: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -62,8 +77,27 @@ class FakeRank(FakeTensorMode):
         target = None if device is None else torch.device(device).type
         if tensors:
             return all(tensor.is_meta for tensor in tensors) and target not in (None, "meta")  # memory for a meta model
-        # DDP's reducer, in C++, reads the order of its buckets from tensors of this dtype.
-        return self.allocates_fakes and target != "meta" and kwargs.get("dtype") != torch.int32
+        return (self.allocates_fakes or self._runs_parts) and target != "meta"
+
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return an empty result of a matmul per expert: torch's operator on fake tensors accepts bfloat16 only.
+
+    Args:
+        left: (rows, inner), or (experts, rows, inner).
+        right: (experts, inner, columns), or (inner, columns).
+        ends: End of each expert's part of the dim that is not batched, (experts,).
+    """
+    shape = (left.shape[-2], right.shape[-1])
+    if left.dim() == right.dim():
+        shape = (len(left) if left.dim() == 3 or ends is None else len(ends), *shape)
+    return left.new_empty(shape, dtype=dtype or left.dtype)
 
 
 def in_backward() -> bool:

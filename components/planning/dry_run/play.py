@@ -7,7 +7,7 @@ import gc
 import resource
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from components import distributed, training
 from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.config.schema.cluster import ClusterKind, Device
+from components.config.schema.optimizer import AdamW8bitConfig
 from components.config.schema.recipes import (
     ClassifyConfig,
+    DistillConfig,
     DpoConfig,
     FinetuneConfig,
     TrainConfig,
@@ -90,7 +92,9 @@ def play(cfg: TrainConfig, world: int, rank: int) -> DryRun:
     on_gpu = runs_on_gpus(cfg)
     cfg, notes = played_config(cfg, world, on_gpu)
     fake, tracker = FakeRank(plays_gpu=on_gpu), StorageTracker(with_gloo_copies=not on_gpu)
-    with fake_process_group(rank, world), _chunks_of(on_gpu):
+    # The compiler needs values for the update by 8-bit optimizers, the only compiled code that is left in the config.
+    eager = torch.compiler.set_stance("force_eager") if isinstance(cfg.optimizer, AdamW8bitConfig) else nullcontext()
+    with fake_process_group(rank, world), _chunks_of(on_gpu), eager:
         mesh = distributed.build_mesh(cfg.parallelism, CPU.type)
         played = _build(cfg, _PlayedRun(mesh, rank, CPU), fake, tracker)
         if on_gpu and cfg.parallelism.cpu_offload:
@@ -117,6 +121,8 @@ def build_objective(cfg: TrainConfig, run: Any, model: training.Prepared, vocabu
             return training.NextToken(cfg.objective)
         case DpoConfig():
             return training.build_preference(cfg, run, model, vocabulary)
+        case DistillConfig():
+            return training.build_distillation(cfg, run, model, None)
         case ClassifyConfig():
             return training.build_scoring(cfg.objective, run.mesh)
     raise TypeError(f"play: there is no objective for {type(cfg).__name__}")

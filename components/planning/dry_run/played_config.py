@@ -7,12 +7,16 @@ from dataclasses import replace
 from components.config.micro_batches import fit_micro_batches
 from components.config.schema.checks import raise_all
 from components.config.schema.model import Attention, DType, Float8, LossMethod
+from components.config.schema.optimizer import AdamW8bitConfig
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.config.schema.recipes import TrainConfig
+from components.config.schema.recipes import DistillConfig, TrainConfig
 
 PLAYED_ATTENTION = (Attention.sdpa, Attention.sdpa_flash, Attention.eager)
 DOCUMENTS = 8
 """Documents of a packed row, all of one length. Their number affects the size of attention masks only."""
+
+STORED_TOKENS = 64
+"""Tokens per target of a stored teacher, the default of scripts/teacher.py."""
 
 
 def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConfig, list[str]]:
@@ -44,6 +48,10 @@ def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConf
         notes.append("routing is balanced: every expert gets as many tokens")
     if cfg.data.pack:
         notes.append(f"data.pack=true: rows of {DOCUMENTS} documents")
+    if isinstance(cfg, DistillConfig) and cfg.teacher.path is None:
+        notes.append(f"teacher.stored: {STORED_TOKENS} tokens per target")
+    if isinstance(cfg.optimizer, AdamW8bitConfig):
+        notes.append(f"optimizer={cfg.optimizer.kind}: its update is played without compilation, with more temporaries")
     if cfg.parallelism.cpu_offload and on_gpu:
         notes.append("parallelism.cpu_offload=true: parameters and optimizer state are not in the peak; gradients are")
     training = replace(cfg.training, batch_size_ramp=[], seq_len_ramp=[])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,11 @@ from components.config.schema.objective import (
     RewardConfig,
     ScoreConfig,
 )
-from components.config.schema.recipes import TrainConfig, score_labels, section
+from components.config.schema.recipes import DistillConfig, TrainConfig, score_labels, section
 from components.data.pairs import DESIRABLE, PairedRows
-from components.planning.dry_run.played_config import DOCUMENTS
+from components.planning.dry_run.played_config import DOCUMENTS, STORED_TOKENS
 from components.training.objectives.preference import REFERENCE
+from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 
 
 class _Tokenizer:
@@ -47,7 +48,25 @@ def synthetic_batches(cfg: TrainConfig, mesh: Any) -> list[Batch]:
         micro_batch_size=training.micro_batch_size,
         padding=data.Padding(multiple=mesh.sequence_multiple),
     )
-    return data.TrainBatches(_rows(cfg), plan, seed=0).at(0)
+    rows = _rows(cfg)
+    stored = isinstance(cfg, DistillConfig) and cfg.teacher.path is None
+    return data.TrainBatches(rows, plan, seed=0, token_values=_StoredValues(rows) if stored else None).at(0)
+
+
+class _StoredValues:
+    """Values of a stored teacher's most likely tokens."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
+        """Return zeros for the targets of a row."""
+        targets = np.count_nonzero(np.asarray(self._rows[index].labels[1:]) != data.IGNORED)
+        return {
+            TOKEN_IDS: np.zeros((targets, STORED_TOKENS), np.int32),
+            LOG_PROBS: np.zeros((targets, STORED_TOKENS + 1), np.float32),
+            TARGET_LOG_PROB: np.zeros(targets, np.float32),
+        }
 
 
 def _rows(cfg: TrainConfig) -> Any:

@@ -62,14 +62,17 @@ class StoredDistillation(Distillation):
     """Distillation from the most likely tokens in `teacher.stored`, which the micro-batches hold.
 
     Args:
-        tokenizer: The student's tokenizer.
+        tokenizer: The student's tokenizer; None: `stored_values` is not called.
         vocabulary: Vocabulary size of the student.
     """
 
-    def __init__(self, cfg: DistillConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    def __init__(self, cfg: DistillConfig, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
         super().__init__(cfg.objective, _no_hidden_states)
         self._folder, self._temperature = str(cfg.teacher.stored), cfg.objective.temperature
-        self._tokenizer_hash, self._vocabulary = hash_of_vocabulary(tokenizer), vocabulary
+        self._tokenizer_hash, self._vocabulary = (
+            None if tokenizer is None else hash_of_vocabulary(tokenizer),
+            vocabulary,
+        )
 
     def stored_values(self, dataset: Rows, split: str) -> StoredTeacher:
         """Return the values of the rows of a split, for `data.TrainBatches` and `data.EvalBatches`.

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def build_distillation(
-    cfg: DistillConfig, run: MeshRun, model: Prepared, tokenizer: PreTrainedTokenizerBase
+    cfg: DistillConfig, run: MeshRun, model: Prepared, tokenizer: PreTrainedTokenizerBase | None
 ) -> Distillation:
     """Return the objective of a config. A collective unless teacher.stored is set: it loads the teacher.
 
     Args:
         model: The student.
-        tokenizer: The student's tokenizer.
+        tokenizer: The student's tokenizer; None: a dry run, which reads neither tokenizers nor stored values.
 
     Raises ConfigError if the teacher has another tokenizer or a smaller vocabulary, or if the mesh cannot run it.
     """
@@ -47,19 +47,22 @@ def build_distillation(
     return Distillation(cfg.objective, hidden_states_of(teacher, vocabulary))
 
 
-def load_teacher(cfg: DistillConfig, run: MeshRun, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Prepared:
+def load_teacher(
+    cfg: DistillConfig, run: MeshRun, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
+) -> Prepared:
     """Load the teacher on the mesh of the run. A collective.
 
     Args:
-        tokenizer: The student's tokenizer.
+        tokenizer: The student's tokenizer; None: not compared with the teacher's, in a dry run.
         vocabulary: Vocabulary size of the student.
 
     Raises ConfigError if the teacher has another tokenizer or a smaller vocabulary, or if the mesh cannot run it.
     """
     teacher_cfg = teacher_model(cfg)
     try:
-        _check_tokenizer(cfg, teacher_cfg, tokenizer)
-        teacher = prepare_frozen(cfg, run, len(tokenizer), teacher_cfg)
+        if tokenizer is not None:
+            _check_tokenizer(cfg, teacher_cfg, tokenizer)
+        teacher = prepare_frozen(cfg, run, vocabulary if tokenizer is None else len(tokenizer), teacher_cfg)
     except ConfigError as error:
         raise ConfigError([_with_teacher_keys(problem) for problem in error.problems]) from error
     size = vocabulary_of(teacher.module)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from components.training.metrics import HostCopy
@@ -38,12 +39,14 @@ def masked_step(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
     optimizer.step()
     for weight, old in zip(weights, copies, strict=True):
         _restore(weight.detach(), old, mask)
+    # On the meta device, and in a dry run, there is no decision to read.
+    has_decision = not mask.is_meta and not isinstance(mask, FakeTensor)
     undo = _Undo(
         replaced=[value for value in values if not value.restore_on_device(mask)],
         created=[(optimizer.state, owner, optimizer.state[owner]) for owner in optimizer.state if owner not in owners]
         + [(container, key, container[key]) for container, before in keys for key in container if key not in before],
     )
-    if (undo.replaced or undo.created) and not mask.is_meta:  # on the meta device there is no decision to read
+    if (undo.replaced or undo.created) and has_decision:
         pending = _pending_of(optimizer)
         if pending is None:
             pending = _Pending()
