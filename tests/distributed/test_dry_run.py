@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from components.config.errors import ConfigError
 from components.config.schema.model import DType, LossMethod
 from components.config.schema.optimizer import MuonConfig, SGDConfig
 from components.config.schema.recipes import TrainConfig
-from components.planning.dry_run.dry_run_children import ranks_to_play
+from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
 from components.planning.dry_run.dry_run_result import DryRun
 from tests.distributed.dry_run_cases import Measured, classify, dpo, finetune, measure_ranks, play_ranks
 
@@ -93,7 +94,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name", CASES if EVERYTHING else QUICK)
-def test_dry_run_agrees_with_real_ranks_on_memory(name: str) -> None:
+def test_dry_run_agrees_with_real_ranks_on_memory_and_traffic(name: str) -> None:
     world, config = CASES[name]
     cfg = config(world)
     ranks = ranks_to_play(cfg, world) if cfg.parallelism.pp > 1 else [0]  # without stages, all ranks hold as much
@@ -102,6 +103,10 @@ def test_dry_run_agrees_with_real_ranks_on_memory(name: str) -> None:
         print(f"\n| {name} | {rank} | {_cells(played, real[rank])} |")
         for figure in ("parameters", "gradients", "optimizer"):
             assert getattr(played, figure) == pytest.approx(getattr(real[rank], figure), rel=TOLERANCE), figure
+        if cfg.parallelism.ep == 1:  # routing, which decides the bytes sent to experts, is not known before
+            assert {(each.group, each.operation): (each.calls, each.bytes) for each in played.traffic} == real[
+                rank
+            ].traffic
         # A buffer that gloo has not freed yet may be part of a step's peak or not.
         assert any(played.peak == pytest.approx(peak, rel=TOLERANCE) for peak in real[rank].peaks), real[rank].peaks
 
@@ -115,3 +120,21 @@ def _cells(played: DryRun, real: Measured) -> str:
     pairs = [*figures, (played.peak, nearest)]
     text = " | ".join(f"{ours / 2**20:.1f} / {theirs / 2**20:.1f}" for ours, theirs in pairs)
     return f"{text} | {100 * (played.peak / nearest - 1):+.2f} %"
+
+
+def test_children_play_ranks_of_a_world_that_this_machine_could_not_start() -> None:
+    cfg = finetune(world=64, pp=4, dp_shard=8, tp=2)
+    first, last = start_dry_runs(cfg, 64, [0, 63])
+    assert (first.world, first.rank, last.rank) == (64, 0, 63)
+    assert {each.axes: each.size for each in first.groups} == {"pp": 4, "dp_shard": 8, "tp": 2, "world": 64}
+    embedding = 4 * 4096 * 512 // 16  # float32, sharded over dp_shard and tp
+    assert first.optimizer - last.optimizer == pytest.approx(2 * embedding, rel=0.01)  # of the tied head there is none
+    assert first.peak > first.parameters + first.optimizer + first.saved
+    assert {each.operation for each in first.traffic if each.group == "pp"} >= {"send", "recv"}
+    assert first.resident_bytes < 2**30
+
+
+def test_child_reports_the_config_errors_of_a_run() -> None:
+    cfg = finetune(world=3, tp=3)
+    with pytest.raises(ConfigError, match=r"parallelism\.tp=3"):
+        start_dry_runs(cfg, 3, [0])

@@ -1,0 +1,123 @@
+"""Which ranks are played, what a dry run changes in a config and refuses, and its result in another process."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.config.schema.cluster import Device, LocalClusterConfig, SlurmClusterConfig
+from components.config.schema.model import Attention, DType, Float8, LossMethod
+from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.recipes import FinetuneConfig
+from components.planning.dry_run import dry_run_children
+from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
+from components.planning.dry_run.dry_run_result import DryRun, PlayedGroup, PlayedTraffic
+from components.planning.dry_run.play import runs_on_gpus
+from components.planning.dry_run.played_config import played_config
+from tests.distributed.dry_run_cases import finetune
+
+RESULT = DryRun(
+    rank=1, world=4, mesh="dp_shard=4", coordinates="dp_shard 1", parameters=10, gradients=10, optimizer=20, average=0,
+    frozen=0, buffers=1, saved=5, peak=50, peak_operator="aten::mm", peak_phase="backward",
+    groups=(PlayedGroup("dp_shard = world", 4),), traffic=(PlayedTraffic("dp_shard", "all_gather", 3, 12),),
+    micro_batches=2, micro_batch_rows=1, cpu_seconds=1.5, resident_bytes=7, notes=("balanced",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axes", "world", "expected"),
+    [
+        ({"strategy": "single"}, 1, [0]),
+        ({"dp_shard": 8, "tp": 4}, 32, [0, 31]),
+        ({"pp": 2, "tp": 2}, 4, [0, 2, 3]),
+        ({"pp": 4, "dp_shard": 4}, 16, [0, 8, 12, 15]),
+    ],
+)
+def test_one_rank_of_each_kind_of_stage_is_played(axes: dict[str, Any], world: int, expected: list[int]) -> None:
+    assert ranks_to_play(finetune(world=world, **axes), world) == expected
+
+
+def test_result_survives_json() -> None:
+    assert DryRun.from_json(json.loads(json.dumps(RESULT.as_json()))) == RESULT
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "message"),
+    [
+        ({}, {"activation_checkpointing": "auto"}, "parallelism.activation_checkpointing=auto: "),
+        ({"attention": Attention.flash_attention_2}, {}, "model.attention=flash_attention_2: "),
+        ({"float8": Float8.rowwise}, {}, "model.float8=rowwise: "),
+    ],
+)
+def test_config_that_cannot_be_played_is_refused(model: dict[str, Any], axes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        played_config(finetune(world=2, dp_shard=2, model_values=model, **axes), 2, on_gpu=True)
+
+
+def test_played_config_states_what_it_changes() -> None:
+    values = {"compile": True, "loss": LossMethod.liger, "compute_dtype": DType.auto}
+    cfg = finetune(world=2, dp_shard=2, rows=4, model_values=values)
+    cfg.training.micro_batch_size = 3  # 4 rows of a rank are no multiple of it
+    cfg.training.batch_size_ramp = [{"until_step": 2, "global_batch_size": 4}]
+    played, notes = played_config(cfg, 2, on_gpu=True)
+    assert played.training.micro_batch_size in (1, 2)
+    assert played.training.batch_size_ramp == []
+    assert (played.model.compile, played.model.loss) == (False, LossMethod.chunked)
+    assert played.model.compute_dtype == DType.bfloat16
+    for key in ("model.compile=true", "model.loss=liger", "model.compute_dtype=auto"):
+        assert any(note.startswith(key) for note in notes), key
+    assert played_config(cfg, 2, on_gpu=False)[0].model.compute_dtype == DType.auto
+
+
+def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
+    cfg = finetune(world=1, strategy="single")
+    assert not runs_on_gpus(replace(cfg, cluster=LocalClusterConfig(device=Device.cpu)))
+    assert runs_on_gpus(replace(cfg, cluster=LocalClusterConfig(device=Device.cuda)))
+    assert runs_on_gpus(replace(cfg, cluster=SlurmClusterConfig(procs_per_node="8")))
+    assert not runs_on_gpus(replace(cfg, cluster=SlurmClusterConfig(procs_per_node="8", device=Device.cpu)))
+
+
+@dataclass(kw_only=True, slots=True)
+class MineConfig(FinetuneConfig):
+    """Config of a user's recipe, with a key of its own."""
+
+    temperature: float = 1.0
+
+
+def test_config_of_a_users_recipe_is_played_as_its_base() -> None:
+    cfg = finetune(world=1, strategy="single")
+    mine = MineConfig(**{name: getattr(cfg, name) for name in FinetuneConfig.__dataclass_fields__})
+    assert dry_run_children._recipe_config(mine) == cfg
+    assert type(dry_run_children._recipe_config(mine)) is FinetuneConfig
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            "import json, sys; print(json.dumps({'problems': ['model.path=x: is wrong; set another']}))",
+            "model.path=x: ",
+        ),
+        ("import sys; sys.exit('no torch here')", "dry run of rank 3 of 4: exited with status 1: no torch here"),
+        ("import time; time.sleep(60)", "dry run of rank 3 of 4: was stopped after 0.5 seconds"),
+    ],
+)
+def test_failure_of_a_child_is_a_config_error(monkeypatch: pytest.MonkeyPatch, program: str, message: str) -> None:
+    run = dry_run_children.subprocess.run
+    monkeypatch.setattr(
+        dry_run_children.subprocess, "run", lambda command, **options: run([command[0], "-c", program], **options)
+    )
+    timeout = 0.5 if "sleep" in program else 60
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        start_dry_runs(finetune(world=4, dp_shard=4), 4, [3], timeout)
+
+
+def test_policies_of_recomputation_can_be_played() -> None:
+    for policy in set(ActivationCheckpointing) - {ActivationCheckpointing.auto}:
+        cfg = finetune(world=1, strategy="single", activation_checkpointing=policy)
+        assert played_config(cfg, 1, on_gpu=False)[0].parallelism.activation_checkpointing == policy
