@@ -44,7 +44,8 @@ class FakeRank(FakeTensorMode):
         self.plays_gpu = plays_gpu
         """Whether the tensors, which are on the CPU, stand for those of a GPU."""
         self.allocates_fakes = False
-        """Whether new tensors on the CPU are fake. False while a model is built: the host computes with values."""
+        """Whether new tensors on the CPU are fake. False until the first step: what is built before, the host
+        computes with values."""
 
         self._runs_parts = False
         """Whether torch runs the operators that one on fake tensors consists of."""
@@ -94,7 +95,7 @@ def _grouped_mm(
         right: (experts, inner, columns), or (inner, columns).
         ends: End of each expert's part of the dim that is not batched, (experts,).
     """
-    shape = (left.shape[-2], right.shape[-1])
+    shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.dim() == right.dim():
         shape = (len(left) if left.dim() == 3 or ends is None else len(ends), *shape)
     return left.new_empty(shape, dtype=dtype or left.dtype)

@@ -137,8 +137,8 @@ def _build(cfg: TrainConfig, run: _PlayedRun, fake: FakeRank, tracker: StorageTr
         before = tracker.bytes
         objective = build_objective(cfg, run, model, vocabulary)
         frozen = tracker.bytes - before
-        fake.allocates_fakes = True
         optimizer = training.build_optimizer(model, cfg.optimizer)
+        fake.allocates_fakes = True
         return _PlayedModel(model, objective, optimizer, [_fake_batch(batch, fake) for batch in batches], frozen)
 
 
@@ -201,7 +201,7 @@ def _result(
         micro_batch_rows=played.batches[0].shape[0],
         cpu_seconds=round(time.process_time(), 1),
         resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        notes=(*notes, *(str(note) for note in model.notes if str(note))),
+        notes=(*notes, *(str(note) for note in model.notes if note and str(note))),
     )
 
 
