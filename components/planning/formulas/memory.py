@@ -358,9 +358,9 @@ def _activation_terms(w: Workload, rank: _Rank) -> tuple[Term, Term, float]:
 def micro_batches_in_flight(w: Workload, stage: int) -> float:
     """Return the most micro-batches whose activations a pp rank holds at once, in units of all its layers.
 
-    Warmup lengths of torch's schedules: 1F1B runs pp - rank forwards first, the interleaved ones 2 x (pp - rank - 1)
-    and (stages - 1) rounds of pp forwards of one stage each; V-shaped ones hold 2 x pp forwards of
-    half stages, and inputs of matmuls until the gradients of their weights are computed.
+    Warmup lengths of torch's schedules: 1F1B runs pp - rank forwards first, the interleaved one 2 x (pp - rank - 1) and
+    (stages - 1) rounds of pp forwards of one stage each. Schedules with a split backward also keep the inputs of matmuls
+    until the gradients of their weights are computed.
     """
     pp, schedule, count = w.mesh.pp, str(w.parallelism.pp_schedule), w.micro_batches
     if pp == 1:
@@ -369,8 +369,8 @@ def micro_batches_in_flight(w: Workload, stage: int) -> float:
         return float(count)
     if schedule in SINGLE_STAGE:
         return float(min(count, pp - stage))
-    if schedule in V_SHAPED:
-        return min(float(count), 1.5 * pp)
+    if schedule in SPLIT_BACKWARD:
+        return min(float(count), (1.5 if schedule in V_SHAPED else 2.0) * pp)
     stages = w.parallelism.stages_per_rank
     rounds = max(1, count // pp)
     warmup = (stages - 1) * (count // rounds) + 2 * (pp - 1 - stage)
