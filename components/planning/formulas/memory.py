@@ -359,7 +359,7 @@ def micro_batches_in_flight(w: Workload, stage: int) -> float:
     """Return the most micro-batches whose activations a pp rank holds at once, in units of all its layers.
 
     Warmup lengths of torch's schedules: 1F1B runs pp - rank forwards first, the interleaved one 2 x (pp - rank - 1) and
-    (stages - 1) rounds of pp forwards of one stage each. Schedules with a split backward also keep the inputs of matmuls
+    (stages - 1) rounds of pp forwards of one stage each. Schedules with a split backward keep the inputs of matmuls
     until the gradients of their weights are computed.
     """
     pp, schedule, count = w.mesh.pp, str(w.parallelism.pp_schedule), w.micro_batches
