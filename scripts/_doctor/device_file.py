@@ -25,6 +25,7 @@ MOST_RANKS = 8
 """Most processes that share a CPU while it is measured."""
 NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 GUESSES = {
+    "matmul_tile": (128.0, "guess: tiles of 128 x 128"),
     "node_bandwidth": (20.0e9, "guess: PCIe between the GPUs"),
     "node_latency": (1.0e-5, "guess"),
     "node_share": (0.7, "guess"),
@@ -214,7 +215,7 @@ def cpu_values(figures: dict[str, Any], known: KnownDevice | None) -> dict[str, 
         "node_share": DeviceValue(
             _share(2 / (1 / gather + 1 / reduce), fastest), "measured: mean of all-gather and all-reduce"
         ),
-        **_not_measured(known, ("network_bandwidth", "network_latency", "network_share")),
+        **_not_measured(known, ("matmul_tile", "network_bandwidth", "network_latency", "network_share")),
     }
 
 

@@ -72,7 +72,7 @@ def test_an_unknown_single_gpu_has_measured_peaks_and_marked_guesses(tmp_path: P
     hardware = read_hardware(tmp_path / "x1.yaml")
 
     assert (hardware.bf16_flops, hardware.matmul_share, hardware.fp8_flops) == (700e12, 1.0, None)
-    assert text.count("# guess") == 8
+    assert text.count("# guess") == 9
 
 
 @pytest.mark.parametrize(
