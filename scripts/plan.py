@@ -4,6 +4,7 @@ python scripts/plan.py model=llama3_1_70b cluster=slurm_8node cluster.gpu=h100_8
 python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --why 1
 python scripts/plan.py --recipe dpo data.path=pairs.jsonl peft=lora cluster=slurm_1node cluster.gpu=a100_80
 python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --dry-run 2
+python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --draw mesh.svg
 python scripts/plan.py model=qwen3_30b_a3b cluster=slurm_2node cluster.gpu=h200 parallelism.ep=8 --left-out
 
 Takes the recipe's own overrides. A degree, policy, schedule or micro-batch size that they set is kept; the planner
@@ -20,6 +21,7 @@ from components.config.errors import ConfigError
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.terminal import print_text
+from scripts._plan.drawing import write_drawing
 from scripts._plan.dry_runs import dry_run_lines, play_rows
 from scripts._plan.options import read_request
 from scripts._plan.report import as_json, left_out_lines, table_lines, why_lines
@@ -34,6 +36,8 @@ def main() -> int:
         plans = request.plans()
         rows = plans[: request.options.dry_run]
         played = play_rows(request.cfg, request.shape, rows, request.choice.world)
+        if request.options.draw is not None:
+            write_drawing(request, plans)
         if request.options.json:
             print_text(as_json(request, plans, played))
         elif request.options.why is not None:

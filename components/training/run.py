@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,11 @@ from components.config.errors import ConfigError
 from components.config.rules.run_rules import profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import TrainConfig
+from components.distributed.init import get_local_world_size_preinit
 from components.exchange import broadcast_json
+from components.planning.draw.mesh_picture import picture_of_run, render_mesh
 from components.planning.formulas.ranking import plan_of
+from components.protocol.run_files import MESH_PICTURE, atomic_write
 from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
@@ -98,7 +102,7 @@ class Run(Attempt):
         self._model, self._optimizer, self._batches = model, optimizer, batches
         self._average = None if model.average is None else model.average.tensors
         self._watch.follow(model.called)
-        title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
+        self._title = title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
         # Must precede the load of the checkpoint, which restores the random states: the reporter's imports draw random
         # numbers.
         self._report = observability.Reporter(cfg.logging, self.dir, self._is_main, self._count_steps(batches), title)
@@ -114,6 +118,7 @@ class Run(Attempt):
         self.state.optimizer = " and ".join(type(each).__name__ for each in checkpoint.list_optimizers(optimizer))
         self._resumed_at = self.state.step
         self._print_start(model, batches.dataset, held_out)
+        self._draw_mesh()
         self._report.continue_from(self.state.step, self.total_steps)
         self._reader, self._clock = StepReader(LAG), SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
@@ -121,6 +126,17 @@ class Run(Attempt):
         self._saver = checkpoint.Saver(self.dir, model.module, optimizer, cfg.checkpoint, self.print, self._average)
         self._gc = GarbageCollection(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
+
+    def _draw_mesh(self, measured_bytes: int | None = None) -> None:
+        """Draw mesh.svg on rank 0, with the peak memory measured so far if it is given. A run does not need it."""
+        if not self._is_main:
+            return
+        per_node = max(1, get_local_world_size_preinit())
+        try:
+            picture = picture_of_run(self.cfg, self.mesh.shape, per_node, self._title, measured_bytes)
+            atomic_write(Path(self.dir) / MESH_PICTURE, render_mesh(picture))
+        except (OSError, ValueError, ArithmeticError, LookupError) as error:  # a picture must not end the run
+            self.print(f"{MESH_PICTURE} is not drawn: {type(error).__name__}: {error}")
 
     def _count_steps(self, batches: data.TrainBatches) -> int:
         """Return the optimizer steps of the whole run, the same on every rank: all have the same data and cursor."""
@@ -227,6 +243,8 @@ class Run(Attempt):
         if is_new and (self.cfg.checkpoint.last or self.stopped):
             self._save(checkpoint.Mark(None if self.stopped else self.eval_loss), last=True)
         self._saver.wait()
+        if self._planned() is not None:
+            self._draw_mesh(observability.peak_memory_bytes(self.device))
 
     def export(self, tokenizer: Any) -> None:
         """Export the model for transformers and PEFT, according to checkpoint.export and peft.export. A collective."""

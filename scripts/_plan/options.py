@@ -102,6 +102,9 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
     parser.add_argument(
         "--dry-run", type=int, metavar="N", default=0, help="also play the best N rows on fake tensors; imports torch"
     )
+    parser.add_argument(
+        "--draw", metavar="FILE.svg", help="draw row 1, or the row of --why, as an SVG picture in this file"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options, overrides = parser.parse_known_args(arguments)
     for name, value in (("top", options.top), ("why", options.why), ("dry-run", options.dry_run or None)):

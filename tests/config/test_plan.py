@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -84,6 +85,24 @@ def test_terms_and_reasons_are_printed_on_demand(commands: Commands, tmp_path: P
     left_out = commands.run(PLAN, [*LLAMA_8B, *LONG, "--left-out"], tmp_path)
     assert "parallelism.tp > 8: its collectives, four per layer, would cross nodes" in left_out.output
     assert "needs more than" in left_out.output
+
+
+def test_a_row_is_drawn_as_a_picture(commands: Commands, tmp_path: Path) -> None:
+    ended = commands.run(PLAN, [*LLAMA_8B, *LONG, "parallelism.tp=4", "--draw", "mesh.svg", "--why", "2"], tmp_path)
+    assert ended.status == 0, ended.errors
+    assert not ended.imported_torch
+    root = ElementTree.parse(tmp_path / "mesh.svg").getroot()
+    ranks = [each.get("data-rank") for each in root.iter() if "data-rank" in each.attrib]
+    assert ranks == [str(rank) for rank in range(64)]
+    assert sum(each.get("data-group") == "tp" for each in root.iter()) == 3
+    row = rows(commands, [*LLAMA_8B, *LONG, "parallelism.tp=4"], tmp_path)[1]
+    bars = [each for each in root.iter() if each.get("data-bar") == "Memory of the fullest rank"]
+    drawn = {each.get("data-term"): float(each.get("data-value", "nan")) for each in bars}
+    assert drawn == pytest.approx({term["name"]: term["value"] for term in row["memory"]}, rel=1e-4)
+    refused = commands.run(PLAN, [*LLAMA_8B, *LONG, "--draw", "nowhere/mesh.svg"], tmp_path)
+    assert refused.status == 2
+    assert "--draw nowhere/mesh.svg: cannot be written: No such file or directory" in refused.errors
+    assert "Traceback" not in refused.errors
 
 
 def test_the_vocabulary_of_the_byte_tokenizer_is_that_of_a_built_model() -> None:

@@ -39,6 +39,7 @@ def test_job_on_eight_nodes_logs_the_losses_of_one_process(login: Login) -> None
         "environment.json",
         "code",
         "metrics.jsonl",
+        "mesh.svg",
         "logs",
         "checkpoints",
         "export",

@@ -1,0 +1,113 @@
+"""The picture of a mesh: every rank, the groups of the axes, memory and schedule, read back from the SVG."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise, product
+from xml.etree import ElementTree
+
+import pytest
+
+from components.config.schema.parallelism import MeshShape, ParallelismConfig, PipelineSchedule
+from components.planning.draw.mesh_picture import MeshPicture, render_mesh
+from components.planning.draw.rank_layout import RankLayout
+from components.planning.draw.schedule_panel import ScheduleDrawing
+from components.planning.draw.term_bar import TermBar
+from components.planning.formulas.pipeline import StageSeconds
+from components.planning.formulas.term import Term
+
+GIB = 2**30
+
+
+def rectangles(picture: MeshPicture, attribute: str) -> list[dict[str, str]]:
+    """Return the attributes of the rectangles that have one named `attribute`."""
+    root = ElementTree.fromstring(render_mesh(picture))
+    return [each.attrib for each in root.iter("{http://www.w3.org/2000/svg}rect") if attribute in each.attrib]
+
+
+def drawing(mesh: MeshShape, ranks_per_node: int = 8, **others: object) -> MeshPicture:
+    values = {"title": "a mesh", "facts": (), "parallelism": ParallelismConfig(), **others}
+    return MeshPicture(layout=RankLayout(mesh, ranks_per_node), **values)
+
+
+def schedule(name: str, pp: int, micro_batches: int) -> ScheduleDrawing:
+    parallelism = ParallelismConfig(pp=pp, pp_schedule=PipelineSchedule(name))
+    stages = (StageSeconds(0.1, 0.25, 0.1),) * len(parallelism.stage_ranks(pp))
+    return ScheduleDrawing(parallelism, pp, micro_batches, stages, send_seconds=0.01)
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshShape(pp=2, dp_shard=2, tp=2), MeshShape(dp_replicate=2, dp_shard=2, ep=2, tp=2), MeshShape(cp=8)]
+)
+def test_every_rank_is_drawn_once_with_its_coordinates(mesh: MeshShape) -> None:
+    cells = rectangles(drawing(mesh, 4), "data-rank")
+    degrees = [("pp", mesh.pp), ("dp_replicate", mesh.dp_replicate), ("dp_shard", mesh.dp_shard), ("ep", mesh.ep)]
+    degrees = [each for each in [*degrees, ("cp", mesh.cp), ("tp", mesh.tp)] if each[1] > 1]
+    expected = [
+        " ".join(f"{axis}={value}" for (axis, _), value in zip(degrees, values, strict=True))
+        for values in product(*(range(degree) for _, degree in degrees))
+    ]
+    assert [(int(each["data-rank"]), each["data-coordinates"]) for each in cells] == list(enumerate(expected))
+
+
+def test_colored_ranks_are_the_groups_of_rank_0() -> None:
+    cells = rectangles(drawing(MeshShape(pp=2, dp_shard=2, ep=2, tp=2)), "data-rank")
+    found = {axis: [int(each["data-rank"]) for each in cells if each["data-group"] == axis] for axis in ("pp", "tp")}
+    found |= {axis: [int(each["data-rank"]) for each in cells if each["data-group"] == axis] for axis in ("ep",)}
+    found["dp_shard"] = [int(each["data-rank"]) for each in cells if each["data-group"] == "dp_shard"]
+    # rank = 8 pp + 4 dp_shard + 2 ep + tp
+    assert found == {"pp": [8], "dp_shard": [4], "ep": [2], "tp": [1]}
+
+
+@pytest.mark.parametrize(("mesh", "per_node"), [(MeshShape(pp=8, dp_shard=64, tp=8), 8), (MeshShape(dp_shard=4096), 1)])
+def test_a_large_world_is_a_map_with_a_few_nodes_in_full(mesh: MeshShape, per_node: int) -> None:
+    picture = drawing(mesh, per_node)
+    nodes, squares = rectangles(picture, "data-node"), rectangles(picture, "data-square")
+    assert 1 <= len(nodes) <= 4
+    assert len(squares) == min(4096 // per_node, 2048)
+    text = render_mesh(picture)
+    assert f"{len(nodes)} of {4096 // per_node:,} nodes in full" in text
+    assert len(text) < 1_000_000
+    assert max(float(each["y"]) for each in squares) < 2000
+
+
+def test_memory_segments_are_as_high_as_their_bytes_and_stack_up() -> None:
+    sizes = {"parameters": 10 * GIB, "gradients": 5 * GIB, "activations": 25 * GIB}
+    terms = tuple(Term(name, size, "") for name, size in sizes.items())
+    bar = TermBar("memory", terms, GIB, "GiB", (("device", 80.0 * GIB),))
+    segments = rectangles(drawing(MeshShape(), memory=bar), "data-term")
+    heights = {each["data-term"]: float(each["height"]) for each in segments}
+    assert heights == pytest.approx({"parameters": 37.5, "gradients": 18.75, "activations": 93.75}, abs=2e-3)
+    for below, above in pairwise(segments):
+        assert float(above["y"]) + float(above["height"]) == pytest.approx(float(below["y"]), abs=2e-3)
+
+
+@pytest.mark.parametrize(("name", "pp", "number"), [("1F1B", 4, 8), ("1F1B", 3, 100), ("Interleaved1F1B", 4, 8)])
+def test_the_timeline_keeps_the_order_of_stages(name: str, pp: int, number: int) -> None:
+    drawn = schedule(name, pp, number)
+    boxes = rectangles(drawing(MeshShape(pp=pp), schedule=drawn), "data-micro-batch")
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    forwards: dict[tuple[int, int], tuple[float, float]] = {}
+    for each in boxes:
+        span = (float(each["x"]), float(each["x"]) + float(each["width"]))
+        spans[each["data-pp-rank"]].append(span)
+        if each["data-kind"] == "F":
+            forwards[int(each["data-micro-batch"]), int(each["data-stage"])] = span
+    for of_rank in spans.values():
+        for before, after in pairwise(sorted(of_rank)):
+            assert after[0] >= before[1] - 0.01, "two boxes of a rank overlap"
+    stages = len(drawn.stages)
+    micro_batches = min(number, 16 // pp * pp)
+    assert sorted(forwards) == list(product(range(micro_batches), range(stages)))
+    for (micro_batch, stage), span in forwards.items():
+        if stage:
+            assert span[0] > forwards[micro_batch, stage - 1][1], "a stage starts before its input has arrived"
+    assert ("Cut: " in render_mesh(drawing(MeshShape(pp=pp), schedule=drawn))) == (number > micro_batches)
+
+
+def test_any_title_gives_valid_xml_and_the_same_text_twice() -> None:
+    title = 'a < b & "c" \x00\x1b \ud800 ]]> \''
+    text = render_mesh(drawing(MeshShape(tp=2), title=title))
+    root = ElementTree.fromstring(text.encode())
+    assert root.findtext("{http://www.w3.org/2000/svg}title") == 'a < b & "c" ?? ? ]]> \''
+    assert text == render_mesh(drawing(MeshShape(tp=2), title=title))
