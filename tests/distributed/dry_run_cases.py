@@ -36,11 +36,12 @@ from components.planning.dry_run.dry_run_result import DryRun
 from components.planning.dry_run.play import build_objective, play
 from components.planning.dry_run.storages import SavedForBackward, local_bytes, parameters_in_use
 from components.planning.dry_run.synthetic_batches import synthetic_batches
+from components.resilience.gc import GarbageCollection
 from scripts._memory.ranks import allocations, highest
 from tests.harness import run_ranks
 
-STEPS = 2
-"""Steps after the first whose peaks are measured; gloo's threads free their buffers at different times in each."""
+STEPS = 5
+"""Steps whose peaks are measured: gloo's threads may still hold buffers of earlier collectives in some of them."""
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True,
@@ -216,9 +217,9 @@ def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:
     buckets = gradients[0] if isinstance(model.replica, DistributedDataParallel) else 0
     peaks, saved = [], 0
     for _ in range(STEPS):
-        gc.collect()
         gradients.clear()
-        with SavedForBackward(lambda: parameters_in_use(model.module, head)) as kept, allocations() as changes:
+        gc.collect()
+        with GarbageCollection(1), SavedForBackward(lambda: parameters_in_use(model.module, head)) as kept, allocations() as changes:
             step()
         saved = max(saved, kept.peak)
         peaks.append(parameters + state_bytes + average + frozen + buckets + highest(changes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,19 @@ from components.config.schema.optimizer import MuonConfig, SGDConfig
 from components.config.schema.recipes import TrainConfig
 from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
 from components.planning.dry_run.dry_run_result import DryRun
-from tests.distributed.dry_run_cases import Measured, classify, dpo, finetune, measure_ranks, play_ranks
+from tests.distributed.dry_run_cases import (
+    Measured,
+    classify,
+    distill,
+    dpo,
+    finetune,
+    measure_ranks,
+    play_ranks,
+    save_teacher,
+)
 
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
+MIB = 2**20
 TOLERANCE = 0.03
 """Largest relative difference of a figure."""
 Make = Callable[[int], TrainConfig]
@@ -96,19 +107,31 @@ QUICK = (
 @pytest.mark.parametrize("name", CASES if EVERYTHING else QUICK)
 def test_dry_run_agrees_with_real_ranks_on_memory_and_traffic(name: str) -> None:
     world, config = CASES[name]
-    cfg = config(world)
+    _compare(name, config(world), world)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="MESHBOOK_ALL_PARITY=1 runs it")
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_dry_run_counts_the_teacher(tmp_path: Path, axes: dict[str, int]) -> None:
+    cfg = distill(world=2, teacher=save_teacher(tmp_path), **axes)
+    played = _compare(f"distillation {axes}", cfg, 2)
+    assert played.frozen > 10 * MIB
+
+
+def _compare(name: str, cfg: TrainConfig, world: int) -> DryRun:
+    """Compare the ranks that differ with their dry runs; return that of rank 0."""
     ranks = ranks_to_play(cfg, world) if cfg.parallelism.pp > 1 else [0]  # without stages, all ranks hold as much
-    real = measure_ranks(cfg, world)
-    for rank, played in zip(ranks, play_ranks(cfg, world, ranks), strict=True):
+    real, runs = measure_ranks(cfg, world), play_ranks(cfg, world, ranks)
+    for rank, played in zip(ranks, runs, strict=True):
         print(f"\n| {name} | {rank} | {_cells(played, real[rank])} |")
         for figure in ("parameters", "gradients", "optimizer"):
             assert getattr(played, figure) == pytest.approx(getattr(real[rank], figure), rel=TOLERANCE), figure
         if cfg.parallelism.ep == 1:  # routing, which decides the bytes sent to experts, is not known before
-            assert {(each.group, each.operation): (each.calls, each.bytes) for each in played.traffic} == real[
-                rank
-            ].traffic
+            traffic = {(each.group, each.operation): (each.calls, each.bytes) for each in played.traffic}
+            assert traffic == real[rank].traffic
         # A buffer that gloo has not freed yet may be part of a step's peak or not.
         assert any(played.peak == pytest.approx(peak, rel=TOLERANCE) for peak in real[rank].peaks), real[rank].peaks
+    return runs[0]
 
 
 def _cells(played: DryRun, real: Measured) -> str:
@@ -118,7 +141,7 @@ def _cells(played: DryRun, real: Measured) -> str:
     ]
     nearest = min(real.peaks, key=lambda peak: abs(peak - played.peak))
     pairs = [*figures, (played.peak, nearest)]
-    text = " | ".join(f"{ours / 2**20:.1f} / {theirs / 2**20:.1f}" for ours, theirs in pairs)
+    text = " | ".join(f"{ours / MIB:.1f} / {theirs / MIB:.1f}" for ours, theirs in pairs)
     return f"{text} | {100 * (played.peak / nearest - 1):+.2f} %"
 
 

@@ -48,17 +48,18 @@ class DryRun:
     average: int
     """Bytes of the moving average of the weights (training.ema_decay)."""
     frozen: int
-    """Bytes of the parameters of a second model, which is not trained: a teacher or a reference."""
+    """Bytes of a second model, which is not trained: a teacher or a reference."""
     buffers: int
-    """Bytes of the models' buffers."""
+    """Bytes of the trained model's buffers."""
     saved: int
-    """Highest sum of the bytes that autograd saves for the backward, without parameters."""
+    """Highest sum of the bytes that autograd saves for the backward, without parameters. Outputs that selective
+    recomputation keeps are not among them; they are in `peak`."""
     peak: int
     """Highest sum of all bytes during the step, with all of the above."""
     peak_operator: str
     """Operator that allocated the last bytes of the peak."""
     peak_phase: str
-    """forward and backward, or the update by the optimizer."""
+    """forward, backward or update."""
     groups: tuple[PlayedGroup, ...]
     """Process groups of this rank."""
     traffic: tuple[PlayedTraffic, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +33,7 @@ from components.planning.dry_run.played_config import played_config
 from components.planning.dry_run.storage_tracker import StorageTracker
 from components.planning.dry_run.storages import SavedForBackward, local_bytes, parameters_in_use
 from components.planning.dry_run.synthetic_batches import synthetic_batches
+from components.resilience.gc import GarbageCollection
 from components.training.objectives.chunked_loss import CHUNK_LOGITS
 
 CPU = torch.device("cpu")
@@ -144,11 +144,11 @@ def _build(cfg: TrainConfig, run: _PlayedRun, fake: FakeRank, tracker: StorageTr
 
 def _step(played: _PlayedModel, fake: FakeRank, tracker: StorageTracker) -> int:
     """Run an optimizer step; return the highest bytes of the tensors saved for the backward."""
-    gc.collect()
     tracker.phase = lambda: BACKWARD if in_backward() else FORWARD
     tracker.restart()
     saved = SavedForBackward(lambda: parameters_in_use(played.model.module, played.tied_head))
-    with fake, tracker, saved:
+    # As in a run, objects in reference cycles are not freed within a step.
+    with GarbageCollection(every=1), fake, tracker, saved:
         training.train_step(played.model, played.batches, played.optimizer, played.objective)
     return saved.peak
 
