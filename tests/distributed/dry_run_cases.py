@@ -40,8 +40,8 @@ from components.resilience.gc import GarbageCollection
 from scripts._memory.ranks import allocations, highest
 from tests.harness import run_ranks
 
-STEPS = 5
-"""Steps whose peaks are measured: gloo's threads may still hold buffers of earlier collectives in some of them."""
+WINDOWS = 3
+"""Pairs of steps whose peaks are measured: gloo's threads may still hold buffers of earlier collectives in some."""
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True,
@@ -65,7 +65,7 @@ class Measured:
     optimizer: int
     saved: int
     peaks: tuple[int, ...]
-    """Peak of each measured step."""
+    """Peak of each measured pair of steps."""
     traffic: dict[tuple[str, str], tuple[int, int]]
     """(group, operation) -> (calls, bytes) of a step."""
 
@@ -216,11 +216,16 @@ def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:
     # DDP's buckets hold the gradients, and outlive the step.
     buckets = gradients[0] if isinstance(model.replica, DistributedDataParallel) else 0
     peaks, saved = [], 0
-    for _ in range(STEPS):
+    for _ in range(WINDOWS):
         gradients.clear()
         gc.collect()
-        with GarbageCollection(1), SavedForBackward(lambda: parameters_in_use(model.module, head)) as kept, allocations() as changes:
+        with (
+            GarbageCollection(1),
+            SavedForBackward(lambda: parameters_in_use(model.module, head)) as kept,
+            allocations() as changes,
+        ):
             step()
+            step()  # what a step leaves allocated is part of the next one's peak; split backwards leave gradients
         saved = max(saved, kept.peak)
         peaks.append(parameters + state_bytes + average + frozen + buckets + highest(changes))
     return Measured(parameters, gradients[0], state_bytes, saved, tuple(peaks), rows)
