@@ -12,9 +12,11 @@ import pytest
 from components.config.errors import ConfigError
 from components.config.schema.model import DType, LossMethod
 from components.config.schema.optimizer import MuonConfig, SGDConfig
-from components.config.schema.recipes import TrainConfig
+from components.config.schema.recipes import FinetuneConfig, TrainConfig
 from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
 from components.planning.dry_run.dry_run_result import DryRun
+from components.planning.formulas.memory import estimate_memory
+from components.planning.formulas.workload import build_workload
 from tests.distributed.dry_run_cases import (
     Measured,
     classify,
@@ -29,7 +31,9 @@ from tests.distributed.dry_run_cases import (
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 MIB = 2**20
 TOLERANCE = 0.03
-"""Largest relative difference of a figure."""
+"""Largest relative difference of a figure of a dry run."""
+FORMULA_TOLERANCE = 0.08
+"""Largest relative difference of the peak of the fullest rank by closed formulas."""
 Make = Callable[[int], TrainConfig]
 SCHEDULES = ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -135,6 +139,10 @@ def _compare(name: str, cfg: TrainConfig, world: int) -> DryRun:
             assert traffic == real[rank].traffic
         # A buffer that gloo has not freed yet may be part of a step's peak or not.
         assert any(played.peak == pytest.approx(peak, rel=TOLERANCE) for peak in real[rank].peaks), real[rank].peaks
+    if isinstance(cfg, FinetuneConfig):
+        formula = estimate_memory(build_workload(cfg, cfg.parallelism.resolve(world), on_gpu=False), "cpu").peak
+        fullest = max(max(real[rank].peaks) for rank in ranks)
+        assert formula == pytest.approx(fullest, rel=FORMULA_TOLERANCE)
     return runs[0]
 
 
