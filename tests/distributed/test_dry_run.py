@@ -103,11 +103,9 @@ equal steps of a rank whose dry run has 331).
 """
 QUICK = (
     "Llama dp_shard 2",
-    "Llama tp 2, sequence parallel",
     "Llama pp 2, ZBVZeroBubble",
     "MoE ep 2",
     "LoRA dp_shard 2",
-    "DPO single, adapters off",
 )
 
 
