@@ -5,8 +5,6 @@ from __future__ import annotations
 from components.config.errors import ConfigError
 from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.recipes import RecipeConfig, TrainConfig
-from components.planning.formulas.hardware import find_hardware
-from components.planning.formulas.memory_check import Verdict, check_memory
 
 
 def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tuple[list[str], list[str]]:
@@ -23,6 +21,10 @@ def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tup
     if cluster.gpu is None:
         unknown = "memory: not checked, since cluster.gpu is not set; set it to an option of conf/gpu"
         return [], [unknown] if on_cluster and cluster.device is not Device.cpu else []
+    # Imported here, because every launch reaches this function and few have a device.
+    from components.planning.formulas.hardware import find_hardware
+    from components.planning.formulas.memory_check import Verdict, check_memory
+
     try:
         hardware = find_hardware(cluster.gpu)
     except ConfigError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 
 from components.config.compose.command_line import compose_from_command_line
 from components.config.errors import ConfigError
@@ -20,7 +21,6 @@ from components.launch.clusters import backend_of
 from components.launch.hub_access import OFFLINE, check_hub, is_offline
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.memory_report import memory_report
-from components.launch.planned_mesh import planned_command_line
 from components.launch.rank import restrict_new_files
 from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
@@ -58,7 +58,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
             problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
         return backend_problems + problems
 
-    with planned_command_line(recipe, world_size):
+    with _planned_command_line(recipe, world_size):
         cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
     if cfg is None:
         return None
@@ -80,6 +80,15 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         print_text(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
         print_text(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     return CheckedRun(recipe, cfg, directory, processes, notes)
+
+
+def _planned_command_line(recipe: Recipe, world_size: int | None) -> AbstractContextManager[None]:
+    """Return a context in which the planner has chosen the mesh of `parallelism=auto`."""
+    if not any(each.startswith(("parallelism=auto", "parallelism=plan:")) for each in sys.argv[1:]):
+        return nullcontext()
+    from components.launch.planned_mesh import planned_command_line  # few commands need the planner
+
+    return planned_command_line(recipe, world_size)
 
 
 def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:

@@ -26,7 +26,7 @@ from components.launch.machine import processes_of, visible_gpus
 from components.planning.formulas.candidates import Candidate, Choice, LeftOut
 from components.planning.formulas.hardware import CPU_NAME, Hardware, find_hardware
 from components.planning.formulas.memory_check import GIB
-from components.planning.formulas.ranking import Plan, rank_plans
+from components.planning.formulas.ranking import Plan, legal_plans
 from components.protocol.run_files import CONFIG
 from components.terminal import print_text
 
@@ -48,9 +48,6 @@ def planned_command_line(recipe: Recipe, world_size: int | None) -> Iterator[Non
 
     Raises ConfigError if the device or the model's sizes are unknown, or if no mesh fits.
     """
-    if not any(each.startswith(("parallelism=auto", "parallelism=plan:")) for each in sys.argv[1:]):
-        yield
-        return
     _reject_plan(sys.argv)
     overrides = [each for each in sys.argv[1:] if each != AUTO]
     argv, sys.argv = sys.argv, [sys.argv[0], *_without_print_options(overrides)]
@@ -65,17 +62,17 @@ def planned_command_line(recipe: Recipe, world_size: int | None) -> Iterator[Non
         sys.argv = argv
 
 
-def plan_run(cfg: TrainConfig, overrides: Sequence[str], world: int, left_out: LeftOut | None = None) -> list[Plan]:
-    """Return the candidates for a run that fit its device, the fastest first.
+def plan_run(cfg: TrainConfig, overrides: Sequence[str], world: int, count: int) -> list[Plan]:
+    """Return the fastest plans for a run that fit its device and pass all checks.
 
     Args:
         cfg: The run.
         overrides: Its command line, whose mesh keys are kept.
         world: Number of ranks.
-        left_out: Filled with the reasons for leaving candidates out.
+        count: Most plans to return.
     """
     choice = Choice(world, max(1, world // cfg.cluster.nodes), fixed_keys(overrides))
-    return rank_plans(cfg, read_shape(cfg.model), choice, device_of(cfg), left_out or LeftOut())
+    return legal_plans(cfg, read_shape(cfg.model), choice, device_of(cfg), LeftOut(), count)
 
 
 def device_of(cfg: RecipeConfig) -> Hardware:
@@ -116,7 +113,7 @@ def sweep_values(cfg: RecipeConfig, overrides: Sequence[str], best: int) -> list
     """Return the names and the overrides of the best meshes for one point of a sweep."""
     train = _trains(cfg)
     world = processes_of(cfg, visible_gpus(os.environ))
-    plans = plan_run(train, overrides, world)[:best]
+    plans = plan_run(train, overrides, world, best)
     return [(_name(plan.candidate, world), plan.candidate.overrides(cfg.parallelism)) for plan in plans]
 
 
@@ -136,7 +133,7 @@ def _auto_overrides(cfg: RecipeConfig, overrides: Sequence[str], world_size: int
     if (stored := _stored_candidate(cfg, world)) is not None:
         print_text(f"{AUTO}: keeps {_name(stored, world)}, as {cfg.run.dir} began with", file=sys.stderr)
         return stored.overrides(cfg.parallelism)
-    best = plan_run(train, overrides, world)[0]
+    best = plan_run(train, overrides, world, 1)[0]
     print_text(
         f"{AUTO}: {_name(best.candidate, world)}, micro-batches of {best.candidate.micro_batch_size}; estimated "
         f"{best.memory.peak / GIB:,.2f} GiB and {best.time.seconds:,.3g} s per step (scripts/plan.py shows others)",

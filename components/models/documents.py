@@ -76,7 +76,7 @@ def supports_varlen(query: torch.Tensor, value: torch.Tensor, dropout: float) ->
 
 
 def _plays_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor on the CPU stands for one of a GPU, in a dry run (components.planning.dry_run)."""
+    """Return whether a tensor is a GPU tensor of a dry run, which plays it on the CPU (components.planning.dry_run)."""
     return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "plays_gpu", False)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from components.config.schema.recipes import TrainConfig
 from components.distributed.init import get_local_world_size_preinit
 from components.exchange import broadcast_json
 from components.planning.draw.mesh_picture import picture_of_run, render_mesh
-from components.planning.formulas.ranking import plan_of
+from components.planning.formulas.ranking import estimate_run
 from components.protocol.run_files import MESH_PICTURE, atomic_write
 from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
@@ -73,8 +73,8 @@ class Run(Attempt):
         super().__exit__(kind, error, traceback)
 
     def _planned(self) -> dict[str, Any] | None:
-        planned = plan_of(self.cfg, self.mesh.shape) if self._is_main else None
-        return None if planned is None else asdict(planned)
+        estimate = estimate_run(self.cfg, self.mesh.shape) if self._is_main else None
+        return None if estimate is None else estimate.figures()
 
     def begin(
         self,

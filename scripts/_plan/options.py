@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import environ
 from typing import NoReturn
 
@@ -22,12 +22,11 @@ from components.config.schema.recipes import (
     TrainConfig,
 )
 from components.config.shape import ModelShape, read_shape
-from components.config.validate import validate
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.planned_mesh import device_of, fixed_keys
 from components.planning.formulas.candidates import Choice, LeftOut
 from components.planning.formulas.hardware import Hardware
-from components.planning.formulas.ranking import Plan, rank_plans
+from components.planning.formulas.ranking import Plan, legal_plans
 
 RECIPES: dict[str, type[TrainConfig]] = {
     "finetune": FinetuneConfig,
@@ -52,21 +51,8 @@ class PlanRequest:
 
     def plans(self) -> list[Plan]:
         """Return the fitting candidates, the fastest first; all that can be shown pass the recipe's own checks."""
-        ranked = rank_plans(self.cfg, self.shape, self.choice, self.hardware, self.left_out)
         wanted = max(self.options.top, self.options.why or 0, self.options.dry_run)
-        legal: list[Plan] = []
-        for plan in ranked:
-            if len(legal) >= wanted:
-                return legal
-            training = replace(self.cfg.training, micro_batch_size=plan.candidate.micro_batch_size)
-            planned = replace(self.cfg, parallelism=plan.candidate.parallelism, training=training)
-            if problems := validate(planned, self.choice.world, self.shape):
-                self.left_out.add(problems[0])
-            else:
-                legal.append(plan)
-        if not legal:
-            raise ConfigError([reason for reason, _ in self.left_out.reasons.most_common(3)])
-        return legal
+        return legal_plans(self.cfg, self.shape, self.choice, self.hardware, self.left_out, wanted)
 
     def command(self, plan: Plan) -> str:
         """Return the command that starts a plan."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -163,6 +165,12 @@ def test_a_launch_reports_memory_that_exceeds_the_device(commands: Commands, sma
     again = commands.run(recipe, [*LAUNCH, *LARGE, f"training.micro_batch_size={changed}"], small_device)
     assert "memory: the fullest rank needs about" in again.output + again.errors
 
+    # auto recomputes as much as the device requires, so it is not reported as too large.
+    medium = [*LAUNCH, *LARGE, "training.micro_batch_size=64"]
+    assert "warning: " in commands.run(recipe, medium, small_device).output
+    auto = commands.run(recipe, [*medium, "parallelism.activation_checkpointing=auto"], small_device)
+    assert "memory: the fullest rank needs about" in auto.output
+
     refused = commands.run(recipe, [*LAUNCH, *LARGE, "cluster.memory_check=refuse"], small_device)
     assert refused.status == 2
     assert "or set cluster.memory_check=report" in refused.errors
@@ -206,6 +214,12 @@ def test_a_run_that_resumes_keeps_the_mesh_of_parallelism_auto(commands: Command
     on_two = [each.replace("local_4proc", "local_2proc") for each in AUTO]
     other = commands.run(recipe, [*on_two, "parallelism=auto", f"run.dir={folder}"], tmp_path)
     assert "auto: keeps" not in other.errors
+
+
+def test_a_command_without_a_device_imports_no_planner() -> None:
+    code = "import sys, components.launch.open_run; print([name for name in sys.modules if 'planning' in name])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+                          ).stdout.strip() == "[]"  # fmt: skip
 
 
 def test_a_sweep_takes_the_best_meshes(commands: Commands, tmp_path: Path) -> None:

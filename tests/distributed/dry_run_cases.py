@@ -97,7 +97,7 @@ def finetune(
 
 
 def model_config(model: str, **values: Any) -> ModelConfig:
-    """Return the config of one of MODELS, in float32 and with the loss of logits unless told otherwise."""
+    """Return the config of one of MODELS, in float32 and with model.loss=logits by default."""
     config = MODELS[model] | values.pop("config", {})
     options = {"dtype": "float32", "compute_dtype": "float32", "loss": LossMethod.logits, **values}
     return ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=config, **options)

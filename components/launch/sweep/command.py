@@ -20,7 +20,6 @@ from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.open_run import directory_problems
-from components.launch.planned_mesh import BEST, requested_plans, sweep_values
 from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.filesystem import check_writable, reported_by_path
 from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
@@ -80,6 +79,10 @@ def run_sweep(recipe: Recipe) -> int:
 
 def _expand(recipe: Recipe, check: Check) -> SweepRequest:
     """Return the points of the sweep; with `parallelism=plan:K`, each of them on its best K meshes."""
+    if not any(each.startswith("parallelism=plan:") for each in sys.argv[1:]):
+        return expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
+    from components.launch.planned_mesh import BEST, requested_plans, sweep_values  # few commands need the planner
+
     best = requested_plans(sys.argv[1:])
     if best is None:
         return expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)

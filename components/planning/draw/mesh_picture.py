@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from components.config.errors import ConfigError
 from components.config.micro_batches import fitting_micro_batch
 from components.config.schema.parallelism import MeshShape, ParallelismConfig
 from components.config.schema.recipes import TrainConfig
@@ -13,13 +12,13 @@ from components.planning.draw.rank_panel import LEFT, WIDTH, draw_axes, draw_ran
 from components.planning.draw.schedule_panel import ScheduleDrawing, draw_schedule
 from components.planning.draw.svg import MUTED, RULE, SvgCanvas, wrapped
 from components.planning.draw.term_bar import TermBar, draw_bar, largest_terms
-from components.planning.formulas.hardware import Hardware, find_hardware
-from components.planning.formulas.memory import MemoryEstimate, estimate_memory
+from components.planning.formulas.hardware import Hardware
+from components.planning.formulas.memory import MemoryEstimate
 from components.planning.formulas.memory_check import GIB, usable_bytes
 from components.planning.formulas.pipeline import StageSeconds
-from components.planning.formulas.ranking import Plan
-from components.planning.formulas.step_time import StepTime, estimate_time
-from components.planning.formulas.workload import Workload, build_workload
+from components.planning.formulas.ranking import Plan, estimate_run
+from components.planning.formulas.step_time import StepTime
+from components.planning.formulas.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +72,8 @@ def picture_of_run(
     Args:
         measured_bytes: Peak memory of rank 0; None: not measured yet.
     """
-    if cfg.cluster.gpu is not None:
-        try:
-            hardware = find_hardware(cfg.cluster.gpu)
-            workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu)
-        except ConfigError:  # reported before the run started, or the sizes of a custom model are unknown
-            pass
-        else:
-            memory, time = estimate_memory(workload, hardware.device_type), estimate_time(workload, hardware)
-            return _estimated(workload, memory, time, hardware, ranks_per_node, title, measured_bytes)
+    if (run := estimate_run(cfg, mesh)) is not None:
+        return _estimated(run.workload, run.memory, run.time, run.hardware, ranks_per_node, title, measured_bytes)
     return MeshPicture(
         title=title,
         facts=(f"{mesh.summary}, {ranks_per_node} per node",),

@@ -42,7 +42,7 @@ def synthetic_batches(cfg: TrainConfig, mesh: Any) -> list[Batch]:
         mesh: This rank's mesh.
     """
     training = cfg.training
-    # All dp ranks have equal rows, so one of them stands for all: its share of the global batch, of the same few rows.
+    # All dp ranks have equal rows, so the share of one rank is built, and it repeats a few rows.
     plan = data.BatchPlan(
         global_batch_size=training.global_batch_size // mesh.size("dp"),
         micro_batch_size=training.micro_batch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from components.config.errors import ConfigError
@@ -324,8 +324,3 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
         shared_mlp=shape.shared_mlp or 0,
         window=shape.window,
     )
-
-
-def with_layers(architecture: Architecture, layers: int) -> Architecture:
-    """Return the same model with another number of decoder layers."""
-    return replace(architecture, layers=layers)

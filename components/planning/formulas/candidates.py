@@ -30,7 +30,6 @@ SCHEDULES = (ONE_F_ONE_B, PipelineSchedule("Interleaved1F1B"), PipelineSchedule(
 SHORT_ROW = 4096
 """Rows of fewer tokens per rank than this are not split by cp: attention is then a small part of the step."""
 LARGEST_MICRO_BATCH = 16
-MESH_KEYS = tuple(f"parallelism.{axis}" for axis in AXES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from components.config.schema.parallelism import ActivationCheckpointing, MeshSh
 from components.config.schema.recipes import TrainConfig
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.memory import MemoryEstimate, estimate_memory
-from components.planning.formulas.workload import build_workload
+from components.planning.formulas.workload import Workload, build_workload
 
 GIB = 2**30
 RESERVED_BYTES = 1.5 * GIB
@@ -67,8 +67,27 @@ def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Memor
     return MemoryCheck(estimate, hardware, Verdict.exceeds if exceeds else Verdict.tight, text)
 
 
+def workload_on(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Workload:
+    """Return the work of a run on its device, with activation_checkpointing=auto resolved to the least recomputation
+    that fits, or to full.
+
+    Raises ConfigError if the sizes of the model are unknown.
+    """
+    workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu)
+    if cfg.parallelism.activation_checkpointing is not ActivationCheckpointing.auto:
+        return workload
+    for policy in (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full):
+        chosen = replace(cfg.parallelism, activation_checkpointing=policy)
+        if recompute_problems(cfg.model, chosen, mesh):
+            continue
+        workload = replace(workload, parallelism=chosen)
+        if estimate_memory(workload, hardware.device_type).peak * (1 + ESTIMATE_ERROR) <= usable_bytes(hardware):
+            break
+    return workload
+
+
 def _estimate(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> MemoryEstimate:
-    return estimate_memory(build_workload(cfg, mesh, on_gpu=hardware.is_gpu), hardware.device_type)
+    return estimate_memory(workload_on(cfg, mesh, hardware), hardware.device_type)
 
 
 def _fitting_changes(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Iterator[str]:

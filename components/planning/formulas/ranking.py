@@ -9,10 +9,11 @@ from components.config.errors import ConfigError
 from components.config.schema.parallelism import MeshShape, ParallelismConfig, Strategy, describe_processes
 from components.config.schema.recipes import TrainConfig
 from components.config.shape import ModelShape
+from components.config.validate import validate
 from components.planning.formulas.candidates import Candidate, Choice, LeftOut, candidates
 from components.planning.formulas.hardware import Hardware, find_hardware
 from components.planning.formulas.memory import MemoryEstimate, estimate_memory
-from components.planning.formulas.memory_check import ESTIMATE_ERROR, GIB, usable_bytes
+from components.planning.formulas.memory_check import ESTIMATE_ERROR, GIB, usable_bytes, workload_on
 from components.planning.formulas.step_time import StepTime, estimate_time
 from components.planning.formulas.workload import Workload, build_workload
 
@@ -78,29 +79,60 @@ def rank_plans(
     return list(best.values())
 
 
+def legal_plans(
+    cfg: TrainConfig, shape: ModelShape, choice: Choice, hardware: Hardware, left_out: LeftOut, count: int
+) -> list[Plan]:
+    """Return the first `count` plans of `rank_plans` that pass all checks of the config.
+
+    Raises ConfigError like `rank_plans`, and with the problems if no plan passes.
+    """
+    legal: list[Plan] = []
+    for plan in rank_plans(cfg, shape, choice, hardware, left_out):
+        if len(legal) >= count:
+            break
+        training = replace(cfg.training, micro_batch_size=plan.candidate.micro_batch_size)
+        planned = replace(cfg, parallelism=plan.candidate.parallelism, training=training)
+        if problems := validate(planned, choice.world, shape):
+            left_out.add(problems[0])
+        else:
+            legal.append(plan)
+    if not legal:
+        raise ConfigError([reason for reason, _ in left_out.reasons.most_common(3)])
+    return legal
+
+
 @dataclass(frozen=True, slots=True)
-class Planned:
+class RunEstimate:
     """Estimates for one run on its device."""
 
-    gpu: str
+    hardware: Hardware
     """The device, cluster.gpu."""
-    peak_memory_bytes: int
-    """Peak memory of the fullest rank."""
-    step_seconds: float
-    """Time of an optimizer step."""
+    workload: Workload
+    memory: MemoryEstimate
+    """Memory of the fullest rank."""
+    time: StepTime
+
+    def figures(self) -> dict[str, str | float]:
+        """Return what result.json holds beside the measured figures."""
+        return {
+            "gpu": self.hardware.name,
+            "peak_memory_bytes": self.memory.peak,
+            "step_seconds": round(self.time.seconds, 6),
+        }
 
 
-def plan_of(cfg: TrainConfig, mesh: MeshShape) -> Planned | None:
-    """Return the estimates for a run; None if its device is not set or its model's sizes are unknown."""
+def estimate_run(cfg: TrainConfig, mesh: MeshShape) -> RunEstimate | None:
+    """Return the estimates for a run; None if its device is not set, or if its model's sizes are unknown."""
     if cfg.cluster.gpu is None:
         return None
     try:
         hardware = find_hardware(cfg.cluster.gpu)
-        workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu)
+        workload = workload_on(cfg, mesh, hardware)
     except ConfigError:  # reported before the run started
         return None
-    memory, time = estimate_memory(workload, hardware.device_type), estimate_time(workload, hardware)
-    return Planned(hardware.name, memory.peak, round(time.seconds, 6))
+    return RunEstimate(
+        hardware, workload, estimate_memory(workload, hardware.device_type), estimate_time(workload, hardware)
+    )
 
 
 def _nothing_fits(smallest: Candidate | None, least: int, choice: Choice, hardware: Hardware, left_out: LeftOut) -> str:
