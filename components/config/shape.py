@@ -113,12 +113,22 @@ def read_shape(model: ModelConfig) -> ModelShape:
         elif files.is_local and (Path(files.name_or_folder) / "config.json").is_file():
             config = _read_config_json(Path(files.name_or_folder) / "config.json")
             sizes |= shape_of_config(config) | _shape_of_family({**config, **model.config})
-            if sizes["experts"] is None and "expert" not in str(config):
+            if sizes["experts"] is None and _is_dense(config):
                 sizes["experts"] = 0
     else:
         sizes |= _shape_of_family(model.config)
     sizes |= shape_of_config(model.config)
     return ModelShape(**sizes)
+
+
+def shape_of_built(config: dict[str, Any]) -> ModelShape:
+    """Return the sizes of a built model, given its whole Hugging Face config as a dict."""
+    sizes = shape_of_config(config) | _shape_of_family(config)
+    return ModelShape(**(sizes | ({"experts": 0} if _is_dense(config) else {})))
+
+
+def _is_dense(config: dict[str, Any]) -> bool:
+    return "expert" not in str(config)
 
 
 def shape_of_config(config: dict[str, Any]) -> dict[str, Any]:

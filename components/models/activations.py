@@ -1,25 +1,19 @@
-"""Selective activation checkpointing of decoder layers, and the bytes that a layer saves under each policy."""
+"""Selective activation checkpointing of decoder layers."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from components.config.schema.parallelism import ActivationCheckpointing
-from components.models.anatomy import shortened_config, transformers_class
-
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 SAVED_OPERATORS = (
     "aten::mm",
@@ -40,31 +34,6 @@ SAVED_OPERATORS = (
 `inductor_compiled_code` is flex attention, which transformers compiles itself: it is the only compiled region inside an
 uncompiled layer. torch dispatches such regions as one operator after `wrap_compiled_regions`.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class LayerBytes:
-    """Bytes that one decoder layer saves for the backward of one micro-batch, under each checkpointing policy."""
-
-    none: int
-    selective: int
-    full: int
-
-    def of(self, policy: ActivationCheckpointing, layers: int, in_flight: int = 1) -> int:
-        """Return the peak activation bytes of `layers` under a policy.
-
-        A policy that recomputes adds one layer in full: the one whose backward is running.
-
-        Args:
-            in_flight: Micro-batches whose activations are held at the same time.
-        """
-        saved = {
-            ActivationCheckpointing.none: self.none,
-            ActivationCheckpointing.selective: self.selective,
-            ActivationCheckpointing.full: self.full,
-        }
-        recomputed = 0 if policy == ActivationCheckpointing.none else self.none
-        return saved[policy] * layers * in_flight + recomputed
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -88,28 +57,6 @@ def wrap_compiled_regions() -> None:
 
     if torch.__version__ >= "2.12":
         config.wrap_inductor_compiled_regions = True
-
-
-def layer_bytes(
-    model: PreTrainedModel, rows: int, seq: int, dtype: torch.dtype, tp: int = 1, sequence_parallel: bool = False
-) -> LayerBytes:
-    """Measure the bytes that a layer saves for a micro-batch of (rows, seq), on fake tensors, without using memory.
-
-    The fake forwards run in bfloat16, the only dtype that fused experts support, and the result is scaled to `dtype`.
-    tp divides activations that are not as wide as the hidden states; sequence parallel divides those too. Exceptions
-    of the model's forward on fake tensors are passed on.
-    """
-    # The difference of a two-layer and a one-layer model is one layer without embedding and head.
-    one, two = (_saved_bytes(model, layers, rows, seq) for layers in (1, 2))
-    scale = dtype.itemsize // 2
-    hidden, inner, saved_hidden, saved_inner = (scale * (two[kind] - one[kind]) for kind in range(4))
-    sp = tp if sequence_parallel else 1
-    layer_input = rows * seq * model.config.get_text_config().hidden_size * dtype.itemsize // sp
-    return LayerBytes(
-        none=hidden // sp + inner // tp,
-        selective=layer_input + saved_hidden // sp + saved_inner // tp,
-        full=layer_input,
-    )
 
 
 def _is_saved(operator: Any, args: Any, kwargs: Any) -> bool:
@@ -269,53 +216,3 @@ class _ReuseOutputs(_OutputsMode):
                 "parallelism.activation_checkpointing=full"
             )
         return tree_map_only(_SavedTensor, _SavedTensor.take, queue.popleft())
-
-
-class _CountSavedOutputs(TorchDispatchMode):
-    """Dispatch mode that passes each output of `SAVED_OPERATORS` to a callback."""
-
-    def __init__(self, count: Callable[[torch.Tensor], None]) -> None:
-        super().__init__()
-        self._count = count
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _is_saved(func, args, kwargs or {}):
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._count(leaf)
-        return result
-
-
-def _saved_bytes(model: PreTrainedModel, layers: int, rows: int, seq: int) -> list[int]:
-    """Return the bytes that a copy of a model with `layers` layers saves in one forward.
-
-    Four numbers: tensors that autograd saves, as wide as hidden states and others; then outputs of `SAVED_OPERATORS`,
-    as wide as hidden states and others.
-    """
-    from components.models.attention import use_causal_sdpa  # here, because it imports transformers
-
-    config = shortened_config(model.config.get_text_config(), layers)
-    saved = [0, 0, 0, 0]
-    seen: dict[int, Any] = {}
-
-    def count(tensor: torch.Tensor, start: int) -> None:
-        size = tensor.untyped_storage().nbytes()
-        saved[start + (tensor.shape[-1:] != (config.hidden_size,))] += size
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen[storage._cdata] = storage  # keep it alive, so that its address is not reused
-            count(tensor, 0)
-        return tensor
-
-    with torch.random.fork_rng(devices=[]), FakeTensorMode():
-        fake: Any = transformers_class(model)._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        use_causal_sdpa(fake)
-        seen |= {each.untyped_storage()._cdata: each.untyped_storage() for each in fake.parameters()}
-        tokens = torch.zeros(rows, seq, dtype=torch.int64)
-        counting = _CountSavedOutputs(partial(count, start=2))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counting:
-            fake.base_model(input_ids=tokens, use_cache=False)
-    return saved

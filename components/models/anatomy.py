@@ -8,7 +8,6 @@ exceptions are listed in tables by model type. To support an unusual family, add
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -215,15 +214,6 @@ def transformers_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 def plain_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that a module stores as plain attributes, neither parameters nor buffers."""
     return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
-
-
-def shortened_config(config: PreTrainedConfig, layers: int) -> Any:
-    """Return a copy of a text config with fewer decoder layers."""
-    shorter: Any = copy.deepcopy(config)
-    shorter.num_hidden_layers = layers
-    if kinds := _value(config, "layer_types"):
-        shorter.layer_types = kinds[:layers]
-    return shorter
 
 
 def config_of(model: nn.Module) -> PreTrainedConfig | None:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from components.launch.machine import usable_cores, visible_gpus
 from components.protocol.role import LocalRank, without_ranks
@@ -242,7 +244,8 @@ def _collective_figures(
     """Return bandwidth and latency over all processes; without them if there is only one.
 
     Bandwidth is that of a rank in a ring: bytes x (n - 1) / n / seconds for an all-gather, twice that for an
-    all-reduce. Latency is that of an all-gather of 64 bytes, per doubling of the ranks.
+    all-reduce. Latency is that of an all-gather of 64 bytes, per doubling of the ranks. On a CPU it includes the host's
+    work for the collective of a DTensor, which no device hides.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -259,11 +262,24 @@ def _collective_figures(
         ring / max(_usual(gathers) - latency, 1e-9),
         2 * ring / max(_usual(reductions) - 2 * latency, 1e-9),
     )
+    if device == "cpu":
+        latency = _usual(timed(_tensor_parallel_pair(ranks))) / 2
     return {
         "gather_bandwidth": bandwidths[0],
         "reduce_bandwidth": bandwidths[1],
         "latency": latency / math.log2(ranks),
     }
+
+
+def _tensor_parallel_pair(ranks: int) -> Callable[[], object]:
+    """Return an all-gather of a tiny DTensor in a forward, and the reduce-scatter of its gradient in the backward."""
+    mesh, shard = init_device_mesh("cpu", (ranks,)), torch.ones(16, requires_grad=True)
+
+    def run() -> None:
+        gathered = DTensor.from_local(shard, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+        gathered.to_local(grad_placements=[Partial()]).sum().backward()
+
+    return run
 
 
 def _usual(times: list[float]) -> float:

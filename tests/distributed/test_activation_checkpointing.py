@@ -6,12 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models, training
 from components.config.schema import ParallelismConfig
-from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import ModelConfig, WeightInit
+from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
+from components.config.schema.recipes import FinetuneConfig
 from components.config.schema.training import TrainingConfig
-from components.training.setup.recompute_policy import PREFERRED, estimate
+from components.distributed.mesh import Mesh
+from components.planning.formulas.memory_check import RESERVED_BYTES, policy_peaks
+from components.planning.formulas.workload import build_workload
+from components.training.setup.recompute_policy import RecomputePolicy
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
 from tests.distributed.test_parity import FSDP2, SP, TP
@@ -38,35 +46,47 @@ def test_selective_gives_the_gradients_of_no_recompute(world: int, axes: dict[st
 
 def test_auto_selects_the_least_recompute_that_fits_on_all_ranks() -> None:
     def on_rank(rank: int) -> list[str]:
-        model = build("llama", torch.float32, {**parity.MODELS["llama"], "num_hidden_layers": 8})
-        models.use_causal_sdpa(model)
-        config = ParallelismConfig(dp_shard=2, activation_checkpointing=ActivationCheckpointing.auto)
-        load = training.StepLoad(TrainingConfig(micro_batch_size=4, global_batch_size=8, seq_len=64), config)
-        mesh = distributed.build_mesh(config, "cpu")
-        distributed.parallelize(model, mesh, config, torch.float32)
-        estimates = estimate(model, load, mesh, CPU, torch.float32)
-        assert estimates[PREFERRED[0]] > estimates[PREFERRED[1]] > estimates[PREFERRED[2]]
+        cfg = config()
+        mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+        model = build("llama", torch.float32, dict(cfg.model.config))
+        peaks = policy_peaks(cfg, build_workload(cfg, mesh.shape, on_gpu=False), "cpu")
+        none, selective, full = peaks.values()
+        assert none > selective > full
         reports = []
-        for policy in PREFERRED:
-            memory = int(estimates[policy] / 0.9) + 1 - rank  # rank 1 has less memory and decides
-            reports.append(
-                str(training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, memory + 1).policy)
-            )
-        short = training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, 2**40 if rank == 0 else 1)
-        reports.append(str(short.policy))
-        load = replace(load, compiles=True)
-        reports.append(
-            str(training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, estimates[PREFERRED[1]]))
-        )
-        return reports
+        for peak in (none, selective, full):
+            memory = int(RESERVED_BYTES + peak * 1.081) - rank  # rank 1 has less memory and decides
+            reports.append(str(choose(cfg, model, mesh, memory).policy))
+        reports.append(str(choose(cfg, model, mesh, 2**40 if rank == 0 else 1).policy))
+        compiled = replace(cfg, model=replace(cfg.model, compile=True))
+        return [*reports, str(choose(compiled, model, mesh, int(RESERVED_BYTES + selective * 1.081)))]
 
     first, second = run_ranks(2, on_rank)
     assert first == second
     assert first[:4] == ["none", "selective", "full", "full"]
-    assert first[4].startswith("activation checkpointing: full, estimated share of 0.0 GiB per rank: none ")
-    assert "selective" not in first[4]
+    assert "full, of 0.02 GiB usable per rank the policies need an estimated none 0.02, full 0.01" in first[4]
+
+
+def test_auto_recomputes_in_full_if_the_formulas_do_not_cover_the_model() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", num_layers=1, d_model=16, ffn_dim=16))
+    chosen = choose(config(), model, Mesh(None, MeshShape(dp_shard=2)), 2**40)  # type: ignore[arg-type]
+    assert chosen.policy is ActivationCheckpointing.full
+    assert "cannot be estimated: model.family=xglm: the formulas do not cover this model type" in chosen.why
 
 
 def test_explicit_policy_reports_nothing() -> None:
-    load, model = training.StepLoad(TrainingConfig(), ParallelismConfig()), build("llama", torch.float32)
-    assert not training.choose_recompute_policy(model, load, None, CPU, torch.float32)  # type: ignore[arg-type]
+    cfg = replace(config(), parallelism=ParallelismConfig())
+    assert not choose(cfg, build("llama", torch.float32), None)  # type: ignore[arg-type]
+
+
+def config() -> FinetuneConfig:
+    sizes = {**parity.MODELS["llama"], "num_hidden_layers": 8}
+    return FinetuneConfig(
+        model=ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=sizes),
+        data=DocsDataConfig(),
+        parallelism=ParallelismConfig(dp_shard=2, activation_checkpointing=ActivationCheckpointing.auto),
+        training=TrainingConfig(micro_batch_size=4, global_batch_size=8, seq_len=256),
+    )
+
+
+def choose(cfg: FinetuneConfig, model: nn.Module, mesh: Mesh, memory: int | None = None) -> RecomputePolicy:
+    return training.choose_recompute_policy(cfg, model, mesh, CPU, memory)

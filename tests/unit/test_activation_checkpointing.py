@@ -20,12 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from components import models
-from components.config.schema import ParallelismConfig
-from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
-from components.config.schema.training import TrainingConfig
-from components.distributed.mesh import Mesh
-from components.models.activations import SAVED_OPERATORS, LayerBytes, layer_bytes
-from components.training.setup.recompute_policy import StepLoad, estimate
+from components.config.schema.parallelism import ActivationCheckpointing
+from components.models.activations import SAVED_OPERATORS
 from tests.distributed import parity
 from tests.distributed.parity import MODELS, MOE_MODELS
 
@@ -281,66 +277,3 @@ class _Layers(torch.nn.Module):
 
 def _equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
     return one is two if one is None or two is None else torch.equal(one, two)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_estimate_equals_the_bytes_that_autograd_saves_per_layer(name: str) -> None:
-    """Compare with the bytes that autograd saves for one more real layer, parameters excluded."""
-    values = {"n_embd": 128} if name == "gpt2" else {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    saved = []
-    for layers in (2, 3):
-        model = build(name, **values, **{"n_layer" if name == "gpt2" else "num_hidden_layers": layers}).bfloat16()
-        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in model.parameters()}
-        parameter_bytes = sum(storage.nbytes() for storage in storages.values())
-
-        def pack(tensor: torch.Tensor, storages: dict[int, Any] = storages) -> torch.Tensor:
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            getattr(model, model.base_model_prefix)(input_ids=torch.zeros(2, 64, dtype=torch.int64), use_cache=False)
-        saved.append(sum(storage.nbytes() for storage in storages.values()) - parameter_bytes)
-    estimated = layer_bytes(model, 2, 64, torch.bfloat16)
-    assert estimated.none == pytest.approx(saved[1] - saved[0], rel=0.02)
-    assert estimated.full == 2 * 64 * 128 * 2
-    assert estimated.full < estimated.selective < estimated.none
-
-
-def test_estimate_gathers_experts_over_fewer_ranks_with_ep() -> None:
-    """On 8 ranks with ep=4, experts are gathered over 2 ranks and all other parameters over 8."""
-    model = build("mixtral")
-    experts = sum(each.numel() for name, each in model.named_parameters() if "experts" in name)
-    sizes = TrainingConfig(micro_batch_size=1, global_batch_size=8, seq_len=64)
-    load = StepLoad(sizes, ParallelismConfig(reshard_after_forward=False))
-    needs = []
-    for degrees in ({"dp_shard": 8}, {"dp_shard": 2, "ep": 4}):
-        mesh = Mesh(None, MeshShape(**degrees))  # type: ignore[arg-type] # only the sizes are used
-        needs.append(estimate(model, load, mesh, torch.device("cpu"), torch.float32)[FULL])
-    gathered, waiting = experts * 4, 2 * experts * 4 // 2  # waiting: the unreduced gradients of two of two layers
-    assert needs[0] - needs[1] == (8 - 2) * (gathered + waiting)
-
-
-def test_estimate_covers_the_layers_that_are_recomputed() -> None:
-    """A longer ModuleList of modules without parameters must not be taken for the decoder layers."""
-    load = StepLoad(TrainingConfig(micro_batch_size=1, global_batch_size=2, seq_len=64), ParallelismConfig())
-    mesh = Mesh(None, MeshShape(dp_shard=2))  # type: ignore[arg-type] # only the sizes are used
-    needs = []
-    for extra in (0, 5):
-        model = build("llama")
-        model.model.probes = torch.nn.ModuleList(torch.nn.Identity() for _ in range(extra))
-        needs.append(estimate(model, load, mesh, torch.device("cpu"), torch.float32))
-        models.checkpoint_activations(model, FULL)
-        assert [isinstance(layer.forward, partial) for layer in model.model.layers] == [True, True]
-    assert needs[1] == needs[0]
-
-
-def test_layer_bytes_scale_with_tp_sequence_parallel_and_dtype() -> None:
-    model = build("mixtral")
-    one = layer_bytes(model, 1, 32, torch.bfloat16)
-    wide = layer_bytes(model, 1, 32, torch.float32)
-    tp, sp = (layer_bytes(model, 1, 32, torch.bfloat16, tp=2, sequence_parallel=each) for each in (False, True))
-    assert wide == LayerBytes(2 * one.none, 2 * one.selective, 2 * one.full)
-    assert sp.none == pytest.approx(one.none / 2, rel=0.01)
-    assert sp.none < tp.none < one.none
-    assert one.of(FULL, layers=10) == 10 * one.full + one.none  # plus the layer being recomputed
-    assert one.of(NONE, layers=10, in_flight=3) == 30 * one.none

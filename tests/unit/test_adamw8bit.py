@@ -20,7 +20,6 @@ from components.config.schema.model import DType, ModelConfig
 from components.config.schema.optimizer import AdamW8bitConfig, AdamWConfig
 from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.optim import step_if_finite
-from components.training.setup.recompute_policy import _state_bytes
 from tests.optional import need_torchao
 
 need_torchao()
@@ -183,14 +182,6 @@ def test_adamw_rejects_a_checkpoint_with_8_bit_moments(eager: None, tmp_path: Pa
     found = checkpoint.find_checkpoint(tmp_path, "auto")
     with pytest.raises(ConfigError, match="holds exp_avg_codes, .* of weight, but AdamW needs exp_avg"):
         checkpoint.load_checkpoint(found, model, training.build_optimizer(model, AdamWConfig()))
-
-
-def test_memory_estimate_counts_the_bytes_of_the_moments() -> None:
-    model = nn.Linear(256, 64)  # with a bias, whose moments are float32
-    assert _state_bytes(model, None, averages=False) == 4 * 4 * (256 * 64 + 64)
-    assert _state_bytes(model, None, averages=False) - _state_bytes(model, CONFIG, averages=False) == 256 * 64 * (
-        8 - 2 * (1 + 4 / 256)
-    )
 
 
 def test_float64_weights_are_rejected() -> None:

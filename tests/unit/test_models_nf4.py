@@ -28,7 +28,6 @@ from components.models.weights.nf4 import (
     unpacked_reader,
 )
 from components.training.setup.flops import model_flops
-from components.training.setup.recompute_policy import _gathered
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4
 from tests.harness import run_ranks
 from tests.tiny_models import SIZES
@@ -120,10 +119,6 @@ def test_parameter_and_flop_counts_are_those_of_the_unpacked_model() -> None:
     assert str(counts) == f"{plain_counts}, {packed_values:,} frozen in NF4"
     assert counts.local_bytes < plain_counts.local_bytes
     assert model_flops(packed) == model_flops(plain)
-    packed_bytes, packed_grads = _gathered(packed, torch.bfloat16, dict.fromkeys(packed.parameters(), 1))
-    plain_bytes, plain_grads = _gathered(plain, torch.bfloat16, dict.fromkeys(plain.parameters(), 1))
-    blocks = [layer.weight.numel() for layer in quantized_layers(packed).values()]
-    assert (plain_bytes - packed_bytes, packed_grads) == (2 * packed_values - sum(blocks), plain_grads)
 
 
 class PeakMemory(TorchDispatchMode):

@@ -142,6 +142,7 @@ def test_communication_beside_computation_slows_it_and_what_outlasts_it_is_expos
     assert exposed_seconds(10.0, 1.0) == 9.0 + OVERLAP_LOSS
     assert exposed_seconds(0.0, 1.0) == 0.0
     assert exposed_seconds(2.0, 0.0) == 2.0
+    assert exposed_seconds(1.0, 10.0, overlaps=False) == 1.0
 
 
 def test_small_matmuls_are_slower_per_flop() -> None:

@@ -204,9 +204,15 @@ def sharding_traffic(
     return ShardingTraffic(gather, reduce, copies, gathered, reduced)
 
 
-def exposed_seconds(communication: float, computation: float) -> float:
+def exposed_seconds(communication: float, computation: float, *, overlaps: bool = True) -> float:
     """Return the seconds by which communication beside `computation` prolongs a step: the part that outlasts the
-    computation, and the slowdown by the part that does not."""
+    computation, and the slowdown by the part that does not.
+
+    Args:
+        overlaps: Whether a device computes while it communicates. On a CPU, the same cores do both.
+    """
+    if not overlaps:
+        return communication
     hidden = min(communication, computation)
     return communication - hidden + OVERLAP_LOSS * hidden
 

@@ -12,7 +12,7 @@ the micro-batches before.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from components.config.layouts import stage_layers
 from components.config.schema.model import LossMethod
@@ -24,6 +24,7 @@ from components.config.schema.parallelism import (
     ActivationCheckpointing,
     Strategy,
 )
+from components.config.schema.peft import PeftConfig
 from components.planning.formulas.activations import layer_activations
 from components.planning.formulas.architecture import Architecture, Sharding, Weight
 from components.planning.formulas.term import Term, total
@@ -74,7 +75,7 @@ def estimate_memory(workload: Workload, device: str = "cuda") -> MemoryEstimate:
         device: cuda or cpu: the chunks of the loss differ.
     """
     stages = {0, workload.mesh.pp - 1, min(1, workload.mesh.pp - 1)}
-    return max((_rank_memory(workload, stage, device) for stage in sorted(stages)), key=lambda each: each.peak)
+    return max((rank_memory(workload, stage, device) for stage in sorted(stages)), key=lambda each: each.peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def adapters(workload: Workload) -> _Held:
     return held(workload, found)
 
 
-def _rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
+def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
     """Return the memory of a rank with coordinate `stage` on pp, at its fullest moment."""
     rank = _read_rank(w, stage)
     state = _state_terms(w, rank)
@@ -231,14 +232,10 @@ def _state_terms(w: Workload, rank: _Rank) -> list[Term]:
     if w.averages:
         terms.append(Term("average", trained * max(4, w.stored_bytes), f"{trained:,.0f} x {max(4, w.stored_bytes)} B"))
     if w.frozen is not None:
-        frozen = held(w, _all_weights(w.frozen, w.mesh.tp, w.mesh.ep)).sharded / w.mesh.pp
-        terms.append(Term("frozen model", frozen * w.stored_bytes, f"{frozen:,.0f} elements x {w.stored_bytes} B"))
+        other = _read_rank(replace(w, architecture=w.frozen, peft=PeftConfig(), labels=0), rank.stage)
+        frozen = other.layer.sharded * other.layers + other.outer.sharded + other.tied_copy.sharded
+        terms.append(Term("frozen model", frozen * w.frozen_bytes, f"{frozen:,.0f} elements x {w.frozen_bytes} B"))
     return [] if w.parallelism.cpu_offload else terms  # then in host memory
-
-
-def _all_weights(architecture: Architecture, tp: int, ep: int) -> list[Weight]:
-    layer = list(architecture.layer_weights(tp, ep))
-    return [*architecture.outer_weights(tp), *(layer * architecture.layers)]
 
 
 def _quantized_share(architecture: Architecture) -> float:

@@ -76,14 +76,28 @@ def workload_on(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Worklo
     workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu)
     if cfg.parallelism.activation_checkpointing is not ActivationCheckpointing.auto:
         return workload
+    policy = fitting_policy(policy_peaks(cfg, workload, hardware.device_type), usable_bytes(hardware))
+    return _with_policy(workload, policy)
+
+
+def policy_peaks(cfg: TrainConfig, workload: Workload, device_type: str) -> dict[ActivationCheckpointing, int]:
+    """Return the peak memory of the fullest rank, in bytes, under each policy that the run allows; the one with the
+    least recomputation first."""
+    peaks = {}
     for policy in (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full):
         chosen = replace(cfg.parallelism, activation_checkpointing=policy)
-        if recompute_problems(cfg.model, chosen, mesh):
-            continue
-        workload = replace(workload, parallelism=chosen)
-        if estimate_memory(workload, hardware.device_type).peak * (1 + ESTIMATE_ERROR) <= usable_bytes(hardware):
-            break
-    return workload
+        if not recompute_problems(cfg.model, chosen, workload.mesh):
+            peaks[policy] = estimate_memory(_with_policy(workload, policy), device_type).peak
+    return peaks
+
+
+def fitting_policy(peaks: dict[ActivationCheckpointing, int], usable: float) -> ActivationCheckpointing:
+    """Return the first policy that surely fits into `usable` bytes; the last if none does."""
+    return next((each for each, peak in peaks.items() if peak * (1 + ESTIMATE_ERROR) <= usable), list(peaks)[-1])
+
+
+def _with_policy(workload: Workload, policy: ActivationCheckpointing) -> Workload:
+    return replace(workload, parallelism=replace(workload.parallelism, activation_checkpointing=policy))
 
 
 def _estimate(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> MemoryEstimate:

@@ -183,16 +183,19 @@ class _Estimate:
         layer, outer = self.layer_traffic, self.outer_traffic
         ends = (rank.embeds + rank.has_head) / 2
         forward = self.forward_gathers * (
-            rank.layers * exposed_seconds(layer.gather, self.forward) + ends * outer.gather
+            rank.layers * self._exposed_by(layer.gather, self.forward) + ends * outer.gather
         )
-        gathered = exposed_seconds(layer.gather, self.backward)
+        gathered = self._exposed_by(layer.gather, self.backward)
         backward = self.backward_gathers * rank.layers * gathered
         both = layer.reduce + (layer.gather if self.backward_gathers else 0.0)
         beside = gathered if self.backward_gathers else 0.0
-        reduced = rank.layers * (exposed_seconds(both, self.backward) - beside) + ends * outer.reduce
+        reduced = rank.layers * (self._exposed_by(both, self.backward) - beside) + ends * outer.reduce
         if self.workload.mesh.pp > 1:  # torch's pipelines reduce after the last backward
             reduced = rank.layers * layer.reduce + ends * outer.reduce
         return (forward, backward), self.reductions * reduced
+
+    def _exposed_by(self, communication: float, computation: float) -> float:
+        return exposed_seconds(communication, computation, overlaps=self.hardware.is_gpu)
 
     def _data_parallel(self, rank: _Part) -> Iterable[Term]:
         """Yield the exposed communication of FSDP2 and DDP, and its copies."""

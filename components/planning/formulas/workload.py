@@ -57,6 +57,8 @@ class Workload:
     """Whether an average of the weights is kept (training.ema_decay)."""
     frozen: Architecture | None = None
     """A second model that is not trained, a teacher or a reference; None: there is none."""
+    frozen_bytes: int = 4
+    """Bytes per element of its stored parameters."""
     extra_forwards: float = 0.0
     """Forwards of the trained model without gradients, per forward with gradients: a preference loss computes the
     log-probabilities of the rows first, and a reference without adapters once more."""
@@ -116,11 +118,14 @@ class Workload:
         return self.mesh.tp if self.parallelism.sequence_parallel else 1
 
 
-def build_workload(cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool) -> Workload:
+def build_workload(
+    cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool, architecture: Architecture | None = None
+) -> Workload:
     """Return the work of a run on a mesh, with the micro-batch size that the mesh allows.
 
     Args:
         on_gpu: Whether the device computes in bfloat16 by default.
+        architecture: That of the trained model; None: by the config.
 
     Raises ConfigError if the sizes of a model are unknown.
     """
@@ -130,7 +135,7 @@ def build_workload(cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool) -> Worklo
     frozen = frozen_model(cfg)
     scores = section(cfg, ScoreConfig)
     return Workload(
-        architecture=architecture_of(model),
+        architecture=architecture or architecture_of(model),
         mesh=mesh,
         parallelism=cfg.parallelism,
         seq_len=training.seq_len,
@@ -145,6 +150,7 @@ def build_workload(cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool) -> Worklo
         peft=cfg.peft,
         averages=training.ema_decay is not None,
         frozen=None if frozen is None else architecture_of(frozen, "model" if frozen is cfg.model else "teacher"),
+        frozen_bytes=ITEM_BYTES[(frozen or model).dtype],
         extra_forwards=_extra_forwards(cfg),
         labels=len(score_labels(cfg.data, scores) or ()),
         rows_per_unit=rows_per_unit,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from components import distributed, models
-from components.config.errors import ConfigError
 from components.config.schema.model import LossMethod, ModelConfig
 from components.config.schema.objective import (
     DistillationConfig,
@@ -17,14 +16,11 @@ from components.config.schema.objective import (
     RewardConfig,
     ScoreConfig,
 )
-from components.config.schema.optimizer import OptimizerConfig
-from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import (
     EvaluateConfig,
     RecipeConfig,
     TrainConfig,
-    frozen_model,
     score_labels,
     section,
 )
@@ -32,11 +28,10 @@ from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy
 from components.training.objectives.loss_head import attach_loss_head
-from components.training.optimizers.gradients import local_tensor
 from components.training.setup.flops import step_flops
 from components.training.setup.precision import autocast_dtype, compute_dtype
 from components.training.setup.prepared import Prepared, StepSettings
-from components.training.setup.recompute_policy import StepLoad, choose_recompute_policy
+from components.training.setup.recompute_policy import choose_recompute_policy
 from components.training.setup.router_loss import attach_router_loss
 
 if TYPE_CHECKING:
@@ -73,10 +68,10 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
     model = models.build_on_meta(cfg.model, vocabulary, labels)
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, _adapters(cfg), exports=section(cfg, TrainingConfig) is not None)
-    return prepare_built(model, anatomy, cfg, run, _frozen_bytes(cfg, run, vocabulary))
+    return prepare_built(model, anatomy, cfg, run)
 
 
-def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun, frozen_bytes: int = 0) -> Prepared:
+def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun) -> Prepared:
     """Parallelize a model that is on meta, with its adapters, and load this rank's shards. A collective.
 
     The order matters. The loss head and the activation-checkpointing policy are chosen on meta, before memory is
@@ -85,7 +80,6 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
 
     Args:
         anatomy: Anatomy of the model without adapters.
-        frozen_bytes: Bytes that the run's other model, which is not trained, will take on this rank.
 
     Raises ConfigError for a model that the mesh cannot run.
     """
@@ -101,11 +95,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
         loss_head = attach_loss_head(model, _loss_method(cfg), sizes, cfg.parallelism, mesh, layout.stages, device)
     recompute = None
     if training is not None:
-        labels = score_labels(cfg.data, section(cfg, ObjectiveConfig)) or ()
-        load = StepLoad(
-            training, cfg.parallelism, cfg.model.compile, frozen_bytes, len(labels), section(cfg, OptimizerConfig)
-        )
-        recompute = choose_recompute_policy(model, load, mesh, device, dtype, anatomy=anatomy)
+        recompute = choose_recompute_policy(cfg, model, mesh, device)
         models.checkpoint_activations(model, recompute.policy, anatomy)
     if cfg.model.compile:
         models.compile_layers(model, anatomy=anatomy)
@@ -135,22 +125,6 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
         notes=[each for each in (*layout.notes, router_loss, loss_head, recompute, flops) if each is not None],
     )
     return prepared if training is None else prepared.with_average(training)
-
-
-def _frozen_bytes(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> int:
-    """Return the bytes on this rank of the weights that `prepare_frozen` will load for a run.
-
-    0 if nothing depends on it: only activation_checkpointing=auto estimates the memory of a step.
-    """
-    frozen = frozen_model(cfg)
-    if frozen is None or cfg.parallelism.activation_checkpointing is not ActivationCheckpointing.auto:
-        return 0
-    try:
-        model = models.build_on_meta(frozen, vocabulary)
-        distributed.parallelize(model, run.mesh, cfg.parallelism, compute_dtype(frozen, run.device)[0])
-    except ConfigError:  # reported when the model is loaded, with the keys that set it
-        return 0
-    return sum(local_tensor(each).numel() * each.element_size() for each in model.parameters())
 
 
 def _sizes_in_rows(cfg: RecipeConfig) -> TrainingConfig | None:
