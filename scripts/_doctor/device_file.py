@@ -202,9 +202,7 @@ def cpu_values(figures: dict[str, Any], known: KnownDevice | None) -> dict[str, 
             fastest, f"measured: faster of large all-gather, all-reduce; gloo, {ranks} ranks"
         ),
         "node_links": DeviceValue("switch", "shared memory of the machine"),
-        "node_latency": DeviceValue(
-            figures["latency"], f"measured: small DTensor collective, gloo, {ranks} ranks"
-        ),
+        "node_latency": DeviceValue(figures["latency"], f"measured: small DTensor collective, gloo, {ranks} ranks"),
         "host_bandwidth": DeviceValue(bandwidth, the_host),
         "host_memory_bandwidth": DeviceValue(bandwidth, the_host),
         "launch_seconds": DeviceValue(
