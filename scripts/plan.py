@@ -18,13 +18,13 @@ from __future__ import annotations
 import sys
 
 from components.config.errors import ConfigError
+from components.planning.dry_run.played_run import play_run
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.terminal import print_text
 from scripts._plan.drawing import write_drawing
-from scripts._plan.dry_runs import dry_run_lines, play_rows
 from scripts._plan.options import read_request
-from scripts._plan.report import as_json, left_out_lines, table_lines, why_lines
+from scripts._plan.report import as_json, left_out_lines, played_lines, table_lines, why_lines
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
             return 0
         plans = request.plans()
         rows = plans[: request.options.dry_run]
-        played = play_rows(request.cfg, request.shape, rows, request.choice.world)
+        played = [play_run(request.planned(each), request.shape, request.choice.world) for each in rows]
         if request.options.draw is not None:
             write_drawing(request, plans)
         if request.options.json:
@@ -45,7 +45,7 @@ def main() -> int:
         elif request.options.left_out:
             print_text(*left_out_lines(request, plans), sep="\n")
         else:
-            print_text(*table_lines(request, plans), *(dry_run_lines(rows, played) if played else ()), sep="\n")
+            print_text(*table_lines(request, plans), *(played_lines(rows, played) if played else ()), sep="\n")
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID

@@ -89,7 +89,7 @@ class Backend(Protocol):
         """
 
     def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
-        """Print what `submit` would start (cluster.dry_run=true)."""
+        """Print what `submit` would start (cluster.dry_run)."""
 
     def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
         """Start or submit a run, and return the exit status of the launcher.

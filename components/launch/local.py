@@ -70,7 +70,7 @@ class LocalBackend:
         """Print what would start."""
         run_dir = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
         print_text(
-            f"cluster.dry_run=true: would start {processes} x {recipe.file}, mesh "
+            f"cluster.dry_run={cfg.cluster.dry_run}: would start {processes} x {recipe.file}, mesh "
             f"{cfg.parallelism.resolve(processes)}, run directory {run_dir}",
             *notes,
             sep="\n",

@@ -1,10 +1,13 @@
-"""Estimated memory of a run on its device, reported or refused before the run is started."""
+"""Memory of a run before it is started: the estimate, reported or refused, and the step of cluster.dry_run=plan."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from components.config.errors import ConfigError
 from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.recipes import RecipeConfig, TrainConfig
+from components.config.shape import read_shape
 
 
 def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tuple[list[str], list[str]]:
@@ -36,3 +39,32 @@ def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tup
     if check.verdict is Verdict.exceeds and cluster.memory_check is MemoryPolicy.refuse:
         return [f"{check.text}; or set cluster.memory_check=report"], []
     return [], [check.text if check.verdict is not Verdict.exceeds else f"warning: {check.text}"]
+
+
+def played_memory(cfg: RecipeConfig, processes: int) -> list[str]:
+    """Return the memory and traffic of a step in lines of text, with cluster.dry_run=plan; otherwise none.
+
+    Raises ConfigError if the recipe does not train or a dry run cannot play it.
+    """
+    cluster = cfg.cluster
+    if cluster.dry_run != "plan":
+        return []
+    if not isinstance(cfg, TrainConfig):
+        raise ConfigError("cluster.dry_run=plan: plays a training step, which this recipe does not have; set true")
+    from components.planning.dry_run.played_run import dry_run_lines, play_run
+    from components.planning.formulas.hardware import find_hardware
+    from components.planning.formulas.memory import estimate_memory
+    from components.planning.formulas.memory_check import workload_on
+
+    estimated = None
+    if cluster.gpu is not None:
+        hardware = find_hardware(cluster.gpu)
+        try:
+            workload = workload_on(cfg, cfg.parallelism.resolve(processes), hardware)
+        except ConfigError:  # the formulas do not cover the model, which a dry run builds
+            pass
+        else:
+            cfg = replace(cfg, parallelism=workload.parallelism)  # with activation_checkpointing=auto resolved
+            estimated = estimate_memory(workload, hardware.device_type).peak
+    first, *others = dry_run_lines(play_run(cfg, read_shape(cfg.model), processes), estimated)
+    return [f"step on fake tensors: {first}", *others]

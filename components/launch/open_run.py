@@ -20,7 +20,7 @@ from components.launch.backend import CheckedRun, Recipe
 from components.launch.clusters import backend_of
 from components.launch.hub_access import OFFLINE, check_hub, is_offline
 from components.launch.machine import processes_of, visible_gpus
-from components.launch.memory_report import memory_report
+from components.launch.memory_report import memory_report, played_memory
 from components.launch.rank import restrict_new_files
 from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
@@ -68,8 +68,9 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         notes.append(f"the hub cannot be reached ({why}): using only its local cache ({OFFLINE}=1)")
     cfg, requested = fit_micro_batches(cfg, processes), cfg
     notes += [*_batch_notes(requested, cfg), *memory_notes]
-    if cfg.cluster.dry_run:
+    if cfg.cluster.starts_nothing:
         check_run_directory(cfg, recipe.name)
+        notes += played_memory(cfg, processes)
         backend.show(recipe, cfg, processes, notes)
         return None
     restrict_new_files(cfg)

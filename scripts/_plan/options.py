@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import environ
 from typing import NoReturn
 
@@ -53,6 +53,11 @@ class PlanRequest:
         """Return the fitting candidates, the fastest first; all that can be shown pass the recipe's own checks."""
         wanted = max(self.options.top, self.options.why or 0, self.options.dry_run)
         return legal_plans(self.cfg, self.shape, self.choice, self.hardware, self.left_out, wanted)
+
+    def planned(self, plan: Plan) -> TrainConfig:
+        """Return the config of a plan's run."""
+        training = replace(self.cfg.training, micro_batch_size=plan.candidate.micro_batch_size)
+        return replace(self.cfg, parallelism=plan.candidate.parallelism, training=training)
 
     def command(self, plan: Plan) -> str:
         """Return the command that starts a plan."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, Strategy
 from components.planning.dry_run.dry_run_result import DryRun
+from components.planning.dry_run.played_run import dry_run_lines
 from components.planning.formulas.memory_check import GIB, usable_bytes
 from components.planning.formulas.ranking import Plan
 from components.planning.formulas.term import Term
@@ -145,3 +146,12 @@ def _json_row(request: PlanRequest, plan: Plan) -> dict[str, Any]:
         "mfu": plan.time.mfu,
         "command": request.command(plan),
     }
+
+
+def played_lines(plans: Sequence[Plan], played: Sequence[Sequence[DryRun]]) -> list[str]:
+    """Return the estimated and the played memory of each row, with the traffic of the fullest rank."""
+    lines = ["", "dry runs: bytes of the run's own code on fake tensors, maximum over the played ranks"]
+    for number, (plan, runs) in enumerate(zip(plans, played, strict=True), 1):
+        first, *others = dry_run_lines(runs, plan.memory.peak)
+        lines += [f"row {number}: {first}", *others]
+    return lines

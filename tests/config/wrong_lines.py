@@ -207,6 +207,7 @@ OUT_OF_RANGE = [
         "set model.attention=sdpa or",
     ),
     ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),
+    ("cluster.dry_run=maybe", "cluster.dry_run=maybe: must be true, plan or false"),
     ("cluster.nodes=2", "cluster.nodes=2", "set cluster.nodes=1"),
 ]
 MESH = [

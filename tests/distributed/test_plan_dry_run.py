@@ -1,18 +1,20 @@
-"""`scripts/plan.py --dry-run`: rows played through the code of a run, and the formulas against them."""
+"""Steps played at their world size by `scripts/plan.py --dry-run` and `cluster.dry_run=plan`."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from components.config.schema.model import CausalLMConfig
 from components.config.shape import read_shape
 from components.models.build import load_config
+from components.planning.dry_run.played_run import buildable
 from components.planning.formulas.workload import architecture_of
-from scripts._plan.dry_runs import buildable
 from tests.config.commands import REPOSITORY
 
 HUB = {"path": "someone/not-on-this-machine", "family": "qwen3", "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64,
@@ -49,3 +51,27 @@ def test_a_model_built_from_its_sizes_has_the_sizes_of_the_option() -> None:
         True,
     )
     assert architecture_of(buildable(model, read_shape(model))) == architecture_of(model)
+
+
+def test_a_recipe_plays_its_own_step(tmp_path: Path) -> None:
+    """activation_checkpointing=auto is resolved for the device; nothing is written or started."""
+    overrides = ["model=tiny", "cluster=local_4proc", "cluster.device=cpu", "cluster.gpu=cpu", "parallelism=fsdp2_tp2",
+                 "parallelism.activation_checkpointing=auto", "cluster.dry_run=plan"]  # fmt: skip
+    shown = run("finetune", overrides, tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "cluster.dry_run=plan: would start 4 x " in shown.stdout
+    played = r"step on fake tensors: [\d.]+ GiB \(formulas [\d.]+, .*\); GiB by rank: 0: .*, 3: "
+    assert re.search(played, shown.stdout), shown.stdout
+    assert re.search(r"tp: \d+ all_reduce, [\d.]+ MiB per step", shown.stdout), shown.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_that_does_not_train_has_no_step_to_play(tmp_path: Path) -> None:
+    shown = run("evaluate", ["model=tiny", "cluster.device=cpu", "cluster.dry_run=plan"], tmp_path)
+    assert shown.returncode == 2
+    assert "cluster.dry_run=plan: plays a training step, which this recipe does not have" in shown.stderr
+
+
+def run(recipe: str, overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "recipes" / f"{recipe}.py"), *overrides]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

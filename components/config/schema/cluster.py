@@ -26,6 +26,8 @@ _NUMBER = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 _RESOURCE = re.compile(r"[\w.,:;&|*()\[\]+=@%/-]+")
 LONGEST_TIMEOUT = 525_600.0
 """Upper bound of timeouts, in minutes: a year, which torch and the OS accept."""
+DRY_RUNS = ("true", "plan", "false")
+"""Values of cluster.dry_run."""
 _RESOURCE_KEYS = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation", "mem")
 
 
@@ -79,8 +81,9 @@ class ClusterConfig:
     memory_check: MemoryPolicy = MemoryPolicy.report
     """If the estimated memory of a rank exceeds the device's (gpu): report (a note that names the largest term and the
     smallest change that fits), refuse (an error beyond the estimate's error) or off."""
-    dry_run: bool = False
-    """Run all checks, print what would be started, and exit without starting anything or writing a file."""
+    dry_run: str = "false"
+    """true: run all checks, print what would be started, and exit without starting anything or writing a file; plan:
+    also play a step of the first, last and fullest rank on fake tensors, and print its memory and traffic; false."""
     startup_timeout_minutes: float = 10.0
     """Minutes that a process waits for the others to start, 0.01 to a year; then the run fails."""
     collective_timeout_minutes: float = 30.0
@@ -141,6 +144,7 @@ class ClusterConfig:
     """Path of a custom Jinja template of the batch script; null: slurm/train.sbatch.j2."""
 
     def __post_init__(self) -> None:
+        self.dry_run = self.dry_run.lower()  # YAML's true and false become True and False
         raise_all(self._problems())
 
     def _problems(self) -> list[str]:
@@ -156,7 +160,14 @@ class ClusterConfig:
             problems.append(
                 f"cluster.procs_per_node={self.procs_per_node}: must be auto or a number of processes, 1 or more"
             )
+        if self.dry_run not in DRY_RUNS:
+            problems.append(f"cluster.dry_run={self.dry_run}: must be {', '.join(DRY_RUNS[:-1])} or {DRY_RUNS[-1]}")
         return problems
+
+    @property
+    def starts_nothing(self) -> bool:
+        """Whether the run is only checked and shown (`dry_run`)."""
+        return self.dry_run != "false"
 
     @property
     def startup_timeout(self) -> timedelta:

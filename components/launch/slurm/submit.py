@@ -67,7 +67,7 @@ class SlurmBackend:
         """Print the batch script that `submit` would submit."""
         run_dir = Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
         print_text(render(_batch_script(recipe, cfg, run_dir, 0)), end="")
-        for note in ("cluster.dry_run=true: would submit this script with sbatch", *notes):
+        for note in (f"cluster.dry_run={cfg.cluster.dry_run}: would submit this script with sbatch", *notes):
             print_text(f"# {note}")
 
     def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:

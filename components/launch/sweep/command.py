@@ -19,6 +19,7 @@ from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
+from components.launch.memory_report import played_memory
 from components.launch.open_run import directory_problems
 from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.filesystem import check_writable, reported_by_path
@@ -66,7 +67,7 @@ def run_sweep(recipe: Recipe) -> int:
         keys=list(request.points[0].values),
         points=points,
     )
-    if any(cfg is not None and cfg.cluster.dry_run for cfg in configs):
+    if any(cfg is not None and cfg.cluster.starts_nothing for cfg in configs):
         return _dry_run(sweep, configs, problems)
     if any(cfg is not None and cfg.run.private for cfg in configs):
         os.umask(0o077)
@@ -146,7 +147,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
     """List the points without starting them; the launcher of a cluster's point prints what it would submit."""
     with reported_by_path(sweep.directory):
         check_writable(sweep.directory)
-    print_text(f"cluster.dry_run=true: a sweep of {len(sweep.points)} points in {sweep.directory}")
+    print_text(f"cluster.dry_run: a sweep of {len(sweep.points)} points in {sweep.directory}")
     failed = False
     for point, cfg, found in zip(sweep.points, configs, problems, strict=True):
         runs_here = cfg is not None and backend_of(cfg.cluster.kind).runs_here
@@ -160,7 +161,12 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
             print_text(f"{point.name}:", flush=True)
             failed |= subprocess.run(point_command(sweep, point), check=False).returncode != 0
         else:
-            print_text(f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}", flush=True)
+            print_text(
+                f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}",
+                *played_memory(cfg, processes_of(cfg, visible_gpus(os.environ))),
+                sep="\n",
+                flush=True,
+            )
     return int(failed)
 
 

@@ -1,0 +1,79 @@
+"""Dry runs of a whole run: its ranks whose memory differs, and a summary in lines of text. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from components.config.model_files import locate
+from components.config.schema.model import ModelConfig, WeightInit
+from components.config.schema.recipes import TrainConfig
+from components.config.shape import ModelShape
+from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
+from components.planning.dry_run.dry_run_result import DryRun
+
+GIB = 2**30
+SIZE_KEYS = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "hidden": "hidden_size",
+    "vocab": "vocab_size",
+    "head_dim": "head_dim",
+    "mlp": "intermediate_size",
+    "expert_mlp": "moe_intermediate_size",
+    "experts_per_token": "num_experts_per_tok",
+    "tied": "tie_word_embeddings",
+}
+"""Size of a model -> its key in the configs of transformers."""
+LOCAL_EXPERTS = ("mixtral", "gpt_oss")
+"""Model types that call the number of experts num_local_experts; others call it num_experts."""
+
+
+def play_run(cfg: TrainConfig, shape: ModelShape, world: int) -> list[DryRun]:
+    """Play the first and the last rank of a run, and one of each kind of pipeline stage.
+
+    A model of the hub that is not on this machine is built from its stated sizes.
+
+    Raises ConfigError with all problems of a child process.
+    """
+    built = replace(cfg, model=buildable(cfg.model, shape))
+    return start_dry_runs(built, world, ranks_to_play(built, world))
+
+
+def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:
+    """Return a model config that can be built here: a hub model by its sizes, any other as it is."""
+    if model.path is None or locate(model.path).is_local:
+        return model
+    values: dict[str, Any] = {"model_type": shape.family}
+    values |= {key: getattr(shape, name) for name, key in SIZE_KEYS.items() if getattr(shape, name) is not None}
+    if shape.experts:
+        values["num_local_experts" if shape.family in LOCAL_EXPERTS else "num_experts"] = shape.experts
+    return replace(
+        model, path=None, revision=None, init=WeightInit.random, tokenizer="bytes", config={**values, **model.config}
+    )
+
+
+def dry_run_lines(runs: Sequence[DryRun], estimated: int | None) -> list[str]:
+    """Return the memory of a run by its played ranks, and the traffic and notes of the fullest one.
+
+    Args:
+        estimated: Peak bytes by the formulas; None: unknown.
+    """
+    fullest = max(runs, key=lambda each: each.peak)
+    formulas = ""
+    if estimated is not None:
+        formulas = f" (formulas {estimated / GIB:,.2f}, {estimated / fullest.peak - 1:+.1%})"
+    ranks = ", ".join(f"{each.rank}: {each.peak / GIB:,.2f}" for each in runs)
+    first = (
+        f"{fullest.peak / GIB:,.2f} GiB{formulas}; GiB by rank: {ranks}; parameters {fullest.parameters / GIB:,.2f}, "
+        f"gradients {fullest.gradients / GIB:,.2f}, optimizer {fullest.optimizer / GIB:,.2f}, saved for the backward "
+        f"{fullest.saved / GIB:,.2f}; peak at {fullest.peak_operator} in {fullest.peak_phase}; "
+        f"{fullest.cpu_seconds:.0f} s of CPU"
+    )
+    traffic = [
+        f"    {each.group}: {each.calls} {each.operation}, {each.bytes / 2**20:,.1f} MiB per step"
+        for each in fullest.traffic
+    ]
+    return [first, *traffic, *(f"    note: {note}" for note in fullest.notes)]
