@@ -24,3 +24,9 @@ def need_torchao() -> None:
     pytest.importorskip(
         "torchao", reason="needs the extra `quantization`; make install puts it into the environment's optional/ folder"
     )
+
+
+def need_triton() -> None:
+    """Make Triton importable, or skip the test. CUDA builds of torch install it; .ci/run adds it to a CPU build."""
+    find_optional()
+    pytest.importorskip("triton", reason="needs Triton, which is part of torch's CUDA builds")

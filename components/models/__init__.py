@@ -5,9 +5,10 @@ anatomy.py       read_anatomy: structure of a model (layers, experts, heads), as
 attention.py     use_causal_sdpa: attention without masks and host syncs; documents.py: attention in packed rows
 classifier.py    TokenScores: a score head instead of the LM head
 lora/            add_adapters: LoRA, DoRA and QLoRA on linear layers, LoRA on fused experts
-float8.py        use_float8: linear layers that compute in float8
+quantization/    4-bit weights (NF4), and linear layers that compute in float8
 layers.py        decoder_layers, checkpoint_activations, count_parameters
-activations.py   selective activation checkpointing, and the activation bytes of a layer under each policy
+activations.py   selective activation checkpointing
+fused_layers.py  fuse_layers: norms and rotary embeddings in fewer kernels
 rope.py          scale_rope: extended context of rotary position embeddings
 compile.py       compile_layers, and removal of truncated files from torch's compile cache
 generation.py    generate: greedy or sampled answers; tokenizer.py: load_tokenizer, including one token per byte
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from components.models.attention import use_causal_sdpa
     from components.models.build import build_on_meta, model_shape
     from components.models.compile import compile_layers
+    from components.models.fused_layers import FusedLayers, fuse_layers
     from components.models.generation import Sampling, generate
     from components.models.layers import (
         ParameterCounts,

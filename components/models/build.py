@@ -19,7 +19,7 @@ from components.config.shape import ModelShape, shape_of_config
 from components.dtypes import torch_dtype
 from components.models.attention import use_causal_sdpa
 from components.models.classifier import return_token_scores, set_labels
-from components.models.float8 import use_float8
+from components.models.quantization.float8 import use_float8
 from components.models.rope import check_rope, scale_rope
 from components.models.tokenizer import load_tokenizer
 from components.models.weights.gguf import read_config

@@ -128,6 +128,7 @@ LLAMA3_PAPER = Implementation(
 )
 AUTOMODEL = Implementation(
     name="NeMo AutoModel",
+    adapter_passes=(2.5, 3.75),  # the scaled product is a tensor of its own
     attention_speed=1.4,  # Transformer Engine calls cuDNN's attention: about 500 TFLOP/s
     waits_for_routing=False,  # DeepEP
     expert_imbalance=1.0,  # its benchmarks force even routing
@@ -270,6 +271,7 @@ def workload_of_row(row: dict[str, str]) -> Workload:
         compute_bytes=2,
         float8=Float8.tensorwise if _is_set(row, "float8") else Float8.none,
         compiled=_is_set(row, "compile"),
+        fused=False,  # each program's eager_hidden counts its norms
         loss=LossMethod.logits,
         optimizer=AdamWConfig(),
         peft=PeftConfig(method=PeftMethod(peft)),

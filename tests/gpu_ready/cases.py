@@ -107,6 +107,8 @@ def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | N
     model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"], labels)
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, cfg.peft)
+    if cfg.model.fuses(on_gpu=True):
+        models.fuse_layers(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     loss_head = None
     if labels is None:
@@ -192,5 +194,7 @@ def step(
         "key_heads": sorted(record.key_heads),
         "devices": sorted(devices),
         "micro_batches": len(micro_batches),
+        "launches": dict(record.launches),
+        "moved": dict(record.moved),
         "seq": SEQ_LEN,
     }

@@ -45,6 +45,10 @@ class Record(TorchDispatchMode):
     """(max_q, max_k) of each call of the varlen kernel."""
     key_heads: set[int] = field(default_factory=set)
     """Numbers of key heads in calls of the varlen kernel."""
+    launches: Counter[str] = field(default_factory=Counter)
+    """Operators that launch a kernel: all on CUDA tensors but those that only allocate or describe a tensor anew."""
+    moved: Counter[str] = field(default_factory=Counter)
+    """Bytes that these operators read and write, if each reads and writes every tensor once."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -66,7 +70,22 @@ class Record(TorchDispatchMode):
         if name == "_varlen_attn":
             self.longest.append((args[5], args[6]))
             self.key_heads.add(args[1].shape[1])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+        if not _only_describes(func) and any(map(_is_cuda, tensors)):
+            self.launches[name] += 1
+            self.moved[name] += sum(each.numel() * each.element_size() for each in tensors if _is_cuda(each))
+        return result
+
+
+def _only_describes(func: Any) -> bool:
+    """Return whether an operator launches no kernel: a view, an allocation, or bookkeeping of streams."""
+    name, schema = func.overloadpacket.__name__, func._schema
+    if func.namespace == "prim":
+        return True
+    views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    return views or name.startswith(("empty", "new_empty", "detach", "_unsafe_view", "record_stream", "wait_tensor",
+                                     "lift_fresh", "set_", "resize_", "_has_compatible"))  # fmt: skip
 
 
 def install() -> None:

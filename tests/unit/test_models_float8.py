@@ -18,7 +18,7 @@ from components.config.schema import ActivationCheckpointing, FinetuneConfig, Mo
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, WeightInit
 from components.config.schema.optimizer import AdamWConfig
-from components.models.float8 import float8_layers, without_float8
+from components.models.quantization.float8 import float8_layers, without_float8
 from components.parity.comparison import relative
 from tests.harness import run_ranks
 from tests.optional import need_torchao

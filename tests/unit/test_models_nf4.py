@@ -18,7 +18,7 @@ from components.config.errors import ConfigError
 from components.config.meshes import layout_of
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
-from components.models.weights.nf4 import (
+from components.models.quantization.nf4 import (
     BLOCK_BYTES,
     level_pairs,
     nf4_linear,
@@ -42,7 +42,7 @@ def unpacked(matrix: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 
 @pytest.mark.parametrize("columns", [64, 200])
 def test_nf4_values_are_the_nearest_published_levels(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.models.weights.nf4.PACKED_AT_ONCE", 7 * columns)
+    monkeypatch.setattr("components.models.quantization.nf4.PACKED_AT_ONCE", 7 * columns)
     torch.manual_seed(0)
     matrix = torch.randn(50, columns) * torch.logspace(-4, 3, 50)[:, None]
     matrix[5] = 0

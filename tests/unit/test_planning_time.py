@@ -68,6 +68,7 @@ def workload(model: str = "8b", *, mesh: dict[str, int] | None = None, **changes
         "compute_bytes": 2,
         "float8": Float8.none,
         "compiled": True,
+        "fused": False,
         "loss": LossMethod.logits,
         "optimizer": AdamWConfig(),
         "peft": PeftConfig(),

@@ -17,7 +17,7 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, LossMethod, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.training import TrainingConfig
-from components.models.float8 import float8_layers
+from components.models.quantization.float8 import float8_layers
 from tests.distributed.adapted import DORA, QLORA
 from tests.distributed.packed import SEQ_LEN, batches_of, packed
 from tests.harness import run_ranks

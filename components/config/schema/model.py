@@ -69,6 +69,14 @@ class Float8(StrEnum):
     rowwise = "rowwise"
 
 
+class Fused(StrEnum):
+    """Layers computed in fewer kernels than transformers' own. auto: all on GPUs, unless model.compile is set."""
+
+    auto = "auto"
+    all = "all"
+    none = "none"
+
+
 class LossMethod(StrEnum):
     """Ways to compute the cross-entropy from the last hidden states.
 
@@ -217,6 +225,9 @@ class ModelConfig:
     liger (fused GPU kernel, an optional package)."""
     compile: bool = False
     """Apply torch.compile to each decoder layer."""
+    fused: Fused = Fused.auto
+    """Compute RMSNorms and rotary embeddings in fewer kernels than transformers, where the result is the same: auto (on
+    GPUs, unless the layers are compiled, which fuses more), all or none. The banner reports how many."""
     router_aux: RouterAux = RouterAux.sequence
     """Load-balancing loss of a mixture of experts: sequence (per layer and sequence) or none. Part of the training
     loss, not of eval_loss."""
@@ -253,6 +264,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
+
+    def fuses(self, *, on_gpu: bool) -> bool:
+        """Whether norms and rotary embeddings are replaced (`fused`) in a run on a GPU or on a CPU."""
+        return self.fused == Fused.all or (self.fused == Fused.auto and on_gpu and not self.compile)
 
     def _problems(self) -> list[str]:
         problems = own_kind("model", self)

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from components.config.errors import ConfigError
 from components.config.schema.peft import ALL_LINEAR, PeftConfig
-from components.models.weights.nf4 import BLOCK, level_pairs, nf4_linear, pack, packed_shape, unpack
+from components.models.lora.product import add_low_rank
+from components.models.quantization.nf4 import BLOCK, level_pairs, nf4_linear, pack, packed_shape, unpack
 from components.models.weights.shards import local_part
 
 if TYPE_CHECKING:
@@ -110,17 +111,16 @@ class LoraLayer(nn.Module):
         dropped = hidden
         if self.training and self.dropout:
             dropped = inputs.dropout(hidden, self.dropout) if inputs else F.dropout(hidden, self.dropout)
-        lora_A, lora_B = lora_A.to(hidden.dtype), lora_B.to(hidden.dtype)
-        delta = F.linear(F.linear(dropped, lora_A), lora_B) * self.scaling  # (..., out)
         if magnitude is None:
-            return self.base_linear(hidden, weight, bias) + delta
+            return add_low_rank(self.base_linear(hidden, weight, bias), dropped, lora_A, lora_B, self.scaling)
+        lora_A, lora_B = lora_A.to(hidden.dtype), lora_B.to(hidden.dtype)
         with torch.no_grad():  # DoRA treats the norm as a constant (Liu et al. 2024, section 4.3)
             base = self.dequantized(weight, lora_A.shape[1], lora_A.dtype)
             norms = row_norms(base + self.scaling * (lora_B @ lora_A))
             norms = inputs.norms(norms) if inputs else norms
         base_output = self.base_linear(dropped, weight, None)  # (..., out)
         scale = (magnitude / norms).to(base_output.dtype)
-        output = scale * (base_output + delta)
+        output = scale * add_low_rank(base_output, dropped, lora_A, lora_B, self.scaling)
         if dropped is not hidden:  # as in PEFT, dropout does not apply to the output of the base layer
             output = output + self.base_linear(hidden, weight, None) - base_output
         return output if bias is None else output + bias

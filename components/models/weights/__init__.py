@@ -5,7 +5,7 @@ memory.py            materialize: memory for the parameters of a meta model, val
 safetensors_files.py reading safetensors by block; gguf.py: reading GGUF; hub_files.py: errors of the Hugging Face hub
 weight_files.py      writing safetensors by block
 shards.py            blocks of a full tensor that a rank holds; gather.py: full tensors, gathered on rank 0
-names.py             which tensors are saved, and which are tied; nf4.py: 4-bit packed matrices
+names.py             which tensors are saved, and which are tied
 export.py            export_run, export_model, export_stored: folders for transformers; adapter_files.py: for PEFT
 new_folder.py        NewFolder: a folder that is renamed into place once it is complete
 """

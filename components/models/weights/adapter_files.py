@@ -18,9 +18,9 @@ from components.models.classifier import SCORE, TokenScores
 from components.models.lora import ADAPTER_PARAMETERS, expert_factors, quantized_layers, row_norms, scaling_of
 from components.models.lora.experts import FACTORS, stores_transposed
 from components.models.meta_copy import meta_copy
+from components.models.quantization.nf4 import unpacked_reader
 from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.new_folder import NewFolder
-from components.models.weights.nf4 import unpacked_reader
 from components.models.weights.shards import Index
 from components.models.weights.weight_files import write_file
 

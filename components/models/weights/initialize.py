@@ -11,7 +11,7 @@ from torch import nn
 
 from components.config.errors import ConfigError
 from components.models.meta_copy import meta_copy
-from components.models.weights.nf4 import fill_or_pack
+from components.models.quantization.nf4 import fill_or_pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,10 +19,10 @@ from components.config.schema.model import ModelConfig, WeightInit
 from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
 from components.models.lora import initialize_adapters
 from components.models.meta_copy import meta_copy
+from components.models.quantization.nf4 import fill_or_pack, is_packed, packed_reader
 from components.models.weights.gguf import GGUFTensors
 from components.models.weights.initialize import drawn_weight, initialize_weights
 from components.models.weights.names import saved_tensors, tied_names
-from components.models.weights.nf4 import fill_or_pack, is_packed, packed_reader
 from components.models.weights.safetensors_files import SafetensorsTensors, find_safetensors
 from components.models.weights.shards import Index, local_blocks, local_part
 

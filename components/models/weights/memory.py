@@ -10,8 +10,8 @@ from torch import nn
 from components.models.anatomy import plain_tensors
 from components.models.lora import quantized_layers
 from components.models.meta_copy import copy_with_buffers
+from components.models.quantization.nf4 import level_pairs
 from components.models.weights.names import tied_names
-from components.models.weights.nf4 import level_pairs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from components.config.micro_batches import fit_micro_batches
 from components.config.schema.checks import raise_all
-from components.config.schema.model import Attention, DType, Float8, LossMethod
+from components.config.schema.model import Attention, DType, Float8, Fused, LossMethod
 from components.config.schema.optimizer import AdamW8bitConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.recipes import DistillConfig, TrainConfig
@@ -44,6 +44,7 @@ def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConf
     if on_gpu and model.compute_dtype is DType.auto and model.dtype is not DType.float64:
         model = replace(model, compute_dtype=DType.bfloat16)
         notes.append("model.compute_dtype=auto: bfloat16")
+    model = replace(model, fused=Fused.all if cfg.model.fuses(on_gpu=on_gpu) else Fused.none)
     if cfg.parallelism.ep > 1:
         notes.append("routing is balanced: every expert gets as many tokens")
     if cfg.data.pack:

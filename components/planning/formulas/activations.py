@@ -3,7 +3,7 @@
 Counted from the operators of transformers' models: what autograd saves, not what a kernel could do without. A token of
 hidden size h with q query and k key-value features, f MLP features, elements of c bytes:
 
-- each norm: its input in float32 (4 h), the normalized states and the output (2 h c);
+- each norm: its input in float32 (4 h), the normalized states and the output (2 h c); fused, its input and output;
 - attention: queries, keys, values and the output ((2 q + 2 k) c), and a float32 per head;
 - a gated MLP: gate, up, the activated gate and their product (4 f c); without a gate 2 f c.
 """
@@ -44,13 +44,14 @@ def layer_activations(w: Workload) -> LayerActivations:
     queries, keys = heads * a.head_dim, kv_heads * a.head_dim
     # A norm in float32 saves its input once; computed in less, a float32 copy besides the normalized states.
     # Normalized states are saved for the gradient of the norm's weight.
-    norm_inputs = a.family.norms * (4 + (0 if w.peft.adapts else c)) * hidden / sp
+    norm_bytes = c if w.fused else 4 + (0 if w.peft.adapts else c)
+    norm_inputs = a.family.norms * norm_bytes * hidden / sp
     norm_outputs = 2 * c * hidden  # inputs of attention and MLP, gathered over tp under sequence parallel
     attention = 2 * c * (queries + keys) + 4 * heads
     if w.mesh.cp > 1 and _uses_ulysses(w, heads, kv_heads):
         attention += c * queries  # the output before and after the all-to-all
     if a.family.query_key_norm is not QueryKeyNorm.none:
-        attention += (4 + c) * (queries + keys)
+        attention += (c if w.fused else 4 + c) * (queries + keys)
     mlp = _experts(w) if a.experts else (4 if a.family.gated else 2) * c * -(-a.mlp // tp)
     none = tokens * (norm_inputs + norm_outputs + attention + mlp)
     layer_input = tokens * hidden * c / sp

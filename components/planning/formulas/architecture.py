@@ -35,6 +35,8 @@ class Family:
     mlp_bias: bool = False
     norms: int = 2
     """Norms of the hidden states per layer."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + weight; such norms are not fused."""
     norm_bias: bool = False
     norm_weight: bool = True
     query_key_norm: QueryKeyNorm = QueryKeyNorm.none
@@ -66,9 +68,11 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family(head_dim=128, qkv_bias=True),
     "smollm3": Family(tied=True),
     "ernie4_5": Family(tied=True, head_dim=128),
-    "gemma": Family(tied=True, head_dim=256),
-    "gemma2": Family(tied=True, head_dim=256, norms=4, full_every=2),
-    "gemma3_text": Family(tied=True, head_dim=256, norms=4, query_key_norm=QueryKeyNorm.head, full_every=6),
+    "gemma": Family(tied=True, head_dim=256, norm_offset=True),
+    "gemma2": Family(tied=True, head_dim=256, norms=4, norm_offset=True, full_every=2),
+    "gemma3_text": Family(
+        tied=True, head_dim=256, norms=4, norm_offset=True, query_key_norm=QueryKeyNorm.head, full_every=6
+    ),
     "olmo": Family(norm_weight=False),
     "olmo2": Family(query_key_norm=QueryKeyNorm.width),
     "olmo3": Family(query_key_norm=QueryKeyNorm.width, full_every=4),

@@ -17,10 +17,15 @@ from components.planning.formulas.workload import Workload
 ATTENTION_BACKWARD = 2.5
 """FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
 
-EAGER_ROTARY = 5.0
+EAGER_ROTARY = {False: 5.0, True: 1.9}
+"""fused -> bytes that the rotary embedding moves without a compiler, relative to one kernel: two products, a negation,
+a concatenation and a sum, or a product and two sums in place."""
 EAGER_MLP = 1.8
-"""Bytes that the rotary embedding (two products, a negation, a concatenation, a sum) and the activation move without a
-compiler, relative to fused kernels. For norms and residuals: Implementation.eager_hidden."""
+"""Bytes that the activation moves without a compiler, relative to one kernel. For norms and residuals:
+Implementation.eager_hidden."""
+FUSED_HIDDEN = 6.0
+"""The same with fused norms. By the sizes of all tensors it would be 1.3; torchtitan's layers with fused norms took as
+long as 6 (row 1 of scripts/benchmark/published_points.csv)."""
 
 GROUPED_MATMUL = 0.8
 """Speed of the experts' grouped matmuls relative to one matmul with as many tokens: unequal groups. Estimate."""
@@ -29,7 +34,7 @@ FLOAT8_CAST_BYTES = 8
 """Bytes moved to cast an element of a linear layer's input or output gradient: maximum, cast and transposed cast."""
 
 DEQUANTIZE_BYTES = {True: 3, False: 22}
-"""compiled -> bytes moved to unpack an NF4 value: packed value and scale read, bfloat16 written; uncompiled, the index
+"""in one kernel -> bytes moved to unpack an NF4 value: packed value and scale read, bfloat16 written; else the index
 and the table lookup are tensors of their own."""
 
 LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 8}
@@ -137,7 +142,8 @@ def matmul_works(workload: Workload, hardware: Hardware, implementation: Impleme
         yield _traffic("float8 casts", values * FLOAT8_CAST_BYTES / 3, 2.0, 1.0, workload, hardware)
     if workload.peft.quantizes:
         values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
-        yield _traffic("dequantization", values * DEQUANTIZE_BYTES[workload.compiled], 1.0, 1.0, workload, hardware)
+        moved = values * DEQUANTIZE_BYTES[workload.compiled or hardware.is_gpu]
+        yield _traffic("dequantization", moved, 1.0, 1.0, workload, hardware)
 
 
 def attention_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
@@ -188,14 +194,18 @@ def elementwise_works(workload: Workload, hardware: Hardware, implementation: Im
     mlp = (architecture.mlp * max(1, architecture.experts_per_token) + architecture.shared_mlp) / mesh.tp
     routed = architecture.experts_per_token * architecture.hidden / mesh.tp
     # Forward: two norms read and write, two residuals read twice and write: 9; rotary embedding 2; gate, up -> act 3.
-    eager = (1.0, 1.0, 1.0) if workload.compiled else (implementation.eager_hidden, EAGER_ROTARY, EAGER_MLP)
+    eager = (1.0, 1.0, 1.0)
+    if not workload.compiled:
+        norms = min(implementation.eager_hidden, FUSED_HIDDEN) if workload.fused else implementation.eager_hidden
+        eager = (norms, EAGER_ROTARY[workload.fused], EAGER_MLP)
     values = 9 * hidden * eager[0] + 2 * rotated * eager[1] + 3 * mlp * eager[2] + 4 * routed
     traffic = workload.local_tokens * values * workload.compute_bytes
     yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
     if workload.peft.adapts:
         widths = sum(each.inner + each.outputs for each in layer_matmuls(workload, MESHBOOK))
-        traffic = workload.local_tokens * 2.5 * widths * workload.compute_bytes
-        yield _traffic("adapters", traffic, 1.5, 1.0, workload, hardware)
+        passes, backward = implementation.adapter_passes
+        traffic = workload.local_tokens * passes * widths * workload.compute_bytes
+        yield _traffic("adapters", traffic, backward / passes, 1.0, workload, hardware)
 
 
 def head_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:

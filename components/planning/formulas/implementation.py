@@ -13,6 +13,9 @@ class Implementation:
     eager_hidden: float = 9.4
     """Bytes that norms and residuals move uncompiled, relative to fused kernels. Meshbook's: the layers of Llama 3.2 1B
     move 679 GB per 32,768 trained tokens, apart from matmuls and attention, by the sizes of all operators' tensors."""
+    adapter_passes: tuple[float, float] = (1.5, 3.4)
+    """Reads and writes of a linear layer's input and output for its adapter, forward and backward. Meshbook's: A and B
+    read the input and the output gradient twice; their products are added to the output and to the input gradient."""
     tp_gathers: int = 2
     """All-gathers of hidden states over tp in a layer's forward: one before attention, one before the MLP."""
     float8_gathers: bool = False

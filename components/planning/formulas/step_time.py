@@ -27,9 +27,10 @@ from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds
 from components.planning.formulas.term import Term, total
 from components.planning.formulas.workload import Workload
 
-LAUNCHES = {False: 134, True: 45}
-"""compiled -> kernels that the host launches for the forward and backward of a dense layer of full training."""
-ADAPTER_LAUNCHES = 82
+LAUNCHES, FUSED_LAUNCHES, COMPILED_LAUNCHES = 127, 69, 45
+"""Kernels that the host launches for the forward and backward of a dense layer: with transformers' own layers, with
+fused norms and rotary embeddings, compiled (tests/gpu_ready/test_launches.py)."""
+ADAPTER_LAUNCHES = 59
 """Further kernels of a layer with adapters."""
 ROUTING_LAUNCHES = 45
 """Kernels of a layer's forward that are launched late, because the host has waited for the routing of tokens (ep)."""
@@ -278,7 +279,9 @@ class _Estimate:
     def _launches(self, rank: _Part, device: float) -> Term:
         """Return the time by which the host's launches outlast the device."""
         workload = self.workload
-        launches = LAUNCHES[workload.compiled] + (ADAPTER_LAUNCHES if workload.peft.adapts else 0)
+        layer = FUSED_LAUNCHES if workload.fused else LAUNCHES
+        launches = COMPILED_LAUNCHES if workload.compiled else layer
+        launches += ADAPTER_LAUNCHES if workload.peft.adapts else 0
         seconds = launches * self.hardware.launch_seconds
         if workload.mesh.tp > 1 and not workload.compiled:
             seconds += 4 * (self.implementation.tp_gathers + 2) / 2 * DTENSOR_SECONDS

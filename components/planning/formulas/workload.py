@@ -49,6 +49,8 @@ class Workload:
     """Bytes per element of activations."""
     float8: Float8
     compiled: bool
+    fused: bool
+    """Whether norms and rotary embeddings run in few kernels (model.fused)."""
     loss: LossMethod
     """auto, logits, chunked or liger, as configured."""
     optimizer: OptimizerConfig
@@ -134,8 +136,9 @@ def build_workload(
     micro_batch = fitting_micro_batch(training, cfg.parallelism, mesh) or training.micro_batch_size
     frozen = frozen_model(cfg)
     scores = section(cfg, ScoreConfig)
+    architecture = architecture or architecture_of(model)
     return Workload(
-        architecture=architecture or architecture_of(model),
+        architecture=architecture,
         mesh=mesh,
         parallelism=cfg.parallelism,
         seq_len=training.seq_len,
@@ -145,6 +148,7 @@ def build_workload(
         compute_bytes=_compute_bytes(model, on_gpu=on_gpu),
         float8=model.float8,
         compiled=model.compile,
+        fused=model.fuses(on_gpu=on_gpu) and not architecture.family.norm_offset,
         loss=LossMethod.chunked if section(cfg, DistillationConfig) else model.loss,
         optimizer=cfg.optimizer,
         peft=cfg.peft,

@@ -17,7 +17,7 @@ from torch import nn
 
 from components.config.schema.optimizer import MatrixScale, MuonConfig
 from components.models.anatomy import Anatomy, config_of
-from components.models.fused import Runs, fused_matrices
+from components.training.optimizers.fused_matrices import Runs, fused_matrices
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.owners import Matrix, MatrixExchange, Piece, Transfer
 

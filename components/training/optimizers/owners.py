@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.distributed.mesh import share_timeout
-from components.models.fused import Runs
 from components.models.weights.shards import Block, blocks_at
+from components.training.optimizers.fused_matrices import Runs
 
 Index = tuple[slice, ...]
 BUCKET_ELEMENTS = 2**27

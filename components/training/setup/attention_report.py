@@ -14,7 +14,7 @@ from components.config.errors import ConfigError
 from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8, ModelConfig
 from components.dtypes import torch_dtype
 from components.exchange import all_gather_json
-from components.models.float8 import float8_layers, without_float8
+from components.models.quantization.float8 import float8_layers, without_float8
 from components.training.evaluation import evaluate
 from components.training.forward import forward_loss, local_batch
 from components.training.objectives import PLAIN, Objective

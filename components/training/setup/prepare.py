@@ -87,6 +87,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
     trains = training is not None
     dtype, dtype_note = compute_dtype(cfg.model, device)
     flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
+    fused = models.fuse_layers(model) if cfg.model.fuses(on_gpu=device.type == "cuda") else None
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype, anatomy)
     router_loss = attach_router_loss(model, cfg.model, mesh, anatomy) if trains else None
     sizes = training or section(cfg, EvaluationConfig) or EvaluationConfig()
@@ -122,7 +123,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         anatomy=anatomy,
         counts=counts,
         summary=f"{counts}, {cfg.model.dtype}, {dtype_note}",
-        notes=[each for each in (*layout.notes, router_loss, loss_head, recompute, flops) if each is not None],
+        notes=[each for each in (*layout.notes, fused, router_loss, loss_head, recompute, flops) if each is not None],
     )
     return prepared if training is None else prepared.with_average(training)
 

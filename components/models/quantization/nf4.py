@@ -58,11 +58,26 @@ def unpack(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch
 
     pairs: From `level_pairs`, on the device of `packed`.
     """
-    # FSDP2 of torch 2.11 all-gathers parameters in the mixed-precision dtype; all of them hold 0 to 255 exactly.
-    blocks = packed.to(torch.uint8).view(len(packed), -1, BLOCK_BYTES)
+    packed = packed.to(torch.uint8)  # FSDP2 of torch 2.11 all-gathers in the mixed-precision dtype, exact up to 255
+    if packed.is_cuda:
+        return unpack_on_gpu(packed, columns, pairs, dtype)
+    blocks = packed.view(len(packed), -1, BLOCK_BYTES)
     scales = blocks[..., :SCALE_BYTES].contiguous().view(torch.float16)  # (rows, blocks, 1)
     values = F.embedding(blocks[..., SCALE_BYTES:].int(), pairs)  # (rows, blocks, 32, 2)
     return values.flatten(2).mul_(scales.float()).flatten(1)[:, :columns].to(dtype)
+
+
+@torch.library.custom_op("meshbook::unpack_nf4", mutates_args=(), device_types="cuda")
+def unpack_on_gpu(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantize like `unpack`, in one kernel. An operator, so that torch.compile and fake tensors need no Triton."""
+    from components.models.quantization.nf4_kernel import launch_unpack
+
+    return launch_unpack(packed, columns, pairs, dtype)
+
+
+@unpack_on_gpu.register_fake
+def _(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return packed.new_empty(len(packed), columns, dtype=dtype)
 
 
 def level_pairs(device: torch.device | str | None = None) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""RMSNorms, rotary embeddings and low-rank products with few kernels, against transformers and plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from components.models.fused_layers import FusedNorm, fuse_layers, rms_norm, rotate
+from components.models.lora.product import add_low_rank
+from tests.distributed.parity import MODELS, build
+
+FUSED = {"llama": (5, 2), "qwen3": (9, 2), "phi3": (5, 2), "gemma": (0, 2), "gpt2": (0, 0)}
+"""Model -> fused norms and rotary embeddings. Gemma's norms multiply by 1 + weight and keep their own forward."""
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_give_the_loss_and_gradients_of_transformers(name: str) -> None:
+    own: Any = build(name, torch.float64)
+    fused = copy.deepcopy(own)
+    counts = fuse_layers(fused)
+    assert (counts.norms, counts.rotary) == FUSED[name]
+    copied = copy.deepcopy(fused)  # copies keep the fused forwards
+    ids = torch.randint(0, MODELS[name]["vocab_size"], (2, 16))
+    losses = []
+    for model in (own, fused, copied):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == losses[1]
+    names = dict(own.named_parameters())
+    assert dict(fused.named_parameters()).keys() == names.keys()
+    for name, parameter in fused.named_parameters():
+        assert torch.allclose(parameter.grad, names[name].grad, rtol=1e-4, atol=1e-7), name
+
+
+def test_gradients_equal_finite_differences() -> None:
+    torch.manual_seed(0)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (drawn(2, 3, 8), drawn(8)))
+    cos, sin = drawn(2, 3, 8).detach(), drawn(2, 3, 8).detach()
+    assert torch.autograd.gradcheck(lambda q, k: rotate(q, k, cos, sin), (drawn(2, 4, 3, 8), drawn(2, 1, 3, 8)))
+    factors = (drawn(2, 3, 5), drawn(2, 3, 8), drawn(2, 8), drawn(5, 2))
+    assert torch.autograd.gradcheck(lambda *each: add_low_rank(*each, 1.5), factors)
+
+
+def test_a_norm_in_bfloat16_is_rounded_once() -> None:
+    hidden, weight = drawn(64, 256, dtype=torch.bfloat16), drawn(256, dtype=torch.bfloat16)
+    exact = F.rms_norm(hidden.double(), (256,), weight.double(), 1e-6)
+    assert torch.equal(rms_norm(hidden, weight, 1e-6), exact.float().bfloat16())
+
+
+def test_a_norm_whose_dtype_differs_from_its_input_computes_as_before() -> None:
+    own: Any = build("llama", torch.float32)
+    fused = copy.deepcopy(own)
+    fuse_layers(fused)
+    hidden = torch.randn(2, 3, own.config.hidden_size).bfloat16()
+    assert isinstance(fused.model.norm, FusedNorm)
+    result = fused.model.norm(hidden)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, own.model.norm(hidden))
+
+
+def test_a_low_rank_product_equals_two_linear_layers() -> None:
+    torch.manual_seed(0)
+    base, hidden, first, second = drawn(2, 3, 5), drawn(2, 3, 8), drawn(2, 8), drawn(5, 2)
+    tensors = (base, hidden, first, second)
+    expected = base + 0.5 * F.linear(F.linear(hidden, first), second)
+    weights = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, tensors, weights)
+    result = add_low_rank(*tensors, 0.5)
+    assert torch.allclose(result, expected, rtol=1e-12)
+    for one, two in zip(torch.autograd.grad(result, tensors, weights), gradients, strict=True):
+        assert torch.allclose(one, two, rtol=1e-12)
