@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -84,7 +84,7 @@ class LocalBackend:
         local_rank = LocalRank(0, 1, port, store.detach(), run.directory.path, run.directory.attempt)
         for name in set(os.environ) - set(without_ranks(os.environ)):
             del os.environ[name]
-        os.environ.update(local_rank.variables())
+        os.environ.update(allocator_defaults(os.environ) | local_rank.variables())
         return run_here()
 
     def job(self, run_dir: Path, *, search: bool = False) -> str | None:
@@ -144,6 +144,7 @@ class _Ranks:
         """
         port, store = _loopback_socket()
         shared = without_ranks(os.environ) | {WORKER: "1", LAUNCHER_PID: str(os.getpid())}
+        shared |= allocator_defaults(os.environ)
         for name, value in _defaults(processes).items():
             shared.setdefault(name, value)
         with store:
@@ -302,3 +303,10 @@ def _defaults(processes: int) -> dict[str, str]:
     """Return the ranks' default variables, which the user's override: CPU threads, unbuffered output, faulthandler."""
     threads = str(max(usable_cores() // processes, 1))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable of torch's allocator: as the user set it by its present or former name, else segments that
+    grow. Unpacked rows have many lengths, for which segments of fixed size would leave gaps in the memory of a GPU."""
+    value = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    return {"PYTORCH_ALLOC_CONF": value or "expandable_segments:True"}

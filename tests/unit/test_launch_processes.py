@@ -1,4 +1,4 @@
-"""Number of processes of a run, determined without initializing CUDA."""
+"""Number of processes of a run, determined without initializing CUDA, and variables that they get by default."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from components.config.schema import (
     WeightInit,
 )
 from components.config.schema.data import DocsDataConfig
+from components.launch.local import allocator_defaults
 from components.launch.machine import device_problems, processes_of, usable_cores, visible_gpus
 
 
@@ -102,3 +103,15 @@ def test_cpu_processes_are_limited_to_four_per_core_and_by_memory() -> None:
     shared = config("2")
     shared.cluster.oversubscribe = True
     assert "2 processes, but 1 visible GPUs" in device_problems(shared, 2, gpus=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_allocator_grows_segments_unless_the_user_decides(environ: dict[str, str], expected: str) -> None:
+    assert allocator_defaults(environ) == {"PYTORCH_ALLOC_CONF": expected}

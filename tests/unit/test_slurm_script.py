@@ -110,7 +110,7 @@ def test_every_variable_of_the_script_is_reserved() -> None:
     body = re.sub(r"^(#|export (MESSAGE|NCCL_\w+|PATH)=).*$", "", lines, flags=re.MULTILINE)
     assigned = set(re.findall(r"(?:^|[ ;])([A-Za-z_]\w*)=(?![-\w]*[,\"])", body, re.MULTILINE))
     # For these, values of cluster.env take precedence over the template.
-    overridable = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "OMP_NUM_THREADS"}
+    overridable = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"}
     assert assigned - overridable - {"recipe", "JobId", "Requeue", "ExcNodeList", "disable"} <= SCRIPT_VARIABLES
     assert {"run_dir", "status", "MASTER_PORT"} <= assigned
 
