@@ -27,6 +27,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (imported once, f
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import components.launch.local
+import components.launch.rank
 from components.config.compose import read_frozen  # noqa: F401
 from components.protocol.signals import FORWARDED_SIGNALS
 from recipes import finetune
@@ -123,6 +124,8 @@ def _elastic_rank() -> None:
         signal.SIGQUIT,
     ):  # a new process does not inherit the agent's handlers
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # The agent waits for the function to return, because it forked the rank; it starts real ranks as commands.
+    components.launch.rank.end_rank = sys.exit  # type: ignore[assignment]
     status = run_main(f"rank{os.environ['RANK']}")
     if status:
         os._exit(status)
