@@ -82,6 +82,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "scores": ["tests/distributed/test_classify.py"],
         "planning": ["tests/distributed/test_dry_run.py"],
         "distillation": ["tests/distributed/test_distillation.py", "tests/distributed/test_distillation_grid.py"],
+        "gpu_ready": ["tests/gpu_ready"],
         "families": ["tests/distributed/test_family_plans.py"],
         "vocabulary": ["tests/distributed/test_odd_vocabulary.py"],
         "grid_2_4": [GRID, "-k", "full_grid and not [8-"],

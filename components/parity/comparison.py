@@ -190,7 +190,7 @@ def _run_mesh(
     models.add_adapters(model, cfg.peft, exports=False)
     if comparison.dtype == "float64":
         compute_in_float64(model)
-    eager = replace(cfg, model=replace(cfg.model, compile=False))
+    eager = replace(cfg, model=replace(cfg.model, compile="false"))
     prepared = training.prepare_built(model, anatomy, eager, _Start(mesh, info.device))
     notes = [note for note in prepared.notes if isinstance(note, str)]  # about the mesh; the others are about the step
     row = MeshResult(plan.name, len(batches.at(0)), notes=notes)

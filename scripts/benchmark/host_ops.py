@@ -101,9 +101,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     models.use_causal_sdpa(model)
     flops = training.step_flops(model, cfg.logging, mesh, cpu, torch.float32)
     layout = distributed.parallelize(model, mesh, parallelism, torch.float32)
-    loss_head = training.attach_loss_head(
-        model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, cpu
-    )
+    loss_head = training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, mesh, layout.stages, cpu)
     models.materialize(model, cpu)
     replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
     optimizer = training.build_optimizer(model, AdamWConfig())

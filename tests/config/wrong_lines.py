@@ -69,7 +69,7 @@ WRONG_TYPE = [
     ("run.dir=[a]", "run.dir=[a]: must be a single value"),
     ("training=3", "training=3: is a section with keys"),
     ("logging.plot=1", "logging.plot=1: must be true or false"),
-    ("model.compile=7", "model.compile=7: must be true or false"),
+    ("model.compile=7", "model.compile=7: must be auto, true or false"),
     ("data.pack=1", "data.pack=1: must be true or false"),
     ("++logging.plot=0", "must be true or false"),
     ("logging={plot:2}", "must be true or false"),

@@ -166,7 +166,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     layout = distributed.parallelize(model, mesh, config, case.dtype)
     router_loss = training.attach_router_loss(model, recipe.model, mesh)
     loss_head = training.attach_loss_head(
-        model, recipe.model.loss, recipe.training, recipe.parallelism, mesh, layout.stages, torch.device("cpu")
+        model, recipe.model, recipe.training, recipe.parallelism, mesh, layout.stages, torch.device("cpu")
     )
     models.checkpoint_activations(model, config.activation_checkpointing)
     if case.compile:

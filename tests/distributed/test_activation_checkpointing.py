@@ -57,7 +57,7 @@ def test_auto_selects_the_least_recompute_that_fits_on_all_ranks() -> None:
             memory = int(RESERVED_BYTES + peak * 1.081) - rank  # rank 1 has less memory and decides
             reports.append(str(choose(cfg, model, mesh, memory).policy))
         reports.append(str(choose(cfg, model, mesh, 2**40 if rank == 0 else 1).policy))
-        compiled = replace(cfg, model=replace(cfg.model, compile=True))
+        compiled = replace(cfg, model=replace(cfg.model, compile="true"))
         return [*reports, str(choose(compiled, model, mesh, int(RESERVED_BYTES + selective * 1.081)))]
 
     first, second = run_ranks(2, on_rank)

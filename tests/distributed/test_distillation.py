@@ -228,7 +228,7 @@ def prepared(
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
-    head = training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
+    head = training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout) if trains or axes.get("pp") else None
     if not trains:
         model.requires_grad_(False)

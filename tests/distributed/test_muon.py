@@ -147,9 +147,7 @@ def train(
     anatomy = models.read_anatomy(model)
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, recipe.parallelism, case.dtype, anatomy)
-    head = training.attach_loss_head(
-        model, recipe.model.loss, recipe.training, recipe.parallelism, mesh, layout.stages, CPU
-    )
+    head = training.attach_loss_head(model, recipe.model, recipe.training, recipe.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, recipe.parallelism, layout)
     settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head)
     prepared = training.Prepared(model, settings, called, anatomy=anatomy)

@@ -126,7 +126,7 @@ def on_mesh(case: Case, plain: Any, tp: int) -> tuple[Step, bool]:
     model = copy.deepcopy(plain).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, parallelism, torch.float64)
-    loss = training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
+    loss = training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, parallelism, layout)
     settings = training.StepSettings(CPU, max_grad_norm=0.0, mesh=mesh, loss_head=loss)
     return one_step(model, called, [batch_of(case)], settings), loss.takes_targets

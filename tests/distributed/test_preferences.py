@@ -234,7 +234,7 @@ def train(
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
-    head = training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
+    head = training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head, router_loss=router_loss)
     prepared = training.Prepared(model, settings, called)

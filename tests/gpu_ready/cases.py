@@ -27,6 +27,7 @@ from components.config.schema.parallelism import ActivationCheckpointing, Strate
 from tests.distributed.packed import ROWS, SEQ_LEN
 from tests.gpu_ready import objectives
 from tests.gpu_ready.device import FakeCuda, Record
+from tests.gpu_ready.roofline import Costs
 from tests.optional import find_optional
 
 CUDA = torch.device("cuda", 0)
@@ -65,7 +66,7 @@ def config_of(
     model: dict[str, Any], axes: dict[str, Any], peft: str = "none", pack: bool = False, optimizer: str = "adamw"
 ) -> FinetuneConfig:
     """Return the config of a run; axes: the `parallelism` section, `strategy` included."""
-    values = {"config": {**CONFIG, **model.pop("config", {})}, **model}
+    values = {"compile": "false", "config": {**CONFIG, **model.pop("config", {})}, **model}
     axes = {"dp_shard": 1, **axes, "strategy": Strategy(axes.get("strategy", "fsdp2"))}
     return FinetuneConfig(
         model=ModelConfig(init=WeightInit.random, tokenizer="bytes", **values),
@@ -77,8 +78,13 @@ def config_of(
 
 
 @contextmanager
-def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0, objective: str = "next_token") -> Iterator[FakeRun]:
-    """Build a run in the order of the recipes, on the fake device; its collectives return immediately."""
+def fake_run(
+    cfg: FinetuneConfig, world: int = 1, rank: int = 0, objective: str = "next_token", rows: Any = None
+) -> Iterator[FakeRun]:
+    """Build a run in the order of the recipes, on the fake device; its collectives return immediately.
+
+    rows: The dataset of `training.micro_batch_size` and `global_batch_size`; None: small rows of the objective.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     with FakeCuda():
         mesh = distributed.build_mesh(cfg.parallelism, "cuda")
@@ -88,13 +94,13 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0, objective: str 
             teacher = _prepared(cfg, mesh)
             teacher.module.requires_grad_(False)
         plan = data.BatchPlan(
-            global_batch_size=ROWS * mesh.size("dp"),
-            micro_batch_size=2,
+            global_batch_size=(ROWS if rows is None else cfg.training.global_batch_size) * mesh.size("dp"),
+            micro_batch_size=2 if rows is None else cfg.training.micro_batch_size,
             dp_rank=mesh.rank("dp"),
             dp_size=mesh.size("dp"),
             padding=data.Padding(multiple=mesh.sequence_multiple),
         )
-        rows = objectives.rows_of(objective, cfg.data.pack)
+        rows = objectives.rows_of(objective, cfg.data.pack) if rows is None else rows
         stored = objectives.StoredZeros(rows) if objective == "stored_distillation" else None
         batches = data.TrainBatches(rows, plan, seed=5, token_values=stored)
         built = objectives.build(objective, cfg.model, prepared, teacher)
@@ -107,13 +113,13 @@ def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | N
     model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"], labels)
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, cfg.peft)
-    if cfg.model.fuses(on_gpu=True):
+    if cfg.model.fuses(cfg.parallelism, packs=cfg.data.pack, on_gpu=True):
         models.fuse_layers(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     loss_head = None
     if labels is None:
         loss_head = training.attach_loss_head(
-            model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CUDA
+            model, cfg.model, cfg.training, cfg.parallelism, mesh, layout.stages, CUDA
         )
     if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.auto:
         models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
@@ -198,3 +204,41 @@ def step(
         "moved": dict(record.moved),
         "seq": SEQ_LEN,
     }
+
+
+def graphs(
+    axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
+    pack: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Run three steps and an evaluation with layers that the compiler has traced; return its graphs after each."""
+    cfg = config_of(model or {}, axes, peft, pack)
+    counters = torch._dynamo.utils.counters
+    with fake_run(cfg, world, rank) as run, static_pipeline_shapes():
+        models.compile_layers(run.model.module, backend="eager")
+        found = []
+        for number in range(3):
+            training.train_step(run.model, run.batches.at(number), run.optimizer, run.objective)
+            found.append(counters["stats"]["unique_graphs"])
+        with values_read():
+            training.evaluate(run.model, run.batches.at(3), run.objective)
+    return {
+        "graphs": found,
+        "with_evaluation": counters["stats"]["unique_graphs"],
+        "breaks": [each.split("`<function ")[-1].split(" at ")[0] for each in counters["graph_break"]],
+    }
+
+
+def costs(
+    model: dict[str, Any], peft: str = "none", seq_len: int = 4096, micro_batch_size: int = 4,
+    global_batch_size: int = 8, documents: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the operators of the second step of one device, packed rows of equal documents, for roofline.py."""
+    cfg = config_of(model, {"strategy": "single"}, peft, pack=True)
+    cfg.training.micro_batch_size, cfg.training.global_batch_size = micro_batch_size, global_batch_size
+    cfg.training.seq_len = seq_len
+    with fake_run(cfg, rows=objectives.full_rows(seq_len, documents)) as run:
+        training.train_step(run.model, run.batches.at(0), run.optimizer, run.objective)
+        micro_batches = run.batches.at(1)
+        with Costs(cfg.model.config["vocab_size"]) as recorded:
+            training.train_step(run.model, micro_batches, run.optimizer, run.objective)
+    return {kind: [[*each, number] for each, number in kept.items()] for kind, kept in recorded.operators.items()}

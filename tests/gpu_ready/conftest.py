@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,14 @@ Run = Callable[..., Any]
 """(name of a function of cases.py, **its arguments) -> what it returned; AssertionError with its traceback."""
 
 
-@pytest.fixture(scope="session")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the stub against torch's headers; one pytest worker does it for all workers."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to compile the CUDA stub with; install g++")
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    library, root = shared / "libcuda_stub.so", Path(torch.__path__[0])
-    with (shared / "cuda_stub.lock").open("w") as lock:
+def build_stub(folder: Path) -> Path:
+    """Compile the stub against torch's headers into a folder, unless it is there; return the library."""
+    library, root = folder / "libcuda_stub.so", Path(torch.__path__[0])
+    with (folder / "cuda_stub.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             command = [
-                compiler, "-std=c++20", "-O0", "-shared", "-fPIC", str(SOURCE), f"-I{root}/include",
+                "g++", "-std=c++20", "-O0", "-shared", "-fPIC", str(SOURCE), f"-I{root}/include",
                 f"-I{root}/include/torch/csrc/api/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu",
                 f"-Wl,-rpath,{root}/lib", "-o", f"{library}.part",
             ]  # fmt: skip
@@ -44,9 +38,9 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.fixture(scope="session")
-def fake_cuda(stub: Path) -> Iterator[Run]:
-    """Return a function that runs a case on fake CUDA tensors in a separate process."""
+@contextmanager
+def started_server(stub: Path) -> Iterator[Run]:
+    """Yield a function that runs a case on fake CUDA tensors in a separate process."""
     command = [sys.executable, "-m", "tests.gpu_ready.server", str(stub)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -64,3 +58,19 @@ def fake_cuda(stub: Path) -> Iterator[Run]:
         yield run
         server.stdin.close()
         server.wait(30)
+
+
+@pytest.fixture(scope="session")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stub library; one pytest worker compiles it for all workers."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the CUDA stub with; install g++")
+    shared = tmp_path_factory.getbasetemp()
+    return build_stub(shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared)
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(stub: Path) -> Iterator[Run]:
+    """Return a function that runs a case on fake CUDA tensors in a separate process."""
+    with started_server(stub) as run:
+        yield run

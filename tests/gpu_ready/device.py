@@ -88,6 +88,29 @@ def _only_describes(func: Any) -> bool:
                                      "lift_fresh", "set_", "resize_", "_has_compatible"))  # fmt: skip
 
 
+@torch.library.custom_op("meshbook_tests::silu_backward", mutates_args=())
+def _silu_backward(grad: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.silu_backward(grad, values)
+
+
+@_silu_backward.register_fake
+def _(grad: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
+
+
+class _Silu(torch.autograd.Function):
+    """SiLU whose backward is one kernel, as on a real device; torch decomposes aten's for fake tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(values)
+        return torch.ops.aten.silu(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return _silu_backward(grad, ctx.saved_tensors[0])
+
+
 def install() -> None:
     """Patch torch's Python code to accept the device. Call once, after all imports and before the first fake tensor."""
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
@@ -96,6 +119,7 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.cuda.get_rng_state = lambda device=0: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda state, device=0: None
+    torch.nn.functional.silu = lambda values, inplace=False: _Silu.apply(values)
     dist.all_gather_object = _gather_copies
     cpu = torch.cpu
     cpu.Stream.record_event = lambda self, event=None: event or cpu.Event()  # type: ignore[method-assign]

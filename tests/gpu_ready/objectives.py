@@ -70,6 +70,13 @@ def rows_of(name: str, pack: bool) -> Any:
     return data.pack_pairs(made.to_be_packed(SEQ_LEN)) if pack else made
 
 
+def full_rows(seq_len: int, documents: int) -> data.PackedDataset:
+    """Return packed rows of equally long documents whose tokens are all targets."""
+    example = data.Example([1] * (seq_len // documents), [1] * (seq_len // documents))
+    samples = data.Dataset([example] * (64 * documents), PadOnlyTokenizer(), facts=Facts("here"), seq_len=seq_len)  # type: ignore[arg-type]
+    return data.PackedDataset(samples, seq_len)
+
+
 def build(name: str, cfg: ModelConfig, model: training.Prepared, teacher: training.Prepared | None) -> Any:
     """Return an objective."""
     mesh: Mesh | None = model.settings.mesh

@@ -60,14 +60,14 @@ def test_config_that_cannot_be_played_is_refused(model: dict[str, Any], axes: di
 
 
 def test_played_config_states_what_it_changes() -> None:
-    values = {"compile": True, "loss": LossMethod.liger, "compute_dtype": DType.auto}
+    values = {"compile": "true", "loss": LossMethod.liger, "compute_dtype": DType.auto}
     cfg = finetune(world=2, dp_shard=2, rows=4, model_values=values)
     cfg.training.micro_batch_size = 3  # 4 rows of a rank are no multiple of it
     cfg.training.batch_size_ramp = [{"until_step": 2, "global_batch_size": 4}]
     played, notes = played_config(cfg, 2, on_gpu=True)
     assert played.training.micro_batch_size in (1, 2)
     assert played.training.batch_size_ramp == []
-    assert (played.model.compile, played.model.loss) == (False, LossMethod.chunked)
+    assert (played.model.compile, played.model.loss) == ("false", LossMethod.chunked)
     assert played.model.compute_dtype == DType.bfloat16
     for key in ("model.compile=true", "model.loss=liger", "model.compute_dtype=auto"):
         assert any(note.startswith(key) for note in notes), key

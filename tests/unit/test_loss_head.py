@@ -80,7 +80,7 @@ def config(loss: LossMethod = LossMethod.chunked) -> FinetuneConfig:
 
 def attach(model: nn.Module, loss: LossMethod = LossMethod.chunked) -> training.LossHead:
     cfg = config(loss)
-    return training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, None, None, CPU)
+    return training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, None, None, CPU)
 
 
 def rows(targets: int = 500) -> Batch:
@@ -290,6 +290,36 @@ def test_chunked_label_smoothing_and_z_loss_match_those_of_logits(transform: Any
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     plain = PLAIN.of_logits(torch.nn.functional.linear(hidden, weight)[None], targets[None])
     assert abs(plain - found[0][0]) > 1
+
+
+@pytest.mark.parametrize("transform", [None, lambda logits: 30 * torch.tanh(logits / 30)], ids=["plain", "softcapped"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+def test_compiled_chunks_match_float64_and_share_their_graphs(transform: Any, weighted: bool) -> None:
+    """The compiler fuses the passes over the logits of a chunk; chunks and batches may have any number of tokens."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    generator = torch.Generator().manual_seed(3)
+    token_loss = training.CrossEntropy(label_smoothing=0.2, z_loss=0.05)
+    for tokens in (50, 33, 47):
+        weight, hidden = (torch.randn(size, 8, generator=generator) for size in (31, tokens))
+        targets = torch.randint(0, 31, (tokens,), generator=generator)
+        targets[::7] = -100
+        weights = torch.rand(tokens, generator=generator, dtype=torch.float64) if weighted else None
+        exact = [each.double().requires_grad_() for each in (hidden, weight)]
+        logits = torch.nn.functional.linear(*exact)
+        logits = (logits if transform is None else transform(logits))[None]
+        loss = token_loss.of_logits(logits, targets[None], None if weights is None else weights[None])
+        loss.backward()
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        head = Head(logits_transform=transform, compiled=True)
+        with chunks_of(11):
+            compiled = linear_token_loss(*leaves, None, Targets(targets, weights=weights), head, token_loss)
+        compiled.backward()
+        torch.testing.assert_close(compiled.double(), loss, rtol=1e-5, atol=0)
+        for got, expected in zip(leaves, exact, strict=True):
+            torch.testing.assert_close(got.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+    torch._dynamo.reset()
 
 
 def test_held_out_loss_excludes_label_smoothing_and_z_loss() -> None:

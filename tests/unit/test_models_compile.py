@@ -12,8 +12,9 @@ import torch
 
 from components import models, training
 from components.batch import Batch
-from components.config.schema import ModelConfig, PeftConfig
-from components.config.schema.model import WeightInit
+from components.config.schema import ModelConfig, ParallelismConfig, PeftConfig
+from components.config.schema.model import DType, WeightInit
+from components.config.schema.parallelism import ActivationCheckpointing, PipelineSchedule
 from tests.tiny_models import SIZES, VOCAB
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
@@ -55,6 +56,33 @@ def losses(model: Any) -> list[float]:
             found.append(training.evaluate(prepared, [batch]).loss)
         found.append(training.train_step(prepared, [batch], optimizer)["loss"].item())
     return found
+
+
+COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "by default": ({}, {}, True),
+    "recomputed as a whole": ({}, {"activation_checkpointing": ActivationCheckpointing.full}, True),
+    "recomputed by operator": ({}, {"activation_checkpointing": ActivationCheckpointing.selective}, False),
+    "split backward": ({}, {"pp": 2, "dp_shard": 1, "pp_schedule": PipelineSchedule.ZBVZeroBubble}, False),
+    "its schedule without pp": ({}, {"pp_schedule": PipelineSchedule.ZBVZeroBubble}, True),
+    "tp with packed rows": ({}, {"tp": 2, "dp_shard": 1}, True),
+    "tp with rows of many lengths": ({}, {"tp": 2, "dp_shard": 1, "packs": False}, False),
+    "rows of many lengths": ({}, {"packs": False}, True),
+    "float64": ({"dtype": DType.float64}, {}, False),
+    "turned off": ({"compile": "False"}, {}, False),  # false of a YAML file
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_layers_are_compiled_on_gpus_unless_a_setting_excludes_it(case: str) -> None:
+    model, axes, compiled = copy.deepcopy(COMPILED[case])
+    cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=dict(LLAMA), **model)
+    packs = axes.pop("packs", True)
+    parallelism = ParallelismConfig(**axes)
+    assert cfg.compiles(parallelism, packs=packs, on_gpu=True) is compiled
+    assert cfg.fuses(parallelism, packs=packs, on_gpu=True) is not compiled
+    assert bool(cfg.uncompiled_because(parallelism, packs=packs)) is (not compiled and "compile" not in model)
+    assert not cfg.compiles(parallelism, packs=packs, on_gpu=False)
+    assert not cfg.fuses(parallelism, packs=packs, on_gpu=False)
 
 
 @pytest.mark.slow

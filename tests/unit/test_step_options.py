@@ -66,9 +66,7 @@ def build_model(
     if layout is not None:
         mesh = distributed.build_mesh(layout, "cpu")
         distributed.parallelize(model, mesh, layout, torch.bfloat16)
-    loss = training.attach_loss_head(
-        model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, None, torch.device("meta")
-    )
+    loss = training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, mesh, None, torch.device("meta"))
     assert loss.takes_targets
     models.checkpoint_activations(model, options.recompute)
     if options.compile:

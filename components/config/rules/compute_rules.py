@@ -24,7 +24,7 @@ def compile_problems(
     model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape
 ) -> list[str]:
     """Return the problems of compiled layers (model.compile)."""
-    if not model.compile:
+    if model.compile != "true":
         return []
     problems = []
     if mesh.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD:
@@ -111,7 +111,7 @@ def recompute_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh:
     if parallelism.activation_checkpointing != ActivationCheckpointing.selective:
         return []
     problems = []
-    if model.compile:
+    if model.compile == "true":
         problems.append(
             "parallelism.activation_checkpointing=selective: a compiled layer is recomputed as one unit (the compiler "
             "already stores what is expensive); set it to none, full or alternate, or set model.compile=false"

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
+from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, ParallelismConfig
 
 CAUSAL_SDPA = "causal_sdpa"
 """Name registered with transformers for model.attention=sdpa without a mask; never written to a config.json."""
@@ -27,6 +28,10 @@ class ModelKind(StrEnum):
     """causal_lm: a decoder with a language-model head."""
 
     causal_lm = "causal_lm"
+
+
+COMPILE = ("auto", "true", "false")
+"""Values of model.compile."""
 
 
 class DType(StrEnum):
@@ -70,7 +75,7 @@ class Float8(StrEnum):
 
 
 class Fused(StrEnum):
-    """Layers computed in fewer kernels than transformers' own. auto: all on GPUs, unless model.compile is set."""
+    """Layers computed in fewer kernels than transformers' own. auto: all on GPUs, unless the layers are compiled."""
 
     auto = "auto"
     all = "all"
@@ -223,8 +228,9 @@ class ModelConfig:
     loss: LossMethod = LossMethod.auto
     """How to compute the loss from the last hidden states: auto, logits (all logits at once), chunked (less memory) or
     liger (fused GPU kernel, an optional package)."""
-    compile: bool = False
-    """Apply torch.compile to each decoder layer."""
+    compile: str = "auto"
+    """Apply torch.compile to each decoder layer and to the chunked loss: true, false or auto (on GPUs, unless another
+    setting excludes it; the banner then reports why not)."""
     fused: Fused = Fused.auto
     """Compute RMSNorms and rotary embeddings in fewer kernels than transformers, where the result is the same: auto (on
     GPUs, unless the layers are compiled, which fuses more), all or none. The banner reports how many."""
@@ -263,15 +269,42 @@ class ModelConfig:
     """Whether the LM head shares its weight with the embedding; null: the family's default."""
 
     def __post_init__(self) -> None:
+        self.compile = str(self.compile).lower()  # YAML's true and false become True and False
         raise_all(self._problems())
 
-    def fuses(self, *, on_gpu: bool) -> bool:
+    def compiles(self, parallelism: ParallelismConfig, *, packs: bool, on_gpu: bool) -> bool:
+        """Whether the layers are compiled (`compile`) in a run on a GPU or on a CPU. packs: data.pack."""
+        if self.compile == "auto":
+            return on_gpu and not self.uncompiled_because(parallelism, packs=packs)
+        return self.compile == "true"
+
+    def uncompiled_because(self, parallelism: ParallelismConfig, *, packs: bool) -> str:
+        """Return the setting, as KEY=VALUE, for which `auto` does not compile, and why; empty if there is none."""
+        schedule, policy = parallelism.pp_schedule, parallelism.activation_checkpointing
+        if parallelism.pp > 1 and schedule in SPLIT_BACKWARD:
+            return f"parallelism.pp_schedule={schedule}: splits the backward, which compiled layers do not support"
+        if policy is ActivationCheckpointing.selective:
+            return (
+                f"parallelism.activation_checkpointing={policy}: a compiled layer is recomputed as one unit (the "
+                "compiler already stores what is expensive)"
+            )
+        if parallelism.tp > 1 and not packs:
+            return f"parallelism.tp={parallelism.tp} without data.pack: each row length would be compiled separately"
+        if DType.float64 in (self.dtype, self.compute_dtype):
+            return "float64: the compiler rounds constants to float32"
+        return ""
+
+    def fuses(self, parallelism: ParallelismConfig, *, packs: bool, on_gpu: bool) -> bool:
         """Whether norms and rotary embeddings are replaced (`fused`) in a run on a GPU or on a CPU."""
-        return self.fused == Fused.all or (self.fused == Fused.auto and on_gpu and not self.compile)
+        if self.fused == Fused.auto:
+            return on_gpu and not self.compiles(parallelism, packs=packs, on_gpu=on_gpu)
+        return self.fused == Fused.all
 
     def _problems(self) -> list[str]:
         problems = own_kind("model", self)
         values = field_values(self)
+        if self.compile not in COMPILE:
+            problems.append(f"model.compile={self.compile}: must be {', '.join(COMPILE[:-1])} or {COMPILE[-1]}")
         for name in (*SIZES, "experts_per_token"):
             problems += at_least(f"model.{name}", values[name], 1)
         problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)

@@ -35,16 +35,18 @@ def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConf
         notes.append("without what a GPU adds: rounding by the allocator, buffers of NCCL, workspaces of kernels")
     else:
         notes.append("with the copies that gloo makes in all-gathers and reduce-scatters")
-    if model.compile:
-        model = replace(model, compile=False)
-        notes.append("model.compile=true: played without compilation, which saves fewer activations")
+    compiles = model.compiles(cfg.parallelism, packs=cfg.data.pack, on_gpu=on_gpu)
+    if compiles:
+        notes.append(f"model.compile={model.compile}: played without compilation, which saves fewer activations")
     if model.loss is LossMethod.liger:
         model = replace(model, loss=LossMethod.chunked)
         notes.append("model.loss=liger: played as chunked")
     if on_gpu and model.compute_dtype is DType.auto and model.dtype is not DType.float64:
         model = replace(model, compute_dtype=DType.bfloat16)
         notes.append("model.compute_dtype=auto: bfloat16")
-    model = replace(model, fused=Fused.all if cfg.model.fuses(on_gpu=on_gpu) else Fused.none)
+    # Compiled layers store no more activations than fused ones.
+    fuses = compiles or model.fuses(cfg.parallelism, packs=cfg.data.pack, on_gpu=on_gpu)
+    model = replace(model, compile="false", fused=Fused.all if fuses else Fused.none)
     if cfg.parallelism.ep > 1:
         notes.append("routing is balanced: every expert gets as many tokens")
     if cfg.data.pack:

@@ -139,7 +139,7 @@ def _policies(
         strategy = Strategy.single
     fixed_policy = {"parallelism.activation_checkpointing"} & set(choice.fixed)
     policies: tuple[ActivationCheckpointing, ...] = (base.activation_checkpointing,) if fixed_policy else POLICIES
-    if cfg.model.compile and not fixed_policy:
+    if cfg.model.compile == "true" and not fixed_policy:
         policies = tuple(each for each in policies if each is not ActivationCheckpointing.selective)
     schedules = (base.pp_schedule,) if mesh.pp == 1 or "parallelism.pp_schedule" in choice.fixed else SCHEDULES
     for schedule in schedules:

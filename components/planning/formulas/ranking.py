@@ -55,7 +55,8 @@ def rank_plans(
     legal = candidates(cfg, shape, choice, left_out)
     for _, group in groupby(legal, key=lambda each: (id(each.parallelism), each.mesh)):
         for each in group:
-            workload = base.on_mesh(each.parallelism, each.mesh, each.micro_batch_size)
+            compiled = cfg.model.compiles(each.parallelism, packs=cfg.data.pack, on_gpu=hardware.is_gpu)
+            workload = base.on_mesh(each.parallelism, each.mesh, each.micro_batch_size, compiled)
             memory = estimate_memory(workload, hardware.device_type)
             if least == 0 or memory.peak < least:
                 least, smallest = memory.peak, each

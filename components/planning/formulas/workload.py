@@ -69,17 +69,21 @@ class Workload:
     rows_per_unit: int = 1
     """Rows per unit of the configured batch sizes: 2 for pairs of answers."""
 
-    def on_mesh(self, parallelism: ParallelismConfig, mesh: MeshShape, micro_batch_size: int) -> Workload:
+    def on_mesh(
+        self, parallelism: ParallelismConfig, mesh: MeshShape, micro_batch_size: int, compiled: bool
+    ) -> Workload:
         """Return the same global batch on another mesh.
 
         Args:
             micro_batch_size: In units of the configured batch sizes.
+            compiled: Whether layers are compiled there.
         """
         micro_batch = micro_batch_size * self.rows_per_unit
         return replace(
             self,
             parallelism=parallelism,
             mesh=mesh,
+            compiled=compiled,
             micro_batch=micro_batch,
             micro_batches=max(1, self.rows_per_step // (mesh.dp * micro_batch)),
         )
@@ -137,6 +141,8 @@ def build_workload(
     frozen = frozen_model(cfg)
     scores = section(cfg, ScoreConfig)
     architecture = architecture or architecture_of(model)
+    compiled = model.compiles(cfg.parallelism, packs=cfg.data.pack, on_gpu=on_gpu)
+    fuses = model.fuses(cfg.parallelism, packs=cfg.data.pack, on_gpu=on_gpu)
     return Workload(
         architecture=architecture,
         mesh=mesh,
@@ -147,8 +153,8 @@ def build_workload(
         stored_bytes=ITEM_BYTES[model.dtype],
         compute_bytes=_compute_bytes(model, on_gpu=on_gpu),
         float8=model.float8,
-        compiled=model.compile,
-        fused=model.fuses(on_gpu=on_gpu) and not architecture.family.norm_offset,
+        compiled=compiled,
+        fused=(compiled or fuses) and not architecture.family.norm_offset,
         loss=LossMethod.chunked if section(cfg, DistillationConfig) else model.loss,
         optimizer=cfg.optimizer,
         peft=cfg.peft,

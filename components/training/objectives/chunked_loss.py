@@ -8,6 +8,7 @@ between forward and backward, but needs a fourth matmul.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
 from components.training.objectives.contract import NOT_SHARDED, TokenLoss, Vocabulary
+from components.training.objectives.cross_entropy import CrossEntropy
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 """Number of logits (tokens x vocabulary) of a chunk: large enough that the matmuls run at full speed and hide the
@@ -36,6 +38,8 @@ class Head:
     """The model's elementwise transform of its logits (Gemma's softcapping, Cohere's scale); None: identity."""
     backward_twice: bool = False
     """Whether the backward runs twice, as in pipeline schedules that split it."""
+    compiled: bool = False
+    """Whether the loss of a chunk is compiled, which fuses its passes over the logits into two."""
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -200,12 +204,15 @@ def _over_chunks(
 
 
 def _add_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left @ right to `total`; an eighth of the rows at a time if dtypes differ, to hold a small temporary only."""
+    """Add left @ right to `total`, whose dtype may be wider: cuBLAS then adds in that dtype, in one kernel. Elsewhere
+    it is added an eighth of the rows at a time, to hold a small temporary only."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-        return
-    for rows, part in zip(total.chunk(8), left.chunk(8), strict=True):
-        rows += part @ right
+    elif total.is_cuda and torch.version.hip is None:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        for rows, part in zip(total.chunk(8), left.chunk(8), strict=True):
+            rows += part @ right
 
 
 def _loss_of_chunk(logits: torch.Tensor, targets: torch.Tensor, chunk: slice, call: _Call) -> tuple[torch.Tensor, Any]:
@@ -216,21 +223,56 @@ def _loss_of_chunk(logits: torch.Tensor, targets: torch.Tensor, chunk: slice, ca
         logits.requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
             transformed = transform(logits)
-    scores = transformed.detach()
-    if scores.dtype not in (torch.float32, torch.float64):
-        scores = scores.float()
-    loss, gradient = call.token_loss.of_chunk(
-        scores,
+    part = Targets(
         targets,
-        call.head.vocabulary,
-        None if call.weights is None else call.weights[chunk].to(scores.dtype),
-        {name: value[chunk] for name, value in call.values.items()},
-        per_token=call.per_token,
-        with_gradient=with_gradient,
+        weights=None if call.weights is None else call.weights[chunk],
+        values={name: value[chunk] for name, value in call.values.items()},
     )
+    loss, gradient = _of_logits_function(logits, call)(transformed.detach(), part, call)
     if gradient is None:
         return loss, None
-    gradient = gradient.to(transformed.dtype)
     if transform is not None:
         (gradient,) = torch.autograd.grad(transformed, logits, gradient)
     return loss, gradient
+
+
+def _of_logits(logits: torch.Tensor, targets: Targets, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the loss of logits (chunk, vocabulary), computed in float32 or more, and its gradient in their dtype."""
+    scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    loss, gradient = call.token_loss.of_chunk(
+        scores,
+        targets.ids,
+        call.head.vocabulary,
+        None if targets.weights is None else targets.weights.to(scores.dtype),
+        targets.values,
+        per_token=call.per_token,
+        with_gradient=any(call.needs_grad),
+    )
+    return loss, None if gradient is None else gradient.to(logits.dtype)
+
+
+_OfLogits = Callable[[torch.Tensor, Targets, _Call], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _of_logits_function(logits: torch.Tensor, call: _Call) -> _OfLogits:
+    """Return `_of_logits`, compiled where it is configured and has no collectives.
+
+    The compiler rounds constants to float32, so it is not used for float64.
+    """
+    is_plain = call.head.vocabulary.group is None and isinstance(call.token_loss, CrossEntropy)
+    return _compiled() if call.head.compiled and is_plain and logits.dtype != torch.float64 else _of_logits
+
+
+@functools.cache
+def _compiled() -> _OfLogits:
+    """Return one compiled function for all calls, so that they share its graphs."""
+    compiled = torch.compile(_of_logits, fullgraph=True)
+
+    def call_compiled(logits: torch.Tensor, targets: Targets, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for each in (logits, targets.ids, targets.weights):
+            if each is not None:
+                torch._dynamo.maybe_mark_dynamic(each, 0)  # the number of tokens depends on the batch
+        result: tuple[torch.Tensor, torch.Tensor | None] = compiled(logits, targets, call)
+        return result
+
+    return call_compiled

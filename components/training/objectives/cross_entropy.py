@@ -85,7 +85,11 @@ class CrossEntropy:
         gradient = log_probs.exp_()
         if log_sum is not None:
             gradient *= 1 + 2 * self.z_loss * log_sum[:, None]
-        gradient.scatter_add_(1, index, (smoothing - 1) * is_local[:, None].to(scores.dtype))
+        if torch.compiler.is_compiling():  # elementwise, so that it is fused with the passes around it
+            is_target = torch.arange(scores.shape[-1], device=scores.device) == index  # (chunk, vocabulary)
+            gradient += (smoothing - 1) * (is_target & is_local[:, None])
+        else:
+            gradient.scatter_add_(1, index, (smoothing - 1) * is_local[:, None].to(scores.dtype))
         if smoothing:
             gradient -= smoothing / size
         if weights is not None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from components.batch import HEAD_KEYWORDS
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
-from components.config.schema.model import LossMethod
+from components.config.schema.model import LossMethod, ModelConfig
 from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig
 from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
@@ -70,7 +70,7 @@ class _UnsupportedError(Exception):
 
 def attach_loss_head(
     model: nn.Module,
-    method: LossMethod,
+    cfg: ModelConfig,
     sizes: TrainingConfig | EvaluationConfig,
     parallelism: ParallelismConfig,
     mesh: Mesh | None,
@@ -79,11 +79,14 @@ def attach_loss_head(
 ) -> LossHead:
     """Patch a causal LM, or the last of its pipeline stages, to take `targets` if the loss method needs it.
 
+    With cfg.compile=true the chunked loss is compiled, unless its vocabulary is sharded or its objective is not the
+    cross-entropy.
     Call it on all ranks, after the model is parallelized. `auto` resolves to chunked if the model supports it and the
     logits of a micro-batch exceed one chunk, else to logits.
 
     Raises ConfigError if `chunked` or `liger` is configured and the model does not support it.
     """
+    method = cfg.loss
     if method == LossMethod.logits:
         return LossHead(method, "set by model.loss")
     last = model if stages is None else next((each.module for each in stages.own if each.index == stages.last), None)
@@ -108,7 +111,7 @@ def attach_loss_head(
         return LossHead(LossMethod.logits, f"{tokens:,} tokens x a vocabulary of {vocabulary:,} fit into one chunk")
     method = LossMethod.chunked if method == LossMethod.auto else method
     split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
-    spec = Head(logits_transform=transform, backward_twice=split)
+    spec = Head(logits_transform=transform, backward_twice=split, compiled=cfg.compile == "true")
     if last is not None and head is not None:
         _TakesTargets(last, name, head, method, spec)
     transformed = "" if transform is None else ", with the model's transform of its logits"

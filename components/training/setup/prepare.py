@@ -87,18 +87,28 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
     trains = training is not None
     dtype, dtype_note = compute_dtype(cfg.model, device)
     flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
-    fused = models.fuse_layers(model) if cfg.model.fuses(on_gpu=device.type == "cuda") else None
+    recompute, parallelism, on_gpu = None, cfg.parallelism, device.type == "cuda"
+    if training is not None:
+        recompute = choose_recompute_policy(cfg, model, mesh, device)
+        parallelism = replace(parallelism, activation_checkpointing=recompute.policy)
+    packs = cfg.data.pack
+    compiles = cfg.model.compiles(parallelism, packs=packs, on_gpu=on_gpu)
+    fuses = cfg.model.fuses(parallelism, packs=packs, on_gpu=on_gpu)
+    layers: list[Any] = [models.fuse_layers(model)] if fuses else []
+    if compiles:
+        layers.append("layers: compiled one by one")
+    elif on_gpu and cfg.model.compile == "auto":
+        layers.append(f"layers: not compiled, because of {cfg.model.uncompiled_because(parallelism, packs=packs)}")
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype, anatomy)
     router_loss = attach_router_loss(model, cfg.model, mesh, anatomy) if trains else None
     sizes = training or section(cfg, EvaluationConfig) or EvaluationConfig()
     loss_head = None
     if section(cfg, ScoreConfig) is None:
-        loss_head = attach_loss_head(model, _loss_method(cfg), sizes, cfg.parallelism, mesh, layout.stages, device)
-    recompute = None
-    if training is not None:
-        recompute = choose_recompute_policy(cfg, model, mesh, device)
+        how = replace(_model_config(cfg), compile=str(compiles))
+        loss_head = attach_loss_head(model, how, sizes, parallelism, mesh, layout.stages, device)
+    if recompute is not None:
         models.checkpoint_activations(model, recompute.policy, anatomy)
-    if cfg.model.compile:
+    if compiles:
         models.compile_layers(model, anatomy=anatomy)
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
     if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint of adapters does not contain base weights
@@ -123,7 +133,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         anatomy=anatomy,
         counts=counts,
         summary=f"{counts}, {cfg.model.dtype}, {dtype_note}",
-        notes=[each for each in (*layout.notes, fused, router_loss, loss_head, recompute, flops) if each is not None],
+        notes=[each for each in (*layout.notes, *layers, router_loss, loss_head, recompute, flops) if each is not None],
     )
     return prepared if training is None else prepared.with_average(training)
 
@@ -138,9 +148,9 @@ def _sizes_in_rows(cfg: RecipeConfig) -> TrainingConfig | None:
     )
 
 
-def _loss_method(cfg: RecipeConfig) -> LossMethod:
-    """Return the method that computes the loss; distillation needs both models' logits in the same chunks."""
-    return cfg.model.loss if section(cfg, DistillationConfig) is None else LossMethod.chunked
+def _model_config(cfg: RecipeConfig) -> ModelConfig:
+    """Return the model section; distillation needs both models' logits in the same chunks."""
+    return cfg.model if section(cfg, DistillationConfig) is None else replace(cfg.model, loss=LossMethod.chunked)
 
 
 def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int, model: ModelConfig | None = None) -> Prepared:
