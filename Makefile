@@ -7,6 +7,7 @@
 #                 of faults (root)
 #                 parity and torture run in parts of at most two hours (PART=kills runs one), and record each result and
 #                 its commit in tests/long_runs.csv
+# make gpu        everything that only a GPU shows, on one GPU, in at most 10 minutes: outputs/gpu/verdict.md
 # make fuzz       random configurations through the recipes, each against plain transformers: SEED=7 CASES=300 MINUTES=110;
 #                 CASE=12 repeats one of them
 # make lint       formatting, lint, types, import contracts, size budgets
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
 ARGS ?=
 
-.PHONY: finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz lint install clean
+.PHONY: gpu finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz lint install clean
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and prints a message.
 finetune: install
@@ -70,6 +71,9 @@ test-slurm: install
 
 parity torture: install
 	$(BIN)/python -m tests.long_runs $@ $(if $(PART),--part $(PART)) $(ARGS)
+
+gpu: install
+	$(BIN)/python scripts/gpu.py $(ARGS)
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) \

@@ -1,8 +1,8 @@
 """Order of eight meshes by the planner's predicted step time, compared with a measured sweep on this machine's CPU.
 
-python scripts/plan_order.py                     # measure the CPU, then run two ranks on eight meshes
-python scripts/plan_order.py --gpu cpu_measured  # an existing device file
-python scripts/plan_order.py --ranks 4 --steps 30
+python -m scripts._plan.order                     # measure the CPU, then run two ranks on eight meshes
+python -m scripts._plan.order --gpu cpu_measured  # an existing device file
+python -m scripts._plan.order --ranks 4 --steps 30
 
 Pretrains model=llama_2m without evaluation, generation and checkpoints. Prints measured and predicted seconds per step,
 and Spearman's rank correlation. The formulas assume a core per rank: more ranks than cores fill each other's pipeline
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MESHES = {
     2: ("ddp", "fsdp2", "fsdp2_tp2", "fsdp2_tp2_sp", "fsdp2_cp2", "pp2_1f1b", "pp2_interleaved", "pp2_zbv"),
     4: ("ddp", "fsdp2", "hsdp", "fsdp2_tp2", "fsdp2_cp2", "pp2_1f1b", "tp4", "pp4_1f1b"),

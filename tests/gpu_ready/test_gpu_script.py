@@ -1,0 +1,66 @@
+"""scripts/gpu.py: what it refuses, and its checks on tiny models on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts._gpu.verdict import Verdict, at_least, at_most
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu.py"
+
+
+def run(*arguments: str, folder: Path, gpus: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), *arguments, "--out", str(folder / "verdict")]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "no GPU is visible"), (("--only=loss,los", "--device=cpu"), "--only=los: no such check; choose some of")],
+)
+def test_wrong_calls_end_with_one_message(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    ended = run(*arguments, folder=tmp_path)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert not (tmp_path / "verdict").exists()
+
+
+def test_checks_run_on_a_cpu_and_write_a_verdict(tmp_path: Path) -> None:
+    ended = run("--device=cpu", "--small", "--only=packed,syncs,loss", folder=tmp_path)
+    verdict = json.loads((tmp_path / "verdict" / "verdict.json").read_text())
+    found = {name: [each for each in verdict["lines"] if each["check"] == name] for name in ("packed", "syncs", "loss")}
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [each["verdict"] for each in found["packed"]] == ["PASS"] * 4
+    assert [each["verdict"] for each in found["syncs"]] == ["SKIP"]
+    errors = [each for each in found["loss"] if "gradient" in each["what"]]
+    assert [each["verdict"] for each in errors] == ["PASS"] * 4
+    table = (tmp_path / "verdict" / "verdict.md").read_text().splitlines()
+    assert len([line for line in table if line.startswith("| ")]) == 1 + len(verdict["lines"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the checks pass on a GPU")
+def test_a_check_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
+    """torch's CPU build raises in each of them."""
+    ended = run("--small", "--only=loss,attention", folder=tmp_path, gpus="0")
+    lines = json.loads((tmp_path / "verdict" / "verdict.json").read_text())["lines"]
+    assert [(each["check"], each["verdict"]) for each in lines] == [("loss", "FAIL"), ("attention", "FAIL")]
+    assert all("CUDA" in each["measured"] for each in lines), lines
+    assert ended.returncode == 1
+
+
+def test_verdicts_of_a_figure() -> None:
+    assert at_most("error", 0.5, 1.0).verdict is Verdict.PASS
+    assert at_most("error", 2.0, 1.0).verdict is Verdict.FAIL
+    assert at_most("error", math.nan, 1.0).verdict is Verdict.FAIL
+    assert at_most("time", 2.0, 1.0, speed=True).verdict is Verdict.SLOW
+    assert at_least("rate", 0.5, 1.0).verdict is Verdict.SLOW
+    assert at_least("rate", math.nan, 1.0).verdict is Verdict.SLOW
