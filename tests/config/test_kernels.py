@@ -34,6 +34,14 @@ MESH = [
         "model.float8=tensorwise: CPUs have no float8 matmuls, but cluster.device=cpu", "model.float8_emulate=true",
     ),
     (
+        model(float8="tensorwise", compile="false"), {}, 1,
+        "model.float8=tensorwise: scaling and casting make it slower", "because of model.compile=false; set model.fl",
+    ),
+    (
+        model(float8="rowwise"), {"parallelism": ParallelismConfig(activation_checkpointing="selective")}, 1,
+        "model.float8=rowwise: scaling and casting make it slower", "because of parallelism.activation_check",
+    ),
+    (
         model(**EIGHT), {"parallelism": ParallelismConfig(tp=2)}, 2,
         "model.float8=rowwise: linear layers sharded by parallelism.tp=2", "set model.float8=none, or parallelism.tp=1",
     ),

@@ -168,6 +168,12 @@ def float8_problems(
             f"{key}: parallelism.pp_schedule={parallelism.pp_schedule} splits the backward, which float8 layers do "
             "not support; set model.float8=none or parallelism.pp_schedule=Interleaved1F1B"
         )
+    if not problems and not model.float8_emulate and not model.compiles(parallelism, packs=True, on_gpu=True):
+        reason = model.uncompiled_because(parallelism, packs=True) or f"model.compile={model.compile}"
+        problems.append(
+            f"{key}: scaling and casting make it slower than bfloat16 unless the layers are compiled; they are not, "
+            f"because of {reason}; set model.float8=none, or let them be compiled"
+        )
     return problems
 
 

@@ -283,7 +283,7 @@ class ModelConfig:
         schedule, policy = parallelism.pp_schedule, parallelism.activation_checkpointing
         if parallelism.pp > 1 and schedule in SPLIT_BACKWARD:
             return f"parallelism.pp_schedule={schedule}: splits the backward, which compiled layers do not support"
-        if policy is ActivationCheckpointing.selective:
+        if policy == ActivationCheckpointing.selective:
             return (
                 f"parallelism.activation_checkpointing={policy}: a compiled layer is recomputed as one unit (the "
                 "compiler already stores what is expensive)"
