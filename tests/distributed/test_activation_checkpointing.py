@@ -63,7 +63,7 @@ def test_auto_selects_the_least_recompute_that_fits_on_all_ranks() -> None:
     first, second = run_ranks(2, on_rank)
     assert first == second
     assert first[:4] == ["none", "selective", "full", "full"]
-    assert "full, of 0.02 GiB usable per rank the policies need an estimated none 0.02, full 0.01" in first[4]
+    assert "full, of 0.02 GiB usable per rank the policies need an estimated none 0.02, full 0.00" in first[4]
 
 
 def test_auto_recomputes_in_full_if_the_formulas_do_not_cover_the_model() -> None:
