@@ -19,7 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 12
 COMMON = [
     "model=llama_2m", f"training.max_steps={STEPS}", "training.micro_batch_size=2", "training.global_batch_size=4",
-    "training.seq_len=128", "logging.plot=false", "training.eval_every=0", "generation.samples=0", "data.max_samples=200",
+    "training.seq_len=128", "logging.plot=false", "training.eval_every=0", "generation.samples=0",
+    "data.max_samples=200",
 ]  # fmt: skip
 
 
