@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,6 +33,7 @@ from components.protocol.failures import (
     print_failure,
     read_reports,
 )
+from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import LAUNCHER_PID, WORKER, LocalRank, without_ranks
 from components.protocol.run_files import PRIVATE, log_file, open_append
 from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
@@ -80,7 +80,8 @@ class LocalBackend:
         """Run a single rank in this process, so that a debugger works; start several as processes and wait for them."""
         if run.processes > 1:
             return _run_ranks(run)
-        port, store = _loopback_socket()
+        store = reserve_loopback_port()
+        port = store.getsockname()[1]
         local_rank = LocalRank(0, 1, port, store.detach(), run.directory.path, run.directory.attempt)
         for name in set(os.environ) - set(without_ranks(os.environ)):
             del os.environ[name]
@@ -142,7 +143,8 @@ class _Ranks:
         so their stdin is /dev/null. Call from the main thread: PDEATHSIG ends a rank when the thread that started it
         ends.
         """
-        port, store = _loopback_socket()
+        store = reserve_loopback_port()
+        port = store.getsockname()[1]
         shared = without_ranks(os.environ) | {WORKER: "1", LAUNCHER_PID: str(os.getpid())}
         shared |= allocator_defaults(os.environ)
         for name, value in _defaults(processes).items():
@@ -286,17 +288,6 @@ def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
     directory.conclude("interrupted" if interrupted else "failed", why)
     print_text(f"{why}\nlogs: {directory.logs}", file=sys.stderr)
     return EXIT_INTERRUPTED if interrupted else 1
-
-
-def _loopback_socket() -> tuple[int, socket.socket]:
-    """Bind a free port of the loopback interface, so that no other process takes it before rank 0 serves the store.
-
-    The socket does not listen yet, so a rank 0 that ignores the descriptor can still bind and listen on the port.
-    """
-    store = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    store.bind(("127.0.0.1", 0))
-    return store.getsockname()[1], store
 
 
 def _defaults(processes: int) -> dict[str, str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from components.config.errors import ConfigError
 from components.parity.comparison import Bounds, Comparison, MeshResult, mesh_rank, reference_rank
 from components.parity.shapes import MeshPlan
 from components.protocol.failures import LOST_PEER
+from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import without_ranks
 
 MESHES_PER_START = 40
@@ -70,9 +70,8 @@ def _run_ranks(
 ) -> Iterator[tuple[str, Any]]:
     """Start ranks and yield `count` messages (name, outcome) of rank 0; after a rank's failure, yield that and stop."""
     context = get_context("spawn")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    reserved = reserve_loopback_port()
+    port = reserved.getsockname()[1]
     threads = str(max((os.cpu_count() or 1) // processes, 1))
     pipes, ranks = [], []
     for rank in range(processes):
@@ -95,6 +94,7 @@ def _run_ranks(
         for process in ranks:
             process.kill()
             process.join()
+        reserved.close()
 
 
 def _next_message(pipes: list[Any]) -> tuple[str, Any]:

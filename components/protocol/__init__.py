@@ -2,6 +2,7 @@
 
 role.py        environment variables; the role of this process (launcher, worker, attached), its rank, node and job
 run_files.py   names of the files in a run directory; atomic writes, locks, and handling of damaged files
+loopback.py    a reserved port for the store of ranks on one machine
 signals.py     signals that request a save and a stop
 exit_codes.py  exit statuses
 failures.py    error reports of failed ranks, and the choice of the root cause among them

@@ -20,6 +20,7 @@ import torch
 
 from components.config.schema import ModelConfig
 from components.launch.machine import visible_gpus
+from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import LocalRank, without_ranks
 from components.training.setup.precision import compute_dtype
 from scripts._doctor.check import NOTE, OK, PROBLEM, Check, last_line, run_command
@@ -65,9 +66,7 @@ def check_gloo() -> Check:
     """Start two processes as a local run does, and all-reduce a number over them."""
     began, context = time.monotonic(), get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    with socket.socket() as store:
-        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        store.bind(("127.0.0.1", 0))
+    with reserve_loopback_port() as store:
         ranks = [context.Process(target=_reduce, args=(rank, store, pipes[rank][1])) for rank in range(2)]
         for each in ranks:
             each.start()

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from components.launch.machine import usable_cores, visible_gpus
+from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import LocalRank, without_ranks
 from scripts._doctor.check import last_line
 
@@ -90,9 +91,7 @@ def _run_ranks(ranks: int, device: str, sizes: Sizes) -> list[dict[str, Any]]:
     """Fork the processes, which must precede CUDA initialization, and return their reports."""
     began, context = time.monotonic(), get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-    with socket.socket() as store:
-        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        store.bind(("127.0.0.1", 0))
+    with reserve_loopback_port() as store:
         processes = [
             context.Process(target=_run_rank, args=(rank, ranks, store, device, sizes, pipes[rank][1]))
             for rank in range(ranks)

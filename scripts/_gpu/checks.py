@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
+from components.protocol.loopback import reserve_loopback_port
 from scripts._gpu.verdict import Line, at_least
 
 Run = Callable[[str, bool], Iterator[Line]]
@@ -51,9 +51,8 @@ def machine(device: str, small: bool) -> Iterator[Line]:
 def main(name: str, device: str, small: str) -> None:
     """Run one check and print a JSON object for each of its lines."""
     if name != "machine" and name != "killed":  # these start processes of their own
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        reserved = reserve_loopback_port()  # stays bound while this process runs
+        port = reserved.getsockname()[1]
         os.environ |= {
             "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

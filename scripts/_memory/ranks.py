@@ -7,7 +7,6 @@ The peak of the step comes from torch's profiler, which records every allocation
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -24,6 +23,7 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.planning.dry_run.storages import SavedForBackward, local_bytes, parameters_in_use
+from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import without_ranks
 
 WARM_UP_TOKENS = 64
@@ -71,10 +71,9 @@ def measure_all(cfg: ModelConfig, work: Work) -> dict[str, Usage | str]:
     for world in sorted({ranks for _, _, ranks in work.values()}):
         queue = context.SimpleQueue()
         selected = {name: each for name, each in work.items() if each[2] == world}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        start_processes(_rank, (world, port, cfg, selected, queue), nprocs=world, start_method="fork")
+        with reserve_loopback_port() as reserved:
+            port = reserved.getsockname()[1]
+            start_processes(_rank, (world, port, cfg, selected, queue), nprocs=world, start_method="fork")
         by_rank = [queue.get() for _ in range(world)]
         for name in selected:
             usages = [each[name] for each in by_rank]

@@ -27,6 +27,7 @@ from components.checkpoint.manifest import Manifest
 from components.checkpoint.saver import CopyBuffers
 from components.config.schema import ParallelismConfig
 from components.config.schema.checkpoint import CheckpointConfig
+from components.protocol.loopback import reserve_loopback_port
 from tests.distributed import parity
 from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
 from tests.harness import run_ranks, start_ranks
@@ -385,8 +386,9 @@ def test_run_that_fails_does_not_wait_for_a_hanging_write(
     """One rank's disk hangs, the other rank's background thread waits for it in a collective, and training fails."""
     script = tmp_path / "ends.py"
     script.write_text(FAILING_RUN.replace("{raised}", raised + "\n"))
+    reserved = reserve_loopback_port()
     common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path(__file__).parents[2])}  # fmt: skip
+              "MASTER_PORT": str(reserved.getsockname()[1]), "PYTHONPATH": str(Path(__file__).parents[2])}  # fmt: skip
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(tmp_path)], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -402,17 +404,10 @@ def test_run_that_fails_does_not_wait_for_a_hanging_write(
     finally:
         for rank in ranks:
             rank.kill()
+        reserved.close()
     for rank in ranks:
         output, errors = rank.communicate()
         assert rank.returncode == status, errors
         assert end_times[rank] - float(output) < max_seconds
         assert "the checkpoint of step 1 is lost" in errors
         assert raised.partition("(")[0] in errors.splitlines()[-1]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

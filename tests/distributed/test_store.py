@@ -17,6 +17,7 @@ import torch.distributed as dist
 from components.distributed.process import rendezvous
 from components.distributed.process.process_group import start_process_group
 from components.exchange import all_gather_json, broadcast_json
+from components.protocol.loopback import reserve_loopback_port
 from components.resilience.heartbeat import Heartbeat
 from tests.harness import run_ranks, start_ranks
 
@@ -125,3 +126,15 @@ def test_package_does_not_exchange_pickled_objects() -> None:
         if file not in facade and any(call in file.read_text() for call in calls)
     ]
     assert found == []
+
+
+def test_no_other_process_takes_a_reserved_port_before_rank_zero_serves_the_store() -> None:
+    """A port that was only looked up is free again, and another process may take it while the ranks start."""
+    with reserve_loopback_port() as reserved:
+        port = reserved.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = rendezvous._connect("127.0.0.1", port, 0, 1, timedelta(seconds=10))
+        store.set("served", "yes")
+        client = rendezvous._connect("127.0.0.1", port, 1, 1, timedelta(seconds=10))
+        assert client.get("served") == b"yes"

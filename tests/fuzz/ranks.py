@@ -9,12 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from components.protocol.loopback import reserve_loopback_port
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 PRELOADED = [
@@ -35,7 +36,8 @@ def run_ranks(arguments: Sequence[str], size: int, folder: Path, seconds: float)
     os.environ.update(ENVIRONMENT)  # inherited by the fork server when it starts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    port = _free_port()
+    reserved = reserve_loopback_port()
+    port = reserved.getsockname()[1]
     logs = [folder / f"rank_{rank}.out" for rank in range(size)]
     ranks = [
         context.Process(target=_run_rank, args=(list(arguments), rank, size, port, folder, logs[rank]))
@@ -44,6 +46,7 @@ def run_ranks(arguments: Sequence[str], size: int, folder: Path, seconds: float)
     for rank in ranks:
         rank.start()
     status = _wait(ranks, time.monotonic() + seconds)
+    reserved.close()
     return status, "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
 
 
@@ -77,9 +80,3 @@ def _run_rank(arguments: list[str], rank: int, size: int, port: int, folder: Pat
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
