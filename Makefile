@@ -8,6 +8,7 @@
 #                 parity and torture run in parts of at most two hours (PART=kills runs one), and record each result and
 #                 its commit in tests/long_runs.csv
 # make gpu        everything that only a GPU shows, on one GPU, in at most 10 minutes: outputs/gpu/verdict.md
+# make gpu8       what only 8 GPUs show: curves of 12 meshes, collectives, throughput, a stopped rank: outputs/gpu8
 # make fuzz       random configurations through the recipes, each against plain transformers: SEED=7 CASES=300 MINUTES=110;
 #                 CASE=12 repeats one of them
 # make lint       formatting, lint, types, import contracts, size budgets
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
 ARGS ?=
 
-.PHONY: gpu finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz lint install clean
+.PHONY: gpu gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz lint install clean
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and prints a message.
 finetune: install
@@ -74,6 +75,9 @@ parity torture: install
 
 gpu: install
 	$(BIN)/python scripts/gpu.py $(ARGS)
+
+gpu8: install
+	$(BIN)/python scripts/gpu.py --ranks 8 $(ARGS)
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) \

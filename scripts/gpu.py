@@ -1,6 +1,7 @@
-"""Checks of Meshbook on one GPU, in at most 10 minutes, without a network and with random weights.
+"""Checks of Meshbook on GPUs, in at most 10 minutes, without a network and with random weights.
 
 python scripts/gpu.py                          # make gpu: every check; outputs/gpu/verdict.md and verdict.json
+python scripts/gpu.py --ranks 8                # make gpu8: what only several GPUs show; outputs/gpu8
 python scripts/gpu.py --only loss,compiled     # some of them
 python scripts/gpu.py --device cpu --small     # tiny models on a CPU: whether the checks themselves work
 
@@ -22,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from components.launch.machine import visible_gpus
-from scripts._gpu.checks import SECONDS
+from scripts._gpu.checks import SECONDS, SEVERAL_SECONDS
 from scripts._gpu.verdict import Line, Verdict, as_json, as_markdown, failed
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,19 +32,28 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def main() -> int:
     """Run the checks selected on the command line, and write the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SECONDS), help=f"checks, of {', '.join(SECONDS)}")
+    every = f"{', '.join(SECONDS)}; with --ranks of {', '.join(SEVERAL_SECONDS)}"
+    parser.add_argument("--only", help=f"checks, of {every} (default: all)")
+    parser.add_argument("--ranks", type=int, default=1, help="number of GPUs (default: 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models: only whether the checks work")
-    parser.add_argument("--out", type=Path, default=Path("outputs/gpu"), help="folder of the verdict")
+    parser.add_argument("--out", type=Path, help="folder of the verdict (default: outputs/gpu, outputs/gpu8)")
     options = parser.parse_args()
-    names = options.only.split(",")
-    if unknown := [name for name in names if name not in SECONDS]:
-        parser.error(f"--only={','.join(unknown)}: no such check; choose some of {', '.join(SECONDS)}")
-    if options.device == "cuda" and not visible_gpus(os.environ):
-        parser.error("no GPU is visible; run it on a machine with one, or add --device cpu --small to try the checks")
+    options.out = options.out or Path("outputs") / f"gpu{options.ranks if options.ranks > 1 else ''}"
+    offered = SECONDS if options.ranks == 1 else SEVERAL_SECONDS
+    names = options.only.split(",") if options.only else list(offered)
+    if unknown := [name for name in names if name not in offered]:
+        parser.error(f"--only={','.join(unknown)}: no such check; choose some of {', '.join(offered)}")
+    if options.ranks < 1:
+        parser.error(f"--ranks={options.ranks}: must be at least 1")
+    if options.device == "cuda" and (gpus := visible_gpus(os.environ)) < options.ranks:
+        parser.error(
+            f"--ranks={options.ranks}: {gpus or 'no'} GPU{'s are' if gpus > 1 else ' is'} visible; run it on a machine "
+            "with as many, or add --device cpu --small to try the checks"
+        )
     began, lines = time.monotonic(), []
     for name in names:
-        for line in run_check(name, options.device, options.small):
+        for line in run_check(name, options.device, options.ranks, options.small):
             lines.append((name, line))
             print(f"{line.verdict:4}  {name}: {line.what}: {line.measured} ({line.bound})", flush=True)
         summary = write_verdict(options.out, lines, time.monotonic() - began)
@@ -62,10 +72,11 @@ def write_verdict(folder: Path, lines: list[tuple[str, Line]], seconds: float) -
     return summary
 
 
-def run_check(name: str, device: str, small: bool) -> Iterator[Line]:
+def run_check(name: str, device: str, ranks: int, small: bool) -> Iterator[Line]:
     """Yield the lines of a check that runs in a process of its own; a last one if it fails or takes too long."""
-    command = [sys.executable, "-m", "scripts._gpu.checks", name, device, "small" if small else "full"]
-    limit = (10 if small else 2) * SECONDS[name]  # small ones also run on a slow CPU
+    command = [sys.executable, "-m", "scripts._gpu.checks", name, device, str(ranks), "small" if small else "full"]
+    seconds = (SECONDS if ranks == 1 else SEVERAL_SECONDS)[name]
+    limit = (10 if small else 2) * seconds  # small ones also run on a slow CPU
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, process_group=0
     ) as check:
@@ -74,7 +85,7 @@ def run_check(name: str, device: str, small: bool) -> Iterator[Line]:
         except subprocess.TimeoutExpired:
             os.killpg(check.pid, 9)
             output, errors = check.communicate()
-            errors = f"killed after {limit} s: it should take {SECONDS[name]} s"
+            errors = f"killed after {limit} s: it should take {seconds} s"
     for text in output.splitlines():
         if text.startswith('{"what"'):
             values = json.loads(text)

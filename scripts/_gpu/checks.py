@@ -1,4 +1,5 @@
-"""The checks of `scripts/gpu.py`: `python -m scripts._gpu.checks NAME DEVICE SMALL` runs one, and prints its lines."""
+"""The checks of `scripts/gpu.py`: `python -m scripts._gpu.checks NAME DEVICE RANKS SMALL` runs one, and prints its
+lines. With several ranks, checks start the recipes, whose launcher starts the processes."""
 
 from __future__ import annotations
 
@@ -13,11 +14,15 @@ from scripts._gpu.verdict import Line, at_least
 
 Run = Callable[[str, bool], Iterator[Line]]
 """(device, small) -> lines. small: tiny models, which only show that the check itself works."""
+RunRanks = Callable[[str, int, bool], Iterator[Line]]
+"""(device, ranks, small) -> lines."""
 SECONDS = {
     "machine": 40, "parity": 60, "packed": 30, "syncs": 40, "busy": 30, "memory": 60, "compiled": 90,
     "throughput": 90, "loss": 30, "attention": 20, "float8": 50, "nf4": 45, "killed": 60,
 }  # fmt: skip
 """Check -> its expected duration on one GPU; after twice the time it is killed."""
+SEVERAL_SECONDS = {"curves": 240, "collectives": 30, "throughput": 120, "stopped_rank": 90, "export": 60}
+"""The same for checks of several GPUs."""
 
 
 def checks() -> dict[str, Run]:
@@ -29,6 +34,16 @@ def checks() -> dict[str, Run]:
         "busy": speed.busy, "memory": correct.memory, "compiled": speed.compiled, "throughput": speed.throughput,
         "loss": speed.loss, "attention": speed.attention, "float8": speed.float8, "nf4": speed.nf4,
         "killed": runs.killed,
+    }  # fmt: skip
+
+
+def checks_of_ranks() -> dict[str, RunRanks]:
+    """Return the checks of several GPUs by name."""
+    from scripts._gpu import several
+
+    return {
+        "curves": several.curves, "collectives": several.collectives, "throughput": several.throughput,
+        "stopped_rank": several.stopped_rank, "export": several.export,
     }  # fmt: skip
 
 
@@ -48,8 +63,12 @@ def machine(device: str, small: bool) -> Iterator[Line]:
         yield Line(what, f"{value:.3g}") if bound is None else at_least(what, value, bound)
 
 
-def main(name: str, device: str, small: str) -> None:
+def main(name: str, device: str, ranks: str, small: str) -> None:
     """Run one check and print a JSON object for each of its lines."""
+    if int(ranks) > 1:
+        for line in checks_of_ranks()[name](device, int(ranks), small == "small"):
+            print(json.dumps(asdict(line)), flush=True)
+        return
     if name != "machine" and name != "killed":  # these start processes of their own
         reserved = reserve_loopback_port()  # stays bound while this process runs
         port = reserved.getsockname()[1]

@@ -25,8 +25,12 @@ def run(*arguments: str, folder: Path, gpus: str = "") -> subprocess.CompletedPr
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "no GPU is visible"), (("--only=loss,los", "--device=cpu"), "--only=los: no such check; choose some of")],
-)
+    [
+        ((), "no GPU is visible"), (("--ranks=8",), "--ranks=8: no GPU is visible"),
+        (("--ranks=8", "--only=loss", "--device=cpu"), "choose some of curves"),
+        (("--only=loss,los", "--device=cpu"), "--only=los: no such check; choose some of"),
+    ],
+)  # fmt: skip
 def test_wrong_calls_end_with_one_message(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     ended = run(*arguments, folder=tmp_path)
     assert ended.returncode == 2
