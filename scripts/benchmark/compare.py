@@ -5,6 +5,7 @@ python scripts/benchmark/compare.py full_packed --precision bfloat16  # includes
 python scripts/benchmark/compare.py sft_packed_vs_padded              # Meshbook packed, the Trainer padded and packed
 python scripts/benchmark/compare.py lora                              # 8B, rank 16, all linear layers
 python scripts/benchmark/compare.py full_bf16                         # 8B, pure bfloat16
+scripts/benchmark/setup_arms.sh                                       # install torchtune, litgpt and torchtitan
 python scripts/benchmark/compare.py full_packed --arms meshbook,loop,litgpt --python litgpt=/venvs/litgpt/bin/python
 python scripts/benchmark/compare.py full_packed -- model.compile=true # options after -- are overrides of the recipe
 
@@ -12,7 +13,8 @@ An arm is one framework. Every arm trains the same model from the same random we
 are written to a folder once, without network access. Clipping, AdamW, learning rate and dtypes are the same. In every
 round each arm trains once, in a process of its own; its first steps are warm-up and not measured. The report has
 medians over the rounds, and ratios of arms in the same round. Time is wall time on CUDA, and processor time on a CPU,
-which other processes may use too.
+which other processes may use too. An arm runs in the environment that setup_arms.sh made for it, if there is one, and
+else in Meshbook's own; --python names another one.
 
 The script verifies that all arms train the same. An arm is VOID if its losses differ from those of a bare PyTorch loop
 by more than the bound in the first 50 steps of any round (later, rounding has grown too much for a comparison), or if
@@ -22,8 +24,7 @@ relative: 1e-5 in float32, 5e-3 in bfloat16. Verify a new arm in float32 first.
 Targets on a 141 GB GPU (not measured yet): full_packed 1.10 x the best peer and 57,000 tokens/s;
 sft_packed_vs_padded 3 x the padded Trainer; lora 16,500 and full_bf16 13,000 tokens/s; 0.9 x the best peer's memory.
 
-There are no arms for torchtitan 0.3.0, whose models import triton, and for nemo_automodel 0.7.0, whose from_pretrained
-requires CUDA: neither runs on a CPU, so an arm could not be verified.
+There is no arm for nemo_automodel 0.7.0, whose from_pretrained requires CUDA: it could not be verified on a CPU.
 """
 
 from __future__ import annotations
@@ -63,12 +64,18 @@ class Task:
     """Learning rate of the tiny model; larger models use a tenth of it."""
 
 
-ROWS = dict.fromkeys(("meshbook", "loop", "trainer", "torchtune", "litgpt"), "rows")
+ROWS = dict.fromkeys(("meshbook", "loop", "trainer", "torchtune", "litgpt", "torchtitan"), "rows")
+WITHOUT_ADAPTERS = ("litgpt", "torchtitan")
+"""Arms that do not train the common adapters."""
+ARMS = ROOT / "outputs" / "benchmark" / "arms"
+"""Environments that setup_arms.sh made: ARMS/ARM."""
 SFT = {"meshbook": "packed", "loop": "packed", "trainer_packed": "packed", "trainer_padded": "padded"}
 TASKS = {
     "full_packed": Task("1b", "mixed", ROWS),
     "sft_packed_vs_padded": Task("1b", "mixed", SFT),
-    "lora": Task("8b", "bfloat16", {name: layout for name, layout in ROWS.items() if name != "litgpt"}, lora_rank=16),
+    "lora": Task(
+        "8b", "bfloat16", {name: layout for name, layout in ROWS.items() if name not in WITHOUT_ADAPTERS}, lora_rank=16
+    ),
     "full_bf16": Task("8b", "bfloat16", ROWS),
 }
 BATCHES = {"tiny": (128, 4, 2), "1b": (4096, 8, 4), "8b": (4096, 4, 2)}
@@ -131,7 +138,13 @@ def parse(arguments: list[str]) -> Namespace:
     parser.add_argument("--micro", type=int, help="rows per micro-batch")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--timeout", type=float, default=1800, help="time limit of a run in seconds")
-    parser.add_argument("--python", action="append", default=[], metavar="ARM=PYTHON", help="interpreter of an arm")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="ARM=PYTHON",
+        help="interpreter of an arm (default: that of setup_arms.sh)",
+    )
     parser.add_argument("--out", type=Path, help="default: outputs/benchmark/compare/TASK-SIZE-DEVICE")
     options = parser.parse_args(arguments[:cut])
     options.overrides = tuple(arguments[cut + 1 :])
@@ -222,7 +235,8 @@ class Turns:
         stem = f"{number}-{name}-{workload.precision}"
         files = {end: self._folder / f"{stem}.{end}" for end in ("workload.json", "result.json", "log")}
         workload.write(files["workload.json"])
-        python = self._options.python.get(name, sys.executable)
+        own = ARMS / module / "bin" / "python"
+        python = self._options.python.get(name, str(own) if own.exists() else sys.executable)
         command = [python, "-m", f"scripts.benchmark.peers.{module}", *map(str, list(files.values())[:2])]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(workload.threads))
         one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # the Trainer uses all visible GPUs
