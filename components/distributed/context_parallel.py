@@ -180,19 +180,27 @@ class UlyssesAttention(_Attention):
         cp = self.mesh.size()
         if key.shape[1] % cp:  # fewer kv heads than ranks: repeat each kv head for the ranks with its query heads
             key, value = (tensor.repeat_interleave(cp // tensor.shape[1], dim=1) for tensor in (key, value))
-        query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
+        query, key, value = self._to_heads(query, key, value)
         local_module = _LocalHeads(query.shape[1] // key.shape[1], module.training)
         output, _ = self.local(local_module, query, key, value, None, **options)  # (batch, seq, heads / cp, head_dim)
         return self._to_tokens(output), None
 
-    def _to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Exchange (batch, heads, seq / cp, head_dim) for (batch, heads / cp, seq, head_dim), in sequence order."""
+    def _to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Exchange (batch, heads, seq / cp, head_dim) for (batch, heads / cp, seq, head_dim), in sequence order.
+
+        One all-to-all for all tensors, whose heads and head_dims may differ. The results share one buffer, in which
+        the heads of a token are adjacent: the layout that projections write and attention kernels read.
+        """
         cp = self.mesh.size()
-        batch, heads, tokens, width = tensor.shape
-        by_rank = tensor.view(batch, cp, heads // cp, tokens, width).movedim(1, 0)  # (cp, batch, heads / cp, ...)
-        received = all_to_all_single_autograd(by_rank.contiguous(), None, None, self.mesh.get_group())
-        shards = received.view(cp, batch, heads // cp, 2, tokens // 2, width)
-        return in_sequence_order(shards, dim=3).reshape(batch, heads // cp, cp * tokens, width)
+        batch, _, tokens, _ = tensors[0].shape
+        shapes = [(each.shape[1] // cp, each.shape[3]) for each in tensors]  # heads of a rank, head_dim
+        by_rank = [each.transpose(1, 2).reshape(batch, tokens, cp, -1).movedim(2, 0) for each in tensors]
+        received = all_to_all_single_autograd(torch.cat(by_rank, dim=-1), None, None, self.mesh.get_group())
+        width = sum(heads * head_dim for heads, head_dim in shapes)
+        shards = received.view(cp, batch, 2, tokens // 2, width)
+        full = in_sequence_order(shards, dim=2).reshape(batch, cp * tokens, width)
+        parts = full.split([heads * head_dim for heads, head_dim in shapes], dim=-1)
+        return [part.unflatten(-1, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
 
     def _to_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """Exchange (batch, seq, heads / cp, head_dim) for (batch, seq / cp, heads, head_dim)."""

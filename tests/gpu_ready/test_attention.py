@@ -28,6 +28,8 @@ def test_packed_rows_in_mixed_precision_use_varlen_without_mask(fake_cuda: Run, 
     assert record["operators"].get("_varlen_attn") == layers * record["micro_batches"]
     assert record["waits"] == {}
     assert "varlen_attn" in record["reported"]
+    exchanges = 4 if "ulysses" in layout else 0  # queries, keys and values; the output; forward and backward
+    assert record["operators"].get("all_to_all_single", 0) == exchanges * layers * record["micro_batches"]
     # The kernel supports GQA, and its grid covers the longest document only: samples have at most 30 tokens, rows 48.
     tp = axes.get("tp", 1) * axes.get("cp", 1)
     assert record["key_heads"] == [2 // tp]

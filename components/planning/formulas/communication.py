@@ -115,7 +115,7 @@ def cp_work(workload: Workload, group: Group, implementation: Implementation) ->
     else:
         # An all-to-all leaves a rank with (n - 1) / n of its tensor, like a gather of a tensor of that size.
         size = float(row * (2 * heads + 2 * max(kv_heads, mesh.cp)))
-        seconds, detail = group.all_gather(size) + 3 * group.latency, f"4 all-to-alls of {size:.4g} B together"
+        seconds, detail = group.all_gather(size) + group.latency, f"2 all-to-alls of {size:.4g} B together"
     return LayerWork(
         "cp communication",
         seconds,
