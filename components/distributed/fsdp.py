@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,20 @@ from components.distributed.gradient_sync import param_groups
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward, which cannot be FSDP2 units themselves; their children are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Modules before and after the decoder layers that are FSDP2 units of their own, not part of the root's unit."""
+
+    embedding: nn.Module | None = None
+    """An untied input embedding."""
+    head: tuple[nn.Module, ...] = ()
+    """One unit: the last norm and an untied head. Its gradients are reduced during the backward of the layers."""
+
+
+WHOLE_ROOT = Ends()
+"""The root's unit includes both ends."""
 
 
 def apply_fsdp_sharding_recursively(
@@ -52,16 +66,16 @@ def shard_with_fsdp2(
     offload_policy: CPUOffloadPolicy | None = None,
     reshard_after_forward: bool = True,
     expert_mesh: DeviceMesh | None = None,
-    embedding: nn.Module | None = None,
+    ends: Ends = WHOLE_ROOT,
 ) -> None:
-    """Shard a model in place: one FSDP2 unit per decoder layer, one for `embedding`, one for all other parameters.
+    """Shard a model in place: one FSDP2 unit per decoder layer, those of `ends`, and one for all other parameters.
 
     Gradients are SUMMED over the mesh, never averaged: the training step divides once, by the global number of
     targets. Tied embeddings stay in the root's unit, because torch 2.13 rejects tied parameters in different units.
 
     Args:
         expert_mesh: Mesh for the units of expert-parallel experts, without the ep axis; None: no expert parallelism.
-        embedding: An untied input embedding; None: the root's unit includes it.
+        ends: Units before and after the layers.
     """
     # Only the root casts its output: a layer that did would pass the next layer a dtype other than its weights'.
     inner = replace(mp_policy, output_dtype=None) if mp_policy else None
@@ -71,9 +85,12 @@ def shard_with_fsdp2(
         for experts in experts_modules(model).values():
             _shard(experts, expert_mesh, uncast, offload_policy, reshard=True)
     apply_fsdp_sharding_recursively(model, mesh, inner, offload_policy)
-    if embedding is not None:
-        _shard(embedding, mesh, inner, offload_policy, reshard=True)
+    if ends.embedding is not None:
+        _shard(ends.embedding, mesh, inner, offload_policy, reshard=True)
+    if ends.head:  # used last in the forward and first in the backward
+        _shard(list(ends.head), mesh, inner, offload_policy, reshard=False)
     _shard(model, mesh, mp_policy, offload_policy, reshard=False)
+    _gather_early(model, ends.embedding)
     for unit in fsdp_units(model):
         if not reshard_after_forward:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -108,9 +125,26 @@ def prefetch_layers(model: nn.Module, ahead: int) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(0, index - ahead) : index][::-1])
 
 
+def _gather_early(model: Any, embedding: nn.Module | None) -> None:
+    """Issue the all-gathers of the embedding and the first layer together when the forward begins.
+
+    In the backward the embedding is not gathered: its gradient depends on token ids only. FSDP2 would also prefetch a
+    frozen embedding, whose backward never runs.
+    """
+    first: list[Any] = [unit for unit in _units(model) if isinstance(unit, FSDPModule)][:1]
+    if isinstance(embedding, FSDPModule):
+        first.insert(0, embedding)
+        if isinstance(embedding, nn.Embedding):
+            embedding.set_unshard_in_backward(False)
+        # Itself, which is without effect: by default it prefetches the unit that ran before it, in an earlier forward.
+        embedding.set_modules_to_backward_prefetch([embedding])
+    model.set_modules_to_forward_prefetch(first)
+
+
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Return all FSDP2 units of a model, the root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """Return all FSDP2 units of a model, the root first; of a unit of several modules, the first one."""
+    modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(module._get_fsdp_state()): module for module in reversed(modules)}.values())[::-1]
 
 
 @contextmanager
@@ -148,7 +182,7 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shard(
-    module: nn.Module,
+    module: nn.Module | list[nn.Module],
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None,
     offload_policy: OffloadPolicy | None,
@@ -166,7 +200,8 @@ def _shard(
             offload_policy=offload_policy or OffloadPolicy(),
         )
     except RuntimeError as error:
-        if all(parameter.is_floating_point() for parameter in module.parameters()):
+        modules = module if isinstance(module, list) else [module]
+        if all(parameter.is_floating_point() for each in modules for parameter in each.parameters()):
             raise
         raise ConfigError(
             f"peft.method=qlora: FSDP2 of torch {torch.__version__} does not shard bytes ({error}), which packed 4-bit "

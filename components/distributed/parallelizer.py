@@ -27,6 +27,7 @@ from components.config.shape import ModelShape, shape_of_config
 from components.distributed.context_parallel import use_context_parallel
 from components.distributed.expert import apply_expert_parallel
 from components.distributed.fsdp import (
+    Ends,
     apply_fsdp_sharding_recursively,
     mixed_precision,
     offload_to_cpu,
@@ -131,6 +132,7 @@ def parallelize(
         # A split backward computes weight gradients later, from parameters that must still be unsharded then.
         split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
         for module in [stage.module for stage in stages.own] if stages else [model]:
+            has_head = stages is None or any(each.module is module and each.index == stages.last for each in stages.own)
             shard_with_fsdp2(
                 module,
                 mesh.sharding,
@@ -138,7 +140,10 @@ def parallelize(
                 offload_to_cpu(parallelism.cpu_offload),
                 parallelism.reshard_after_forward and not split,
                 mesh.expert_sharding if mesh.size("ep") > 1 else None,
-                _untied_embedding(model, anatomy) if stages is None else None,
+                Ends(
+                    _untied_embedding(model, anatomy) if stages is None else None,
+                    _norm_and_head(module, anatomy, staged=stages is not None) if has_head else (),
+                ),
             )
             prefetch_layers(module, parallelism.prefetch)
     return Layout(notes, stages)
@@ -150,6 +155,19 @@ def _untied_embedding(model: nn.Module, anatomy: Anatomy) -> nn.Module | None:
         return None
     embedding, head = (model.get_submodule(name) for name in (anatomy.embedding, anatomy.head))
     return embedding if all("weight" in module._parameters for module in (embedding, head)) else None
+
+
+def _norm_and_head(module: nn.Module, anatomy: Anatomy, *, staged: bool) -> tuple[nn.Module, ...]:
+    """Return the last norm and the head of a model or of its last pipeline stage (`staged`), to be one FSDP2 unit.
+
+    Empty if the head shares its weight with the embedding, of which a pipeline stage has a separate copy.
+    """
+    if anatomy.head is None or (anatomy.tied and not staged):
+        return ()
+    head = module.get_submodule(anatomy.head)
+    if "weight" not in head._parameters:
+        return ()
+    return (head,) if anatomy.norm is None else (module.get_submodule(anatomy.norm), head)
 
 
 def _reject_shared_layers(model: nn.Module, anatomy: Anatomy) -> None:
@@ -230,7 +248,7 @@ def fsdp2_strategy_parallelize(
         data_mesh,
         mp_policy,
         offload_policy or offload_to_cpu(cpu_offload),
-        embedding=_untied_embedding(model, anatomy),
+        ends=Ends(_untied_embedding(model, anatomy), _norm_and_head(model, anatomy, staged=False)),
     )
     return model
 

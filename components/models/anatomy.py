@@ -69,6 +69,8 @@ class Anatomy:
     """Name of the input embedding."""
     head: str | None = None
     """Name of the LM head."""
+    norm: str | None = None
+    """Name of the norm between the decoder layers and the head; None if there is no single module for it."""
     tied: bool = False
     """Whether the head shares its weight with the embedding."""
     tp_plan: Mapping[str, str] = field(default_factory=dict)
@@ -148,6 +150,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         inner=model.base_model_prefix if model.base_model_prefix in model._modules else "",
         embedding=_name_of(model, embedding),
         head=_name_of(model, head),
+        norm=_final_norm(model, layers),
         tied=_weight(embedding) is not None and _weight(embedding) is _weight(head),
         tp_plan=_tp_plan(model),
         heads=heads,
@@ -296,6 +299,17 @@ def _embedding(model: PreTrainedModel) -> nn.Module | None:
 
 def _name_of(model: nn.Module, target: nn.Module | None) -> str | None:
     return next((name for name, module in model.named_modules() if module is target), None)
+
+
+def _final_norm(model: nn.Module, layers: tuple[str, ...]) -> str | None:
+    """Return the name of the norm after the layers: the only child of their parent that follows and has parameters."""
+    parent, _, children = next(iter(layers), "").rpartition(".")[0].rpartition(".")
+    siblings = list(model.get_submodule(parent).named_children())
+    position = next((index for index, (name, _) in enumerate(siblings) if name == children), len(siblings))
+    after = [(name, child) for name, child in siblings[position + 1 :] if any(True for _ in child.parameters())]
+    if len(after) != 1 or "norm" not in type(after[0][1]).__name__.lower():
+        return None
+    return f"{parent}.{after[0][0]}".lstrip(".")
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.schema import AdamWConfig, ParallelismConfig
+from components.config.schema import AdamWConfig, ParallelismConfig, PeftConfig
+from components.config.schema.model import LossMethod, ModelConfig
+from components.config.schema.training import TrainingConfig
+from components.training.forward import forward_loss
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
 from tests.harness import run_ranks
@@ -68,3 +74,71 @@ def test_prefetch_does_not_change_gradients() -> None:
         assert not different
         for name, gradient in curve.gradients.items():
             assert parity.relative(gradient, expected.gradients[name]) < 1e-10, name
+
+
+@contextmanager
+def recorded_units() -> Iterator[list[str]]:
+    """Record the FSDP2 units whose parameters are gathered, "+unit", and whose gradients are reduced, "-unit"."""
+    found: list[str] = []
+
+    def recording(name: str, sign: str) -> Any:
+        original = getattr(_fsdp_param_group, name)
+
+        def record(parameters: list[Any], *args: Any) -> Any:
+            unit = parameters[0]._param_fqn.removeprefix("model.").removeprefix("layers.")
+            found.append(sign + unit.partition(".")[0])
+            return original(parameters, *args)
+
+        return original, record
+
+    functions = {"foreach_all_gather": "+", "foreach_reduce": "-"}
+    originals = {}
+    for name, sign in functions.items():
+        originals[name], wrapped = recording(name, sign)
+        setattr(_fsdp_param_group, name, wrapped)
+    yield found
+    for name, original in originals.items():
+        setattr(_fsdp_param_group, name, original)
+
+
+def collectives_of_a_step(loss: LossMethod, peft: str = "none", tied: bool = False) -> dict[str, list[str]]:
+    """Return the collectives of a forward without gradients and of a step of two micro-batches after it."""
+    values = {**parity.MODELS["llama"], "num_hidden_layers": 3, "tie_word_embeddings": tied}
+    model: Any = build("llama", torch.float32, values)
+    anatomy = models.read_anatomy(model)
+    if peft == "lora":
+        models.add_adapters(model, PeftConfig(method="lora", targets=["all-linear"]))
+    models.use_causal_sdpa(model)
+    config, cpu = ParallelismConfig(dp_shard=2), torch.device("cpu")
+    mesh = distributed.build_mesh(config, "cpu")
+    layout = distributed.parallelize(model, mesh, config, torch.float32, anatomy)
+    head = training.attach_loss_head(
+        model, ModelConfig(path="x", loss=loss), TrainingConfig(), config, mesh, layout.stages, cpu
+    )
+    prepared = training.Prepared(model, training.StepSettings(device=cpu, mesh=mesh, loss_head=head))
+    optimizer = training.build_optimizer(model, AdamWConfig())
+    batch = Batch.from_labels(TOKENS, TOKENS)
+    with recorded_units() as found:
+        with torch.no_grad():
+            forward_loss(prepared, batch)
+        first = found.copy()
+        found.clear()
+        training.train_step(prepared, [batch, batch], optimizer)
+    return {"forward": first, "step": found}
+
+
+def test_norm_and_head_are_gathered_late_and_reduced_first() -> None:
+    """The forward without gradients leaves the last layer and the head gathered for the step that follows it."""
+    cases = [(LossMethod.logits, "none", False), (LossMethod.chunked, "none", False),
+             (LossMethod.chunked, "lora", False), (LossMethod.logits, "none", True)]  # fmt: skip
+    found = run_ranks(2, lambda _: [collectives_of_a_step(*case) for case in cases], timeout=120)
+    for logits, chunked, lora, tied in found:
+        assert logits["forward"] == ["+embed_tokens", "+0", "+1", "+2", "+norm"]
+        first = ["+embed_tokens", "+0", "+1", "+1", "+0"]
+        second = ["+embed_tokens", "+0", "+1", "+2", "+norm"]
+        reduced = ["-norm", "+1", "-2", "+0", "-1", "-0", "-embed_tokens"]
+        assert logits["step"] == [*first, *second, *reduced]
+        assert chunked == logits
+        assert lora["step"] == [*first, *second, "+1", "-2", "+0", "-1", "-0"]  # nothing frozen is gathered or reduced
+        assert tied["forward"] == ["+embed_tokens", "+0", "+1", "+2"]
+        assert tied["step"][-1] == "-embed_tokens"

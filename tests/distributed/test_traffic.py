@@ -191,21 +191,21 @@ def test_listed_groups_are_those_that_a_step_uses() -> None:
 def test_recorded_bytes_of_a_step_match_the_parameter_sizes() -> None:
     """Computed by hand: FSDP pads the rows of every parameter to a multiple of the ranks and moves full units.
 
-    The embedding and the first layer are gathered again in the backward pass; the last layer and the root (final norm,
-    head) stay unsharded. Further all-reduces: tokens, three flags and the FLOPs; the loss and its tokens; the gradient
-    norm over the sharded axes.
+    The first layer is gathered again in the backward pass; the last layer and the head with the final norm stay
+    unsharded, and the embedding's gradient does not need its weight. Further all-reduces: tokens, three flags and the
+    FLOPs; the loss and its tokens; the gradient norm over the sharded axes.
     """
     sizes: dict[str, dict[int, int]] = {}  # unit -> number of shards -> bytes per shard
     for name, parameter in build("llama", torch.float32).named_parameters():
-        unit = name.split(".")[2] if ".layers." in name else "embed" if "embed" in name else "root"
+        unit = name.split(".")[2] if ".layers." in name else "embed" if "embed" in name else "head"
         for ranks in (1, 2, 4):
             rows = math.ceil(parameter.shape[0] / ranks)
             shard = 4 * rows * math.prod(parameter.shape[1:])
             sizes.setdefault(unit, {}).setdefault(ranks, 0)
             sizes[unit][ranks] += shard
     shard = {ranks: sum(unit[ranks] for unit in sizes.values()) for ranks in (1, 2, 4)}
-    regathered = {ranks: sizes["embed"][ranks] + sizes["0"][ranks] for ranks in (2, 4)}
-    assert sizes.keys() == {"embed", "0", "1", "root"}
+    regathered = sizes["0"]
+    assert sizes.keys() == {"embed", "0", "1", "head"}
 
     def body(rank: int) -> list[Volumes]:
         found = [recorded(FSDP2), recorded(FSDP2, accumulation=2), recorded(HSDP), recorded(DDP)]
@@ -213,14 +213,14 @@ def test_recorded_bytes_of_a_step_match_the_parameter_sizes() -> None:
 
     for once, twice, hsdp, ddp in run_ranks(4, body, timeout=120):
         assert once == {
-            ("dp_shard = world", "all_gather"): (6, shard[4] + regathered[4]),
+            ("dp_shard = world", "all_gather"): (5, shard[4] + regathered[4]),
             ("dp_shard = world", "reduce_scatter"): (4, 4 * shard[4]),
             ("dp_shard = world", "all_reduce"): (3, 40 + 16 + 8),
         }
-        assert twice["dp_shard = world", "all_gather"] == (12, 2 * (shard[4] + regathered[4]))
+        assert twice["dp_shard = world", "all_gather"] == (10, 2 * (shard[4] + regathered[4]))
         assert twice["dp_shard = world", "reduce_scatter"] == (4, 4 * shard[4])  # in the last micro-batch only
         assert hsdp == {
-            ("dp_shard", "all_gather"): (6, shard[2] + regathered[2]),
+            ("dp_shard", "all_gather"): (5, shard[2] + regathered[2]),
             ("dp_shard", "reduce_scatter"): (4, 2 * shard[2]),
             ("dp_replicate", "all_reduce"): (4, shard[2]),
             ("dp_shard", "all_reduce"): (1, 8),

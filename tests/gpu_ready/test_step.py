@@ -32,6 +32,15 @@ def test_training_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
         assert record["evaluation_reads"] == 1  # once, for all batches
 
 
+@pytest.mark.parametrize("peft", ["none", "lora"])
+def test_each_unit_is_gathered_and_reduced_as_planned(fake_cuda: Run, peft: str) -> None:
+    """Units: embedding, two layers, norm with head. A backward gathers the first layer only; a step reduces once."""
+    record = fake_cuda("step", axes={"dp_shard": 8}, world=8, model={"loss": "chunked"}, peft=peft)
+    assert record["micro_batches"] == 2
+    assert record["operators"]["_allgather_base_"] == record["micro_batches"] * (4 + 1)
+    assert record["operators"]["_reduce_scatter_base_"] == (4 if peft == "none" else 2)
+
+
 TEACHERS = {
     "distillation": ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"],
     "stored_distillation": ["tp with sequence parallelism", "cp by ulysses", "pp"],

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
@@ -73,9 +72,7 @@ class Pipeline:
         self._copy_tied_weight()
         # An earlier forward may have left stages unsharded. torch reshards the stages of a new schedule, but dp ranks
         # build new schedules at different steps. Reshard here, so that all ranks run the same all-gathers.
-        for stage in self._stages.own:
-            for unit in fsdp_units(stage.module):
-                unit.reshard()
+        self._reshard()
 
         def loss_of_output(output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             loss = output if loss_of_logits is None else loss_of_logits(output, batches[int(index)])
@@ -255,11 +252,14 @@ class Pipeline:
             dist.recv(received, src=other, group=self.group)
             _local(target).copy_(received)
 
+    def _reshard(self) -> None:
+        for stage in self._stages.own:
+            for unit in fsdp_units(stage.module):
+                unit.reshard()
+
     def _tied_weights(self) -> tuple[Any, Any]:
         """Return the sharded weights of the tied embedding and head; None for one that this rank does not hold."""
-        for stage in self._stages.own:
-            if isinstance(stage.module, FSDPModule):
-                stage.module.reshard()
+        self._reshard()
         embedding, head = self._stages.embedding, self._stages.tied_head
         return embedding and embedding.weight, head and head.weight
 

@@ -1,9 +1,10 @@
 """Peak memory of the fullest rank in an optimizer step.
 
-Four moments can be the fullest. In all of them a rank holds its parameters and its optimizer state, and gradients of
+Five moments can be the fullest. In all of them a rank holds its parameters and its optimizer state, and gradients of
 the micro-batches before.
 
 - The loss's backward: all activations, the logits, and the gathered head.
+- The reduction of a head that is not tied: all activations, its gradients and their copy for the reduce-scatter.
 - The last layer's backward: all activations, and the layers that FSDP2 has gathered by then.
 - The first layer's backward: all gradients, and the buffers of the last reductions.
 - The optimizer step: all gradients.
@@ -49,7 +50,7 @@ class MemoryEstimate:
     stage: int
     """Coordinate of the rank on the pp axis."""
     moment: str
-    """The fullest of the three moments."""
+    """The fullest of the moments."""
     terms: tuple[Term, ...]
     """What the rank holds then, in bytes."""
 
@@ -131,6 +132,13 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
             *waiting,
             activations,
             _loss_term(w, device) if rank.last else Term("loss", 0.0, "on the last stage"),
+            _gathered_term(w, rank, 1, head=True),
+        ],
+        "the gradients of the head are reduced": [
+            *state,
+            *waiting,
+            activations,
+            _head_reduction(w, rank, device),
             _gathered_term(w, rank, 1),
         ],
         "the backward of the last layer begins": [
@@ -322,11 +330,21 @@ def _split_backward(w: Workload, rank: _Rank) -> Term:
     )
 
 
+def _head_reduction(w: Workload, rank: _Rank, device: str) -> Term:
+    """Return the gradients of a head that is not tied, with the input of its reduce-scatter, which gloo copies."""
+    size = rank.head * _accumulated_bytes(w) * (2 if device == "cpu" else 1)
+    if w.micro_batches == 1 or not _defers(w):
+        size += rank.head * w.compute_bytes
+    applies = w.fsdp > 1 and w.mesh.pp == 1 and not w.architecture.tied and not w.peft.adapts
+    return Term("new gradients", size if applies else 0.0, "of the head, and the input of its reduce-scatter")
+
+
 def _cast_gradients(w: Workload, rank: _Rank) -> Term:
     """Return the new gradients of one layer or the head, before they are reduced or added to those that wait."""
     size = rank.trained_layer.gathered * w.compute_bytes if w.compute_bytes < 4 and _defers(w) else 0.0
     if w.is_sharded and not _defers(w) and not w.peft.adapts:
-        size = rank.head * w.compute_bytes
+        # A tied head is reduced with the embedding; others before the layers, whose reductions wait for it.
+        size = rank.head * (w.compute_bytes if w.architecture.tied else _accumulated_bytes(w))
     return Term("new gradients", size, "of one layer, or of the head")
 
 
@@ -410,8 +428,12 @@ def _layers_gathered(w: Workload) -> int:
     return LAYERS_GATHERED
 
 
-def _gathered_term(w: Workload, rank: _Rank, layers: int) -> Term:
-    """Return the parameters that FSDP2 holds gathered at once, in the compute dtype, or copies by autocast."""
+def _gathered_term(w: Workload, rank: _Rank, layers: int, *, head: bool = False) -> Term:
+    """Return the parameters that FSDP2 holds gathered at once, in the compute dtype, or copies by autocast.
+
+    Args:
+        head: Whether a head that is not tied is among them: until its backward has ended. A tied head always is.
+    """
     if not w.is_sharded:
         if w.compute_bytes == w.stored_bytes:
             return Term("gathered parameters", 0.0, "nothing is gathered")
@@ -421,9 +443,10 @@ def _gathered_term(w: Workload, rank: _Rank, layers: int) -> Term:
         size = (dense * rank.layers + rank.head) * w.compute_bytes
         return Term("gathered parameters", size, "autocast keeps copies of the weights in the compute dtype")
     wide = w.compute_bytes if rank.layer_bytes >= 1 else rank.layer_bytes
-    count, outer = min(rank.layers, layers + w.parallelism.prefetch), rank.head
+    freed = 0.0 if head or w.architecture.tied else rank.head
+    count, outer = min(rank.layers, layers + w.parallelism.prefetch), rank.head - freed
     if not w.parallelism.reshard_after_forward:
-        count, outer = rank.layers + 1, rank.outer.gathered
+        count, outer = rank.layers + 1, rank.outer.gathered - freed
     if w.mesh.pp > 1:  # a stage keeps its parameters gathered between micro-batches
         more = 0 if w.architecture.experts else 1
         count, outer = (rank.layers + more, rank.outer.gathered) if w.fsdp > 1 else (0, 0.0)

@@ -101,6 +101,7 @@ class _Estimate:
         self.outer = tuple(workload.architecture.outer_weights(mesh.tp))
         self.layer_traffic = self._traffic(self.weights)
         self.outer_traffic = self._traffic(self.outer)
+        self.head_traffic = self._traffic(tuple(each for each in self.outer if each.name == "head"))
         self.forward = sum(each.forward for each in self.works)
         self.backward = sum(each.backward + each.recomputed for each in self.works)
         pipelined = mesh.pp > 1
@@ -181,16 +182,21 @@ class _Estimate:
 
     def _exposed(self, rank: _Part) -> tuple[tuple[float, float], float]:
         """Return the exposed seconds per step of gathers in the forward and in the backward, and of reductions."""
-        layer, outer = self.layer_traffic, self.outer_traffic
+        layer, outer, head = self.layer_traffic, self.outer_traffic, self.head_traffic
         ends = (rank.embeds + rank.has_head) / 2
+        # A head that is not tied is gathered beside the last layer, and its gradient is reduced beside it.
+        hidden_gather = hidden_reduce = 0.0
+        if rank.has_head:
+            hidden_gather = head.gather - self._exposed_by(head.gather, self.forward)
+            hidden_reduce = head.reduce - self._exposed_by(head.reduce, self.backward)
         forward = self.forward_gathers * (
-            rank.layers * self._exposed_by(layer.gather, self.forward) + ends * outer.gather
+            rank.layers * self._exposed_by(layer.gather, self.forward) + ends * outer.gather - hidden_gather
         )
         gathered = self._exposed_by(layer.gather, self.backward)
         backward = self.backward_gathers * rank.layers * gathered
         both = layer.reduce + (layer.gather if self.backward_gathers else 0.0)
         beside = gathered if self.backward_gathers else 0.0
-        reduced = rank.layers * (self._exposed_by(both, self.backward) - beside) + ends * outer.reduce
+        reduced = rank.layers * (self._exposed_by(both, self.backward) - beside) + ends * outer.reduce - hidden_reduce
         if self.workload.mesh.pp > 1:  # torch's pipelines reduce after the last backward
             reduced = rank.layers * layer.reduce + ends * outer.reduce
         return (forward, backward), self.reductions * reduced
