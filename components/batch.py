@@ -111,12 +111,17 @@ class Batch:
         rows, seq = self.input_ids.shape
         return rows, seq
 
+    def pinned(self) -> Batch:
+        """Return the batch in pinned host memory, from which copies to a GPU do not block the host."""
+        pin = torch.Tensor.pin_memory
+        return self._map(pin, pin, pin)
+
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device without blocking the host."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if device.type == "cuda":
-                return tensor.pin_memory().to(device, non_blocking=True)
+                return tensor.pin_memory().to(device, non_blocking=True)  # itself if `ReadAhead` has pinned it
             return tensor.to(device)
 
         return self._map(move, move, move)

@@ -202,7 +202,6 @@ class TrainBatches:
     The cursor is (seed, epoch, sample), where `sample` counts the samples used by all ranks together. It is independent
     of ranks and batch sizes, so a run can resume on another mesh or with another batch size and still uses every sample
     of an epoch exactly once. The size of a batch depends on the number of its step.
-    Batches are assembled synchronously, without workers: this only copies token ids.
     """
 
     def __init__(
@@ -245,9 +244,21 @@ class TrainBatches:
 
     def __next__(self) -> list[Batch]:
         batch = self._from(self._sample, self._step)
+        self.advance()
+        return batch
+
+    def advance(self) -> None:
+        """Move the cursor to the next step without assembling a batch."""
         self._sample += self._plan.size_of(self._step)
         self._step += 1
-        return batch
+
+    def upcoming(self, steps: int) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of the next `steps` optimizer steps without moving the cursor.
+
+        Only the start is read from the cursor, so another thread may iterate while this one calls `advance`.
+        """
+        sample, first = self._sample, self._step
+        return self._assembled(sample, range(first, first + steps))
 
     @property
     def epoch(self) -> float:
@@ -302,6 +313,11 @@ class TrainBatches:
         self._sample = state["sample"]
         # Checkpoints of earlier versions have no step; their runs had no ramp.
         self._step = state.get("step", self._sample // self._plan.global_batch_size)
+
+    def _assembled(self, sample: int, steps: range) -> Iterator[list[Batch]]:
+        for step in steps:
+            yield self._from(sample, step)
+            sample += self._plan.size_of(step)
 
     def _from(self, sample: int, step: int) -> list[Batch]:
         """Return this rank's micro-batches of step `step` (0-based), whose first sample is `sample`."""

@@ -316,7 +316,7 @@ class Reporter:
             result.tokens_per_second = round(total.speed, 1)
             result.step_seconds = round(total.seconds / max(total.steps, 1), 6)
             result.mfu = None if total.mfu is None else round(total.mfu, 4)
-        result.data_wait_seconds = round(self._data_wait, 3)
+        result.data_wait_seconds = round(self._data_wait, 6)
         if self._second_batch_at:
             started = time.perf_counter() - result.wall_seconds
             result.seconds_to_first_step = round(self._second_batch_at - started, 1)

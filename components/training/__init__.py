@@ -2,6 +2,7 @@
 
 setup/         prepare: build, parallelize and fill a model from a config
 run.py         Run: resume, the step loop, reports and saves of a training run; attempt.py: what evaluation runs share
+read_ahead.py  ReadAhead: batches assembled by a thread one step ahead
 step.py        train_step: one optimizer step, normalized by the global number of units
 evaluation.py  evaluate: one pass over held-out data; forward.py: the forward that both use
 samples.py     show_generations: sample answers to prompts
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from components.training.objectives.teacher_store import TeacherStore, build_teacher_store
     from components.training.optimizers.gradients import clip_gradients, gradient_norm
     from components.training.optimizers.optim import build_optimizer, learning_rate, set_learning_rate
+    from components.training.read_ahead import ReadAhead
     from components.training.run import Run, Step
     from components.training.samples import show_generations
     from components.training.setup.attention_report import check_kernels

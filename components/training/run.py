@@ -32,6 +32,7 @@ from components.training.metrics import StepMetrics, StepReader
 from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.muon import Muon
 from components.training.optimizers.optim import learning_rate, set_learning_rate
+from components.training.read_ahead import ReadAhead
 from components.training.state import SaveClock, TrainState
 
 if TYPE_CHECKING:
@@ -173,20 +174,24 @@ class Run(Attempt):
 
     def steps(self) -> Iterator[Step]:
         """Yield the remaining steps, until `total_steps`, an early stop or a stop request."""
-        cfg = self.cfg
-        while self.state.step < self.total_steps and not self.stopped and not self.stopped_early:
-            began = time.perf_counter()
-            for optimizer in checkpoint.list_optimizers(self._optimizer):
-                set_learning_rate(optimizer, cfg.optimizer, self.state.step, self.total_steps)
-            number = self.state.step + 1
-            for context in (self._traffic.step(), self._watch.step(number), self._profile.step(), self._gc.step()):
-                self._step_contexts.enter_context(context)
-            requests = (*self._stop.flags(), self._clock.due())
-            step = Step(self, number, self._report.next_batch(self._batches), requests, began)
-            yield step
-            if not step.is_done:
-                raise RuntimeError(f"step {number} of run.steps() was not ended: call step.done(train_step(...)) in it")
+        with ReadAhead(self._batches, self.total_steps - self.state.step, self.device) as batches:
+            while self.state.step < self.total_steps and not self.stopped and not self.stopped_early:
+                step = self._begin_step(batches)
+                yield step
+                if not step.is_done:
+                    raise RuntimeError(
+                        f"step {step.number} of run.steps() was not ended: call step.done(train_step(...)) in it"
+                    )
         self._read_all()
+
+    def _begin_step(self, batches: ReadAhead) -> Step:
+        began, number = time.perf_counter(), self.state.step + 1
+        for optimizer in checkpoint.list_optimizers(self._optimizer):
+            set_learning_rate(optimizer, self.cfg.optimizer, self.state.step, self.total_steps)
+        for context in (self._traffic.step(), self._watch.step(number), self._profile.step(), self._gc.step()):
+            self._step_contexts.enter_context(context)
+        requests = (*self._stop.flags(), self._clock.due())
+        return Step(self, number, self._report.next_batch(batches), requests, began)
 
     def log(self, step: Step, **values: torch.Tensor | float) -> None:
         """Log additional values of a step to metrics.jsonl and the trackers. Call it before `step.done`.

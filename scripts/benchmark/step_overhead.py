@@ -9,6 +9,9 @@ are reliable on a machine that other processes use too. Meshbook's arm does ever
 recipes/finetune.py does per step: it takes a batch, sets the learning rate, steps, and reads loss, norm and requests.
 An arm is void if its losses differ from the bare loop's by more than 1e-5 (relative) in the first 50 steps. Later,
 rounding has grown too much for a comparison.
+
+A second table compares the processor time of the training thread to get a batch when it assembles the batch in place,
+and when another thread assembles it one step ahead (training.ReadAhead).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,8 @@ LR, VOCABULARY = 1e-3, 2048
 OPTIMIZER = AdamWConfig(lr=LR, weight_decay=0.0, schedule=Schedule.constant)
 SHAPES = {"hidden 256, 128 tokens per row": (256, 4, 4, 128), "tiny: hidden 64, 64 tokens per row": (64, 2, 4, 64)}
 """Name -> hidden size, layers, rows per step, tokens per row."""
+BATCHES = {**SHAPES, "tiny: hidden 64, 8 x 512 tokens": (64, 2, 8, 512)}
+"""The same for the table of batches."""
 
 Run = Callable[[range], tuple[float, list[float]]]
 """Function that does the optimizer steps with the given numbers, and returns their processor seconds and losses."""
@@ -78,6 +84,12 @@ def main() -> None:
     for name, (hidden, layers, rows, tokens) in SHAPES.items():
         arms = measure(arms_of(hidden, layers, rows, tokens), options.rounds, options.steps)
         lines += [row(name, label, arm, arms["bare PyTorch"]) for label, arm in arms.items()]
+    lines += [
+        "",
+        "| model | ms of the training thread per batch: in place | one step ahead | ratio | whole step, ratio |",
+        "|---|---|---|---|---|",
+        *(batch_row(name, *shape, options.rounds, options.steps) for name, shape in BATCHES.items()),
+    ]
     print("\n".join(lines))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -100,6 +112,19 @@ def row(model: str, label: str, arm: Arm, bare: Arm) -> str:
     difference = gated_difference(arm.losses, bare.losses)
     overhead = f"{ratio - 1:+.1%}" if difference <= FLOAT32_BOUND else "void: losses differ"
     return f"| {model} | {label} | {1e3 * statistics.median(arm.seconds):.2f} | {overhead} | {difference:.1e} |"
+
+
+def batch_row(model: str, hidden: int, layers: int, rows: int, tokens: int, rounds: int, steps: int) -> str:
+    """Return a line of the table of batches; both arms run in every round."""
+    start, batches = start_of(hidden, layers, rows, tokens)
+    spent: list[list[float]] = [[], []]
+    arms = [Arm(ours(copy.deepcopy(start), batches, ahead=ahead, spent=spent[ahead])) for ahead in (False, True)]
+    measure(dict(zip(("in place", "ahead"), arms, strict=True)), rounds, steps)
+    if arms[0].losses != arms[1].losses:
+        return f"| {model} | void: losses differ | | | |"
+    in_place, ahead = (1e3 * statistics.median(each) for each in spent)
+    processor = statistics.median(b / a for a, b in zip(arms[0].seconds, arms[1].seconds, strict=True))
+    return f"| {model} | {in_place:.3f} | {ahead:.3f} | {ahead / in_place:.2f} | {processor:.2f} |"
 
 
 def arms_of(hidden: int, layers: int, rows: int, tokens: int) -> dict[str, Arm]:
@@ -156,8 +181,21 @@ def bare(model: torch.nn.Module, batches: data.TrainBatches) -> Run:
     return run
 
 
-def ours(model: Any, batches: data.TrainBatches, config: OptimizerConfig = OPTIMIZER) -> Run:
-    """Return the loop of recipes/finetune.py in one process."""
+def ours(
+    model: Any,
+    batches: data.TrainBatches,
+    config: OptimizerConfig = OPTIMIZER,
+    *,
+    ahead: bool = True,
+    spent: list[float] | None = None,
+) -> Run:
+    """Return the loop of recipes/finetune.py in one process.
+
+    Args:
+        ahead: Whether a thread assembles the batches one step ahead, as in a run.
+        spent: Receives the processor seconds that this thread spent to get each batch.
+    """
+    batches = copy.copy(batches)  # with a cursor of its own
     parallelism = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
     mesh = distributed.build_mesh(parallelism, "cpu")
     layout = distributed.parallelize(model, mesh, parallelism, torch.float32)
@@ -168,14 +206,16 @@ def ours(model: Any, batches: data.TrainBatches, config: OptimizerConfig = OPTIM
     def run(steps: range) -> tuple[float, list[float]]:
         reader, arrived = training.StepReader(lag=1), []
         began = time.process_time()
-        for step in steps:
-            started = time.perf_counter()
-            training.set_learning_rate(optimizer, config, step, 10**9)
-            arrived += reader.push(
-                step,
-                training.train_step(training.Prepared(model, settings, replica), next(batches), optimizer),
-                started,
-            )
+        with training.ReadAhead(batches, len(steps), settings.device) if ahead else nullcontext(batches) as upcoming:
+            for step in steps:
+                started = time.perf_counter()
+                training.set_learning_rate(optimizer, config, step, 10**9)
+                before = time.thread_time()
+                batch = next(upcoming)
+                if spent is not None:
+                    spent.append(time.thread_time() - before)
+                numbers = training.train_step(training.Prepared(model, settings, replica), batch, optimizer)
+                arrived += reader.push(step, numbers, started)
         arrived += reader.flush()
         return time.process_time() - began, [metrics.loss for metrics in arrived]
 

@@ -24,10 +24,16 @@ def change_recipe(bench: Bench, before: str, after: str) -> None:
 
 def test_loop_that_breaks_early_saves_and_writes_a_result(bench: Bench) -> None:
     change_recipe(bench, STEP, f"{STEP}            if step.number == 3:\n                break\n")
+    text = bench.recipe.read_text()
+    assert text.count("        run.finish()\n") == 1
+    threads = "        run.print(f'threads: {[each.name for each in __import__(\"threading\").enumerate()]}')\n"
+    bench.recipe.write_text(text.replace("        run.finish()\n", f"{threads}        run.finish()\n"))
     done = bench.start(*SHORT).wait()
     assert done.status == 0, done.errors
     result = json.loads((bench.folder / "mine" / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("ok", 3)
+    assert "threads: ['MainThread'" in done.output
+    assert "read_ahead" not in done.output  # of the 6 steps' batches, no more are read
     assert [path.name for path in (bench.folder / "mine" / "checkpoints").iterdir()] == ["step_3"]
     lines = [json.loads(line) for line in (bench.folder / "mine" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
