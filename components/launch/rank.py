@@ -20,6 +20,7 @@ from components.config.compose.frozen import read_frozen
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import Recipe
+from components.launch.deterministic_kernels import set_deterministic_variables
 from components.launch.run_directory.directory import RunDirectory
 from components.launch.run_directory.filesystem import reported_by_path
 from components.launch.run_directory.lease import LeaseLost, end_process, take_lease
@@ -100,6 +101,7 @@ def run_worker(recipe: Recipe) -> int:
     try:
         cfg = read_frozen(run_dir / CONFIG, recipe.schema)
         restrict_new_files(cfg)
+        set_deterministic_variables(cfg.run, os.environ)
         with _lease_held(run_dir, logs, rank):
             recipe.main(cfg)
     except ConfigError as error:
@@ -125,6 +127,7 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     record_collectives(directory.logs)
     rank = current_rank(os.environ)
     try:
+        set_deterministic_variables(cfg.run, os.environ)
         with _lease_held(directory.path, directory.logs, rank):
             recipe.main(cfg)
     except ConfigError as error:

@@ -23,6 +23,7 @@ from components.config.shape import ModelShape, read_shape
 from components.config.teacher_files import check_stored_teacher
 from components.config.validate import validate
 from components.data.preflight import check_files
+from components.launch.deterministic_kernels import determinism_problems
 
 MESH_KEYS = frozenset(
     ["cluster.kind", "cluster.nodes", "cluster.procs_per_node", "cluster.device", "cluster.oversubscribe"]
@@ -55,6 +56,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
     except ConfigError as error:
         problems = error.problems
     problems = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape) + problems
+    problems += determinism_problems(cfg.run, os.environ)
     problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
 

@@ -18,6 +18,7 @@ from components.resilience.frames import caller_code
 from components.resilience.stop_requests import StopRequest
 from components.resilience.watchdog import Watchdog
 from components.training.evaluation import Evaluation
+from components.training.setup.determinism import NOTE, deterministic_kernels
 from components.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -66,10 +67,13 @@ class Attempt:
         self._report: observability.Reporter
         self._model: Prepared
         self._stop = StopRequest(self.device)
+        self._is_deterministic = cfg.run.deterministic
         self._contexts = ExitStack()
         self._has_begun = False
 
     def __enter__(self) -> Self:
+        if self._is_deterministic:
+            self._contexts.enter_context(deterministic_kernels())
         return self
 
     def __exit__(
@@ -136,7 +140,7 @@ class Attempt:
                 model=f"{source}: {model.summary}",
                 local_bytes=0 if model.counts is None else model.counts.local_bytes,
                 groups=[str(group) for group in distributed.groups_of_mesh(self.mesh)],
-                notes=list(notes),
+                notes=[*notes, *([NOTE] if self._is_deterministic else [])],
             ),
         )
 

@@ -42,6 +42,9 @@ class RunConfig:
     """Name of the Slurm job; null: name of the recipe."""
     seed: int = 42
     """Seed of weight initialization, sample order and dropout, in [0, 2**32 - 1]."""
+    deterministic: bool = False
+    """true: use deterministic kernels only, so that runs on the same mesh and devices are bit-equal; slower on GPUs. An
+    operator without such a kernel ends the run."""
     resume: str = "auto"
     """auto: resume from the newest complete checkpoint in run.dir, if any; never: start from step 0; or the path of a
     checkpoint to resume from."""
