@@ -41,6 +41,8 @@ from components.resilience.faults import fault_point
 logger = logging.getLogger(__name__)
 
 AUTO, NEVER = "auto", "never"
+STORED_DTYPE = "dtype"
+"""Key of a checkpoint's `extra` for the dtype of the run's parameters."""
 SHOWN = 8
 """Names listed in an error."""
 
@@ -174,6 +176,19 @@ def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = F
     with torch.no_grad():
         for name, each in averages.items():
             local_part(parameters[MODEL + name.removeprefix(AVERAGE)]).copy_(local_part(each))
+
+
+def stored_dtype_of(path: Path | str) -> str | None:
+    """Return the dtype of the parameters of the run that saved a checkpoint; None if its state does not state it.
+
+    Runs before model.dtype=auto existed stated it in their config.
+    """
+    try:
+        state = json.loads((Path(path).expanduser() / STATE).read_text())
+        found = state["extra"].get(STORED_DTYPE) or load_yaml(state["config"] or "")["model"]["dtype"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
+        return None
+    return None if found == AUTO else str(found)
 
 
 def holds_average(stored: Iterable[str]) -> bool:

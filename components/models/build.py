@@ -46,7 +46,7 @@ OTHER_KEYS = {
 def build_on_meta(
     cfg: ModelConfig, vocab_size: int | None = None, labels: Sequence[str] | None = None
 ) -> PreTrainedModel:
-    """Build the causal LM on the meta device, in training mode, with parameters of `cfg.dtype`.
+    """Build the causal LM on the meta device, in training mode, with parameters of `cfg.stored_dtype()`.
 
     Only the config is read, and no memory is allocated. Tied parameters are tied. `cfg.config` overrides values of the
     model's own config.
@@ -77,7 +77,7 @@ def build_on_meta(
         with torch.device("meta"):
             model: PreTrainedModel = auto_class.from_config(
                 config,
-                dtype=torch_dtype(cfg.dtype),
+                dtype=torch_dtype(cfg.stored_dtype()),
                 attn_implementation="sdpa" if cfg.attention == Attention.sdpa_flash else str(cfg.attention),
                 trust_remote_code=cfg.trust_remote_code,
             )

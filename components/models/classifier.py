@@ -56,7 +56,8 @@ class TokenScores(ChangedForward, nn.Module):
         outputs = inner(  # type: ignore[misc]
             input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs
         )
-        return CausalLMOutputWithPast(logits=self.score(outputs[0]))
+        # The trained head stays in float32 over frozen weights in bfloat16.
+        return CausalLMOutputWithPast(logits=self.score(outputs[0].to(self.score.weight.dtype)))
 
 
 def set_labels(config: PreTrainedConfig, labels: Sequence[str]) -> None:

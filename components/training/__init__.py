@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from components.training.samples import show_generations
     from components.training.setup.attention_report import check_kernels
     from components.training.setup.flops import StepFlops, step_flops
-    from components.training.setup.precision import autocast_dtype, compute_dtype
+    from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype
     from components.training.setup.prepare import prepare, prepare_built, prepare_frozen
     from components.training.setup.prepared import Prepared, StepSettings
     from components.training.setup.recompute_policy import RecomputePolicy, choose_recompute_policy

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from components import checkpoint, data, distributed, models, observability
+from components.checkpoint.load import STORED_DTYPE
 from components.config.errors import ConfigError
 from components.config.rules.run_rules import profile_end_problems
 from components.config.schema.checks import raise_all
@@ -266,6 +267,8 @@ class Run(Attempt):
     def _save(self, mark: checkpoint.Mark, last: bool = False) -> None:
         has_average = self._average is not None
         extra = {"state": self.state.to_dict(), "data": self._batches.state_dict(), "has_average": has_average}
+        if self._model.stored_dtype is not None:
+            extra[STORED_DTYPE] = self._model.stored_dtype
         self._saver.save(self.state.step, extra, mark, last=last)
         self._clock.restart()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig
-from components.config.schema.model import Attention, Float8
+from components.config.schema.model import Attention, DType, Float8
 from components.config.schema.peft import PeftExport
 from components.config.schema.recipes import score_labels
 
@@ -69,9 +69,11 @@ class OpenCheckpoint:
             exports_adapter: Prepare the model for an export of the adapters alone.
         """
         from components import models
-        from components.checkpoint import StoredWeights
+        from components.checkpoint import StoredWeights, stored_dtype_of
         from components.models.weights.names import saved_tensors
 
+        if cfg.model.dtype == DType.auto and (saved := stored_dtype_of(path)) is not None:
+            cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, dtype=DType(saved)))
         self.cfg = cfg
         self.stored: StoredWeights = StoredWeights(path, averaged=averaged)
         self.tokenizer = models.load_tokenizer(cfg.model)

@@ -453,7 +453,7 @@ ALL_STAGES = {
     "data=jsonl": "",
     "data.path=nope.jsonl": "data.path=nope.jsonl: no such file",
     "model.path=./nowhere": "model.path=./nowhere: no such folder",
-    "model.dtype=auto": "model.dtype=auto: must be float32, bfloat16 or float64",
+    "model.dtype=float16": "model.dtype=float16: must be one of",
     "optimizer.lr=-1": "optimizer.lr=-1.0: must be greater than 0",
     "optimizer.eps=tiny": "optimizer.eps=tiny: must be a number",
     "optimizer.schedule=cosin": "optimizer.schedule=cosin: must be one of",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,8 @@ def fake_run(
 
 def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | None = None) -> training.Prepared:
     """Prepare a model in the order of `training.prepare`, within `FakeCuda`. labels: Outputs of a score head."""
+    stored = training.stored_dtype(cfg.model, CUDA, adapts=cfg.peft.adapts)
+    cfg = replace(cfg, model=replace(cfg.model, dtype=stored))
     compute_dtype, _ = training.compute_dtype(cfg.model, CUDA)
     model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"], labels)
     anatomy = models.read_anatomy(model)
@@ -177,6 +179,7 @@ def step(
         find_optional()  # torchao
         eager = torch.compiler.set_stance("force_eager")  # the compiler needs a device
     with eager, fake_run(config_of(model or {}, axes, peft, pack, optimizer), world, rank, objective) as run:
+        dtypes = {f"{each.dtype} {each.requires_grad}" for each in run.model.module.parameters()}
         reported = training.check_kernels(run.model, run.cfg.model, run.batches.at)
         with static_pipeline_shapes():
             training.train_step(run.model, run.batches.at(0), run.optimizer, run.objective)
@@ -199,6 +202,7 @@ def step(
         "longest": record.longest,
         "key_heads": sorted(record.key_heads),
         "devices": sorted(devices),
+        "dtypes": sorted(dtypes),
         "micro_batches": len(micro_batches),
         "launches": dict(record.launches),
         "moved": dict(record.moved),

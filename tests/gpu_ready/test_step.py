@@ -58,6 +58,15 @@ def test_distillation_step_has_no_host_sync(fake_cuda: Run, objective: str, layo
     assert record["evaluation_reads"] == 2  # sums, and the means of metrics
 
 
+@pytest.mark.parametrize("layout", ["single", "dp_shard", "tp with sequence parallelism"])
+def test_lora_stores_frozen_weights_in_bfloat16_and_adapters_in_float32(fake_cuda: Run, layout: str) -> None:
+    axes, world = LAYOUTS[layout]
+    record = fake_cuda("step", axes=axes, world=world, peft="lora")
+    assert record["dtypes"] == ["torch.bfloat16 False", "torch.float32 True"]
+    assert record["waits"] == {}
+    assert fake_cuda("step", axes=axes, world=world)["dtypes"] == ["torch.float32 True"]
+
+
 OBJECTIVES = {
     "classification": ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"],
     "reward": ["single", "cp by all_gather", "pp"],

@@ -20,6 +20,7 @@ from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
 from components.models.quantization.nf4 import (
     BLOCK_BYTES,
+    fill_or_pack,
     level_pairs,
     nf4_linear,
     pack,
@@ -168,3 +169,20 @@ def test_weights_are_packed_while_they_are_read_so_peak_memory_stays_low(tmp_pat
     for values_in_model, packed_bytes, peak in run_ranks(2, body):
         assert packed_bytes == values_in_model * (0.5 + 2 / 64) / 2
         assert peak < 0.25 * 4 * values_in_model / 2
+
+
+def test_loaded_weights_are_packed_on_the_device_of_the_parameter() -> None:
+    index = (slice(0, 4), slice(0, BLOCK_BYTES))
+    assert packed_reader(torch.randn(4, 64).__getitem__, 64, "meta")(index).is_meta
+    searched = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.bucketize.Tensor:
+                searched.append(args[0].device.type)
+            return func(*args, **(kwargs or {}))
+
+    packed = torch.empty(4, BLOCK_BYTES, dtype=torch.uint8, device="meta")
+    with Record():
+        fill_or_pack(packed, "weight", torch.randn(4, 64).__getitem__, (4, 64))
+    assert searched == ["meta"]

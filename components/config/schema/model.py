@@ -35,7 +35,7 @@ COMPILE = ("auto", "true", "false")
 
 
 class DType(StrEnum):
-    """Floating-point types. auto: bfloat16 if the device supports it natively, else float32."""
+    """Floating-point types. auto: chosen by the device, see the keys of this type."""
 
     auto = "auto"
     bfloat16 = "bfloat16"
@@ -209,8 +209,10 @@ class ModelConfig:
     """Extension of the context of a model with rotary position embeddings."""
     tokenizer: str | None = None
     """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
-    dtype: DType = DType.float32
-    """Dtype of the stored parameters, gradients and optimizer state: float32, bfloat16 (pure bfloat16) or float64."""
+    dtype: DType = DType.auto
+    """Dtype of the stored parameters, gradients and optimizer state: float32, bfloat16 (pure bfloat16), float64 or auto
+    (float32, but bfloat16 for the frozen weights of adapters on a GPU that computes in bfloat16). Adapters, their
+    gradients and optimizer state are at least float32."""
     compute_dtype: DType = DType.auto
     """Dtype of matmuls: auto (bfloat16 if the device supports it natively, else float32), bfloat16, float32 or float64.
     Losses, gradient norms and optimizer updates are computed in float32 or wider."""
@@ -272,6 +274,17 @@ class ModelConfig:
         self.compile = str(self.compile).lower()  # YAML's true and false become True and False
         raise_all(self._problems())
 
+    def stored_dtype(self, *, frozen_on_gpu: bool = False) -> DType:
+        """Return the dtype of stored parameters: `dtype`, with auto resolved.
+
+        Args:
+            frozen_on_gpu: Whether adapters are trained over these weights, on a GPU with bfloat16 matmuls.
+        """
+        if self.dtype != DType.auto:
+            return self.dtype
+        computes_bfloat16 = self.compute_dtype in (DType.auto, DType.bfloat16)
+        return DType.bfloat16 if frozen_on_gpu and computes_bfloat16 else DType.float32
+
     def compiles(self, parallelism: ParallelismConfig, *, packs: bool, on_gpu: bool) -> bool:
         """Whether the layers are compiled (`compile`) in a run on a GPU or on a CPU. packs: data.pack."""
         if self.compile == "auto":
@@ -332,12 +345,10 @@ class ModelConfig:
         computed = DType.float64 if self.dtype == DType.float64 else self.compute_dtype
         if self.float8 != Float8.none and not self.float8_emulate and computed not in (DType.auto, DType.bfloat16):
             problems.append(
-                f"model.float8={self.float8}: replaces bfloat16 matmuls, but model.dtype={self.dtype} with "
+                f"model.float8={self.float8}: replaces bfloat16 matmuls, but model.dtype={self.stored_dtype()} with "
                 f"model.compute_dtype={self.compute_dtype} has none; set "
                 "model.compute_dtype=bfloat16 or model.float8=none"
             )
-        if self.dtype == DType.auto:
-            problems.append("model.dtype=auto: must be float32, bfloat16 or float64 (auto is a compute dtype)")
         return problems
 
 
@@ -381,7 +392,7 @@ class TeacherConfig:
                 "probabilities come either from a model or from a folder"
             )
         if self.dtype == DType.auto:
-            problems.append("teacher.dtype=auto: must be float32, bfloat16 or float64 (auto is a compute dtype)")
+            problems.append("teacher.dtype=auto: must be float32, bfloat16 or float64, or null for model.dtype")
         return problems
 
 
@@ -404,5 +415,5 @@ class TopKTeacherConfig(TeacherConfig):
         if self.path is None:
             problems.append("teacher.path: not set; set it to the model whose most likely tokens to store")
         if self.dtype == DType.auto:
-            problems.append("teacher.dtype=auto: must be float32, bfloat16 or float64 (auto is a compute dtype)")
+            problems.append("teacher.dtype=auto: must be float32, bfloat16 or float64, or null for model.dtype")
         return problems

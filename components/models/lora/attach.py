@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = True) -> None:
     """Freeze a model and add adapters to its target layers and experts in place; do nothing for peft.method=none.
 
-    A score head, whose weights no pretrained model has, is trained too. Call it before the model is sharded, usually on
-    the meta device. `fill_weights` initializes the adapters.
+    A score head, whose weights no pretrained model has, is trained too, in float32 or wider. Call it before the model
+    is sharded, usually on the meta device. `fill_weights` initializes the adapters.
 
     Args:
         exports: Whether the run writes an export; PEFT must then be able to read the adapters, unless peft.export
@@ -51,7 +51,7 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = Tru
     for path, names in experts.items():
         adapt_experts(model.get_submodule(path), names, cfg)
     if isinstance(model, TokenScores):
-        model.score.requires_grad_(True)
+        model.score.to(torch.promote_types(model.score.weight.dtype, torch.float32)).requires_grad_(True)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer | LoraExperts]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from components.models.weights.shards import Index, fill
+from components.models.weights.shards import Index, fill, local_part
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -105,18 +105,31 @@ def nf4_linear(
 def fill_or_pack(tensor: torch.Tensor, name: str, read: Callable[[Index], torch.Tensor], shape: Sequence[int]) -> None:
     """Set this rank's shard of `tensor` from blocks of the full tensor, packing them if `tensor` is packed.
 
-    At most this rank's shard of one matrix is held unpacked.
+    A block is packed on the device of `tensor`, with the same codes on each: on a CPU the search for the nearest levels
+    takes minutes for a model of 8B parameters. At most this rank's shard of one matrix is held unpacked.
 
     Args:
         read: Returns a block of the full, unpacked tensor.
         shape: Shape of the full, unpacked tensor.
     """
-    fill(tensor, name, packed_reader(read, shape[1]) if is_packed(tensor) else read)
+    device = local_part(tensor).device
+    fill(tensor, name, packed_reader(read, shape[1], device) if is_packed(tensor) else read)
 
 
-def packed_reader(read: Callable[[Index], torch.Tensor], columns: int) -> Callable[[Index], torch.Tensor]:
-    """Return a function that reads and packs blocks, indexed in packed bytes, given one that reads a dense matrix."""
-    return lambda index: pack(read((index[0], _columns(index[1], columns))))
+def packed_reader(
+    read: Callable[[Index], torch.Tensor], columns: int, device: torch.device | str | None = None
+) -> Callable[[Index], torch.Tensor]:
+    """Return a function that reads and packs blocks, indexed in packed bytes, given one that reads a dense matrix.
+
+    Args:
+        device: Where to pack; None: on the device of what `read` returns.
+    """
+
+    def read_and_pack(index: Index) -> torch.Tensor:
+        block = read((index[0], _columns(index[1], columns)))
+        return pack(block if device is None else block.to(device))
+
+    return read_and_pack
 
 
 def unpacked_reader(read: Callable[[Index], torch.Tensor], columns: int) -> Callable[[Index], torch.Tensor]:

@@ -44,9 +44,10 @@ def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConf
     if on_gpu and model.compute_dtype is DType.auto and model.dtype is not DType.float64:
         model = replace(model, compute_dtype=DType.bfloat16)
         notes.append("model.compute_dtype=auto: bfloat16")
+    dtype = model.stored_dtype(frozen_on_gpu=on_gpu and cfg.peft.adapts)
     # Compiled layers store no more activations than fused ones.
     fuses = compiles or model.fuses(cfg.parallelism, packs=cfg.data.pack, on_gpu=on_gpu)
-    model = replace(model, compile="false", fused=Fused.all if fuses else Fused.none)
+    model = replace(model, dtype=dtype, compile="false", fused=Fused.all if fuses else Fused.none)
     if cfg.parallelism.ep > 1:
         notes.append("routing is balanced: every expert gets as many tokens")
     if cfg.data.pack:

@@ -123,7 +123,9 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
     rank = _read_rank(w, stage)
     state = _state_terms(w, rank)
     on_device = 0.0 if w.parallelism.cpu_offload else rank.trained.sharded
-    gradients = Term("gradients", on_device * w.stored_bytes, f"{on_device:,.0f} trained elements x {w.stored_bytes} B")
+    gradients = Term(
+        "gradients", on_device * w.trained_bytes, f"{on_device:,.0f} trained elements x {w.trained_bytes} B"
+    )
     waiting = _waiting_gradients(w, rank, gradients)
     activations, recomputed, in_flight = _activation_terms(w, rank)
     moments = {
@@ -231,9 +233,9 @@ def _state_terms(w: Workload, rank: _Rank) -> list[Term]:
     terms = [
         Term(
             "parameters",
-            base * rank.layer_bytes + (outer + adapter) * w.stored_bytes,
-            f"{base:,.0f} elements of {rank.layers} layers x {rank.layer_bytes:g} B and {outer + adapter:,.0f} others "
-            f"x {w.stored_bytes} B",
+            base * rank.layer_bytes + outer * w.stored_bytes + adapter * w.trained_bytes,
+            f"{base:,.0f} elements of {rank.layers} layers x {rank.layer_bytes:g} B, {outer:,.0f} others x "
+            f"{w.stored_bytes} B" + (f" and {adapter:,.0f} of adapters x {w.trained_bytes} B" if adapter else ""),
         ),
         _optimizer_term(w, trained, rank.outer.sharded),
     ]
@@ -255,7 +257,7 @@ def _quantized_share(architecture: Architecture) -> float:
 
 def _optimizer_term(w: Workload, trained: float, outer: float) -> Term:
     """Return the optimizer state of `trained` elements, `outer` of which are outside of the layers."""
-    stored = w.stored_bytes
+    stored = w.trained_bytes
     match w.optimizer:
         case AdamW8bitConfig():
             size, formula = trained * EIGHT_BIT_BYTES, f"{trained:,.0f} x {EIGHT_BIT_BYTES} B: two 8-bit moments"

@@ -316,13 +316,14 @@ class _Estimate:
         workload, hardware, optimizer = self.workload, self.hardware, self.workload.optimizer
         parameters = self._sharded_parameters(rank)
         stored = workload.stored_bytes
-        moved = (OPTIMIZER_PASSES[optimizer.kind] + NORM_PASSES) * stored
+        trained_bytes = workload.trained_bytes
+        moved = (OPTIMIZER_PASSES[optimizer.kind] + NORM_PASSES) * trained_bytes
         if optimizer.kind is OptimizerKind.adamw8bit:
             moved += 4
         if isinstance(optimizer, SGDConfig) and optimizer.momentum:
-            moved += 2 * stored
+            moved += 2 * trained_bytes
         if workload.averages:
-            moved += 3 * stored
+            moved += 3 * trained_bytes
         bandwidth = hardware.copy_bandwidth
         if workload.parallelism.cpu_offload:
             bandwidth = min(bandwidth, hardware.host_memory_bandwidth * hardware.copy_share)

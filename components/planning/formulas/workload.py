@@ -119,6 +119,11 @@ class Workload:
         return self.parallelism.strategy is Strategy.fsdp2
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of a stored trained element; adapters are at least float32."""
+        return max(4, self.stored_bytes) if self.peft.adapts else self.stored_bytes
+
+    @property
     def sequence_shards(self) -> int:
         """Number of tp ranks that hidden states between matmuls are sharded over."""
         return self.mesh.tp if self.parallelism.sequence_parallel else 1
@@ -138,7 +143,7 @@ def build_workload(
     training, model = cfg.training, cfg.model
     rows_per_unit = 2 if section(cfg, PreferenceConfig) or section(cfg, RewardConfig) else 1
     micro_batch = fitting_micro_batch(training, cfg.parallelism, mesh) or training.micro_batch_size
-    frozen = frozen_model(cfg)
+    frozen, frozen_on_gpu = frozen_model(cfg), cfg.peft.adapts and on_gpu
     scores = section(cfg, ScoreConfig)
     architecture = architecture or architecture_of(model)
     compiled = model.compiles(cfg.parallelism, packs=cfg.data.pack, on_gpu=on_gpu)
@@ -150,7 +155,7 @@ def build_workload(
         seq_len=training.seq_len,
         micro_batch=micro_batch * rows_per_unit,
         micro_batches=max(1, training.global_batch_size // (mesh.dp * micro_batch)),
-        stored_bytes=ITEM_BYTES[model.dtype],
+        stored_bytes=ITEM_BYTES[model.stored_dtype(frozen_on_gpu=frozen_on_gpu)],
         compute_bytes=_compute_bytes(model, on_gpu=on_gpu),
         float8=model.float8,
         compiled=compiled,
@@ -160,7 +165,7 @@ def build_workload(
         peft=cfg.peft,
         averages=training.ema_decay is not None,
         frozen=None if frozen is None else architecture_of(frozen, "model" if frozen is cfg.model else "teacher"),
-        frozen_bytes=ITEM_BYTES[(frozen or model).dtype],
+        frozen_bytes=ITEM_BYTES[(frozen or model).stored_dtype(frozen_on_gpu=frozen_on_gpu and frozen is model)],
         extra_forwards=_extra_forwards(cfg),
         labels=len(score_labels(cfg.data, scores) or ()),
         rows_per_unit=rows_per_unit,
@@ -196,9 +201,9 @@ def _shape_of_option(path: str) -> ModelShape | None:
 def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:
     if model.compute_dtype is not DType.auto:
         return ITEM_BYTES[model.compute_dtype]
-    if model.dtype is DType.float64:
-        return ITEM_BYTES[model.dtype]
-    return ITEM_BYTES[DType.bfloat16] if on_gpu else ITEM_BYTES[model.dtype]
+    if model.dtype is DType.float64 or not on_gpu:
+        return ITEM_BYTES[model.stored_dtype()]
+    return ITEM_BYTES[DType.bfloat16]
 
 
 def _extra_forwards(cfg: TrainConfig) -> float:

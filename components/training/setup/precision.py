@@ -9,15 +9,23 @@ from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.dtypes import torch_dtype
 
 
-def compute_dtype(model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
+def stored_dtype(model: ModelConfig, device: torch.device, *, adapts: bool) -> DType:
+    """Return the dtype of a model's stored parameters on `device`. adapts: They are frozen under adapters."""
+    return model.stored_dtype(frozen_on_gpu=adapts and device.type == "cuda" and _has_bfloat16(device))
+
+
+def compute_dtype(model: ModelConfig, device: torch.device, *, adapts: bool = False) -> tuple[torch.dtype, str]:
     """Return the dtype of matmuls on `device`, and a description of the precision mode with the reason for it.
 
     auto is bfloat16 if the device has instructions for it, else float32, because emulated bfloat16 is slower and less
     accurate. A float64 model is computed in float64.
+
+    Args:
+        adapts: Whether only adapters are trained; for the description.
     """
-    stored = torch_dtype(model.dtype)
+    stored = torch_dtype(model.stored_dtype())
     compute, why = _choose(model, stored, device)
-    return compute, f"{_mode(stored, compute)}{why}"
+    return compute, f"{_mode(stored, compute, adapts)}{why}"
 
 
 def _choose(model: ModelConfig, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
@@ -30,9 +38,11 @@ def _choose(model: ModelConfig, stored: torch.dtype, device: torch.device) -> tu
     return torch.float32, f" (this {device.type} has no bfloat16 instructions)"
 
 
-def _mode(stored: torch.dtype, compute: torch.dtype) -> str:
+def _mode(stored: torch.dtype, compute: torch.dtype, adapts: bool) -> str:
     """Describe the precision mode; pure and mixed bfloat16 differ in memory and in convergence."""
     name, of = str(compute).removeprefix("torch."), str(stored).removeprefix("torch.")
+    if adapts and stored == torch.bfloat16:
+        return f"computed in {name}; frozen weights in {of}, adapters, their gradients and optimizer state in float32"
     if compute != stored:
         return f"mixed: computed in {name}; weights, gradients and optimizer state in {of}"
     if stored == torch.bfloat16:
@@ -45,7 +55,7 @@ def autocast_dtype(parallelism: ParallelismConfig, model: ModelConfig, compute: 
 
     FSDP2 casts the parameters that it gathers; single and ddp compute with stored parameters and need autocast.
     """
-    if parallelism.strategy == Strategy.fsdp2 or compute == torch_dtype(model.dtype):
+    if parallelism.strategy == Strategy.fsdp2 or compute == torch_dtype(model.stored_dtype()):
         return None
     return compute
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from components import distributed, models
-from components.config.schema.model import LossMethod, ModelConfig
+from components import checkpoint, distributed, models
+from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.config.schema.objective import (
     DistillationConfig,
     ObjectiveConfig,
@@ -23,13 +23,14 @@ from components.config.schema.recipes import (
     TrainConfig,
     score_labels,
     section,
+    with_section,
 )
 from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy
 from components.training.objectives.loss_head import attach_loss_head
 from components.training.setup.flops import step_flops
-from components.training.setup.precision import autocast_dtype, compute_dtype
+from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype
 from components.training.setup.prepared import Prepared, StepSettings
 from components.training.setup.recompute_policy import choose_recompute_policy
 from components.training.setup.router_loss import attach_router_loss
@@ -64,6 +65,7 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
 
     Raises ConfigError for an unsupported model, or a model that the mesh cannot run.
     """
+    cfg = with_section(cfg, cfg.model, replace(cfg.model, dtype=_stored_dtype(cfg, run)))
     labels = score_labels(cfg.data, section(cfg, ObjectiveConfig))
     model = models.build_on_meta(cfg.model, vocabulary, labels)
     anatomy = models.read_anatomy(model)
@@ -85,7 +87,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
     """
     mesh, device, training = run.mesh, run.device, _sizes_in_rows(cfg)
     trains = training is not None
-    dtype, dtype_note = compute_dtype(cfg.model, device)
+    dtype, dtype_note = compute_dtype(cfg.model, device, adapts=_adapters(cfg).adapts)
     flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
     recompute, parallelism, on_gpu = None, cfg.parallelism, device.type == "cuda"
     if training is not None:
@@ -130,12 +132,25 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         ),
         parallelism=cfg.parallelism,
         compute_dtype=dtype,
+        stored_dtype=str(cfg.model.stored_dtype()),
         anatomy=anatomy,
         counts=counts,
-        summary=f"{counts}, {cfg.model.dtype}, {dtype_note}",
+        summary=f"{counts}, {cfg.model.stored_dtype()}, {dtype_note}",
         notes=[each for each in (*layout.notes, *layers, router_loss, loss_head, recompute, flops) if each is not None],
     )
     return prepared if training is None else prepared.with_average(training)
+
+
+def _stored_dtype(cfg: RecipeConfig, run: MeshRun) -> DType:
+    """Return the dtype of the model's parameters: with model.dtype=auto that of the checkpoint, if there is one.
+
+    Adapters belong to base weights of one dtype, whichever device continues or evaluates them.
+    """
+    if cfg.model.dtype == DType.auto and run.resume_from is not None:
+        saved = checkpoint.stored_dtype_of(run.resume_from)
+        if saved is not None:
+            return DType(saved)
+    return stored_dtype(cfg.model, run.device, adapts=_adapters(cfg).adapts)
 
 
 def _sizes_in_rows(cfg: RecipeConfig) -> TrainingConfig | None:
@@ -160,7 +175,8 @@ def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int, model: Model
         vocabulary: Vocabulary size of the tokenizer.
         model: The model; None: the config's model before training, also in a run that resumes.
     """
-    prepared = prepare(frozen_config(cfg, model or cfg.model), _NewRun(run.mesh, run.device), vocabulary)
+    model = model or replace(cfg.model, dtype=_stored_dtype(cfg, run))
+    prepared = prepare(frozen_config(cfg, model), _NewRun(run.mesh, run.device), vocabulary)
     prepared.module.requires_grad_(False).eval()
     return prepared
 

@@ -74,6 +74,8 @@ class Prepared:
     """Parallelism the model was prepared with."""
     compute_dtype: torch.dtype = torch.float32
     """Dtype of matmuls."""
+    stored_dtype: str | None = None
+    """Dtype of the parameters, for checkpoints; None: not recorded."""
     anatomy: Anatomy | None = None
     """Structure of the model without adapters, which optimizer=muon needs; None for a custom model."""
     counts: ParameterCounts | None = None

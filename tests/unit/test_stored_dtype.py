@@ -1,0 +1,113 @@
+"""model.dtype=auto: bfloat16 for frozen weights under adapters on a GPU, float32 elsewhere, and as in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components import models, training
+from components.checkpoint import stored_dtype_of
+from components.config.schema import FinetuneConfig, ModelConfig, PeftConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import DType, WeightInit
+from components.config.schema.parallelism import MeshShape, ParallelismConfig, Strategy
+from components.distributed.mesh import Mesh
+from components.planning.formulas.memory import rank_memory
+from components.planning.formulas.workload import build_workload
+from components.training.setup.prepare import prepare
+from tests.tiny_models import FAMILIES
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+LORA = PeftConfig(method="lora", rank=4)
+
+
+def model(**values: Any) -> ModelConfig:
+    return ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"], **values)
+
+
+def config(peft: PeftConfig = LORA, **values: Any) -> FinetuneConfig:
+    parallelism = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
+    return FinetuneConfig(model=model(**values), data=DocsDataConfig(), parallelism=parallelism, peft=peft)
+
+
+@pytest.mark.parametrize(
+    ("values", "device", "adapts", "native", "expected"),
+    [
+        ({}, CUDA, True, True, "bfloat16"),
+        ({"compute_dtype": "bfloat16"}, CUDA, True, True, "bfloat16"),
+        ({"compute_dtype": "float32"}, CUDA, True, True, "float32"),
+        ({}, CUDA, True, False, "float32"),
+        ({}, CUDA, False, True, "float32"),
+        ({}, CPU, True, True, "float32"),
+        ({"dtype": "float32"}, CUDA, True, True, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_for_frozen_weights_on_a_gpu_only(
+    values: dict[str, str], device: torch.device, adapts: bool, native: bool, expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native)
+    assert training.stored_dtype(model(**values), device, adapts=adapts) == expected
+
+
+def test_banner_describes_frozen_weights_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    _, note = training.compute_dtype(model(dtype="bfloat16"), CUDA, adapts=True)
+    assert note.startswith("computed in bfloat16; frozen weights in bfloat16, adapters, their gradients and optimizer")
+    assert training.compute_dtype(model(dtype="bfloat16"), CUDA)[1].startswith("pure bfloat16")
+
+
+def test_planned_memory_follows_the_dtype_of_frozen_weights() -> None:
+    found = [rank_memory(build_workload(config(), MeshShape(), on_gpu=on_gpu), 0, "cuda") for on_gpu in (False, True)]
+    cpu, gpu = ({each.name: each for each in estimate.terms} for estimate in found)
+    assert cpu["optimizer"].value == gpu["optimizer"].value  # float32 adapters on both
+    built = models.build_on_meta(model())
+    models.add_adapters(built, LORA)
+    frozen = sum(each.numel() for each in built.parameters() if not each.requires_grad)
+    trained = sum(each.numel() for each in built.parameters() if each.requires_grad)
+    assert (cpu["parameters"].value, gpu["parameters"].value) == (4 * frozen + 4 * trained, 2 * frozen + 4 * trained)
+
+
+@dataclass
+class Start:
+    """What `prepare` uses of a run."""
+
+    mesh: Mesh
+    device: torch.device
+    resume_from: Path | None
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        ({"extra": {"dtype": "bfloat16"}, "config": "model:\n  dtype: auto\n"}, "bfloat16"),
+        ({"extra": {}, "config": "model:\n  dtype: bfloat16\n"}, "bfloat16"),  # of a run before auto existed
+        ({"extra": {}, "config": None}, "float32"),
+    ],
+)
+def test_a_resumed_run_keeps_the_dtype_of_its_checkpoint(saved: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(saved))
+    assert (stored_dtype_of(tmp_path) or "float32") == expected
+    for resume_from, dtype in ((tmp_path, expected), (None, "float32")):
+        prepared = prepare(config(), Start(Mesh(None, MeshShape()), CPU, resume_from), 264)  # type: ignore[arg-type]
+        weight, adapter = prepared.module.lm_head.weight, prepared.module.model.layers[0].mlp.up_proj.lora_A
+        assert (str(weight.dtype), adapter.dtype) == (f"torch.{dtype}", torch.float32)
+        assert prepared.stored_dtype == dtype
+        explicit = prepare(config(dtype="float32"), Start(Mesh(None, MeshShape()), CPU, resume_from), 264)  # type: ignore[arg-type]
+        assert explicit.module.lm_head.weight.dtype == torch.float32
+
+
+def test_score_head_is_trained_in_float32_over_frozen_weights_in_bfloat16() -> None:
+    cfg = replace(model(), dtype=DType.bfloat16)
+    built = models.build_on_meta(cfg, labels=["no", "yes"])
+    models.add_adapters(built, LORA)
+    models.materialize(built, "cpu")
+    models.fill_weights(built, cfg, 0)
+    built(input_ids=torch.arange(8)[None]).logits.square().sum().backward()
+    assert built.score.weight.grad.dtype == torch.float32
+    assert built.model.embed_tokens.weight.dtype == torch.bfloat16
