@@ -14,6 +14,7 @@ from components.config.rules.compute_rules import (
     distillation_problems,
     float8_problems,
     loss_problems,
+    offload_problems,
     recompute_problems,
     rope_problems,
 )
@@ -90,6 +91,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     problems += compile_problems(model, parallelism, mesh, shape)
     problems += loss_problems(model, parallelism, mesh, device)
     problems += recompute_problems(model, parallelism, mesh)
+    problems += offload_problems(parallelism, mesh, device)
     problems += attention_problems(model, mesh, device, packs=cfg.data.pack, trains=training is not None)
     problems += float8_problems(model, parallelism, mesh, device, adapts=peft is not None and peft.adapts)
     return problems

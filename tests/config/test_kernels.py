@@ -75,6 +75,24 @@ def test_kernel_that_other_sections_rule_out_is_rejected(
     assert validate(allowed, world) == []
 
 
+OFFLOAD = [
+    ({}, 1, "there is no device memory to save on a cpu; set it to false"),
+    ({"activation_checkpointing": "selective"}, 1, "activation_checkpointing=selective: holds its tensors outside of"),
+    ({"pp": 2, "pp_schedule": "ZBVZeroBubble"}, 2, "parallelism.pp_schedule=ZBVZeroBubble splits the backward, which"),
+]
+
+
+@pytest.mark.parametrize(("values", "world", "rule"), OFFLOAD)
+def test_activation_offload_is_rejected_where_it_cannot_work(values: dict[str, Any], world: int, rule: str) -> None:
+    device = Device.auto if values else Device.cpu
+    sections: dict[str, Any] = {"cluster": LocalClusterConfig(device=device), "data": DocsDataConfig()}
+    parallelism = ParallelismConfig(activation_offload=True, **values)
+    (problem,) = validate(FinetuneConfig(model=model(), parallelism=parallelism, **sections), world)
+    assert rule in problem
+    assert "parallelism.activation_offload" in problem
+    assert not validate(FinetuneConfig(model=model(), parallelism=ParallelismConfig(**values), **sections), world)
+
+
 @pytest.mark.parametrize(("values", "problem"), ALONE)
 def test_kernel_settings_that_contradict_each_other_are_rejected(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -125,6 +125,8 @@ def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | N
         )
     if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.auto:
         models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
+    if cfg.parallelism.activation_offload:
+        models.offload_activations(model, CUDA, smallest=1)
     models.materialize(model, CUDA)
     replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     settings = training.StepSettings(
@@ -203,6 +205,7 @@ def step(
         "key_heads": sorted(record.key_heads),
         "devices": sorted(devices),
         "dtypes": sorted(dtypes),
+        "to_host": record.to_host,
         "micro_batches": len(micro_batches),
         "launches": dict(record.launches),
         "moved": dict(record.moved),

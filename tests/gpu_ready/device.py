@@ -49,6 +49,8 @@ class Record(TorchDispatchMode):
     """Operators that launch a kernel: all on CUDA tensors but those that only allocate or describe a tensor anew."""
     moved: Counter[str] = field(default_factory=Counter)
     """Bytes that these operators read and write, if each reads and writes every tensor once."""
+    to_host: int = 0
+    """Tensors that are copied from the device to the host without waiting."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -61,6 +63,8 @@ class Record(TorchDispatchMode):
         self.operators[name] += 1
         if name in HOST_WAITS and any(map(_is_cuda, tree_leaves((args, kwargs)))):
             self.waits[f"{name} at {_line()}"] += 1
+        if name == "copy_" and not _is_cuda(args[0]) and _is_cuda(args[1]):
+            self.to_host += 1
         if _is_blocking_copy(name, args, kwargs):
             self.waits[f"blocking copy at {_line()}"] += 1
         if "scaled_dot_product" in name and "backward" not in name:
@@ -128,6 +132,8 @@ def install() -> None:
         current_device=lambda: 0, device_count=lambda: 1, is_initialized=lambda: True, set_device=lambda _: None,
     )  # fmt: skip
     torch.accelerator.current_stream = cpu.current_stream
+    torch.cuda.Stream = lambda device=None: cpu.Stream()
+    torch.cuda.stream, torch.cuda.current_stream = cpu.stream, lambda device=None: cpu.current_stream()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed") and hasattr(module, "_get_device_handle"):
             module._get_device_handle = lambda device_type="cuda": handle  # type: ignore[attr-defined]

@@ -41,6 +41,19 @@ def test_each_unit_is_gathered_and_reduced_as_planned(fake_cuda: Run, peft: str)
     assert record["operators"]["_reduce_scatter_base_"] == (4 if peft == "none" else 2)
 
 
+@pytest.mark.parametrize("layout", ["dp_shard", "pp"])
+def test_offloaded_activations_are_copied_without_host_sync(fake_cuda: Run, layout: str) -> None:
+    axes, world = LAYOUTS[layout]
+    policy = "full" if layout == "pp" else "none"
+    axes = {**axes, "activation_offload": True, "activation_checkpointing": policy}
+    model = {"config": {"num_hidden_layers": 4}}
+    record = fake_cuda("step", axes=axes, world=world, pack=True, model=model)
+    assert record["waits"] == {}
+    assert record["evaluation_waits"] == {}
+    assert record["devices"] == ["cuda"]
+    assert record["to_host"] >= record["micro_batches"]
+
+
 TEACHERS = {
     "distillation": ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"],
     "stored_distillation": ["tp with sequence parallelism", "cp by ulysses", "pp"],

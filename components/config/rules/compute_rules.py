@@ -106,11 +106,16 @@ def loss_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: Mesh
 
 
 def recompute_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:
-    """Return the problems of selective activation checkpointing, which needs uncompiled layers and an unsplit
-    backward."""
+    """Return the problems of selective activation checkpointing, which needs uncompiled layers, an unsplit backward and
+    activations on the device."""
     if parallelism.activation_checkpointing != ActivationCheckpointing.selective:
         return []
     problems = []
+    if parallelism.activation_offload:
+        problems.append(
+            "parallelism.activation_checkpointing=selective: holds its tensors outside of autograd, where they cannot "
+            "be offloaded; set it to none or full, or set parallelism.activation_offload=false"
+        )
     if model.compile == "true":
         problems.append(
             "parallelism.activation_checkpointing=selective: a compiled layer is recomputed as one unit (the compiler "
@@ -120,6 +125,27 @@ def recompute_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh:
         problems.append(
             "parallelism.activation_checkpointing=selective: needs an unsplit backward, but "
             f"parallelism.pp_schedule={parallelism.pp_schedule} splits it; set it to full, or set "
+            "parallelism.pp_schedule=Interleaved1F1B"
+        )
+    return problems
+
+
+NO_DEVICE_MEMORY = (
+    "parallelism.activation_offload=true: there is no device memory to save on a {device}; set it to false"
+)
+
+
+def offload_problems(parallelism: ParallelismConfig, mesh: MeshShape, device: Device) -> list[str]:
+    """Return the problems of offloaded activations, which autograd saves and uses once."""
+    if not parallelism.activation_offload:
+        return []
+    problems = []
+    if device == Device.cpu:
+        problems.append(NO_DEVICE_MEMORY.format(device=device))
+    if mesh.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"parallelism.activation_offload=true: parallelism.pp_schedule={parallelism.pp_schedule} splits the "
+            "backward, which uses saved tensors twice; set parallelism.activation_offload=false or "
             "parallelism.pp_schedule=Interleaved1F1B"
         )
     return problems

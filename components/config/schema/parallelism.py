@@ -170,6 +170,9 @@ class ParallelismConfig:
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     """Activations to recompute in the backward: none, selective (all but outputs of matmuls and attention), full,
     alternate (full, every other layer) or auto (the first of none, selective and full that fits the memory)."""
+    activation_offload: bool = False
+    """Copy what decoder layers save for the backward to host memory, and back one layer ahead: less device memory, more
+    traffic between host and device. With activation_checkpointing=none, full, alternate or auto; requires a GPU."""
     defer_grad_sync: bool = True
     """Reduce gradients once per optimizer step instead of per micro-batch: less communication, more memory."""
     reshard_after_forward: bool = True

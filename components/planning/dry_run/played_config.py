@@ -58,8 +58,12 @@ def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConf
         notes.append(f"optimizer={cfg.optimizer.kind}: its update is played without compilation, with more temporaries")
     if cfg.parallelism.cpu_offload and on_gpu:
         notes.append("parallelism.cpu_offload=true: parameters and optimizer state are not in the peak; gradients are")
+    parallelism = replace(cfg.parallelism, activation_offload=False)
+    if cfg.parallelism.activation_offload:
+        notes.append("parallelism.activation_offload=true: played without, so activations are in the peak")
     training = replace(cfg.training, batch_size_ramp=[], seq_len_ramp=[])
-    return replace(cfg, model=model, training=training, logging=replace(cfg.logging, peak_tflops=None)), notes
+    logging = replace(cfg.logging, peak_tflops=None)
+    return replace(cfg, model=model, parallelism=parallelism, training=training, logging=logging), notes
 
 
 def _problems(cfg: TrainConfig) -> list[str]:

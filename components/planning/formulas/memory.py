@@ -365,6 +365,14 @@ def _activation_terms(w: Workload, rank: _Rank) -> tuple[Term, Term, float]:
         per_layer * rank.layers * in_flight + final_norm,
         f"{per_layer / MIB:,.1f} MiB per layer ({policy}) x {rank.layers} layers x {in_flight:g} micro-batches",
     )
+    if w.parallelism.activation_offload:
+        others = min(rank.layers - 1, 1)  # the layer that is copied while its neighbor computes
+        activations = Term(
+            "activations",
+            per_layer * (in_flight + others) + final_norm,
+            f"{per_layer / MIB:,.1f} MiB per layer ({policy}) x the last layer of {in_flight:g} micro-batches and "
+            f"{others} whose activations are copied to or from the host",
+        )
     again = {
         ActivationCheckpointing.full: saved.none,
         ActivationCheckpointing.selective: saved.none - saved.selective + saved.full,

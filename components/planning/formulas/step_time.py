@@ -10,6 +10,7 @@ from components.config.layouts import stage_layers
 from components.config.schema.optimizer import MuonConfig, OptimizerKind, SGDConfig
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing
 from components.config.schema.peft import PeftConfig
+from components.planning.formulas.activations import layer_activations
 from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.communication import (
     MeshGroups,
@@ -137,6 +138,7 @@ class _Estimate:
         terms += self._pipeline(stages, ranks[slowest], send)
         terms.append(self._launches(rank, total(terms)))
         terms.append(self._routing(rank))
+        terms.append(self._activation_offload(rank))
         terms += self._once(rank)
         terms = [each for each in terms if each.value > 0]
         seconds = total(terms)
@@ -309,6 +311,21 @@ class _Estimate:
             waits * ROUTING_LAUNCHES * hardware.launch_seconds * self.implementation.waits_for_routing,
             f"{waits:g} waits x {ROUTING_LAUNCHES} launches x {hardware.launch_seconds:.3g} s",
             f"{hardware.name}: launch_seconds",
+        )
+
+    def _activation_offload(self, rank: _Part) -> Term:
+        """Return the time of copies of saved activations that computation of the next layer does not hide."""
+        w, hardware = self.workload, self.hardware
+        saved = layer_activations(w).of(w.parallelism.activation_checkpointing) * w.parallelism.activation_offload
+        copy = saved / hardware.host_bandwidth if saved else 0.0
+        exposed = max(0.0, copy - self.forward) + max(0.0, copy - self.backward)
+        copies = self.micro_batches * max(0, rank.layers - 1)
+        return Term(
+            "activation offload (exposed)",
+            copies * exposed,
+            f"{copies} layers x {exposed:.3g} s of twice {saved:.4g} B / {hardware.host_bandwidth:.3g} B/s, less what "
+            "computation hides",
+            f"{hardware.name}: host_bandwidth",
         )
 
     def _once(self, rank: _Part) -> Iterable[Term]:

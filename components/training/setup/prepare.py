@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from components import checkpoint, distributed, models
+from components.config.errors import ConfigError
+from components.config.rules.compute_rules import NO_DEVICE_MEMORY
 from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.config.schema.objective import (
     DistillationConfig,
@@ -112,6 +114,11 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         models.checkpoint_activations(model, recompute.policy, anatomy)
     if compiles:
         models.compile_layers(model, anatomy=anatomy)
+    if parallelism.activation_offload and trains:
+        if not on_gpu:
+            raise ConfigError(NO_DEVICE_MEMORY.format(device=device.type))
+        offloaded = models.offload_activations(model, device, anatomy)
+        layers.append(f"activations: those of {offloaded} layers are saved in host memory")
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
     if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint of adapters does not contain base weights
         models.fill_weights(model, cfg.model, cfg.run.seed)
