@@ -34,7 +34,7 @@ finetune: install
 
 # Tests that start processes mostly wait, so those tiers use one worker more than there are cores.
 # One thread per process: on small models the threads of two workers that compete for the cores cost up to 20 times as much.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=20 --durations-min=8
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 WORKERS ?= $(shell expr $(CORES) '&' $(CORES) '<' 8 '|' 8)
 MORE := $(shell expr $(WORKERS) + 1)

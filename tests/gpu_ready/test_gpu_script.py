@@ -51,6 +51,18 @@ def test_checks_run_on_a_cpu_and_write_a_verdict(tmp_path: Path) -> None:
     assert len([line for line in table if line.startswith("| ")]) == 1 + len(verdict["lines"])
 
 
+@pytest.mark.skipif("MESHBOOK_ALL_PARITY" not in os.environ, reason="starts nine runs of recipes: make parity")
+def test_checks_of_several_ranks_run_on_a_cpu(tmp_path: Path) -> None:
+    """Predictions and bounds of bandwidth are for GPUs; curves, the export and the verdict on a hang hold anywhere."""
+    ended = run("--ranks=2", "--device=cpu", "--small", folder=tmp_path)
+    verdict = json.loads((tmp_path / "verdict" / "verdict.json").read_text())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert {each["check"] for each in verdict["lines"]} == {
+        "curves", "collectives", "throughput", "stopped_rank", "export"
+    }  # fmt: skip
+    assert {each["verdict"] for each in verdict["lines"]} == {"PASS"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the checks pass on a GPU")
 def test_a_check_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     """torch's CPU build raises in each of them."""
