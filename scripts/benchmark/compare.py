@@ -5,7 +5,7 @@ python scripts/benchmark/compare.py full_packed --precision bfloat16  # includes
 python scripts/benchmark/compare.py sft_packed_vs_padded              # Meshbook packed, the Trainer padded and packed
 python scripts/benchmark/compare.py lora                              # 8B, rank 16, all linear layers
 python scripts/benchmark/compare.py full_bf16                         # 8B, pure bfloat16
-scripts/benchmark/setup_arms.sh                                       # install torchtune, litgpt and torchtitan
+scripts/benchmark/setup_arms.sh                                       # install the other libraries
 python scripts/benchmark/compare.py full_packed --arms meshbook,loop,litgpt --python litgpt=/venvs/litgpt/bin/python
 python scripts/benchmark/compare.py full_packed -- model.compile=true # options after -- are overrides of the recipe
 
@@ -23,8 +23,6 @@ relative: 1e-5 in float32, 5e-3 in bfloat16. Verify a new arm in float32 first.
 
 Targets on a 141 GB GPU (not measured yet): full_packed 1.10 x the best peer and 57,000 tokens/s;
 sft_packed_vs_padded 3 x the padded Trainer; lora 16,500 and full_bf16 13,000 tokens/s; 0.9 x the best peer's memory.
-
-There is no arm for nemo_automodel 0.7.0, whose from_pretrained requires CUDA: it could not be verified on a CPU.
 """
 
 from __future__ import annotations
@@ -64,8 +62,8 @@ class Task:
     """Learning rate of the tiny model; larger models use a tenth of it."""
 
 
-ROWS = dict.fromkeys(("meshbook", "loop", "trainer", "torchtune", "litgpt", "torchtitan"), "rows")
-WITHOUT_ADAPTERS = ("litgpt", "torchtitan")
+ROWS = dict.fromkeys(("meshbook", "loop", "trainer", "torchtune", "litgpt", "torchtitan", "automodel"), "rows")
+WITHOUT_ADAPTERS = ("litgpt", "torchtitan", "automodel")
 """Arms that do not train the common adapters."""
 ARMS = ROOT / "outputs" / "benchmark" / "arms"
 """Environments that setup_arms.sh made: ARMS/ARM."""

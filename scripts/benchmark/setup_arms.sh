@@ -16,7 +16,7 @@ declare -A packages=(
     [torchtune]="torchtune==0.6.1 torchao==0.10.0 sentencepiece tiktoken"
     [litgpt]="litgpt==0.5.13 lightning"
     [torchtitan]="torchtitan==0.3.0 triton"
-    [automodel]="nemo_automodel==0.7.0 triton"
+    [automodel]="nemo_automodel==0.7.0"
 )
 
 fail() {

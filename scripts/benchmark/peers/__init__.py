@@ -8,6 +8,8 @@ loop.py       bare PyTorch loop over transformers' model: the reference of every
 meshbook.py   recipes/finetune.py
 trainer.py    transformers.Trainer
 torchtune.py  torchtune's model, loss and step, combined as in its recipes
+torchtitan.py torchtitan's model, loss and step, combined as in its Trainer
+automodel.py  NeMo AutoModel's model, loss and step, combined as in its recipe
 litgpt.py     litgpt's model, loss and step, combined as in `litgpt pretrain`
 roof.py       not an arm: throughput of a large matmul
 
