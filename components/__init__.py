@@ -22,6 +22,7 @@ lazy                packages that import a name when it is first used
 moved               modules and names of earlier versions
 safetensors_writer  streaming writer of safetensors files
 terminal            escaping of control characters
+varlen              inputs of torch's variable-length attention kernel
 
 `from components import data, distributed, training` imports no torch: these packages import a name when it is first
 used (lazy.py).

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy
+from components.varlen import cast_by_autocast, has_grouped_queries, row_ends, supports_varlen
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers attention function: (module, query, key, value, mask, **options) -> (output, weights)."""
@@ -206,9 +207,7 @@ class UlyssesAttention(_Attention):
         """Exchange (batch, seq, heads / cp, head_dim) for (batch, seq / cp, heads, head_dim)."""
         cp = self.mesh.size()
         batch, seq, heads, width = output.shape
-        chunks = output.view(batch, 2 * cp, seq // (2 * cp), heads, width)
-        early, late = chunks[:, :cp], chunks[:, cp:].flip(1)  # (batch, cp, chunk, heads / cp, head_dim)
-        by_rank = torch.stack([early, late], dim=2).movedim(1, 0).contiguous()  # (cp, batch, 2, chunk, ...)
+        by_rank = in_rank_order(output, cp, dim=1)  # (cp, batch, seq / cp, heads / cp, head_dim)
         received = all_to_all_single_autograd(by_rank, None, None, self.mesh.get_group())
         by_head = received.view(cp, batch, seq // cp, heads, width).movedim(0, 2)  # (batch, seq / cp, cp, ...)
         return by_head.reshape(batch, seq // cp, cp * heads, width)
@@ -217,8 +216,9 @@ class UlyssesAttention(_Attention):
 class GatheredAttention(_Attention):
     """Attention of the local queries over all-gathered keys and values, one group of heads at a time.
 
-    Heads are processed in up to cp groups. Each group is recomputed in the backward, so that only local keys and values
-    are saved and the gathered ones exist for one group of heads at a time.
+    Heads are processed in up to cp groups. Only local keys and values are saved for the backward, which gathers them
+    again, so that the gathered ones exist for one group of heads at a time. On a GPU, torch's variable-length kernel
+    attends without a mask; where it does not support the inputs, a group is recomputed in the backward, with masks.
     """
 
     def __call__(
@@ -233,17 +233,48 @@ class GatheredAttention(_Attention):
     ) -> tuple[torch.Tensor, None]:
         """Attend over the full sequence: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
         self.reject_mask(module, attention_mask)
+        documents, dropout = options.pop(DOCUMENTS, None), options.get("dropout", 0.0)
         kv_heads = key.shape[1]
         groups = next(count for count in range(min(self.mesh.size(), kv_heads), 0, -1) if kv_heads % count == 0)
-        documents = options.pop(DOCUMENTS, None)
+        cast = cast_by_autocast(query, key, value)
+        if supports_varlen(cast[0], cast[2], dropout) and (has_grouped_queries() or query.shape[1] == kv_heads):
+            seq = query.shape[2] * self.mesh.size()
+            window = sliding_window if sliding_window is not None and sliding_window < seq else None
+            calls = self._varlen_calls(query, window, documents)
+            kernel = _VarlenKernel(self, groups, calls, window, options.get("scaling"))
+            output: torch.Tensor = _GatheredVarlen.apply(*cast, kernel)
+            return output, None
         first = None if documents is None else documents.starts(query.shape[2] * self.mesh.size())  # (batch, seq)
         attend = partial(self._attend, module, (sliding_window, first), options)
-        preserve_rng_state = options.get("dropout", 0.0) > 0
         outputs = [
-            checkpoint(attend, *group, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+            checkpoint(attend, *group, use_reentrant=False, preserve_rng_state=dropout > 0)
             for group in zip(*(tensor.chunk(groups, dim=1) for tensor in (query, key, value)), strict=True)
         ]
         return torch.cat(outputs, dim=2), None
+
+    def _varlen_calls(self, query: torch.Tensor, window: int | None, documents: Any) -> list[_VarlenCall]:
+        """Return the calls of the variable-length kernel for this rank's two chunks.
+
+        Args:
+            query: (batch, heads, seq / cp, head_dim).
+            documents: `components.models.documents.Documents` of packed rows; None: a row is one document.
+        """
+        batch, _, tokens, _ = query.shape
+        calls, size = [], tokens // 2
+        for chunk in local_chunks(self.mesh):
+            start, end = chunk * size, (chunk + 1) * size
+            first_key = 0 if window is None else max(0, start - window + 1)
+            if documents is None:
+                query_ends, key_ends = (row_ends(batch, length, query.device) for length in (size, end - first_key))
+            else:
+                query_ends, key_ends = documents.chunk_ends(start, end, first_key)
+            longest = end if documents is None or documents.longest is None else documents.longest
+            calls.append(
+                _VarlenCall(
+                    first_key, end, query_ends, key_ends, min(longest, size), min(longest, end - first_key)
+                )
+            )  # fmt: skip
+        return calls
 
     def _attend(
         self,
@@ -260,7 +291,7 @@ class GatheredAttention(_Attention):
             visible: The sliding window, and the first position of each token's document, (batch, seq).
         """
         window, first = visible
-        key, value = self._gather(key, value)  # (batch, kv heads, seq, head_dim) each
+        key, value = self.gather(key, value)  # (batch, kv heads, seq, head_dim) each
         outputs = []
         for queries, chunk in zip(query.chunk(2, dim=2), local_chunks(self.mesh), strict=True):
             start, end = (queries.shape[2] * index for index in (chunk, chunk + 1))  # keys from `end` on are masked
@@ -274,7 +305,7 @@ class GatheredAttention(_Attention):
             outputs.append(output)
         return torch.cat(outputs, dim=1)
 
-    def _gather(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All-gather keys and values over cp in one collective, in sequence order.
 
         (batch, heads, seq / cp, head_dim) -> (batch, heads, seq, head_dim) each. The head_dim of values may be smaller
@@ -289,6 +320,118 @@ class GatheredAttention(_Attention):
             in_sequence_order(each, dim=3).reshape(batch, heads, cp * tokens, each.shape[-1]) for each in shards
         )
         return full_key, full_value
+
+    def scatter(self, full: torch.Tensor) -> torch.Tensor:
+        """Sum gradients over cp and return this rank's shard: (batch, heads, seq, width) -> (..., seq / cp, width)."""
+        by_rank = in_rank_order(full, self.mesh.size(), dim=2)  # (cp, batch, heads, seq / cp, width)
+        shard = by_rank.new_empty(by_rank.shape[1:])
+        dist.reduce_scatter_tensor(shard, by_rank.flatten(0, 1), group=self.mesh.get_group())
+        return shard
+
+
+class _VarlenCall(NamedTuple):
+    """Arguments of one call of the variable-length kernel: the queries of a chunk and the keys up to its end."""
+
+    first_key: int
+    end: int
+    query_ends: torch.Tensor
+    """Cumulative ends of the queries of each document, (documents of all rows + 1,) int32; `key_ends`: of the keys."""
+    key_ends: torch.Tensor
+    longest_query: int
+    """Upper bound on the queries of a document in the chunk; `longest_key`: on its keys."""
+    longest_key: int
+
+    def keys(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the visible keys or values: (batch, heads, seq, head_dim) -> (tokens of all rows, heads, head_dim)."""
+        return full[:, :, self.first_key : self.end].transpose(1, 2).flatten(0, 1)
+
+
+class _VarlenKernel(NamedTuple):
+    """Causal attention of one layer over gathered keys, without masks, by torch's variable-length kernel.
+
+    The causal mask of the kernel is aligned to the last query and the last key of a document. The keys of a call end
+    where its queries end, so nothing beyond the causal triangle is computed.
+    """
+
+    attention: GatheredAttention
+    group_count: int
+    """Number of groups of heads."""
+    calls: list[_VarlenCall]
+    """One call for each chunk of this rank."""
+    window: int | None
+    scale: float | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of forward and backward."""
+        return {
+            "is_causal": self.window is None,
+            "scale": self.scale,
+            "window_size": [-1 if self.window is None else self.window - 1, 0],
+        }
+
+    def by_group(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield, for each group, its heads of all tensors: (batch, heads, seq / cp, head_dim)."""
+        return zip(*(each.chunk(self.group_count, dim=1) for each in tensors), strict=True)
+
+
+def _flat_chunks(shard: torch.Tensor) -> list[torch.Tensor]:
+    """Return both chunks of (batch, heads, seq / cp, head_dim) as (tokens of all rows, heads, head_dim)."""
+    return [each.transpose(1, 2).flatten(0, 1) for each in shard.chunk(2, dim=2)]
+
+
+class _GatheredVarlen(torch.autograd.Function):
+    """Attention by `_VarlenKernel`: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim).
+
+    Saves the local tensors, the output and the log-sum-exp. The backward gathers keys and values again instead of
+    recomputing attention, which would run the forward kernel twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: _VarlenKernel
+    ) -> torch.Tensor:
+        batch, heads, tokens, width = query.shape
+        output = query.new_empty(batch, tokens, heads, width)
+        saved = []
+        grouped = {"enable_gqa": True} if key.shape[1] != heads else {}  # torch 2.11 lacks the argument
+        for queries, keys, values, out in kernel.by_group(query, key, value, output.transpose(1, 2)):
+            full_key, full_value = kernel.attention.gather(keys, values)
+            for call, chunk, target in zip(kernel.calls, _flat_chunks(queries), out.chunk(2, dim=2), strict=True):
+                visible = call.keys(full_key), call.keys(full_value)
+                attended, *state = torch.ops.torch_attn._varlen_attn(
+                    chunk, *visible, *call[2:], **kernel.options, **grouped
+                )
+                target.copy_(attended.unflatten(0, (batch, -1)).transpose(1, 2))
+                saved += state  # log-sum-exp (heads, tokens), and the random state, which is unused without dropout
+        ctx.kernel = kernel
+        ctx.save_for_backward(query, key, value, output, *saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        kernel: _VarlenKernel = ctx.kernel
+        query, key, value, output, *saved = ctx.saved_tensors
+        states, batch = iter(saved), len(query)
+        grads = [torch.empty_like(each) for each in (query, key, value)]
+        tensors = (query, key, value, output.transpose(1, 2), grad.transpose(1, 2), *grads)
+        for queries, keys, values, out, grad_out, *targets in kernel.by_group(*tensors):
+            full_key, full_value = kernel.attention.gather(keys, values)
+            grad_both = full_key.new_zeros(*full_key.shape[:3], 2 * full_key.shape[3])  # of keys and of values
+            chunks = map(_flat_chunks, (grad_out, queries, out))
+            for call, target, *local in zip(kernel.calls, targets[0].chunk(2, dim=2), *chunks, strict=True):
+                grad_chunk, chunk, attended = local
+                logsumexp, random_state = next(states), next(states)
+                found = torch.ops.torch_attn._varlen_attn_backward(
+                    grad_chunk, chunk, call.keys(full_key), call.keys(full_value), attended, logsumexp, *call[2:],
+                    rng_state=random_state, **kernel.options,
+                )  # fmt: skip
+                grad_query, *grad_keys = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in found)
+                target.copy_(grad_query)
+                grad_both[:, :, call.first_key : call.end] += torch.cat(grad_keys, dim=-1)
+            for target, shard in zip(targets[1:], kernel.attention.scatter(grad_both).chunk(2, dim=-1), strict=True):
+                target.copy_(shard)
+        return grads[0], grads[1], grads[2], None
 
 
 class _Gather(torch.autograd.Function):
@@ -319,3 +462,14 @@ def in_sequence_order(shards: torch.Tensor, dim: int) -> torch.Tensor:
     """
     early, late = shards.select(dim, 0), shards.select(dim, 1).flip(0)  # (cp, ..., chunk, ...)
     return torch.cat([early, late]).movedim(0, dim - 1)
+
+
+def in_rank_order(full: torch.Tensor, cp: int, dim: int) -> torch.Tensor:
+    """Return the zigzag shards of all ranks, contiguous: (..., seq, ...) -> (cp, ..., seq / cp, ...).
+
+    Args:
+        dim: Sequence dim of `full`.
+    """
+    chunks = full.unflatten(dim, (2 * cp, -1))
+    early, late = chunks.narrow(dim, 0, cp), chunks.narrow(dim, cp, cp).flip(dim)
+    return torch.stack([early, late], dim=dim + 1).movedim(dim, 0).contiguous().flatten(dim + 1, dim + 2)

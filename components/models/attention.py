@@ -31,7 +31,8 @@ from components.config.schema.model import (
     ModelConfig,
 )
 from components.models.anatomy import Anatomy, read_anatomy
-from components.models.documents import Documents, supports_varlen, varlen_attention
+from components.models.documents import Documents, varlen_attention
+from components.varlen import cast_by_autocast, supports_varlen
 
 NO_KERNEL = ("No available kernel", "No viable backend")
 """Beginnings of torch's errors when none of the enabled kernels supports the inputs."""
@@ -231,7 +232,7 @@ def causal_sdpa(
             f"model.attention=sdpa: {type(module).__name__} adds its own mask to transformers' causal mask, which "
             "mask-free attention does not build; set model.attention=eager"
         )
-    query, key, value = _cast_by_autocast(query, key, value)
+    query, key, value = cast_by_autocast(query, key, value)
     queries, keys = query.shape[2], key.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if attention_mask is None and documents is not None:
@@ -243,15 +244,3 @@ def causal_sdpa(
         distance = position[keys - queries :, None] - position[None, :]  # (seq of queries, seq of keys)
         attention_mask = ((distance >= 0) & (distance < window))[None, None]
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
-def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast queries, keys and values as autocast does inside torch's attention, because kernels are selected by dtype.
-
-    Without this, rotary embeddings, which are float32 under autocast, promote queries and keys to float32.
-    """
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [each if each.dtype == torch.float64 else each.to(dtype) for each in tensors]

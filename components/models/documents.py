@@ -6,11 +6,11 @@ positions from the start of its document up to its own.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from components.varlen import has_grouped_queries
 
 
 class Documents:
@@ -32,6 +32,7 @@ class Documents:
         self.used = False
         """Whether any attention has read the bounds."""
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._chunks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def starts(self, seq: int) -> torch.Tensor:
         """Return the start of each token's document, (batch, seq), for rows that are not split."""
@@ -59,25 +60,30 @@ class Documents:
         first = torch.zeros(1, dtype=torch.int32, device=self.bounds.device)
         return torch.cat([first, (self.bounds[:, 1:] + offsets).flatten()])
 
+    def chunk_ends(self, start: int, end: int, first_key: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cumulative document ends of the queries and of the keys of a chunk, (batch x documents + 1,) int32.
+
+        Queries are the positions from `start` to `end` of each row, keys those from `first_key` to `end`. The last
+        query of a document and its last key are the same token, as the kernel's causal mask requires. Documents without
+        queries keep their keys: the kernel's backward writes gradients, zeros here, only for keys within documents.
+        """
+        self.used = True
+        key = (start, end, first_key)
+        if key not in self._chunks:
+            self._chunks[key] = self._ends_between(start, end), self._ends_between(first_key, end)
+        return self._chunks[key]
+
+    def _ends_between(self, first: int, end: int) -> torch.Tensor:
+        rows = torch.arange(len(self.bounds), dtype=torch.int32, device=self.bounds.device)[:, None]
+        ends = self.bounds.clamp(first, end) + (rows * (end - first) - first)  # (batch, documents + 1)
+        return torch.cat([ends[0, :1], ends[:, 1:].flatten()])
+
     def _mask(self, seq: int, window: int | None) -> torch.Tensor:
         position = torch.arange(seq, dtype=self.bounds.dtype, device=self.bounds.device)
         first = self.starts(seq)  # (batch, seq)
         if window is not None:
             first = torch.maximum(first, position - (window - 1))
         return ((position <= position[:, None]) & (position >= first[:, :, None]))[:, None]
-
-
-def supports_varlen(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Return whether torch's variable-length kernel supports these: CUDA, half precision, equal head widths."""
-    if not (query.device.type in ("cuda", "meta") or _plays_gpu(query)) or dropout:
-        return False
-    half, width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
-    return half and value.shape[-1] == width and width <= 256 and width % 8 == 0 and _has_windows()
-
-
-def _plays_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a GPU tensor of a dry run, which plays it on the CPU (components.planning.dry_run)."""
-    return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "plays_gpu", False)
 
 
 def varlen_attention(
@@ -103,7 +109,7 @@ def varlen_attention(
 
     batch, heads, seq, width = query.shape
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if _has_grouped_queries():
+    if has_grouped_queries():
         options["enable_gqa"] = key.shape[1] != heads
     else:  # torch 2.11
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
@@ -114,24 +120,3 @@ def varlen_attention(
     longest = seq if documents.longest is None else min(documents.longest, seq)
     output: Any = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
     return output.view(batch, seq, heads, width)
-
-
-@torch.compiler.assume_constant_result
-def _has_windows() -> bool:
-    """Return whether this torch's kernel supports causal windows, judged by its parameter names."""
-    return {"window_size", "scale"} <= _varlen_parameters()
-
-
-@torch.compiler.assume_constant_result
-def _has_grouped_queries() -> bool:
-    """Return whether the kernel supports fewer key heads than query heads; torch 2.11 does not."""
-    return "enable_gqa" in _varlen_parameters()
-
-
-def _varlen_parameters() -> frozenset[str]:
-    """Return the parameter names of torch's variable-length attention; empty if this torch lacks it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)

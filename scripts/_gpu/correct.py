@@ -12,6 +12,7 @@ import torch
 from components import training
 from components.config.schema.model import DType
 from components.config.schema.parallelism import Strategy
+from components.models.documents import Documents
 from scripts._gpu.step import GEMMA3, LLAMA_1B, QWEN3_MOE, TINY, Shape, TrainingStep, training_step
 from scripts._gpu.verdict import Line, at_most, failed, skipped
 
@@ -52,6 +53,39 @@ def packed(device: str, small: bool) -> Iterator[Line]:
             yield failed(f"{strategy}: kernel", f"not the kernel for documents: {kernel}")
         else:
             yield Line(f"{strategy}: kernel", kernel)
+    if device == "cuda":
+        yield at_most("keys of other ranks (cp): relative error", gathered_keys_error(device, torch.bfloat16), 1e-2)
+
+
+def gathered_keys_error(device: str, dtype: torch.dtype) -> float:
+    """Return the largest relative error of the variable-length kernel where queries are a part of a packed row.
+
+    Compares the output and the gradients with attention under a mask in float32 or wider. Of keys in documents without
+    queries, the gradients must be zeros.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    start, end, first, width = 64, 128, 16, 64
+    documents = Documents(torch.tensor([[0, 40, 100, 101, 160]], dtype=torch.int32, device=device))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(tokens, heads, width, generator=generator).to(device, dtype).requires_grad_()
+        for tokens, heads in ((end - start, 4), (end - first, 2), (end - first, 2), (end - start, 4))
+    )
+    query_ends, key_ends = documents.chunk_ends(start, end, first)
+    output: Any = varlen_attn(
+        query, key, value, query_ends, key_ends, end - start, end - first, window_size=(-1, 0), enable_gqa=True
+    )
+    leaves = query, key, value
+    found = [output, *torch.autograd.grad(output, leaves, grad)]
+    wide = [each.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_() for each in leaves]
+    heads_first = [wide[0].transpose(0, 1), *(each.repeat_interleave(2, dim=1).transpose(0, 1) for each in wide[1:])]
+    mask = documents.mask(160, None)[0, 0, start:end, first:end]
+    exact = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(0, 1)
+    expected = [exact, *torch.autograd.grad(exact, wide, grad.to(exact.dtype))]
+    return max(
+        ((got - want).norm() / want.norm()).item() for got, want in zip(found, expected, strict=True)
+    )  # fmt: skip
 
 
 def syncs(device: str, small: bool) -> Iterator[Line]:

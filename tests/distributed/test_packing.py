@@ -52,7 +52,7 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
         *[({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
     ],
 }  # fmt: skip
-"""World size -> (parallelism, model, whether layers are recomputed or compiled)."""
+"""World size -> (parallelism, model, recompute policy of layers and whether they are compiled)."""
 if os.environ.get("MESHBOOK_ALL_PARITY") != "1":
     del SHAPES[4]
 
@@ -66,8 +66,8 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     layout = distributed.parallelize(model, mesh, config, torch.float64)
     cfg = ModelConfig(path="made here", router_aux_coef=AUX if model.config.model_type == "mixtral" else None)
     loss = training.attach_router_loss(model, cfg, mesh)
-    if "full" in recompute:
-        models.checkpoint_activations(model, ActivationCheckpointing.full)
+    if policy := recompute.removesuffix(" compiled"):
+        models.checkpoint_activations(model, ActivationCheckpointing(policy))
     if "compiled" in recompute:
         models.compile_layers(model, backend="aot_eager")
     called = distributed.wrap_replicas(model, mesh, config, layout)

@@ -36,6 +36,29 @@ def test_packed_rows_in_mixed_precision_use_varlen_without_mask(fake_cuda: Run, 
     assert {longest for each in record["longest"] for longest in each} <= {16, 32}
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_gathered_keys_use_varlen_up_to_the_end_of_each_chunk(fake_cuda: Run, pack: bool) -> None:
+    """Rank 0 of 2 holds the first and the last of four chunks: no mask, and no keys beyond the causal triangle.
+
+    One call per chunk and group of heads in the forward, and none in the backward, under selective recompute too.
+    """
+    axes = {"cp": 2, "cp_attention": "all_gather", "activation_checkpointing": "selective"}
+    record = fake_cuda("step", axes=axes, world=2, model=MIXED, pack=pack)
+    assert record["masks"] == {}
+    assert record["waits"] == {}
+    assert "varlen_attn for heads" in record["reported"]
+    groups, chunks = 2, 2
+    calls = LAYERS * record["micro_batches"] * groups * chunks
+    assert record["operators"]["_varlen_attn"] == record["operators"]["_varlen_attn_backward"] == calls
+    assert not any("scaled_dot_product" in name for name in record["operators"])
+    for (early_queries, early_keys), (late_queries, late_keys) in zip(
+        record["longest"][::2], record["longest"][1::2], strict=True
+    ):
+        assert early_queries == early_keys == late_queries
+        assert late_keys == 4 * late_queries or (pack and late_keys <= 32)  # documents have at most 30 tokens
+    assert record["key_heads"] == [1]
+
+
 def test_sdpa_flash_runs_packed_rows_with_the_varlen_kernel(fake_cuda: Run) -> None:
     record = fake_cuda("step", axes={"strategy": "single"}, model={**MIXED, "attention": "sdpa_flash"}, pack=True)
     assert record["operators"]["_varlen_attn"] == LAYERS * record["micro_batches"]
@@ -47,7 +70,8 @@ def test_sdpa_flash_runs_packed_rows_with_the_varlen_kernel(fake_cuda: Run) -> N
         (MIXED, {"strategy": "single"}, "flash_attention", "heads of 16 in bfloat16 on cuda"),
         ({**MIXED, "compute_dtype": "float32"}, {"strategy": "single"}, "math", "heads of 16 in float32"),
         ({**MIXED, "compute_dtype": "float32"}, {"dp_shard": 2}, "efficient_attention", "mask for documents"),
-        (MIXED, {"cp": 2, "cp_attention": "all_gather"}, "efficient_attention", "mask for the cp shards of a row"),
+        ({**MIXED, "compute_dtype": "float32"}, {"cp": 2, "cp_attention": "all_gather"}, "efficient_attention",
+         "mask for the cp shards of a row"),
     ],
 )  # fmt: skip
 def test_banner_reports_the_attention_kernel_of_the_step(

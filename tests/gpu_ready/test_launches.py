@@ -14,13 +14,19 @@ from tests.gpu_ready.conftest import Run
 BF16 = {"dtype": "bfloat16"}
 SINGLE: dict[str, Any] = {"axes": {"strategy": "single"}, "model": BF16}
 SHARDED: dict[str, Any] = {"axes": {"dp_shard": 8}, "world": 8}
-CP: dict[str, Any] = {"axes": {"cp": 2, "cp_attention": "ulysses"}, "model": BF16, "world": 2}
+CP: dict[str, Any] = {"world": 2, "model": BF16}
+ULYSSES, GATHER = ({"cp": 2, "cp_attention": method} for method in ("ulysses", "all_gather"))
 CASES: dict[str, tuple[dict[str, Any], float, float]] = {
     "full, packed": ({**SINGLE, "pack": True}, 62.5, 15.4),  # 120.5 and 22.6 with transformers' layers
     "full, padded": (SINGLE, 55.5, 9.8),
     "full, transformers' own layers": ({**SINGLE, "pack": True, "model": {**BF16, "fused": "none"}}, 120.5, 22.6),
     "full, packed, dp_shard 8": ({**SHARDED, "pack": True}, 76.0, 35.5),
-    "full, packed, cp 2 by ulysses": ({**CP, "pack": True}, 99.5, 38.2),  # 120.5 with one all-to-all per tensor
+    "full, packed, cp 2 by ulysses": (
+        {**CP, "axes": ULYSSES, "pack": True},
+        99.5,
+        38.2,
+    ),  # 120.5 with one all-to-all per tensor
+    "full, packed, cp 2 by all_gather": ({**CP, "axes": GATHER, "pack": True}, 163.5, 38.95),  # 221.5 with masks
     "LoRA, packed": ({**SINGLE, "pack": True, "peft": "lora"}, 121.0, 14.3),
     "QLoRA, packed": ({**SINGLE, "pack": True, "peft": "qlora"}, 135.0, 17.3),
 }

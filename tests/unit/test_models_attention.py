@@ -15,8 +15,8 @@ from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import Attention, WeightInit
-from components.models.documents import supports_varlen
 from components.training import StepSettings
+from components.varlen import supports_varlen
 from tests.distributed.packed import batches_of, packed
 from tests.tiny_models import SIZES, VOCAB
 

@@ -42,7 +42,8 @@ LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 
 gradient in float32, cast back. Chunks also update the weight's gradient; Liger's kernel overwrites the logits."""
 
 UNSKIPPED_ATTENTION = 2.0
-"""Slowdown of attention with an explicit mask (cp_attention=all_gather): masked blocks are computed, not skipped."""
+"""Slowdown of attention with an explicit mask (cp_attention=all_gather on a CPU or in float32): masked blocks are
+computed, not skipped."""
 
 
 class LayerWork(NamedTuple):
@@ -161,8 +162,9 @@ def attention_work(workload: Workload, hardware: Hardware, implementation: Imple
     backward, note = ATTENTION_BACKWARD, ""
     if mesh.cp > 1 and implementation.ring_attention:
         rate, note = rate * implementation.ring_attention, f" x {implementation.ring_attention} (ring)"
-    elif mesh.cp > 1 and not uses_ulysses(workload):
-        # all_gather recomputes its attention in the backward, some heads at a time, whatever the policy of the layer.
+    elif mesh.cp > 1 and not uses_ulysses(workload) and not (hardware.is_gpu and workload.compute_bytes == 2):
+        # Without torch's variable-length kernel, all_gather uses masks and recomputes its attention in the backward,
+        # some heads at a time, whatever the policy of the layer.
         rate, note = rate / UNSKIPPED_ATTENTION, f" / {UNSKIPPED_ATTENTION:g} (masked blocks)"
         backward += 1.0
     forward = flops / rate
