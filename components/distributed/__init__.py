@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
+    from components.distributed.fsdp import unshard_fsdp2_model, unsharded_bytes
     from components.distributed.mesh import Mesh, build_mesh, groups_of_mesh, seed_ranks
     from components.distributed.parallelizer import parallelize
     from components.distributed.process.process_group import (

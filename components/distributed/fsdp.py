@@ -167,6 +167,22 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
             unit.reshard()
 
 
+def unsharded_bytes(model: nn.Module) -> int:
+    """Return the bytes that `unshard_fsdp2_model` allocates on this rank for the parameters of all units.
+
+    Under tp these are the rank's shards over tp. With mixed precision they are in the compute dtype.
+    """
+    total = 0
+    for unit in fsdp_units(model):
+        for group in param_groups(unit):
+            compute = group.mp_policy.param_dtype
+            for each in group.fsdp_params:  # torch has no public access to the size over the FSDP axis alone
+                stored = each.sharded_param.dtype
+                dtype = compute if compute is not None and stored.is_floating_point else stored
+                total += each._orig_size.numel() * dtype.itemsize
+    return total
+
+
 def _reshards_after_forward(unit: FSDPModule) -> bool:
     return any(group.post_forward_mesh_info is not None for group in param_groups(unit))
 

@@ -48,7 +48,11 @@ class UnshardedForward:
 def unsharded_rows(
     replica: nn.Module | Pipeline, mesh: Mesh, parallelism: ParallelismConfig
 ) -> Iterator[UnshardedForward]:
-    """Yield a forward over unsharded sequences for the result of `wrap_replicas`; valid within the context."""
+    """Yield a forward over unsharded sequences for the result of `wrap_replicas`; valid within the context.
+
+    Under cp every rank runs complete rows, with a cache of keys and values. There is no cache under pp, whose schedule
+    runs complete rows through the stages, and with sequence_parallel, whose shards of one new token would be empty.
+    """
     multiple = mesh.size("tp") if parallelism.sequence_parallel else 1
     if isinstance(replica, Pipeline):
         with unsharded_attention(replica.module):

@@ -93,8 +93,9 @@ def generate(
     they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step.
 
     Args:
-        forward: Forward of the mesh; None: call the model itself. Without a cache of keys and values, the complete row,
-            padded on the right to `forward.multiple`, is recomputed for each token.
+        forward: Forward of the mesh; None: call the model itself. Without a cache of keys and values (pp, and tp with
+            sequence_parallel), the complete row, padded on the right to `forward.multiple`, is recomputed for each
+            token.
         stopped: Called before each token on every rank; must return the same value on all ranks. True ends the
             generation, and an empty list is returned.
         sampling: How tokens are chosen. torch's random states are not used.
