@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from components.config.errors import ConfigError
 from components.config.schema.model import ModelConfig, WeightInit
+from components.distributed.traffic import record_traffic
 from components.models import (
     build_on_meta,
     count_parameters,
@@ -30,6 +33,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
+from components.models.weights.gather import _describe
 from components.models.weights.safetensors_files import SafetensorsTensors
 from tests.harness import run_ranks
 from tests.tiny_models import DENSE, FAMILIES, logits, reference, tiny_folder
@@ -201,6 +205,44 @@ def test_exported_tensors_equal_the_loaded_files(world: int, layout: str, family
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "saved"]
 
 
+def test_export_opens_no_communicator_per_pair_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard is one batched send through the default group. NCCL opens a communicator for an unbatched one."""
+    folder = tiny_folder(tmp_path / "saved", "llama")
+    batch_isend_irecv, batches = dist.batch_isend_irecv, []
+
+    def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
+        batches.append([each.group for each in operations])
+        return batch_isend_irecv(operations)
+
+    def body(rank: int) -> tuple[int, dict[tuple[tuple[int, ...], str], int], int]:
+        cfg = ModelConfig(path=str(folder), tokenizer="bytes")
+        model = sharded(cfg, "fsdp4")
+        groups = len(_world.pg_map)
+        monkeypatch.setattr(dist, "batch_isend_irecv", counted)
+        with record_traffic() as traffic:
+            export_model(model, load_tokenizer(cfg), tmp_path / "export")
+        assert len(_world.pg_map) == groups
+        assert all(len(groups) == 1 for groups in batches)
+        sent = {key: volume.calls for key, volume in traffic.volumes.items() if key[1] in ("send", "recv")}
+        return len(batches), sent, len(list(model.parameters()))
+
+    reports = run_ranks(4, body)
+    everyone = (0, 1, 2, 3)
+    parameters = reports[0][2]
+    assert reports[0][1] == {(everyone, "recv"): 3 * parameters}
+    assert all(sent == {(everyone, "send"): parameters} for _, sent, _ in reports[1:])
+    assert [count for count, _, _ in reports] == [3 * parameters, parameters, parameters, parameters]
+
+
+@pytest.mark.parametrize(("backend", "device"), [("cpu:gloo,cuda:nccl", "cpu"), ("gloo", "cpu"), ("nccl", "cuda")])
+def test_shards_of_a_gpu_travel_through_gloo_if_it_is_there(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    assert _describe(torch.empty(2, 3, device="meta"), "weight").device == device
+
+
 def test_export_write_error_is_raised_on_every_rank(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "saved", "llama")
     (tmp_path / "file").touch()
@@ -238,9 +280,12 @@ import json, sys
 import torch, torch.distributed as dist, safetensors
 from transformers.conversion_mapping import get_model_conversion_mapping
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from components.config.schema.model import ModelConfig
 from components.models import build_on_meta, decoder_layers, load_weights, materialize
+from components.distributed.traffic import record_traffic
+from components.models.weights.gather import _describe
 from components.models.weights.safetensors_files import SafetensorsTensors
 from tests.harness import run_ranks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ class ShardInfo:
     """Shape of the full tensor."""
     dtype: torch.dtype
     device: str
-    """Device type that the shard is sent from and received on, as the backend requires."""
+    """Device type that the shard is sent from and received on."""
     blocks: list[Block]
 
     def as_json(self) -> list[Any]:
@@ -57,7 +57,8 @@ def gathered_tensors(
     """Yield the name and value of every saved tensor of every rank: full and on the CPU on WRITER, None elsewhere.
 
     A collective: all ranks must exhaust the iterator. Ranks first exchange descriptions of their shards. Then they send
-    the shards tensor by tensor, each from the first rank that holds it, so that WRITER holds one tensor at a time.
+    the shards tensor by tensor, each from the first rank that holds it, so that WRITER holds one tensor at a time. They
+    are sent over the default process group: by gloo from host memory if it has gloo, else by NCCL.
 
     Args:
         order: Names in the order to yield them; tensors with other names follow at the end.
@@ -88,7 +89,7 @@ def _all_gather_shards(local: dict[str, torch.Tensor]) -> list[dict[str, ShardIn
 
 
 def _describe(tensor: torch.Tensor, name: str) -> ShardInfo:
-    device = "cuda" if _requires_cuda() else tensor.device.type
+    device = "cuda" if _requires_cuda() else "cpu"
     return ShardInfo(tuple(tensor.shape), tensor.dtype, device, local_blocks(tensor, name))
 
 
@@ -133,16 +134,27 @@ def _gather(local: torch.Tensor | None, sources: list[Source]) -> torch.Tensor |
 
 
 def _send(values: torch.Tensor, shard: ShardInfo) -> None:
-    dist.send(values.to(shard.device).contiguous().view(-1).view(torch.uint8), dst=WRITER)
+    _transfer(dist.isend, values.to(shard.device).contiguous(), WRITER)
 
 
 def _receive(shard: ShardInfo, rank: int) -> torch.Tensor:
     shape = local_shape(shard.blocks, len(shard.shape))
     values = torch.empty(shape, dtype=shard.dtype, device=shard.device)
-    dist.recv(values.view(-1).view(torch.uint8), src=rank)
+    _transfer(dist.irecv, values, rank)
     return values
 
 
+def _transfer(operation: Callable[..., Any], values: torch.Tensor, peer: int) -> None:
+    """Send or receive contiguous values as bytes, over the communicator that the default process group has already.
+
+    NCCL opens a communicator per pair of ranks for an unbatched send, which takes memory and time on WRITER for each
+    peer; a batch, even of one operation, uses that of the group. `all_gather_json` has opened it on every rank.
+    """
+    batch = [dist.P2POp(operation, values.view(-1).view(torch.uint8), peer)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+
+
 def _requires_cuda() -> bool:
-    """Return whether the backend is NCCL, which sends CUDA tensors only; FSDP may keep parameters in host memory."""
+    """Return whether NCCL is the only backend, which sends CUDA tensors only; FSDP may offload parameters."""
     return dist.is_initialized() and dist.get_backend() == "nccl"
