@@ -15,6 +15,7 @@ from components.config.rules.compute_rules import (
     float8_problems,
     loss_problems,
     offload_problems,
+    qat_problems,
     recompute_problems,
     rope_problems,
 )
@@ -93,5 +94,6 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     problems += recompute_problems(model, parallelism, mesh)
     problems += offload_problems(parallelism, mesh, device)
     problems += attention_problems(model, mesh, device, packs=cfg.data.pack, trains=training is not None)
+    problems += qat_problems(model, parallelism, mesh, adapts=peft is not None and peft.adapts)
     problems += float8_problems(model, parallelism, mesh, device, adapts=peft is not None and peft.adapts)
     return problems

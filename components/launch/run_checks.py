@@ -12,7 +12,7 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
-from components.config.schema.model import CausalLMConfig, Float8, TeacherConfig, TopKTeacherConfig, WeightInit
+from components.config.schema.model import CausalLMConfig, Float8, Qat, TeacherConfig, TopKTeacherConfig, WeightInit
 from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
@@ -83,6 +83,8 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
     if cfg.cluster.has_same_packages:  # otherwise each rank checks its own
         if (eight_bit := section(cfg, AdamW8bitConfig)) is not None:
             problems += torchao_problems(f"optimizer.kind={eight_bit.kind}")
+        if cfg.model.qat != Qat.none:
+            problems += torchao_problems(f"model.qat={cfg.model.qat}")
         if cfg.model.float8 != Float8.none:
             problems += torchao_problems(f"model.float8={cfg.model.float8}")
     return problems

@@ -20,6 +20,7 @@ from components.dtypes import torch_dtype
 from components.models.attention import use_causal_sdpa
 from components.models.classifier import return_token_scores, set_labels
 from components.models.quantization.float8 import use_float8
+from components.models.quantization.qat import use_qat
 from components.models.rope import check_rope, scale_rope
 from components.models.tokenizer import load_tokenizer
 from components.models.weights.gguf import read_config
@@ -95,6 +96,7 @@ def build_on_meta(
         model.set_experts_implementation("eager")  # torch's grouped GEMM does not support float64
     check_rope(model, cfg.rope)
     use_float8(model, cfg)
+    use_qat(model, cfg)
     if not use_causal_sdpa(model, flash=cfg.attention == Attention.sdpa_flash):
         logger.info("attention: %s with transformers' own masks; one host sync per forward", cfg.attention)
     return model.train()

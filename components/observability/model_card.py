@@ -64,8 +64,19 @@ def _of_config(config: dict[str, Any], optimizer_class: str | None) -> dict[str,
         "batch": None if None in sizes else f"{sizes[0]} {unit} per step, up to {sizes[1]} tokens each",
         "optimizer": ", ".join(optimizer_parts),
         "dtypes": f"parameters {model.get('dtype')}, compute {model.get('compute_dtype')}" if model else None,
+        "quantization-aware training": _quantization(model),
         "seed": _get(config, "run", "seed"),
     }
+
+
+def _quantization(model: dict[str, Any]) -> str | None:
+    """Return torchao's config that the weights were trained for; None without model.qat."""
+    groups = model.get("qat_group_size")
+    return {
+        "int8_int4": "quantize with torchao's Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, "
+        f"weight_granularity=PerGroup({groups}))",
+        "int4_weight_only": f"quantize with torchao's Int4WeightOnlyConfig(group_size={groups})",
+    }.get(str(model.get("qat")))
 
 
 def _of_state(state: Mapping[str, Any], max_steps: int | None, epochs: float | None) -> dict[str, Any]:

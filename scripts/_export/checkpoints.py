@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig
-from components.config.schema.model import Attention, DType, Float8
+from components.config.schema.model import QAT_GROUP_SIZES, Attention, DType, Float8, Qat
 from components.config.schema.peft import PeftExport
 from components.config.schema.recipes import score_labels
 
@@ -46,8 +46,14 @@ def read_run(run_dir: Path, *, trust_remote_code: bool) -> RunSections:
             f"{run_dir}: the model {cfg.model.path} runs Python code from its repository; read that code, then add "
             "--trust-remote-code"
         )
-    # The export runs no forward, so the run's attention and float8 kernels need not be installed.
-    cfg.model = dataclasses.replace(cfg.model, attention=Attention.eager, float8=Float8.none, float8_emulate=False)
+    # The export runs no forward, so the run's attention kernels and torchao need not be installed.
+    unquantized = {
+        "float8": Float8.none,
+        "float8_emulate": False,
+        "qat": Qat.none,
+        "qat_group_size": QAT_GROUP_SIZES[0],
+    }
+    cfg.model = dataclasses.replace(cfg.model, attention=Attention.eager, **unquantized)
     return cfg
 
 

@@ -54,7 +54,30 @@ MESH = [
         "model.float8=rowwise: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B",
     ),
 ]  # fmt: skip
+MESH += [
+    (
+        model(qat="int8_int4"), {"parallelism": ParallelismConfig(tp=2)}, 2,
+        "model.qat=int8_int4: torchao does not quantize weights sharded by parallelism.tp=2", "set parallelism.tp=1",
+    ),
+    (
+        model(qat="int8_int4"), {"peft": PeftConfig(method="qlora")}, 1,
+        "model.qat=int8_int4: the weights under adapters are frozen", "set peft=none",
+    ),
+    (
+        model(qat="int4_weight_only", **EIGHT), {}, 1,
+        "model.qat=int4_weight_only: model.float8=rowwise replaces the same layers", "set model.float8=none",
+    ),
+    (
+        model(qat="int8_int4"), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,
+        "model.qat=int8_int4: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B",
+    ),
+]  # fmt: skip
 ALONE = [
+    ({"qat_group_size": 64}, "model.qat_group_size=64: needs model.qat; set model.qat=int8_int4"),
+    (
+        {"qat": "int4_weight_only", "qat_group_size": 16},
+        "with model.qat=int4_weight_only it must be one of 32, 64, 128",
+    ),
     ({"float8_emulate": True}, "model.float8_emulate=true: needs float8; set model.float8=tensorwise"),
     (
         {"float8": "tensorwise", "compute_dtype": "float32"},

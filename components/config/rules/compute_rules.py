@@ -12,6 +12,7 @@ from components.config.schema.model import (
     Float8,
     LossMethod,
     ModelConfig,
+    Qat,
     RopeType,
     TeacherConfig,
 )
@@ -199,6 +200,28 @@ def float8_problems(
         problems.append(
             f"{key}: scaling and casting make it slower than bfloat16 unless the layers are compiled; they are not, "
             f"because of {reason}; set model.float8=none, or let them be compiled"
+        )
+    return problems
+
+
+def qat_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, *, adapts: bool) -> list[str]:
+    """Return the problems of quantization-aware training (torchao)."""
+    if model.qat == Qat.none:
+        return []
+    key, problems = f"model.qat={model.qat}", []
+    if mesh.tp > 1:
+        problems.append(
+            f"{key}: torchao does not quantize weights sharded by parallelism.tp={mesh.tp}; set parallelism.tp=1, or "
+            "model.qat=none"
+        )
+    if adapts:
+        problems.append(f"{key}: the weights under adapters are frozen, so they cannot adapt to it; set peft=none")
+    if model.float8 != Float8.none:
+        problems.append(f"{key}: model.float8={model.float8} replaces the same layers; set model.float8=none")
+    if mesh.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"{key}: parallelism.pp_schedule={parallelism.pp_schedule} splits the backward, which torchao's layers do "
+            "not support; set parallelism.pp_schedule=Interleaved1F1B, or model.qat=none"
         )
     return problems
 

@@ -74,6 +74,19 @@ class Float8(StrEnum):
     rowwise = "rowwise"
 
 
+class Qat(StrEnum):
+    """Quantization that training prepares for. none; int8_int4: activations in 8 bits per token, weights in 4 bits per
+    group; int4_weight_only: weights in 4 bits per group, activations in bfloat16."""
+
+    none = "none"
+    int8_int4 = "int8_int4"
+    int4_weight_only = "int4_weight_only"
+
+
+QAT_GROUP_SIZES = (32, 64, 128, 256)
+"""Group sizes of torchao's kernels for weights in 4 bits; the first is the default."""
+
+
 class Fused(StrEnum):
     """Layers computed in fewer kernels than transformers' own. auto: all on GPUs, unless the layers are compiled."""
 
@@ -227,6 +240,11 @@ class ModelConfig:
     float8_bound: float = 0.01
     """Largest relative change of the loss of the first micro-batch that float8 may cause; above it, the run fails at
     its start."""
+    qat: Qat = Qat.none
+    """Quantization-aware training with torchao: round weights (int4_weight_only) and activations (int8_int4) of the
+    decoder's linear layers to the values that they have when the export is quantized that way; none: no rounding."""
+    qat_group_size: int = QAT_GROUP_SIZES[0]
+    """Consecutive weights of a row that share a scale, with model.qat."""
     loss: LossMethod = LossMethod.auto
     """How to compute the loss from the last hidden states: auto, logits (all logits at once), chunked (less memory) or
     liger (fused GPU kernel, an optional package)."""
@@ -338,6 +356,14 @@ class ModelConfig:
         if self.rope.type is not RopeType.none and "rope_parameters" in self.config:
             problems.append(
                 f"model.rope.type={self.rope.type}: model.config.rope_parameters is set too; set one of them"
+            )
+        problems += at_least("model.qat_group_size", self.qat_group_size, 2)
+        if self.qat == Qat.none and self.qat_group_size != QAT_GROUP_SIZES[0]:
+            problems.append(f"model.qat_group_size={self.qat_group_size}: needs model.qat; set model.qat=int8_int4")
+        if self.qat == Qat.int4_weight_only and self.qat_group_size not in QAT_GROUP_SIZES:
+            problems.append(
+                f"model.qat_group_size={self.qat_group_size}: with model.qat={self.qat} it must be one of "
+                f"{', '.join(map(str, QAT_GROUP_SIZES))}"
             )
         problems += above("model.float8_bound", self.float8_bound, 0)
         if self.float8_emulate and self.float8 == Float8.none:

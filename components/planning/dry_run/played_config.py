@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from components.config.micro_batches import fit_micro_batches
 from components.config.schema.checks import raise_all
-from components.config.schema.model import Attention, DType, Float8, Fused, LossMethod
+from components.config.schema.model import Attention, DType, Float8, Fused, LossMethod, Qat
 from components.config.schema.optimizer import AdamW8bitConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.recipes import DistillConfig, TrainConfig
@@ -81,4 +81,6 @@ def _problems(cfg: TrainConfig) -> list[str]:
         )
     if model.float8 is not Float8.none:
         problems.append(f"model.float8={model.float8}: a dry run has no float8 GEMM to play; set model.float8=none")
+    if model.qat is not Qat.none:
+        problems.append(f"model.qat={model.qat}: a dry run does not play fake quantization; set model.qat=none")
     return problems

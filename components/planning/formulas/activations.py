@@ -5,7 +5,9 @@ hidden size h with q query and k key-value features, f MLP features, elements of
 
 - each norm: its input in float32 (4 h), the normalized states and the output (2 h c); fused, its input and output;
 - attention: queries, keys, values and the output ((2 q + 2 k) c), and a float32 per head;
-- a gated MLP: gate, up, the activated gate and their product (4 f c); without a gate 2 f c.
+- a gated MLP: gate, up, the activated gate and their product (4 f c); without a gate 2 f c;
+- with model.qat, as counted with torchao 0.18: 2 c per weight and c per input of a linear layer (int8_int4), or 16 + c
+  per weight (int4_weight_only; 16 in float32).
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from components.config.layouts import local_heads, ulysses_divides
+from components.config.schema.model import Qat
 from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
-from components.planning.formulas.architecture import QueryKeyNorm
+from components.planning.formulas.architecture import QueryKeyNorm, Sharding
 from components.planning.formulas.workload import Workload
 
 
@@ -53,11 +56,23 @@ def layer_activations(w: Workload) -> LayerActivations:
     if a.family.query_key_norm is not QueryKeyNorm.none:
         attention += (c if w.fused else 4 + c) * (queries + keys)
     mlp = _experts(w) if a.experts else (4 if a.family.gated else 2) * c * -(-a.mlp // tp)
-    none = tokens * (norm_inputs + norm_outputs + attention + mlp)
+    none = tokens * (norm_inputs + norm_outputs + attention + mlp) + _fake_quantized(w)
     layer_input = tokens * hidden * c / sp
     matmuls = (2 * queries + 2 * keys + hidden / sp * 2) * c + 4 * heads
     matmuls += (2 if a.family.gated else 1) * c * -(-a.mlp // tp) * (a.experts_per_token or 1)
     return LayerActivations(none=none, selective=layer_input + tokens * matmuls, full=layer_input)
+
+
+def _fake_quantized(w: Workload) -> float:
+    """Return the bytes of a layer's fake-quantized weights, and under int8_int4 of its linear layers' inputs."""
+    if w.qat is Qat.none:
+        return 0.0
+    weights = [each for each in w.architecture.layer_weights() if each.is_matrix]
+    linear = [each for each in weights if each.sharding is not Sharding.experts]
+    c, values = w.compute_bytes, sum(each.size for each in linear)
+    if w.qat is Qat.int4_weight_only:  # torchao computes it in float32, and saves four results
+        return values * (16 + (c if c < 4 else 0))
+    return 2 * c * values + c * w.local_tokens * sum(each.width for each in linear)
 
 
 def _uses_ulysses(w: Workload, heads: int, kv_heads: int) -> bool:

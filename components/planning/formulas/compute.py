@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from components.config.layouts import local_heads, ulysses_divides
-from components.config.schema.model import Float8, LossMethod
+from components.config.schema.model import Float8, LossMethod, Qat
 from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
 from components.planning.formulas.architecture import Sharding
 from components.planning.formulas.hardware import Hardware
@@ -36,6 +36,10 @@ FLOAT8_CAST_BYTES = 8
 DEQUANTIZE_BYTES = {True: 3, False: 22}
 """in one kernel -> bytes moved to unpack an NF4 value: packed value and scale read, bfloat16 written; else the index
 and the table lookup are tensors of their own."""
+
+FAKE_QUANTIZE_BYTES = {True: 10, False: 80}
+"""compiled -> bytes moved to fake-quantize a weight: read twice and written, in float32; else counted from torchao's
+operators (92 with those of the matmul)."""
 
 LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 8}
 """Bytes moved per logit in forward and backward: logits written in bfloat16, cast to float32, log-softmax and its
@@ -145,6 +149,10 @@ def matmul_works(workload: Workload, hardware: Hardware, implementation: Impleme
         values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
         moved = values * DEQUANTIZE_BYTES[workload.compiled or hardware.is_gpu]
         yield _traffic("dequantization", moved, 1.0, 1.0, workload, hardware)
+    if workload.qat is not Qat.none:
+        values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
+        moved = values * FAKE_QUANTIZE_BYTES[workload.compiled]
+        yield _traffic("fake quantization", moved, 1.0, 0.2, workload, hardware)
 
 
 def attention_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
