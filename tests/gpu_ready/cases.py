@@ -186,9 +186,9 @@ def step(
         with static_pipeline_shapes():
             training.train_step(run.model, run.batches.at(0), run.optimizer, run.objective)
         micro_batches = run.batches.at(1)
-        with Record() as record:
+        with Record(SEQ_LEN) as record:
             numbers = training.train_step(run.model, micro_batches, run.optimizer, run.objective)
-        with Record() as eval_record, values_read() as read:
+        with Record(SEQ_LEN) as eval_record, values_read() as read:
             training.evaluate(run.model, micro_batches, run.objective)
         optimizers = list_optimizers(run.optimizer)
         states = [each for optimizer in optimizers for state in optimizer.state.values() for each in state.values()]
@@ -200,6 +200,7 @@ def step(
         "evaluation_waits": dict(eval_record.waits),
         "evaluation_reads": len(read),
         "masks": dict(record.masks),
+        "square": dict(record.square + eval_record.square),
         "operators": dict(record.operators),
         "longest": record.longest,
         "key_heads": sorted(record.key_heads),

@@ -36,11 +36,15 @@ class FakeCuda(FakeTensorMode):
 class Record(TorchDispatchMode):
     """Operators that one rank runs on its device, and the host syncs among them."""
 
+    seq_len: int
+    """Tokens of a row."""
     operators: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     """Operators and project lines at which the host waits for the device."""
     masks: Counter[str] = field(default_factory=Counter)
     """Shapes of the attention masks."""
+    square: Counter[str] = field(default_factory=Counter)
+    """Operators whose result has a value for every pair of tokens of a row, and its shape."""
     longest: list[Any] = field(default_factory=list)
     """(max_q, max_k) of each call of the varlen kernel."""
     key_heads: set[int] = field(default_factory=set)
@@ -75,6 +79,9 @@ class Record(TorchDispatchMode):
             self.longest.append((args[5], args[6]))
             self.key_heads.add(args[1].shape[1])
         result = func(*args, **kwargs)
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and _is_square(each, self.seq_len):
+                self.square[f"{name} {tuple(each.shape)} at {_line()}"] += 1
         tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
         if not _only_describes(func) and any(map(_is_cuda, tensors)):
             self.launches[name] += 1
@@ -90,6 +97,12 @@ def _only_describes(func: Any) -> bool:
     views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
     return views or name.startswith(("empty", "new_empty", "detach", "_unsafe_view", "record_stream", "wait_tensor",
                                      "lift_fresh", "set_", "resize_", "_has_compatible"))  # fmt: skip
+
+
+def _is_square(tensor: torch.Tensor, seq_len: int) -> bool:
+    """Return whether the last two dims are a whole row and a whole row or a cp shard of one."""
+    rows, columns = tensor.shape[-2:] if tensor.dim() > 1 else (0, 0)
+    return columns == seq_len and rows in (seq_len, seq_len // 2, seq_len // 4)
 
 
 @torch.library.custom_op("meshbook_tests::silu_backward", mutates_args=())

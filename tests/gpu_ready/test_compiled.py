@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.gpu_ready.conftest import Run
-from tests.gpu_ready.test_step import LAYOUTS
+from tests.gpu_ready.matrix import LAYOUTS
 
 GRAPHS = {"cp by all_gather": 7}
 """Largest number of graphs of two layers in training, by layout; others: 4, two for each of a first layer, whose input

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.gpu_ready.conftest import Run
+from tests.gpu_ready.matrix import LAYOUTS
 from tests.optional import need_torchao
-
-LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
-    "single": ({"strategy": "single"}, 1),
-    "dp_shard": ({"dp_shard": 8}, 8),
-    "hsdp": ({"dp_replicate": 2, "dp_shard": 4}, 8),
-    "tp": ({"dp_shard": 2, "tp": 2}, 4),
-    "tp with sequence parallelism": ({"dp_shard": 2, "tp": 2, "sequence_parallel": True}, 4),
-    "cp by ulysses": ({"dp_shard": 2, "cp": 2}, 4),
-    "cp by all_gather": ({"dp_shard": 2, "cp": 2, "cp_attention": "all_gather"}, 4),
-    "pp": ({"pp": 2, "dp_shard": 2}, 4),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
