@@ -2,6 +2,7 @@
 
 watchdog.py       ends a run that makes no progress; reports the missing rank, all stacks and the last collectives
 heartbeat.py      periodic status of each rank in the store, and the ranks that the others wait for
+device_progress.py  collectives that the devices have completed, by NCCL's flight recorder
 frames.py         frames of running Python code, for the report of a hung rank
 stop_requests.py  StopRequest: stop signals, agreed on by all ranks
 gc.py             Python's garbage collection between steps

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,9 +24,12 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from components.distributed.process.rendezvous import agent_serves_store
 from components.distributed.process.store_sync import StoreSync
 from components.protocol.role import node_name
+from components.resilience.device_progress import FlightRecorder, Pending, Progress, late_devices, pending_collectives
 
 MAX_NAMED_RANKS = 8
 """Maximum number of ranks listed in one message."""
+NOT_JOINED = "has not joined a collective that others wait in"
+"""Description of a rank whose host has not started a collective."""
 NO_BEAT, FIRST_BEAT_SECONDS = -1, 60.0
 """Beat number of a rank that has not posted, and its time limit for the first post: it may still be importing."""
 
@@ -56,6 +59,8 @@ class Post:
     """Number of collectives started, by name of the process group."""
     finished: bool = False
     """Whether the rank has finished; it posts no more."""
+    devices: Progress = field(default_factory=dict)
+    """How far the rank's device is in the collectives of each NCCL process group, by name; empty if it is unknown."""
 
 
 class Heartbeat:
@@ -67,6 +72,7 @@ class Heartbeat:
         self.excluded_group = ""
         """Name of a pipeline's process group, whose counts are ignored: stages send and receive different numbers."""
         self._sync = sync
+        self._recorder = FlightRecorder()
         self._beats = 0
 
     @classmethod
@@ -80,7 +86,8 @@ class Heartbeat:
 
     def beat(self, phase: str, location: str, *, progressed: bool, finished: bool = False) -> int:
         """Post the status of this rank, and return the number of beats of all ranks that reported progress."""
-        post = Post(self._beats, phase, location, node_name(os.environ), self._collective_counts(), finished)
+        devices = {name: each for name, each in self._recorder.progress().items() if name != self.excluded_group}
+        post = Post(self._beats, phase, location, node_name(os.environ), self._collective_counts(), finished, devices)
         self._beats += 1
         self._sync.store.set(f"post/{self.rank}", json.dumps(asdict(post)))
         return self._sync.count("progress_count", int(progressed))
@@ -159,11 +166,16 @@ class BeatTracker:
 
 
 def late_ranks(posts: dict[int, Post]) -> list[int]:
-    """Return the ranks that others wait for in a collective, without those that themselves wait, if any are left."""
+    """Return the ranks that others wait for in a collective, without those that themselves wait, if any are left.
+
+    Groups in `Post.devices` are left out: their hosts run ahead of the devices, so their counts differ without a cause.
+    """
+    on_devices = {group for post in posts.values() for group in post.devices}
     counts: dict[str, dict[int, int]] = {}
     for rank, post in posts.items():
         for group, count in post.collectives.items():
-            counts.setdefault(group, {})[rank] = count
+            if group not in on_devices:
+                counts.setdefault(group, {})[rank] = count
     late, waiting = set(), set()
     for group_counts in counts.values():
         highest = max(group_counts.values())
@@ -174,15 +186,44 @@ def late_ranks(posts: dict[int, Post]) -> list[int]:
 
 
 def blame(silent: list[int], posts: dict[int, Post]) -> Verdict:
-    """Return the ranks that a hung run waits for: silent ones, else late ones, else the location of every rank."""
+    """Return the ranks that a hung run waits for: silent ones, else late ones, else the location of every rank.
+
+    Ranks are late on their devices, if NCCL's flight recorder shows it, or by the collectives that hosts have started.
+    """
     if silent:
         form = "{who} is missing (last seen {post.phase})"
         return Verdict(_describe_ranks(silent, posts, form), _hosts(silent, posts))
-    if late := late_ranks(posts):
-        form = "{who} has not joined a collective that others wait in: it is {post.phase}, at {post.location}"
-        return Verdict(_describe_ranks(late, posts, form), _hosts(late, posts))
+    pending = pending_collectives({rank: post.devices for rank, post in posts.items()})
+    late = {rank: _lateness(rank, each) for rank, each in late_devices(pending).items()}
+    if not late:
+        late = dict.fromkeys(late_ranks(posts), NOT_JOINED)
+    if late:
+        form = "{who} {detail}: it is {post.phase}, at {post.location}"
+        return Verdict(_describe_ranks(late, posts, form, late), _hosts(late, posts))
     positions = _describe_ranks(sorted(posts), posts, "{who} is {post.phase}, at {post.location}")
+    stuck = [_describe_stuck(each) for each in pending]
+    if stuck:
+        return Verdict(f"no rank is behind the others, but {'; '.join(stuck[:MAX_NAMED_RANKS])}: {positions}")
     return Verdict(f"every rank posts heartbeats and none is behind the others: {positions}")
+
+
+def _lateness(rank: int, pending: Pending) -> str:
+    if pending.stages[rank] == "not joined":
+        return NOT_JOINED
+    furthest = "completed" if "completed" in pending.stages.values() else "started"
+    return (
+        f"has {pending.stages[rank]} collective {pending.number} of process group {pending.group} on its device, "
+        f"but not {furthest} it as others have"
+    )
+
+
+def _describe_stuck(pending: Pending) -> str:
+    stage, ranks = next(iter(pending.stages.values())), sorted(pending.stages)
+    named = ", ".join(map(str, ranks[:MAX_NAMED_RANKS])) + (", ..." if len(ranks) > MAX_NAMED_RANKS else "")
+    return (
+        f"collective {pending.number} of process group {pending.group} is {stage} on the devices of all its "
+        f"{len(ranks)} ranks ({named}) and completes on none: a device or link of theirs is stuck"
+    )
 
 
 def silent_store() -> Verdict:
@@ -204,7 +245,9 @@ def _hosts(ranks: Iterable[int], posts: dict[int, Post]) -> tuple[str, ...]:
     return tuple(sorted({posts[rank].node for rank in ranks if rank in posts}))
 
 
-def _describe_ranks(ranks: Iterable[int], posts: dict[int, Post], form: str) -> str:
+def _describe_ranks(
+    ranks: Iterable[int], posts: dict[int, Post], form: str, details: Mapping[int, str] | None = None
+) -> str:
     ranks = list(ranks)
     entries = []
     for rank in ranks[:MAX_NAMED_RANKS]:
@@ -212,6 +255,7 @@ def _describe_ranks(ranks: Iterable[int], posts: dict[int, Post], form: str) -> 
         if post is None:
             entries.append(f"rank {rank} is missing (never seen)")
         else:
-            entries.append(form.format(who=f"rank {rank} on host {post.node}", post=post))
+            who, detail = f"rank {rank} on host {post.node}", (details or {}).get(rank, "")
+            entries.append(form.format(who=who, post=post, detail=detail))
     more = [f"and {len(ranks) - MAX_NAMED_RANKS} ranks more"] if len(ranks) > MAX_NAMED_RANKS else []
     return "; ".join(entries + more)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from components.launch.rank import record_collectives
 from components.resilience.heartbeat import BeatTracker, Heartbeat, Verdict, blame, late_ranks
 from tests.harness import run_ranks
 
@@ -58,6 +62,57 @@ def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, Verdict 
         waiting.wait()
     dist.barrier()
     return silent, late, reason, progress, verdict if verdict == agreed else None
+
+
+def _with_recorder(rank: int, logs: Path) -> tuple[str, str, list[list[int]]]:
+    """Rank 2 joins a broadcast of rank 0 late; return the verdicts before and after it is enqueued, and the counts.
+
+    Rank 1 completes it, and rank 0 does not before rank 2 receives. gloo's recorder stands in for NCCL's: torch writes
+    both from one template. gloo's host cannot run ahead of a device, so the dump of rank 2 counts the broadcast as
+    enqueued for the second verdict.
+    """
+    record_collectives(logs)
+    library: Any = torch._C._distributed_c10d
+    ahead = 0
+
+    def dump(includeCollectives: bool, onlyActive: bool) -> str:
+        dumped = json.loads(library._dump_fr_trace_json(includeCollectives=includeCollectives, onlyActive=onlyActive))
+        for status in dumped["pg_status"].values():
+            status["last_enqueued_collective"] = str(int(status["last_enqueued_collective"]) + ahead)
+        return json.dumps(dumped)
+
+    library._dump_nccl_trace_json = dump
+    heartbeat, verdicts = Heartbeat.join(), []
+    dist.barrier()
+    broadcast = dist.broadcast(torch.ones(1), src=0, async_op=True) if rank != 2 else None
+    if rank == 1:
+        broadcast.wait()
+    for name, enqueued in (("host", 0), ("device", 1)):
+        ahead = enqueued if rank == 2 else 0
+        heartbeat.beat("in step 3", f"line of rank {rank}", progressed=False)
+        _wait_for_all(name)
+        posts = heartbeat.posts()
+        verdicts.append(blame([], posts).message)
+        _wait_for_all(f"{name} judged")
+    if rank == 2:
+        dist.broadcast(torch.ones(1), src=0)
+    if rank == 0:
+        broadcast.wait()
+    (counts,) = zip(*(post.devices.values() for _, post in sorted(posts.items())), strict=True)
+    return verdicts[0], verdicts[1], [each[::2] for each in counts]
+
+
+def test_recorder_of_the_devices_names_a_rank_that_the_hosts_do_not(tmp_path: Path) -> None:
+    for before, after, counts in run_ranks(3, _with_recorder, tmp_path):
+        joined = counts[0][0]
+        assert counts == [[joined, joined - 1], [joined, joined], [joined, joined - 1]]  # enqueued, completed
+        assert before.startswith("rank 2 on host ")
+        assert before.endswith(" has not joined a collective that others wait in: it is in step 3, at line of rank 2")
+        behind = (
+            f"has enqueued collective {joined} of process group 0 on its device, but not completed it as others have"
+        )
+        assert [behind in each for each in after.split("; ")] == [True, True]
+        assert "line of rank 0; rank 2 on host " in after
 
 
 def test_three_ranks_agree_on_the_late_rank() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
 
 from components.config.schema.training import TrainingConfig
+from components.resilience.device_progress import FlightRecorder
 from components.resilience.heartbeat import FIRST_BEAT_SECONDS, MAX_NAMED_RANKS, BeatTracker, Post, blame, late_ranks
 from components.resilience.watchdog import _SuspensionDetector
 from components.training import NonFiniteGradients, StepMetrics, TrainState
@@ -78,6 +84,113 @@ def test_silent_ranks_are_blamed_first_then_late_ranks_then_all_are_listed() -> 
     common = "every rank posts heartbeats and none is behind the others"
     assert message.startswith(f"{common}: rank 0 on host n2 is in step 4, at forward")
     assert "rank 1 on host n2 is in step 4" in message
+
+
+def on_device(host_counts: int = 9, **groups: tuple[int, int, int]) -> Post:
+    """Return a post with (enqueued, started, completed) of process groups, in which the host has started more."""
+    devices = {group: list(counts) for group, counts in groups.items()}
+    return replace(post(**dict.fromkeys(groups, host_counts)), devices=devices)
+
+
+def test_rank_is_blamed_by_its_device_when_all_hosts_have_enqueued_the_same() -> None:
+    """Without the recorder, the counts of the hosts are equal: none is behind."""
+    posts = {0: on_device(a=(8, -1, 6)), 1: on_device(a=(8, -1, 5)), 2: on_device(a=(8, -1, 6))}
+    verdict = blame([], posts)
+    assert verdict.message == (
+        "rank 1 on host n2 has enqueued collective 6 of process group a on its device, but not completed it as others "
+        "have: it is in step 4, at forward (model.py:7)"
+    )
+    assert verdict.hosts == ("n2",)
+    with_start_events = {0: on_device(a=(8, 6, 5)), 1: on_device(a=(8, 5, 5)), 2: on_device(a=(8, 6, 5))}
+    assert "rank 1 on host n2 has enqueued collective 6" in blame([], with_start_events).message
+    assert "but not started it as others have" in blame([], with_start_events).message
+    hosts_only = {rank: replace(each, devices={}) for rank, each in posts.items()}
+    assert "none is behind the others" in blame([], hosts_only).message
+
+
+def test_host_that_has_not_enqueued_the_pending_collective_has_not_joined() -> None:
+    posts = {0: on_device(a=(6, -1, 5)), 1: on_device(a=(5, -1, 5), b=(2, -1, 2)), 2: on_device(b=(2, -1, 2))}
+    assert blame([], posts).message.startswith("rank 1 on host n2 has not joined a collective that others wait in: ")
+
+
+def test_host_that_ran_less_far_ahead_is_not_blamed() -> None:
+    """The device of no rank completes collective 6, which all have enqueued, whatever has been enqueued after it."""
+    posts = {0: on_device(9, a=(9, -1, 5), b=(3, -1, 3)), 1: on_device(7, a=(7, -1, 5)), 2: on_device(b=(3, -1, 3))}
+    assert late_ranks(posts) == []
+    verdict = blame([], posts)
+    assert verdict.hosts == ()
+    assert verdict.message.startswith(
+        "no rank is behind the others, but collective 6 of process group a is enqueued on the devices of all its 2 "
+        "ranks (0, 1) and completes on none: a device or link of theirs is stuck: rank 0 on host n2 is in step 4, at "
+    )
+    assert "group b" not in verdict.message
+
+
+def test_device_that_waits_in_another_group_is_not_blamed() -> None:
+    """Rank 1 has not started collective 6 of group a because rank 2 has not started collective 3 of group b."""
+    posts = {
+        0: on_device(a=(8, 6, 5)),
+        1: on_device(a=(8, 5, 5), b=(4, 3, 2)),
+        2: on_device(b=(4, 2, 2)),
+    }
+    assert blame([], posts).message.startswith("rank 2 on host n2 has enqueued collective 3 of process group b")
+
+
+def test_groups_without_the_recorder_are_judged_by_the_hosts() -> None:
+    posts = {rank: replace(on_device(a=(5, -1, 5)), collectives={"a": 5, "gloo": 4 - rank}) for rank in (0, 1)}
+    assert late_ranks(posts) == [1]
+    assert blame([], posts).message.startswith("rank 1 on host n2 has not joined")
+
+
+def dumped(counts: dict[str, tuple[int, int, int]], groups: dict[str, str], *, with_entries: bool) -> str:
+    """Return a dump as torch 2.13 writes it (c10d/FlightRecorderDetail.hpp), with the keys that are read and others."""
+    entry = {"collective_seq_id": 1, "is_p2p": False, "p2p_seq_id": 0, "profiling_name": "nccl:all_reduce"}
+    entries = [
+        {
+            **entry,
+            "pg_id": int(number),
+            "process_group": [name, f"mesh_{name}"],
+            "record_id": index,
+            "state": "completed",
+        }
+        for index, (number, name) in enumerate(groups.items())
+    ]
+    status = {
+        number: {
+            "last_enqueued_collective": str(enqueued),
+            "last_started_collective": str(started),
+            "last_completed_collective": str(completed),
+        }
+        for number, (enqueued, started, completed) in counts.items()
+    }
+    dump: dict[str, Any] = {"version": "2.10", "comm_lib_version": "2.28.9", "nccl_comm_state": {}, "pg_status": status}
+    return json.dumps(dump | ({"entries": entries} if with_entries and entries else {}))
+
+
+def test_recorder_reads_counts_without_the_entries_that_query_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries are read once for each new group, to find its name: the recorder's numbers differ between ranks."""
+    counts, groups, queries = {}, {}, []
+
+    def dump(includeCollectives: bool, onlyActive: bool) -> str:
+        assert not onlyActive
+        queries.append(includeCollectives)
+        return dumped(counts, groups, with_entries=includeCollectives)
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    recorder = FlightRecorder()
+    assert recorder.progress() == {}
+    counts |= {"0": (7, -1, 6), "3": (2, 1, 1)}
+    groups |= {"0": "0", "3": "5"}
+    assert recorder.progress() == {"0": [7, -1, 6], "5": [2, 1, 1]}
+    assert queries == [False, False, True]
+    counts |= {"0": (9, -1, 8), "4": (1, -1, 1)}  # the entries of group 4 have been overwritten
+    for _ in range(2):
+        assert recorder.progress() == {"0": [9, -1, 8], "5": [2, 1, 1]}
+    assert queries == [False, False, True, False, True, False]
+
+
+def test_recorder_is_empty_without_nccl() -> None:
+    assert FlightRecorder().progress() == {}
 
 
 def test_verdict_has_the_hosts_of_the_blamed_ranks_that_were_seen() -> None:
