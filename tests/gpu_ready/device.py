@@ -134,6 +134,7 @@ def install() -> None:
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.Tensor.pin_memory = lambda self, *_: self
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(total_memory=85_000_000_000)
     torch.cuda.get_rng_state = lambda device=0: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda state, device=0: None
     torch.nn.functional.silu = lambda values, inplace=False: _Silu.apply(values)

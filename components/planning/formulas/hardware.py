@@ -18,6 +18,9 @@ PROJECT_CONF = Path(__file__).resolve().parents[3] / "conf"
 CPU_NAME = "cpu"
 """Devices whose name begins with this are CPUs."""
 
+CHUNK_SHARE, CHUNK_LOGIT_BYTES = 36, 14
+"""A chunk of the loss takes at most 1 / 36 of a GPU; 14 bytes per logit: bfloat16, and three float32 tensors."""
+
 
 class NodeLinks(StrEnum):
     """Links between the GPUs of a node. switch: any GPU reaches any other at full bandwidth; direct: each pair of GPUs
@@ -79,6 +82,11 @@ class Hardware:
     def is_gpu(self) -> bool:
         """Whether it is a GPU, and not a CPU."""
         return not self.name.startswith(CPU_NAME)
+
+    @property
+    def gpu_memory(self) -> float | None:
+        """Bytes of memory of a GPU; None for a CPU."""
+        return self.memory_bytes if self.is_gpu else None
 
     @property
     def device_type(self) -> str:
@@ -150,6 +158,16 @@ def _problem(name: str, value: Any) -> list[str]:
     if name in SHARES and value > 1:
         return [f"{name}={value}: is a share and must be at most 1"]
     return []
+
+
+def chunk_logits(memory_bytes: float) -> int:
+    """Return the number of logits of a chunk of the loss on a GPU: the largest power of two that takes at most 1/36 of
+    its memory with what is computed from them.
+
+    2**27 on 80 GB, as large as matmuls need to run at full speed; larger chunks, on GPUs with more memory, add to the
+    gradient of the head less often.
+    """
+    return int(2 ** math.floor(math.log2(memory_bytes / CHUNK_SHARE / CHUNK_LOGIT_BYTES)))
 
 
 def find_hardware(name: str, folders: Iterable[Path] = ()) -> Hardware:

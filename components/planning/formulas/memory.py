@@ -28,11 +28,13 @@ from components.config.schema.parallelism import (
 from components.config.schema.peft import PeftConfig
 from components.planning.formulas.activations import layer_activations
 from components.planning.formulas.architecture import Architecture, Sharding, Weight
+from components.planning.formulas.hardware import chunk_logits
 from components.planning.formulas.term import Term, total
 from components.planning.formulas.workload import Workload
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
-"""Logits of a chunk of the chunked loss; the figures of components/training/objectives/chunked_loss.py."""
+"""Logits of a chunk of the chunked loss if the device's memory is unknown; the figures of
+components/training/objectives/chunked_loss.py."""
 NF4_BYTES = 0.53125
 """Bytes per weight in NF4: 4 bits, and a bfloat16 scale for each block of 64."""
 EIGHT_BIT_BYTES = 2.03
@@ -408,7 +410,8 @@ def _loss_term(w: Workload, device: str) -> Term:
     tokens, hidden, c = w.local_tokens, w.architecture.hidden, w.compute_bytes
     if w.labels:
         return Term("loss", 12.0 * w.micro_batch * w.labels, "12 B x rows x labels")
-    chunk = max(1, CHUNK_LOGITS[device] // vocabulary)
+    known = device == "cuda" and w.device_memory is not None
+    chunk = max(1, (chunk_logits(w.device_memory or 0) if known else CHUNK_LOGITS[device]) // vocabulary)
     wide = c + 8 + (4 if c < 4 else 0)
     head = 0.0 if w.peft.adapts else vocabulary * hidden * (c + (4 if c < 4 else 0))
     if w.loss is LossMethod.logits or (w.loss is LossMethod.auto and tokens <= chunk):

@@ -73,7 +73,7 @@ def workload_on(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Worklo
 
     Raises ConfigError if the sizes of the model are unknown.
     """
-    workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu)
+    workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu, device_memory=hardware.gpu_memory)
     if cfg.parallelism.activation_checkpointing is not ActivationCheckpointing.auto:
         return workload
     policy = fitting_policy(policy_peaks(cfg, workload, hardware.device_type), usable_bytes(hardware))

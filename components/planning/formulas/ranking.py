@@ -47,7 +47,8 @@ def rank_plans(
     the smallest one needs.
     """
     single = MeshShape()
-    base = build_workload(replace(cfg, parallelism=SINGLE), single, on_gpu=hardware.is_gpu)
+    unsharded = replace(cfg, parallelism=SINGLE)
+    base = build_workload(unsharded, single, on_gpu=hardware.is_gpu, device_memory=hardware.gpu_memory)
     limit = usable_bytes(hardware) / (1 + ESTIMATE_ERROR)
     found: list[Plan] = []
     smallest: Candidate | None = None

@@ -66,6 +66,8 @@ class Workload:
     extra_forwards: float = 0.0
     """Forwards of the trained model without gradients, per forward with gradients: a preference loss computes the
     log-probabilities of the rows first, and a reference without adapters once more."""
+    device_memory: float | None = None
+    """Bytes of memory of a GPU; None: unknown."""
     labels: int = 0
     """Outputs of the score head; 0: an LM head."""
     rows_per_unit: int = 1
@@ -132,13 +134,19 @@ class Workload:
 
 
 def build_workload(
-    cfg: TrainConfig, mesh: MeshShape, *, on_gpu: bool, architecture: Architecture | None = None
+    cfg: TrainConfig,
+    mesh: MeshShape,
+    *,
+    on_gpu: bool,
+    architecture: Architecture | None = None,
+    device_memory: float | None = None,
 ) -> Workload:
     """Return the work of a run on a mesh, with the micro-batch size that the mesh allows.
 
     Args:
         on_gpu: Whether the device computes in bfloat16 by default.
         architecture: That of the trained model; None: by the config.
+        device_memory: Bytes of memory of the GPU, for chunks of the loss; None: unknown.
 
     Raises ConfigError if the sizes of a model are unknown.
     """
@@ -170,6 +178,7 @@ def build_workload(
         frozen=None if frozen is None else architecture_of(frozen, "model" if frozen is cfg.model else "teacher"),
         frozen_bytes=ITEM_BYTES[(frozen or model).stored_dtype(frozen_on_gpu=frozen_on_gpu and frozen is model)],
         extra_forwards=_extra_forwards(cfg),
+        device_memory=device_memory,
         labels=len(score_labels(cfg.data, scores) or ()),
         rows_per_unit=rows_per_unit,
     )

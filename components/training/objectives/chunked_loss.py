@@ -22,8 +22,8 @@ from components.training.objectives.contract import NOT_SHARDED, TokenLoss, Voca
 from components.training.objectives.cross_entropy import CrossEntropy
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
-"""Number of logits (tokens x vocabulary) of a chunk: large enough that the matmuls run at full speed and hide the
-update of the weight's gradient after each chunk."""
+"""Number of logits (tokens x vocabulary) of a chunk where `Head.chunk_logits` is not set: large enough that the matmuls
+run at full speed and hide the update of the weight's gradient after each chunk."""
 TOKEN_MULTIPLE = 128
 """Numbers of tokens are rounded up to a multiple of it, so that tensors have few distinct sizes in the allocator."""
 
@@ -38,13 +38,15 @@ class Head:
     """The model's elementwise transform of its logits (Gemma's softcapping, Cohere's scale); None: identity."""
     backward_twice: bool = False
     """Whether the backward runs twice, as in pipeline schedules that split it."""
+    chunk_logits: int | None = None
+    """Number of logits of a chunk, the same on all ranks that share the vocabulary; None: by the type of the device."""
     compiled: bool = False
     """Whether the loss of a chunk is compiled, which fuses its passes over the logits into two."""
 
 
-def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Return the maximum number of tokens of a chunk."""
-    return max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // vocabulary)
+def chunk_tokens(vocabulary: int, device: torch.device, logits: int | None = None) -> int:
+    """Return the maximum number of tokens of a chunk. logits: `Head.chunk_logits`."""
+    return max(1, (logits or CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])) // vocabulary)
 
 
 def active_autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
@@ -176,7 +178,7 @@ def _over_chunks(
     vocabulary, needs_grad = call.head.vocabulary, call.needs_grad
     accumulate_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     largest = len(weight) if vocabulary.group is None else vocabulary.largest_shard
-    chunks = max(1, -(-len(hidden) // chunk_tokens(largest, hidden.device)))
+    chunks = max(1, -(-len(hidden) // chunk_tokens(largest, hidden.device, call.head.chunk_logits)))
     loss = torch.zeros(len(hidden) if call.per_token else (), dtype=accumulate_dtype, device=hidden.device)
     # Sums over chunks are accumulated in float32 or more; a single chunk is one matmul, rounded once in any case.
     weight_grad_dtype = accumulate_dtype if chunks > 1 else weight.dtype

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -27,6 +28,7 @@ from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline.stages import Stages, shallow_copy
 from components.distributed.tensor.tensor_parallel import as_replicated
+from components.planning.formulas.hardware import chunk_logits
 from components.training.objectives import PLAIN, CrossEntropy, HeadOutput, TokenLoss, Vocabulary
 from components.training.objectives.chunked_loss import (
     Head,
@@ -103,15 +105,17 @@ def attach_loss_head(
             return LossHead(LossMethod.logits, f"{type(model).__name__}: {reason}")
         raise ConfigError(f"model.loss={method}: {type(model).__name__}: {reason}; set model.loss=logits") from reason
     vocabulary = -(-_vocabulary(model) // (mesh.size("tp") if mesh else 1))
+    logits = _chunk_logits(device, mesh)
     tokens, chunk = (
         sizes.micro_batch_size * sizes.seq_len // (mesh.size("cp") if mesh else 1),
-        chunk_tokens(vocabulary, device),
+        chunk_tokens(vocabulary, device, logits),
     )
     if method == LossMethod.auto and tokens <= chunk:
         return LossHead(LossMethod.logits, f"{tokens:,} tokens x a vocabulary of {vocabulary:,} fit into one chunk")
     method = LossMethod.chunked if method == LossMethod.auto else method
     split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
-    spec = Head(logits_transform=transform, backward_twice=split, compiled=cfg.compile == "true")
+    compiled = cfg.compile == "true"
+    spec = Head(logits_transform=transform, backward_twice=split, chunk_logits=logits, compiled=compiled)
     if last is not None and head is not None:
         _TakesTargets(last, name, head, method, spec)
     transformed = "" if transform is None else ", with the model's transform of its logits"
@@ -197,6 +201,19 @@ class _TakesTargets:
         return (
             loss if mesh is None or rows is hidden else DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
         )
+
+
+def _chunk_logits(device: torch.device, mesh: Mesh | None) -> int | None:
+    """Return the logits of a chunk by the memory of the GPU, the least of the tp ranks; None on other devices.
+
+    tp ranks that share the vocabulary must divide their tokens alike, as each chunk has collectives.
+    """
+    if device.type != "cuda":
+        return None
+    found = torch.tensor(chunk_logits(torch.cuda.get_device_properties(device).total_memory))
+    if mesh is not None and mesh.size("tp") > 1:
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=mesh["tp"].get_group())
+    return int(found)
 
 
 def local_head(head: Any, spec: Head) -> tuple[torch.Tensor, torch.Tensor | None, Head, DeviceMesh | None]:

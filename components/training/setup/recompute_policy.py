@@ -72,7 +72,9 @@ def _peaks(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device
         raise ConfigError("the formulas cover transformers' models and recipes whose config is a TrainConfig")
     text = config.get_text_config()
     architecture = read_architecture(shape_of_built(text.to_dict()), text.model_type)
-    workload = build_workload(cfg, mesh.shape, on_gpu=device.type == "cuda", architecture=architecture)
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
+    workload = build_workload(cfg, mesh.shape, on_gpu=on_gpu, architecture=architecture, device_memory=memory)
     return policy_peaks(cfg, workload, device.type)
 
 
