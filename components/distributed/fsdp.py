@@ -90,7 +90,7 @@ def shard_with_fsdp2(
     if ends.head:  # used last in the forward and first in the backward
         _shard(list(ends.head), mesh, inner, offload_policy, reshard=False)
     _shard(model, mesh, mp_policy, offload_policy, reshard=False)
-    _gather_early(model, ends.embedding)
+    _gather_early(model, ends)
     for unit in fsdp_units(model):
         if not reshard_after_forward:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -121,17 +121,26 @@ def prefetch_layers(model: nn.Module, ahead: int) -> None:
     """
     layers: list[Any] = [unit for unit in _units(model) if isinstance(unit, FSDPModule)]
     for index, layer in enumerate(layers if ahead else []):
-        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
+        if index + 1 < len(layers):  # the last one prefetches the head
+            layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
         layer.set_modules_to_backward_prefetch(layers[max(0, index - ahead) : index][::-1])
 
 
-def _gather_early(model: Any, embedding: nn.Module | None) -> None:
-    """Issue the all-gathers of the embedding and the first layer together when the forward begins.
+def _gather_early(model: Any, ends: Ends) -> None:
+    """Issue the all-gathers of the embedding and the first layer together when the forward begins, and that of the head
+    together with the last layer's.
 
     In the backward the embedding is not gathered: its gradient depends on token ids only. FSDP2 would also prefetch a
     frozen embedding, whose backward never runs.
     """
-    first: list[Any] = [unit for unit in _units(model) if isinstance(unit, FSDPModule)][:1]
+    layers: list[Any] = [unit for unit in _units(model) if isinstance(unit, FSDPModule)]
+    first, embedding = layers[:1], ends.embedding
+    if layers and ends.head:
+        head: Any = ends.head[0]
+        layers[-1].set_modules_to_forward_prefetch([head])
+        # A private method, without which FSDP2 keeps the buffer of the last all-gather until the forward ends, and so
+        # a second copy of the head beside the logits.
+        head._set_unshard_async_op(True)
     if isinstance(embedding, FSDPModule):
         first.insert(0, embedding)
         if isinstance(embedding, nn.Embedding):

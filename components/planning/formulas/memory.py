@@ -1,8 +1,9 @@
 """Peak memory of the fullest rank in an optimizer step.
 
-Five moments can be the fullest. In all of them a rank holds its parameters and its optimizer state, and gradients of
+Six moments can be the fullest. In all of them a rank holds its parameters and its optimizer state, and gradients of
 the micro-batches before.
 
+- The all-gather of a head that is not tied: all activations, the head, and the buffer it is copied from.
 - The loss's backward: all activations, the logits, and the gathered head.
 - The reduction of a head that is not tied: all activations, its gradients and their copy for the reduce-scatter.
 - The last layer's backward: all activations, and the layers that FSDP2 has gathered by then.
@@ -131,6 +132,13 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
     waiting = _waiting_gradients(w, rank, gradients)
     activations, recomputed, in_flight = _activation_terms(w, rank)
     moments = {
+        "the head is gathered": [
+            *state,
+            *waiting,
+            activations,
+            _gathered_term(w, rank, 2 if device == "cpu" else 1, head=True),  # gloo's copy exists during the last layer
+            _head_buffers(w, rank, w.compute_bytes),
+        ],
         "the backward of the loss begins": [
             *state,
             *waiting,
@@ -142,7 +150,8 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
             *state,
             *waiting,
             activations,
-            _head_reduction(w, rank, device),
+            _head_gradients(w, rank),
+            _head_buffers(w, rank, _accumulated_bytes(w) * (not w.peft.adapts) * (2 if device == "cpu" else 1)),
             _gathered_term(w, rank, 1),
         ],
         "the backward of the last layer begins": [
@@ -334,13 +343,23 @@ def _split_backward(w: Workload, rank: _Rank) -> Term:
     )
 
 
-def _head_reduction(w: Workload, rank: _Rank, device: str) -> Term:
-    """Return the gradients of a head that is not tied, with the input of its reduce-scatter, which gloo copies."""
-    size = rank.head * _accumulated_bytes(w) * (2 if device == "cpu" else 1)
-    if w.micro_batches == 1 or not _defers(w):
-        size += rank.head * w.compute_bytes
-    applies = w.fsdp > 1 and w.mesh.pp == 1 and not w.architecture.tied and not w.peft.adapts
-    return Term("new gradients", size if applies else 0.0, "of the head, and the input of its reduce-scatter")
+def _head_gradients(w: Workload, rank: _Rank) -> Term:
+    """Return the gradients of a head that is not tied, unless they are among those that wait."""
+    is_new = w.micro_batches == 1 or not _defers(w)
+    size = rank.head * w.compute_bytes if is_new and not w.architecture.tied and not w.peft.adapts else 0.0
+    return Term("new gradients", size, "of the head")
+
+
+def _head_buffers(w: Workload, rank: _Rank, item: int) -> Term:
+    """Return the buffers of a collective of a head that is not tied, with the copy that gloo makes in a reduce-scatter.
+
+    Args:
+        item: Bytes per element.
+    """
+    applies = w.fsdp > 1 and w.mesh.pp == 1 and not w.architecture.tied
+    return Term(
+        "communication buffers", applies * rank.head * item, f"{rank.head:,.0f} elements of the head x {item} B"
+    )
 
 
 def _cast_gradients(w: Workload, rank: _Rank) -> Term:
