@@ -16,6 +16,7 @@ One axis or concern each
     expert.py          expert parallelism: sharded experts, tokens exchanged by all-to-all
     fsdp.py            FSDP2 units, precision, prefetching; megatron.py: Megatron-FSDP
     gradient_sync.py   get_sync_ctx: deferred gradient reduction under gradient accumulation
+    numa.py            bind_to_gpu: a rank's threads on the CPUs near its GPU
     collectives.py     collectives on scalars, ragged tensors and objects
     traffic.py         record_traffic, StepTraffic: calls and bytes of every collective, by process group
 
@@ -33,6 +34,7 @@ from components import lazy
 if TYPE_CHECKING:
     from components.distributed.fsdp import unshard_fsdp2_model, unsharded_bytes
     from components.distributed.mesh import Mesh, build_mesh, groups_of_mesh, seed_ranks
+    from components.distributed.numa import bind_to_gpu
     from components.distributed.parallelizer import parallelize
     from components.distributed.process.process_group import (
         DistInfo,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from components import data, distributed, observability
+from components.config.schema.cluster import NumaBinding
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.protocol.failures import report_hang
 from components.resilience.frames import caller_code
@@ -49,6 +50,7 @@ class Attempt:
         )
         self.device: torch.device = info.device
         """This rank's device."""
+        self._cpus = distributed.bind_to_gpu(info.device) if cfg.cluster.numa_binding is NumaBinding.auto else ""
         self.rank: int = info.rank
         """Global rank."""
         self._world_size, self._is_main = info.world_size, info.is_main
@@ -140,7 +142,7 @@ class Attempt:
                 model=f"{source}: {model.summary}",
                 local_bytes=0 if model.counts is None else model.counts.local_bytes,
                 groups=[str(group) for group in distributed.groups_of_mesh(self.mesh)],
-                notes=[*notes, *([NOTE] if self._is_deterministic else [])],
+                notes=[self._cpus, *notes, *([NOTE] if self._is_deterministic else [])],
             ),
         )
 

@@ -46,6 +46,13 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class NumaBinding(StrEnum):
+    """auto: on GPU nodes, each rank runs on the CPUs of its GPU's NUMA node; off: on any CPU."""
+
+    auto = "auto"
+    off = "off"
+
+
 class MemoryPolicy(StrEnum):
     """What happens before a run starts whose estimated memory exceeds the device's. report: a note; refuse: an error,
     if it exceeds the memory by more than the estimate's error; off: nothing is estimated."""
@@ -75,6 +82,9 @@ class ClusterConfig:
     device: Device = Device.auto
     """auto (CUDA if a GPU is visible, else CPU), cpu or cuda. Under Slurm, auto and cuda request one GPU per process,
     cpu requests none."""
+    numa_binding: NumaBinding = NumaBinding.auto
+    """CPUs of a rank, among those that it may use: auto (those of its GPU's NUMA node, so that copies from host memory
+    do not cross sockets; without a GPU all) or off (all)."""
     gpu: str | None = None
     """Device of a rank, an option of conf/gpu such as h100_80, or a file of yours in conf/local/gpu; null: unknown, so
     that neither memory nor time can be estimated before the run starts."""
