@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from components.config.errors import ConfigError
 from components.config.layouts import local_heads
 from components.config.rules.mesh_rules import model_problems
-from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig, Strategy
+from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
 from components.distributed.context_parallel import use_context_parallel
 from components.distributed.expert import apply_expert_parallel
@@ -129,8 +129,6 @@ def parallelize(
     if mesh.size("pp") > 1:
         stages = cut_into_stages(model, pp_ranks, mesh.rank("pp"), compute_dtype, anatomy)
     if parallelism.strategy == Strategy.fsdp2:
-        # A split backward computes weight gradients later, from parameters that must still be unsharded then.
-        split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
         for module in [stage.module for stage in stages.own] if stages else [model]:
             has_head = stages is None or any(each.module is module and each.index == stages.last for each in stages.own)
             shard_with_fsdp2(
@@ -138,7 +136,7 @@ def parallelize(
                 mesh.sharding,
                 mixed_precision(compute_dtype, param_dtype),
                 offload_to_cpu(parallelism.cpu_offload),
-                parallelism.reshard_after_forward and not split,
+                parallelism.reshards_after_forward(mesh.size("pp")),
                 mesh.expert_sharding if mesh.size("ep") > 1 else None,
                 Ends(
                     _untied_embedding(model, anatomy) if stages is None else None,

@@ -46,7 +46,12 @@ if TYPE_CHECKING:
     from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype
     from components.training.setup.prepare import prepare, prepare_built, prepare_frozen
     from components.training.setup.prepared import Prepared, StepSettings
-    from components.training.setup.recompute_policy import RecomputePolicy, choose_recompute_policy
+    from components.training.setup.recompute_policy import (
+        GradSync,
+        RecomputePolicy,
+        choose_grad_sync,
+        choose_recompute_policy,
+    )
     from components.training.setup.router_loss import RouterLoss, attach_router_loss
     from components.training.state import NonFiniteGradients, SaveClock, TrainState
     from components.training.step import train_step

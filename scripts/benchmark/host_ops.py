@@ -106,7 +106,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
     optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(
-        device=cpu, mesh=mesh, loss_head=loss_head, flops=flops, defer_grad_sync=parallelism.defer_grad_sync
+        device=cpu, mesh=mesh, loss_head=loss_head, flops=flops, defer_grad_sync=parallelism.defers_grad_sync
     )
     from components.batch import Batch
 

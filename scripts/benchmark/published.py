@@ -257,7 +257,7 @@ def workload_of_row(row: dict[str, str]) -> Workload:
         pp_schedule=PipelineSchedule(schedule),
         sequence_parallel=mesh.tp > 1 and not (kempner and mesh.pp > 1),
         activation_checkpointing=ActivationCheckpointing(policy),
-        reshard_after_forward=mesh.pp == 1 or kempner,
+        reshard_after_forward="true" if kempner else "auto",
         stages_per_rank=LLAMA3_STAGES if program is LLAMA3_PAPER else 2,
     )
     return Workload(

@@ -177,7 +177,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
         device=torch.device("cpu"),
         max_grad_norm=CLIP,
         mesh=mesh,
-        defer_grad_sync=config.defer_grad_sync,
+        defer_grad_sync=config.defers_grad_sync,
         router_loss=router_loss,
         loss_head=loss_head,
     )  # fmt: skip

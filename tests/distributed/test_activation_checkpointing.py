@@ -14,13 +14,14 @@ from components import distributed, models, training
 from components.config.schema import ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig, WeightInit
-from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
+from components.config.schema.parallelism import ActivationCheckpointing, MeshShape, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.activation_offload import _SavedTensor
-from components.planning.formulas.memory_check import RESERVED_BYTES, policy_peaks
+from components.planning.formulas.memory_check import RESERVED_BYTES, grad_sync_peaks, policy_peaks
 from components.planning.formulas.workload import build_workload
+from components.training.setup import prepare as prepare_file
 from components.training.setup.recompute_policy import RecomputePolicy
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
@@ -106,6 +107,50 @@ def test_auto_recomputes_in_full_if_the_formulas_do_not_cover_the_model() -> Non
 def test_explicit_policy_reports_nothing() -> None:
     cfg = replace(config(), parallelism=ParallelismConfig())
     assert not choose(cfg, build("llama", torch.float32), None)  # type: ignore[arg-type]
+
+
+def test_gradients_are_deferred_on_a_gpu_only_where_that_fits() -> None:
+    cfg, cuda = config(), torch.device("cuda")
+    cfg = replace(cfg, training=TrainingConfig(micro_batch_size=1, global_batch_size=8, seq_len=32))
+    explicit = replace(cfg, parallelism=ParallelismConfig(dp_shard=2))
+    model, mesh = build("llama", torch.float32, dict(cfg.model.config)), Mesh(None, MeshShape(dp_shard=2))  # type: ignore[arg-type]
+    workload = build_workload(explicit, mesh.shape, on_gpu=True)
+    ((deferred, reduced),) = grad_sync_peaks(explicit, workload, "cuda")
+    assert reduced < 0.9 * deferred
+    enough = [int(RESERVED_BYTES + peak * 1.081) for peak in (deferred, reduced)]
+    first, second = (training.choose_grad_sync(explicit, model, mesh, cuda, memory) for memory in enough)
+    assert (first.deferred, second.deferred) == (True, False)
+    assert str(second).startswith("gradients: reduced per micro-batch, of 0.00 GiB usable per rank they need")
+    # Rather a reduction per micro-batch than more recomputation, with which deferred gradients would fit.
+    none, *others = grad_sync_peaks(cfg, build_workload(cfg, mesh.shape, on_gpu=True), "cuda")
+    assert none[1] < none[0]
+    assert not training.choose_grad_sync(cfg, model, mesh, cuda, int(RESERVED_BYTES + none[1] * 1.081)).deferred
+    assert others
+
+    one = replace(explicit, training=replace(cfg.training, micro_batch_size=4))
+    set_to = replace(explicit, parallelism=ParallelismConfig(dp_shard=2, defer_grad_sync="true"))
+    for other, device in ((explicit, CPU), (one, cuda), (set_to, cuda)):
+        chosen = training.choose_grad_sync(other, model, mesh, device, 1)
+        assert (chosen.deferred, bool(chosen)) == (True, False)
+    xglm = AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", num_layers=1, d_model=16, ffn_dim=16))
+    unknown = training.choose_grad_sync(explicit, xglm, mesh, cuda, 1)
+    assert unknown.deferred
+    assert "cannot be estimated" in unknown.why
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_run_reduces_gradients_as_auto_chose(monkeypatch: pytest.MonkeyPatch, deferred: bool) -> None:
+    monkeypatch.setattr(prepare_file, "choose_grad_sync", lambda *_: training.GradSync(deferred, "for a test"))
+    cfg = replace(config(), parallelism=ParallelismConfig(strategy=Strategy.single, dp_shard=1))
+
+    def on_rank(rank: int) -> tuple[bool, list[str]]:
+        run = prepare_file._NewRun(distributed.build_mesh(cfg.parallelism, "cpu"), CPU)
+        prepared = training.prepare(cfg, run, 97)
+        return prepared.settings.defer_grad_sync, [str(note) for note in prepared.notes]
+
+    ((deferred_now, notes),) = run_ranks(1, on_rank)
+    assert deferred_now is deferred
+    assert any(note.endswith("for a test") for note in notes)
 
 
 def config() -> FinetuneConfig:

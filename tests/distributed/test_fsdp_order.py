@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
 
 from components import distributed, models, training
 from components.batch import Batch
@@ -142,3 +143,27 @@ def test_norm_and_head_are_gathered_late_and_reduced_first() -> None:
         assert lora["step"] == [*first, *second, "+1", "-2", "+0", "-1", "-0"]  # nothing frozen is gathered or reduced
         assert tied["forward"] == ["+embed_tokens", "+0", "+1", "+2"]
         assert tied["step"][-1] == "-embed_tokens"
+
+
+def collectives_of_a_pipeline(reshard: str) -> tuple[list[str], bool]:
+    """Return the collectives of a step of two micro-batches, and whether it leaves all parameters sharded."""
+    model: Any = build("llama", torch.float32, {**parity.MODELS["llama"], "num_hidden_layers": 4})
+    models.use_causal_sdpa(model)
+    config = ParallelismConfig(pp=2, dp_shard=2, reshard_after_forward=reshard)
+    mesh = distributed.build_mesh(config, "cpu")
+    layout = distributed.parallelize(model, mesh, config, torch.float32)
+    called = distributed.wrap_replicas(model, mesh, config, layout)
+    prepared = training.Prepared(model, training.StepSettings(device=torch.device("cpu"), mesh=mesh), called)
+    batch = Batch.from_labels(TOKENS, TOKENS)
+    with recorded_units() as found:
+        training.train_step(prepared, [batch, batch], training.build_optimizer(model, AdamWConfig()))
+    return found, all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_a_pipeline_gathers_each_unit_once_per_step() -> None:
+    found = run_ranks(4, lambda _: [collectives_of_a_pipeline(each) for each in ("auto", "true")], timeout=120)
+    units = [["embed_tokens", "0", "1"]] * 2 + [["2", "3", "norm"]] * 2
+    for stage, ((once, is_sharded), (again, _)) in zip(units, found, strict=True):
+        assert sorted(once) == sorted([f"{sign}{unit}" for unit in stage for sign in "+-"])
+        assert is_sharded
+        assert len(again) > len(once)  # the first layer, for a forward or a backward that follows a forward

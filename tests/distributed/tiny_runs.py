@@ -117,7 +117,7 @@ def start(cell: Cell, built: torch.nn.Module, seed: int = 0, dtype: torch.dtype 
         device=torch.device("cpu"),
         max_grad_norm=CLIP,
         mesh=mesh,
-        defer_grad_sync=config.defer_grad_sync,
+        defer_grad_sync=config.defers_grad_sync,
         router_loss=router_loss,
     )
     plan = BatchPlan(

@@ -131,7 +131,7 @@ def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | N
     replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     settings = training.StepSettings(
         device=CUDA,
-        defer_grad_sync=cfg.parallelism.defer_grad_sync,
+        defer_grad_sync=cfg.parallelism.defers_grad_sync,
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
         loss_head=loss_head,

@@ -61,6 +61,10 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that compute input gradients and weight gradients separately."""
 
 
+SWITCH = ("true", "false", "auto")
+"""Values of parallelism.defer_grad_sync and parallelism.reshard_after_forward."""
+
+
 class ContextAttention(StrEnum):
     """Attention over a sequence that is sharded over cp.
 
@@ -173,11 +177,12 @@ class ParallelismConfig:
     activation_offload: bool = False
     """Copy what decoder layers save for the backward to host memory, and back one layer ahead: less device memory, more
     traffic between host and device. With activation_checkpointing=none, full, alternate or auto; requires a GPU."""
-    defer_grad_sync: bool = True
-    """Reduce gradients once per optimizer step instead of per micro-batch: less communication, more memory."""
-    reshard_after_forward: bool = True
+    defer_grad_sync: str = "auto"
+    """Reduce gradients once per optimizer step instead of per micro-batch: less communication, but whole gradients in
+    float32. true, false or auto (on a GPU, true if the estimated memory fits; elsewhere true)."""
+    reshard_after_forward: str = "auto"
     """Free all-gathered parameters after the forward and gather them again in the backward: less memory, more
-    communication. false requires fsdp2."""
+    communication. true, false (requires fsdp2) or auto (false under pp, where each micro-batch would gather again)."""
     prefetch: int = 0
     """Number of layers whose parameters are all-gathered ahead of the current one, in forward and backward (fsdp2):
     overlaps more communication, costs the memory of that many layers; 0: FSDP2's default, one layer if the host runs
@@ -190,6 +195,8 @@ class ParallelismConfig:
     the model's plan."""
 
     def __post_init__(self) -> None:
+        self.defer_grad_sync = str(self.defer_grad_sync).lower()  # YAML's true and false become True and False
+        self.reshard_after_forward = str(self.reshard_after_forward).lower()
         problems = [
             f"parallelism.{axis}={self.degree(axis)}: must be at least 1, or -1 to infer it"
             for axis in AXES
@@ -222,10 +229,13 @@ class ParallelismConfig:
                 f"parallelism.tp_plan={self.tp_plan}: is not an import path; write package.module:name, or null "
                 "for the model's own plan"
             )
-        if not self.reshard_after_forward and self.strategy != Strategy.fsdp2:
+        for key in ("defer_grad_sync", "reshard_after_forward"):
+            if (value := field_values(self)[key]) not in SWITCH:
+                problems.append(f"parallelism.{key}={value}: must be {', '.join(SWITCH[:-1])} or {SWITCH[-1]}")
+        if self.reshard_after_forward == "false" and self.strategy != Strategy.fsdp2:
             problems.append(
                 "parallelism.reshard_after_forward=false: only fsdp2 gathers and frees parameters; set it to "
-                f"true, or replace parallelism.strategy={self.strategy} by fsdp2"
+                f"auto, or replace parallelism.strategy={self.strategy} by fsdp2"
             )
         if self.prefetch > 0 and self.strategy != Strategy.fsdp2:
             problems.append(
@@ -244,6 +254,20 @@ class ParallelismConfig:
         cp splits a row into 2 x cp chunks, two per rank; sequence parallel splits the tokens of a cp rank over tp.
         """
         return mesh.cp * math.lcm(2 if mesh.cp > 1 else 1, mesh.tp if self.sequence_parallel else 1)
+
+    @property
+    def defers_grad_sync(self) -> bool:
+        """Whether gradients are reduced once per optimizer step; auto counts as true until it is resolved."""
+        return self.defer_grad_sync != "false"
+
+    def reshards_after_forward(self, pp: int) -> bool:
+        """Whether FSDP2 frees parameters after a forward.
+
+        A split backward computes weight gradients later, from parameters that must still be unsharded then.
+        """
+        if pp > 1 and self.pp_schedule in SPLIT_BACKWARD:
+            return False
+        return pp == 1 if self.reshard_after_forward == "auto" else self.reshard_after_forward == "true"
 
     def stage_ranks(self, pp: int) -> list[int]:
         """Return the pp rank of each pipeline stage, in the order of the stages."""

@@ -291,7 +291,7 @@ def _accumulated_bytes(w: Workload) -> int:
 
 def _defers(w: Workload) -> bool:
     """Return whether gradients wait unsharded until the last micro-batch."""
-    return w.is_sharded and (w.mesh.pp > 1 or (w.micro_batches > 1 and w.parallelism.defer_grad_sync))
+    return w.is_sharded and (w.mesh.pp > 1 or (w.micro_batches > 1 and w.parallelism.defers_grad_sync))
 
 
 def _waiting_gradients(w: Workload, rank: _Rank, gradients: Term) -> list[Term]:
@@ -477,7 +477,7 @@ def _gathered_term(w: Workload, rank: _Rank, layers: int, *, head: bool = False)
     wide = w.compute_bytes if rank.layer_bytes >= 1 else rank.layer_bytes
     freed = 0.0 if head or w.architecture.tied else rank.head
     count, outer = min(rank.layers, layers + w.parallelism.prefetch), rank.head - freed
-    if not w.parallelism.reshard_after_forward:
+    if not w.parallelism.reshards_after_forward(w.mesh.pp):
         count, outer = rank.layers + 1, rank.outer.gathered - freed
     if w.mesh.pp > 1:  # a stage keeps its parameters gathered between micro-batches
         more = 0 if w.architecture.experts else 1

@@ -68,16 +68,19 @@ def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Memor
 
 
 def workload_on(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Workload:
-    """Return the work of a run on its device, with activation_checkpointing=auto resolved to the least recomputation
-    that fits, or to full.
+    """Return the work of a run on its device, with defer_grad_sync=auto resolved, and activation_checkpointing=auto to
+    the least recomputation that fits, or to full.
 
     Raises ConfigError if the sizes of the model are unknown.
     """
     workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu, device_memory=hardware.gpu_memory)
+    usable = usable_bytes(hardware)
+    if chooses_grad_sync(workload, hardware.device_type):
+        defers = fitting_grad_sync(grad_sync_peaks(cfg, workload, hardware.device_type), usable)
+        workload = with_grad_sync(workload, defers=defers)
     if cfg.parallelism.activation_checkpointing is not ActivationCheckpointing.auto:
         return workload
-    policy = fitting_policy(policy_peaks(cfg, workload, hardware.device_type), usable_bytes(hardware))
-    return _with_policy(workload, policy)
+    return _with_policy(workload, fitting_policy(policy_peaks(cfg, workload, hardware.device_type), usable))
 
 
 def policy_peaks(cfg: TrainConfig, workload: Workload, device_type: str) -> dict[ActivationCheckpointing, int]:
@@ -89,6 +92,39 @@ def policy_peaks(cfg: TrainConfig, workload: Workload, device_type: str) -> dict
         if not recompute_problems(cfg.model, chosen, workload.mesh):
             peaks[policy] = estimate_memory(_with_policy(workload, policy), device_type).peak
     return peaks
+
+
+def chooses_grad_sync(workload: Workload, device_type: str) -> bool:
+    """Whether defer_grad_sync=auto depends on the memory: FSDP2 accumulates several micro-batches on a GPU."""
+    parallelism = workload.parallelism
+    accumulates = workload.is_sharded and workload.micro_batches > 1 and workload.mesh.pp == 1
+    return parallelism.defer_grad_sync == "auto" and accumulates and device_type == "cuda"
+
+
+def grad_sync_peaks(cfg: TrainConfig, workload: Workload, device_type: str) -> list[tuple[int, int]]:
+    """Return the peak memory of the fullest rank, in bytes, if gradients are reduced once per step and if they are
+    reduced per micro-batch, under the configured policy or each that `auto` allows."""
+    peaks = []
+    for defers in (True, False):
+        chosen = with_grad_sync(workload, defers=defers)
+        if cfg.parallelism.activation_checkpointing is ActivationCheckpointing.auto:
+            peaks.append(list(policy_peaks(cfg, chosen, device_type).values()))
+        else:
+            peaks.append([estimate_memory(chosen, device_type).peak])
+    return list(zip(*peaks, strict=True))
+
+
+def fitting_grad_sync(peaks: list[tuple[int, int]], usable: float) -> bool:
+    """Return whether to reduce gradients once per step: rather per micro-batch than with more recomputation."""
+    for deferred, reduced in peaks:
+        if min(deferred, reduced) * (1 + ESTIMATE_ERROR) <= usable:
+            return deferred * (1 + ESTIMATE_ERROR) <= usable
+    return False
+
+
+def with_grad_sync(workload: Workload, *, defers: bool) -> Workload:
+    """Return the workload with parallelism.defer_grad_sync resolved."""
+    return replace(workload, parallelism=replace(workload.parallelism, defer_grad_sync=str(defers)))
 
 
 def fitting_policy(peaks: dict[ActivationCheckpointing, int], usable: float) -> ActivationCheckpointing:

@@ -13,7 +13,14 @@ from components.config.validate import validate
 from components.planning.formulas.candidates import Candidate, Choice, LeftOut, candidates
 from components.planning.formulas.hardware import Hardware, find_hardware
 from components.planning.formulas.memory import MemoryEstimate, estimate_memory
-from components.planning.formulas.memory_check import ESTIMATE_ERROR, GIB, usable_bytes, workload_on
+from components.planning.formulas.memory_check import (
+    ESTIMATE_ERROR,
+    GIB,
+    chooses_grad_sync,
+    usable_bytes,
+    with_grad_sync,
+    workload_on,
+)
 from components.planning.formulas.step_time import StepTime, estimate_time
 from components.planning.formulas.workload import Workload, build_workload
 
@@ -59,6 +66,9 @@ def rank_plans(
             compiled = cfg.model.compiles(each.parallelism, packs=cfg.data.pack, on_gpu=hardware.is_gpu)
             workload = base.on_mesh(each.parallelism, each.mesh, each.micro_batch_size, compiled)
             memory = estimate_memory(workload, hardware.device_type)
+            if memory.peak > limit and chooses_grad_sync(workload, hardware.device_type):
+                workload = with_grad_sync(workload, defers=False)
+                memory = estimate_memory(workload, hardware.device_type)
             if least == 0 or memory.peak < least:
                 least, smallest = memory.peak, each
             if memory.peak > limit:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from components.config.layouts import stage_layers
 from components.config.schema.optimizer import MuonConfig, OptimizerKind, SGDConfig
-from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing
+from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.peft import PeftConfig
 from components.planning.formulas.activations import layer_activations
 from components.planning.formulas.architecture import Sharding, Weight
@@ -106,11 +106,10 @@ class _Estimate:
         self.forward = sum(each.forward for each in self.works)
         self.backward = sum(each.backward + each.recomputed for each in self.works)
         pipelined = mesh.pp > 1
-        split = pipelined and parallelism.pp_schedule in SPLIT_BACKWARD
-        reshards = parallelism.reshard_after_forward and not split
+        reshards = parallelism.reshards_after_forward(mesh.pp)
         self.micro_batches = workload.micro_batches
         self.forward_gathers, self.backward_gathers = self._gathers(reshards)
-        deferred = pipelined or parallelism.defer_grad_sync or not workload.is_sharded
+        deferred = pipelined or parallelism.defers_grad_sync or not workload.is_sharded
         self.reductions = 1 if deferred else self.micro_batches
         self.deferred = deferred
 

@@ -2,7 +2,7 @@
 
 prepare.py           prepare: build, parallelize and fill a model; prepared.py: Prepared, StepSettings
 precision.py         the compute dtype, and autocast
-recompute_policy.py  the activation-checkpointing policy for `auto`, from an estimate of memory
+recompute_policy.py  `auto` of activation checkpointing and gradient reduction, from an estimate of memory
 router_loss.py       the auxiliary loss of mixture-of-experts routers
 flops.py             FLOPs of a step and the devices' peak, for the MFU
 attention_report.py  the attention kernel a run uses, and the loss difference float8 causes

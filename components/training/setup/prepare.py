@@ -34,7 +34,7 @@ from components.training.objectives.loss_head import attach_loss_head
 from components.training.setup.flops import step_flops
 from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype
 from components.training.setup.prepared import Prepared, StepSettings
-from components.training.setup.recompute_policy import choose_recompute_policy
+from components.training.setup.recompute_policy import choose_grad_sync, choose_recompute_policy
 from components.training.setup.router_loss import attach_router_loss
 
 if TYPE_CHECKING:
@@ -91,8 +91,11 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
     trains = training is not None
     dtype, dtype_note = compute_dtype(cfg.model, device, adapts=_adapters(cfg).adapts)
     flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
-    recompute, parallelism, on_gpu = None, cfg.parallelism, device.type == "cuda"
+    recompute, grad_sync, parallelism, on_gpu = None, None, cfg.parallelism, device.type == "cuda"
     if training is not None:
+        grad_sync = choose_grad_sync(cfg, model, mesh, device)
+        parallelism = replace(parallelism, defer_grad_sync=str(grad_sync.deferred))
+        cfg = replace(cfg, parallelism=parallelism)
         recompute = choose_recompute_policy(cfg, model, mesh, device)
         parallelism = replace(parallelism, activation_checkpointing=recompute.policy)
     packs = cfg.data.pack
@@ -130,7 +133,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         settings=StepSettings(
             device=device,
             max_grad_norm=0.0 if training is None else training.max_grad_norm,
-            defer_grad_sync=cfg.parallelism.defer_grad_sync,
+            defer_grad_sync=cfg.parallelism.defers_grad_sync,
             mesh=mesh,
             autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
             router_loss=router_loss,
@@ -143,7 +146,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         anatomy=anatomy,
         counts=counts,
         summary=f"{counts}, {cfg.model.stored_dtype()}, {dtype_note}",
-        notes=[each for each in (*layout.notes, *layers, router_loss, loss_head, recompute, flops) if each is not None],
+        notes=[each for each in (*layout.notes, *layers, router_loss, loss_head, recompute, grad_sync, flops) if each],
     )
     return prepared if training is None else prepared.with_average(training)
 

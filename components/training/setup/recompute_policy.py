@@ -1,4 +1,4 @@
-"""Choice of the activation-checkpointing policy for `auto`: the least recomputation that fits the device's memory."""
+"""Choices of `auto` that the device's memory decides: when gradients are reduced, and what is recomputed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ from components.distributed.init import get_local_world_size_preinit
 from components.distributed.mesh import Mesh
 from components.models.anatomy import config_of
 from components.planning.formulas.architecture import read_architecture
-from components.planning.formulas.memory_check import GIB, RESERVED_BYTES, fitting_policy, policy_peaks
-from components.planning.formulas.workload import build_workload
+from components.planning.formulas.memory_check import (
+    GIB,
+    RESERVED_BYTES,
+    chooses_grad_sync,
+    fitting_grad_sync,
+    fitting_policy,
+    grad_sync_peaks,
+    policy_peaks,
+)
+from components.planning.formulas.workload import Workload, build_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,55 @@ class RecomputePolicy:
 
     def __str__(self) -> str:
         return f"activation checkpointing: {self.policy}, {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class GradSync:
+    """When gradients of several micro-batches are reduced, and the reason for it if `auto` chose it."""
+
+    deferred: bool
+    """Whether they are reduced once per optimizer step."""
+    why: str = ""
+    """Reason for the banner; empty if the memory did not matter."""
+
+    def __bool__(self) -> bool:
+        return bool(self.why)
+
+    def __str__(self) -> str:
+        return f"gradients: reduced {'once per step' if self.deferred else 'per micro-batch'}, {self.why}"
+
+
+def choose_grad_sync(
+    cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device, memory: int | None = None
+) -> GradSync:
+    """Return the configured parallelism.defer_grad_sync, or what `auto` resolves to: true unless it does not fit.
+
+    Also true on a CPU, without accumulation or FSDP2, and if the memory cannot be estimated. The memory is the
+    planner's estimate for the fullest rank. A collective if it matters.
+
+    Args:
+        model: The whole model, also if it is sharded.
+        memory: Bytes available to this rank; None: the memory of its GPU.
+    """
+    try:
+        workload = _workload(cfg, model, mesh, device)
+        if not isinstance(cfg, TrainConfig) or not chooses_grad_sync(workload, device.type):
+            return GradSync(cfg.parallelism.defers_grad_sync)
+        peaks = grad_sync_peaks(cfg, workload, device.type)
+    except ConfigError as error:
+        why = ""
+        if cfg.parallelism.defer_grad_sync == "auto" and device.type == "cuda":
+            why = f"because the memory of a step cannot be estimated: {error}"
+        return GradSync(cfg.parallelism.defers_grad_sync, why)
+    memory = _least_over_ranks(_available_memory(device) if memory is None else memory, device)
+    usable = max(memory - RESERVED_BYTES, 0.0)
+    deferred, reduced = peaks[-1]
+    least = " with the most recomputation" if len(peaks) > 1 else ""
+    return GradSync(
+        fitting_grad_sync(peaks, usable),
+        f"of {usable / GIB:,.2f} GiB usable per rank they need an estimated {deferred / GIB:,.2f} once per step, "
+        f"{reduced / GIB:,.2f} per micro-batch{least}",
+    )
 
 
 def choose_recompute_policy(
@@ -67,6 +124,12 @@ def _peaks(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device
 
     Raises ConfigError if the formulas do not cover the model or the recipe.
     """
+    workload = _workload(cfg, model, mesh, device)
+    return policy_peaks(cfg, workload, device.type)  # type: ignore[arg-type]
+
+
+def _workload(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device) -> Workload:
+    """Return the work of a step. Raises ConfigError if the formulas do not cover the model or the recipe."""
     config = config_of(model)
     if config is None or not isinstance(cfg, TrainConfig):
         raise ConfigError("the formulas cover transformers' models and recipes whose config is a TrainConfig")
@@ -74,8 +137,7 @@ def _peaks(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device
     architecture = read_architecture(shape_of_built(text.to_dict()), text.model_type)
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-    workload = build_workload(cfg, mesh.shape, on_gpu=on_gpu, architecture=architecture, device_memory=memory)
-    return policy_peaks(cfg, workload, device.type)
+    return build_workload(cfg, mesh.shape, on_gpu=on_gpu, architecture=architecture, device_memory=memory)
 
 
 def _available_memory(device: torch.device) -> int:
