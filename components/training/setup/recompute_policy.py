@@ -73,7 +73,7 @@ def choose_grad_sync(
         memory: Bytes available to this rank; None: the memory of its GPU.
     """
     try:
-        workload = _workload(cfg, model, mesh, device)
+        workload = _workload(cfg, model, mesh, device, memory)
         if not isinstance(cfg, TrainConfig) or not chooses_grad_sync(workload, device.type):
             return GradSync(cfg.parallelism.defers_grad_sync)
         peaks = grad_sync_peaks(cfg, workload, device.type)
@@ -109,7 +109,8 @@ def choose_recompute_policy(
         return RecomputePolicy(configured)
     memory = _least_over_ranks(_available_memory(device) if memory is None else memory, device)
     try:
-        peaks = _peaks(cfg, model, mesh, device)
+        workload = _workload(cfg, model, mesh, device, memory)
+        peaks = policy_peaks(cfg, workload, device.type)  # type: ignore[arg-type]
     except ConfigError as error:
         why = f"because the memory of a step cannot be estimated: {error}"
         return RecomputePolicy(ActivationCheckpointing.full, why)
@@ -119,16 +120,7 @@ def choose_recompute_policy(
     return RecomputePolicy(fitting_policy(peaks, usable), why)
 
 
-def _peaks(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device) -> dict[ActivationCheckpointing, int]:
-    """Return the estimated peak memory of the fullest rank under each possible policy.
-
-    Raises ConfigError if the formulas do not cover the model or the recipe.
-    """
-    workload = _workload(cfg, model, mesh, device)
-    return policy_peaks(cfg, workload, device.type)  # type: ignore[arg-type]
-
-
-def _workload(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device) -> Workload:
+def _workload(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device, memory: int | None) -> Workload:
     """Return the work of a step. Raises ConfigError if the formulas do not cover the model or the recipe."""
     config = config_of(model)
     if config is None or not isinstance(cfg, TrainConfig):
@@ -136,8 +128,11 @@ def _workload(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.dev
     text = config.get_text_config()
     architecture = read_architecture(shape_of_built(text.to_dict()), text.model_type)
     on_gpu = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-    return build_workload(cfg, mesh.shape, on_gpu=on_gpu, architecture=architecture, device_memory=memory)
+    if memory is None and on_gpu:
+        memory = _available_memory(device)
+    return build_workload(
+        cfg, mesh.shape, on_gpu=on_gpu, architecture=architecture, device_memory=memory if on_gpu else None
+    )
 
 
 def _available_memory(device: torch.device) -> int:
