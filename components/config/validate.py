@@ -9,6 +9,7 @@ from __future__ import annotations
 from components.config.errors import ConfigError
 from components.config.micro_batches import batch_problems
 from components.config.rules.compute_rules import (
+    async_tp_problems,
     attention_problems,
     compile_problems,
     distillation_problems,
@@ -90,6 +91,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         problems += distillation_problems(model, section(cfg, TeacherConfig), training)
     problems += rope_problems(model, shape)
     problems += compile_problems(model, parallelism, mesh, shape)
+    problems += async_tp_problems(model, parallelism, device, packs=cfg.data.pack)
     problems += loss_problems(model, parallelism, mesh, device)
     problems += recompute_problems(model, parallelism, mesh)
     problems += offload_problems(parallelism, mesh, device)

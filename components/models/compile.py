@@ -6,6 +6,7 @@ import logging
 import os
 import struct
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -39,6 +41,7 @@ def compile_layers(
     fullgraph: bool = True,
     backend: str | Callable = "inductor",
     anatomy: Anatomy | None = None,
+    async_tp: ProcessGroup | None = None,
 ) -> None:
     """Compile the forward of each decoder layer in place; names and classes do not change.
 
@@ -49,6 +52,10 @@ def compile_layers(
     Layers of one class share their graphs and torch's recompile limit, beyond which `fullgraph` raises. This function
     increases the limit, because variants multiply: evaluation and training, frozen inputs under adapters, rows shorter
     and longer than a window and, under tensor parallelism, each row length.
+
+    Args:
+        async_tp: Process group of sequence parallelism, whose collectives overlap with the matmuls beside them (of 8
+            per layer, all but the backward's 2 reduce-scatters); None: they do not.
     """
     any_length = not _is_tp_sharded(model)
     limit = GRAPH_LIMIT if any_length else GRAPH_LIMIT_BY_LENGTH
@@ -57,6 +64,14 @@ def compile_layers(
         remove_truncated_libraries()
     from transformers import AttentionInterface
 
+    options: dict[str, Any] = {}
+    if async_tp is not None:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            # Deprecated as unnecessary, but the compiler of torch 2.13 skips groups that are not registered.
+            enable_symm_mem_for_group(async_tp.group_name)
+        options = {"options": {"_micro_pipeline_tp": True}}
     attention = AttentionInterface().get(model.config._attn_implementation)
     for layer in filter(has_parameters, decoder_layers(model, anatomy)):
         forward = layer.forward
@@ -66,7 +81,7 @@ def compile_layers(
         checkpointed = forward if isinstance(forward, partial) and forward.func is checkpoint else None
         inner = checkpointed.args[0] if checkpointed else forward
         compiled = torch.compile(
-            inner, fullgraph=without_breaks, backend=backend, dynamic=None if any_length else False
+            inner, fullgraph=without_breaks, backend=backend, dynamic=None if any_length else False, **options
         )
         if any_length:
             compiled = partial(_call_compiled, compiled)

@@ -305,6 +305,22 @@ AXES = [
         *("parallelism.cpu_offload=true: pipeline stages exchange", "set parallelism.pp=1, not 2"),
     ),
     (
+        "parallelism=fsdp2_tp2 cluster=local_2proc parallelism.async_tp=true",
+        *("parallelism.async_tp=true: overlaps", "set parallelism.sequence_parallel=true"),
+    ),
+    (
+        "parallelism=fsdp2_tp2_sp cluster=local_2proc cluster.device=cpu parallelism.async_tp=true",
+        *("parallelism.async_tp=true: needs the symmetric memory of GPUs", "cluster.device=cpu"),
+    ),
+    (
+        "parallelism=fsdp2_tp2_sp cluster=local_2proc model.compile=false parallelism.async_tp=true",
+        *("parallelism.async_tp=true: only compiled layers overlap", "model.compile=false", "set model.compile=true"),
+    ),
+    (
+        "parallelism.defer_grad_sync=sometimes",
+        *("parallelism.defer_grad_sync=sometimes: must be", "true, false or auto"),
+    ),
+    (
         "parallelism=ddp parallelism.reshard_after_forward=false",
         *("parallelism.reshard_after_forward=false: only fsdp2", "parallelism.strategy=ddp"),
     ),

@@ -224,6 +224,28 @@ def test_keeping_parameters_gathers_half_as_often() -> None:
     assert term(keep, "FSDP all-gathers (exposed)") < 0.6 * term(reshard, "FSDP all-gathers (exposed)")
 
 
+def test_a_head_that_is_not_tied_is_gathered_and_reduced_beside_layers() -> None:
+    load = workload(mesh={"dp_shard": 8})
+    tied = replace(load, architecture=replace(load.architecture, tied=True))
+    group, head = mesh_groups(load.mesh, H100).fsdp, load.architecture.vocab * load.architecture.hidden
+    for name, sent in (
+        ("gradient reduction (exposed)", group.all_gather(4 * head)),
+        ("FSDP all-gathers (exposed)", 2 * group.all_gather(2 * head)),  # two micro-batches
+    ):
+        more = term(estimate_time(load, H100), name) - term(estimate_time(tied, H100), name)
+        assert more == pytest.approx(OVERLAP_LOSS * sent, rel=0.02)
+
+
+def test_async_tp_overlaps_three_of_four_collectives() -> None:
+    options = {"sequence_parallel": True}
+    together, apart = (
+        estimate_time(workload(mesh={"tp": 8}, parallelism={**options, "async_tp": value}), H100)
+        for value in (True, False)
+    )
+    ratio = term(together, "tp communication") / term(apart, "tp communication")
+    assert ratio == pytest.approx(1 / 4 + 3 / 4 * OVERLAP_LOSS)
+
+
 def test_deferred_reduction_reduces_once() -> None:
     once, each = (
         estimate_time(workload(mesh={"dp_shard": 8}, micro_batches=4, parallelism={"defer_grad_sync": value}), H100)

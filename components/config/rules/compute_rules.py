@@ -41,6 +41,19 @@ def compile_problems(
     return problems
 
 
+def async_tp_problems(model: ModelConfig, parallelism: ParallelismConfig, device: Device, *, packs: bool) -> list[str]:
+    """Return the problems of parallelism.async_tp, which the compiler applies to layers on GPUs."""
+    if not parallelism.async_tp:
+        return []
+    key = "parallelism.async_tp=true"
+    if device == Device.cpu:
+        return [f"{key}: needs the symmetric memory of GPUs, but cluster.device=cpu; set it to false"]
+    if model.compiles(parallelism, packs=packs, on_gpu=True):
+        return []
+    reason = model.uncompiled_because(parallelism, packs=packs) if model.compile == "auto" else "model.compile=false"
+    return [f"{key}: only compiled layers overlap, and they are not, because of {reason}; set model.compile=true"]
+
+
 def torchao_problems(key: str) -> list[str]:
     """Return the problem of a setting that needs torchao, given as KEY=VALUE, if torchao is not installed."""
     if importlib.util.find_spec("torchao") is not None:

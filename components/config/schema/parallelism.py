@@ -169,6 +169,9 @@ class ParallelismConfig:
     auto (ulysses if possible)."""
     sequence_parallel: bool = False
     """Also shard activations between tensor-parallel layers along the sequence; requires tp > 1."""
+    async_tp: bool = False
+    """Split the all-gathers and reduce-scatters of sequence parallelism and the matmuls beside them into pieces that
+    overlap, over symmetric memory; requires sequence_parallel and compiled layers on GPUs of one node."""
     uneven_heads: UnevenHeads = UnevenHeads.replicate
     """If tp does not divide the attention heads: replicate (every tp rank computes all heads) or refuse (error)."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
@@ -214,6 +217,11 @@ class ParallelismConfig:
             )
         if self.sequence_parallel and self.tp == 1:
             problems.append("parallelism.sequence_parallel=true: needs parallelism.tp > 1")
+        if self.async_tp and not self.sequence_parallel:
+            problems.append(
+                "parallelism.async_tp=true: overlaps the all-gathers and reduce-scatters of sequence parallelism; set "
+                "parallelism.sequence_parallel=true, or parallelism.async_tp=false"
+            )
         if self.cpu_offload and self.strategy != Strategy.fsdp2:
             problems.append(
                 f"parallelism.cpu_offload=true: only fsdp2 can offload; parallelism.strategy={self.strategy}"

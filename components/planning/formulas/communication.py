@@ -21,6 +21,11 @@ memory bandwidth. Estimate: 0.3 or 0.7 would change no prediction of scripts/ben
 7 %."""
 
 
+ASYNC_TP_OVERLAP = 0.75
+"""Share of a layer's tp collectives that parallelism.async_tp overlaps with matmuls: torch 2.13 fuses all of the
+forward, and the all-gathers of the backward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Ranks that communicate, and the speed of their slowest link."""
@@ -91,7 +96,8 @@ def tp_work(workload: Workload, group: Group, implementation: Implementation) ->
         size / workload.compute_bytes if implementation.float8_gathers and workload.float8 is not Float8.none else size
     )
     pass_seconds = gathers * group.all_gather(gathered) + sums * group.all_gather(size)
-    exposed = pass_seconds * (1 - implementation.tp_overlap) + pass_seconds * implementation.tp_overlap * OVERLAP_LOSS
+    overlap = max(implementation.tp_overlap, ASYNC_TP_OVERLAP * workload.parallelism.async_tp)
+    exposed = pass_seconds * (1 - overlap) + pass_seconds * overlap * OVERLAP_LOSS
     skips_last = not workload.compiled or implementation.compiles_recomputation
     again = (gathers + sums - skips_last) / (gathers + sums) if gathers + sums else 0.0
     return LayerWork(

@@ -102,8 +102,13 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
     compiles = cfg.model.compiles(parallelism, packs=packs, on_gpu=on_gpu)
     fuses = cfg.model.fuses(parallelism, packs=packs, on_gpu=on_gpu)
     layers: list[Any] = [models.fuse_layers(model)] if fuses else []
+    if cfg.parallelism.async_tp and not on_gpu:
+        raise ConfigError(
+            f"parallelism.async_tp=true: needs the symmetric memory of GPUs, and this rank computes on {device}; set "
+            "it to false"
+        )
     if compiles:
-        layers.append("layers: compiled one by one")
+        layers.append(f"layers: compiled one by one{', async tp' * cfg.parallelism.async_tp}")
     elif on_gpu and cfg.model.compile == "auto":
         layers.append(f"layers: not compiled, because of {cfg.model.uncompiled_because(parallelism, packs=packs)}")
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype, anatomy)
@@ -116,7 +121,8 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
     if recompute is not None:
         models.checkpoint_activations(model, recompute.policy, anatomy)
     if compiles:
-        models.compile_layers(model, anatomy=anatomy)
+        async_tp = mesh["tp"].get_group() if cfg.parallelism.async_tp else None
+        models.compile_layers(model, anatomy=anatomy, async_tp=async_tp)
     if parallelism.activation_offload and trains:
         if not on_gpu:
             raise ConfigError(NO_DEVICE_MEMORY.format(device=device.type))
