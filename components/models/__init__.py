@@ -3,6 +3,7 @@
 build.py         build_on_meta: config from the hub, a folder, a GGUF file or given values; model_shape
 anatomy.py       read_anatomy: structure of a model (layers, experts, heads), as a value that every mesh axis uses
 attention.py     use_causal_sdpa: attention without masks and host syncs; documents.py: attention in packed rows
+attention_choice.py  the fastest installed kernel, by measurement on a GPU
 classifier.py    TokenScores: a score head instead of the LM head
 lora/            add_adapters: LoRA, DoRA and QLoRA on linear layers, LoRA on fused experts
 quantization/    4-bit weights (NF4), and linear layers that compute in float8

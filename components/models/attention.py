@@ -34,6 +34,10 @@ from components.models.anatomy import Anatomy, read_anatomy
 from components.models.documents import Documents, varlen_attention
 from components.varlen import cast_by_autocast, supports_varlen
 
+FALLBACKS = (
+    SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+)  # fmt: skip
+"""torch's kernels, in the order in which they are tried where a preferred one does not support the inputs."""
 NO_KERNEL = ("No available kernel", "No viable backend")
 """Beginnings of torch's errors when none of the enabled kernels supports the inputs."""
 
@@ -72,7 +76,8 @@ class ObservedAttention:
     """One kind of attention call: the kernel that torch ran, and its inputs."""
 
     kernel: str
-    """flash_attention, efficient_attention, cudnn_attention, varlen_attn, or math (no fused kernel)."""
+    """flash_attention, efficient_attention, cudnn_attention, varlen_attn, or math (no fused kernel); "of FA3" where
+    torch dispatches to another package."""
     head_dim: int
     dtype: torch.dtype
     device: str
@@ -92,6 +97,8 @@ class AttentionProbe(TorchFunctionMode):
         super().__init__()
         self.observed: list[ObservedAttention] = []
         """Distinct kinds of attention calls, in the order of their first occurrence."""
+        self.first: tuple[Any, Any, dict[str, Any]] | None = None
+        """Function, arguments and options of the first call without a mask."""
         self._flash_only = flash_only
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,6 +107,7 @@ class AttentionProbe(TorchFunctionMode):
             return self._attend(*args, **(kwargs or {}))
         if isinstance(func, OpOverload | OpOverloadPacket) and func.__name__.startswith("_varlen_attn"):
             self._record("varlen_attn", args[0], masked=False, dropout=0.0)
+            self.first = self.first or (func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _attend(
@@ -119,9 +127,15 @@ class AttentionProbe(TorchFunctionMode):
                     f"{' and a mask' if attn_mask is not None else ''}; set model.attention=sdpa"
                 ) from error
         self._record(fused.name, query, attn_mask is not None, dropout_p)
+        if attn_mask is None and self.first is None:
+            options = {**options, "dropout_p": dropout_p, "is_causal": is_causal}
+            self.first = (scaled_dot_product_attention, (query, key, value), options)
         return output.detach()
 
     def _record(self, kernel: str, query: torch.Tensor, masked: bool, dropout: float) -> None:
+        package = torch.nn.attention.current_flash_attention_impl()
+        if package is not None and kernel in ("flash_attention", "varlen_attn"):
+            kernel = f"{kernel} of {package}"
         new = ObservedAttention(kernel, query.shape[-1], query.dtype, query.device.type, masked, dropout)
         if new not in self.observed:
             self.observed.append(new)
@@ -223,6 +237,7 @@ def causal_sdpa(
         query: (batch, heads, seq, head_dim); key and value may have fewer heads and, with a cache, a longer seq.
         attention_mask: None in training; a boolean mask from the caller is used as it is.
         documents: Documents of packed rows; None: a row is one document.
+        kwargs: scaling, dropout, and `prefer`: torch's kernel for calls without a mask, wherever it supports them.
 
     Returns ((batch, seq, heads, head_dim), None). Raises ConfigError for a floating-point mask: a model that builds one
     (Doge) relies on the causal mask that it adds it to, which does not exist here.
@@ -243,4 +258,8 @@ def causal_sdpa(
         position = torch.arange(keys, device=query.device)
         distance = position[keys - queries :, None] - position[None, :]  # (seq of queries, seq of keys)
         attention_mask = ((distance >= 0) & (distance < window))[None, None]
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    prefer: SDPBackend | None = kwargs.pop("prefer", None)
+    if prefer is None or attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    with sdpa_kernel([prefer, *(each for each in FALLBACKS if each != prefer)], set_priority=True):
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)

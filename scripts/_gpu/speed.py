@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
+from components.models import attention_choice
+from components.models.attention import AttentionProbe
 from components.models.quantization.nf4 import level_pairs, pack, unpack
 from components.training.objectives import PLAIN
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
@@ -116,29 +118,29 @@ def loss(device: str, small: bool) -> Iterator[Line]:
 
 
 def attention(device: str, small: bool) -> Iterator[Line]:
-    """TFLOP/s of forward and backward of torch's kernels at two lengths."""
+    """TFLOP/s of forward and backward of the installed kernels at two lengths, and the kernel that a run would use."""
     if device != "cuda":
         yield skipped("attention kernels", "needs a GPU")
         return
     for tokens in (4096,) if small else (4096, 32768):
-        rates = {}
-        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            query, key, value = (
-                torch.randn(1, 32, tokens, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                for _ in range(3)
-            )
-
-            def both(query: Any = query, key: Any = key, value: Any = value, kernel: SDPBackend = kernel) -> None:
-                with sdpa_kernel(kernel):
-                    F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
-
-            try:
-                rates[kernel.name] = 3.5 * 2 * 32 * tokens**2 * 128 / _seconds(both, torch.device("cuda")) / 1e12
-            except RuntimeError as error:
-                yield Line(f"{tokens:,} tokens, {kernel.name}", str(error).splitlines()[0])
-                continue
-            yield Line(f"{tokens:,} tokens, {kernel.name}: TFLOP/s", f"{rates[kernel.name]:,.0f}")
-        yield Line(f"{tokens:,} tokens: fastest kernel; runs use FLASH_ATTENTION", max(rates, key=rates.__getitem__))
+        query, key, value = (torch.randn(1, 32, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+        ends = torch.arange(0, tokens + 1, 1024, dtype=torch.int32, device="cuda")
+        calls = {
+            "one document": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),  # noqa: B023
+            "documents of 1,024": lambda: varlen_attn(*rows, ends, ends, 1024, 1024, window_size=(-1, 0)),  # noqa: B023
+        }
+        for what, run in calls.items():
+            with AttentionProbe() as probe:
+                run()
+            default = probe.observed[0].kernel
+            rates = attention_choice.measure_kernels(attention_choice.observed_call(*probe.first), default)
+            for name, rate in rates.items():
+                yield Line(
+                    f"{tokens:,} tokens, {what}, {name}", rate if isinstance(rate, str) else f"{rate:,.0f} TFLOP/s"
+                )
+            chosen, _ = attention_choice.choose_kernel(rates, default)
+            yield Line(f"{tokens:,} tokens, {what}: torch uses {default}, runs use", chosen)
 
 
 def float8(device: str, small: bool) -> Iterator[Line]:

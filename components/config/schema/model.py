@@ -53,10 +53,10 @@ class WeightInit(StrEnum):
 class Attention(StrEnum):
     """Attention implementations.
 
-    sdpa: torch's scaled_dot_product_attention, which picks a kernel by device, dtype and mask; sdpa_flash: only its
-    flash kernel, so that a run fails instead of falling back to a slower one; eager, flash_attention_2 (an optional
-    package) and flex_attention (no backward on CPUs): transformers' implementations, which build masks and
-    synchronize the host with the device.
+    sdpa: torch's scaled_dot_product_attention, which picks a kernel by device, dtype and mask; on a GPU, the installed
+    kernels are timed at the start and the fastest is used; sdpa_flash: only torch's flash kernel, so that a run fails
+    instead of falling back to a slower one; eager, flash_attention_2 (an optional package) and flex_attention (no
+    backward on CPUs): transformers' implementations, which build masks and synchronize the host with the device.
     """
 
     sdpa = "sdpa"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,12 +13,15 @@ from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8, ModelConfig
 from components.dtypes import torch_dtype
-from components.exchange import all_gather_json
+from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.models.quantization.float8 import float8_layers, without_float8
 from components.training.evaluation import evaluate
 from components.training.forward import forward_loss, local_batch
 from components.training.objectives import PLAIN, Objective
 from components.training.setup.prepared import Prepared
+
+if TYPE_CHECKING:
+    from components.models.attention import ObservedAttention
 
 
 class RunLog(Protocol):
@@ -37,7 +40,8 @@ def check_kernels(
 ) -> list[str]:
     """Print and return the attention kernel in use, and the loss with and without float8. Call it on all ranks.
 
-    The kernel is observed in a forward of one row of the first batch, in training mode and under the run's autocast;
+    On a GPU, the installed kernels are timed first on a call of this run, and the fastest is used from now on. The
+    kernel is observed in a forward of one row of the first batch, in training mode and under the run's autocast;
     compiled layers run uncompiled in it. With float8, one micro-batch of every rank is evaluated in float8 and without.
     This detects wrong matmuls and models that do not tolerate eight bits from the start. It cannot detect errors that
     accumulate over many steps, and detects few in a model with random weights.
@@ -54,7 +58,7 @@ def check_kernels(
     if cfg.attention == Attention.flex_attention and model.settings.device.type == "cpu":
         raise ConfigError(NO_FLEX_BACKWARD)
     first = micro_batches(0)[:1]
-    lines = [_observe_attention(model, cfg, first[0])]
+    lines = _choose_attention(model, cfg, first[0])
     if cfg.float8 != Float8.none:
         lines.append(_compare(model, cfg, first, objective))
     if run is not None:
@@ -62,13 +66,42 @@ def check_kernels(
     return lines
 
 
+def _choose_attention(model: Prepared, cfg: ModelConfig, batch: Batch) -> list[str]:
+    """Return the lines about attention, after all ranks use the kernel that was the fastest on rank 0."""
+    # Imports transformers, which `components.training` alone must not.
+    from components.models.attention import describe_attention
+
+    observed, first = _observe_attention(model, cfg, batch)
+    lines: list[str] = []
+    if cfg.attention == Attention.sdpa and _can_measure(model.settings.device):
+        from components.models import attention_choice
+
+        choice = None
+        default = next((each.kernel for each in observed if not each.masked), "")
+        if this_rank() == 0 and first is not None and not any(each.dropout for each in observed):
+            rates = attention_choice.measure_kernels(attention_choice.observed_call(*first), default)
+            choice = [*attention_choice.choose_kernel(rates, default), default]
+        choice = broadcast_json(choice)
+        if choice is not None:
+            chosen, line, default = choice
+            lines.append(line)
+            if chosen != default:
+                attention_choice.use_kernel(chosen)
+                observed, _ = _observe_attention(model, cfg, batch)
+    return [describe_attention(model.module, cfg, observed, batch.document_bounds is not None), *lines]
+
+
+def _can_measure(device: torch.device) -> bool:
+    """Return whether kernels can be timed: on a GPU, unless the run must repeat itself, whatever a clock shows."""
+    return device.type == "cuda" and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled()
+
+
 @torch.no_grad()
-def _observe_attention(model: Prepared, cfg: ModelConfig, batch: Batch) -> str:
-    from components.models.attention import (  # imports transformers, which `components.training` alone must not
-        AttentionProbe,
-        ObservedAttention,
-        describe_attention,
-    )
+def _observe_attention(
+    model: Prepared, cfg: ModelConfig, batch: Batch
+) -> tuple[list[ObservedAttention], tuple[Any, Any, dict[str, Any]] | None]:
+    """Return the kinds of attention calls of all stages in one row's forward, and this rank's first without a mask."""
+    from components.models.attention import AttentionProbe, ObservedAttention
 
     settings, pipeline = model.settings, model.pipeline
     row = local_batch(batch.select_rows(slice(1)).to(settings.device), settings)
@@ -98,7 +131,7 @@ def _observe_attention(model: Prepared, cfg: ModelConfig, batch: Batch) -> str:
             for each in of_stage
         ]
         observed = list(dict.fromkeys(observed))
-    return describe_attention(model.module, cfg, observed, batch.document_bounds is not None)
+    return observed, probe.first
 
 
 def _compare(model: Prepared, cfg: ModelConfig, batch: Sequence[Batch], objective: Objective) -> str:

@@ -1,0 +1,133 @@
+"""The attention kernel chosen by measurement: which one, for which calls, and the same one on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from components import models, training
+from components.batch import Batch
+from components.config.schema.model import CAUSAL_SDPA
+from components.models import attention, attention_choice
+from components.models.attention import causal_sdpa
+from components.models.attention_choice import FA3, choose_kernel, observed_call
+from components.training import StepSettings
+from components.training.setup import attention_report
+from tests.harness import run_ranks
+from tests.unit.test_models_attention import CPU, config, initialized_model
+
+FLASH, CUDNN = "flash_attention", "cudnn_attention"
+
+
+@pytest.fixture(autouse=True)
+def _restored_interface() -> Iterator[None]:
+    yield
+    AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen", "reason"),
+    [
+        ({FLASH: 350.0, CUDNN: 560.0, FA3: "flash_attn_interface is not installed"}, CUDNN, "chosen by measurement"),
+        ({FLASH: 350.0, CUDNN: 360.0, FA3: 610.0}, FA3, "chosen by measurement"),
+        ({FLASH: 350.0, CUDNN: 360.0, FA3: "it needs a Hopper GPU"}, FLASH, "torch's default kept"),
+        ({FLASH: "out of memory", CUDNN: "No available kernel"}, FLASH, "torch's default kept"),
+    ],
+)
+def test_fastest_kernel_is_chosen_if_it_gains_five_percent(rates: Any, chosen: str, reason: str) -> None:
+    found, line = choose_kernel(rates, FLASH)
+    assert found == chosen
+    assert line.startswith(f"attention kernel: {chosen}, {reason} (flash_attention")
+    assert all((f"{name} {rate:,.0f}" if isinstance(rate, float) else f"{name}: {rate}") in line
+               for name, rate in rates.items())  # fmt: skip
+
+
+def test_flops_of_a_call_are_those_of_its_causal_part() -> None:
+    tensors = [torch.randn(2, 3, 8, 4)] * 3
+    call = observed_call(scaled_dot_product_attention, tensors, {"is_causal": True})
+    assert call.flops == 7 * 2 * 4 * (2 * 3) * (8 * 9 / 2)
+    assert call.attend(*tensors).equal(scaled_dot_product_attention(*tensors, is_causal=True))
+    rows = [torch.randn(tokens, heads, 4) for tokens, heads in ((6, 3), (14, 1), (14, 1))]
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32), torch.tensor([0, 10, 14], dtype=torch.int32)
+    call = observed_call(lambda *arguments: arguments[3:], (*rows, *ends, 4, 10), {})
+    pairs = (9 + 10) + (1 + 2 + 3 + 4)
+    assert call.flops == 7 * 2 * 4 * 3 * pairs
+    assert call.attend(*rows)[2:] == (4, 10)
+
+
+def orders_of(monkeypatch: pytest.MonkeyPatch, run: Any) -> list[tuple[bool, str]]:
+    """Return whether each attention call had a mask, and the kernel that torch tries first."""
+    seen, original = [], attention.sdpa_attention_forward
+
+    def observed(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append((mask is not None, SDPBackend(torch._C._get_sdp_priority_order()[0]).name))
+        return original(module, query, key, value, mask, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "sdpa_attention_forward", observed)
+        run()
+    return seen
+
+
+def test_preferred_kernel_is_tried_first_where_there_is_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
+              "use_sliding_window": True}  # fmt: skip
+    model = initialized_model(config("sdpa", **values))
+    tokens = torch.arange(3, 35).reshape(2, 16)
+    before = orders_of(monkeypatch, lambda: model(tokens))
+    expected = model(tokens).logits
+    attention_choice.use_kernel(CUDNN)
+    assert orders_of(monkeypatch, lambda: model(tokens)) == [(True, before[0][1]), (False, "CUDNN_ATTENTION")]
+    assert before[1][1] != "CUDNN_ATTENTION"
+    assert model(tokens).logits.equal(expected)  # a CPU has no such kernel: the next one that supports the inputs
+    models.compile_layers(model, backend="aot_eager")  # without a graph break
+    torch.testing.assert_close(model(tokens).logits, expected)
+
+
+def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_report, "_can_measure", lambda device: True)
+    cfg = config("sdpa")
+    model = initialized_model(cfg)
+    rows = torch.arange(3, 35).reshape(2, 16)
+    prepared = training.Prepared(model, StepSettings(CPU))
+
+    def on_rank(rank: int) -> tuple[list[str], list[tuple[bool, str]]]:
+        rates = {FLASH: 300.0, CUDNN: 500.0 if rank == 0 else 100.0}
+        monkeypatch.setattr(attention_choice, "measure_kernels", lambda call, default: {default: 300.0, **rates})
+        lines = training.check_kernels(prepared, cfg, lambda step: [Batch.from_labels(rows, rows)])
+        return lines, orders_of(monkeypatch, lambda: model(rows))
+
+    ranks = run_ranks(2, on_rank)
+    assert ranks[0] == ranks[1]
+    lines, orders = ranks[0]
+    assert lines[0].startswith("attention: sdpa, observed as torch's")
+    assert lines[1].startswith("attention kernel: cudnn_attention, chosen by measurement (")
+    assert {order for _, order in orders} == {"CUDNN_ATTENTION"}
+
+
+def test_nothing_is_measured_without_a_gpu_or_in_deterministic_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not attention_report._can_measure(CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert attention_report._can_measure(torch.device("cuda"))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not attention_report._can_measure(torch.device("cuda"))
+
+
+def test_kernels_are_measured_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without synchronization: torch's own kernel has a rate, and cuDNN's a reason."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)]
+    call = observed_call(scaled_dot_product_attention, tensors, {"is_causal": True})
+    rates = attention_choice.measure_kernels(call, FLASH)
+    assert isinstance(rates[FLASH], float)
+    assert rates[FLASH] > 0
+    assert isinstance(rates[CUDNN], str)
+    assert rates[FA3] == "flash_attn_interface is not installed"
+    with sdpa_kernel(SDPBackend.MATH):  # restored afterwards
+        assert isinstance(attention_choice.measure_kernels(call, "math")["math"], float)
