@@ -8,7 +8,7 @@ classifier.py    TokenScores: a score head instead of the LM head
 lora/            add_adapters: LoRA, DoRA and QLoRA on linear layers, LoRA on fused experts
 quantization/    4-bit weights (NF4), and linear layers that compute in float8
 layers.py        decoder_layers, checkpoint_activations, count_parameters
-activations.py   selective activation checkpointing; activation_offload.py: saved activations in host memory
+activations/     selective activation checkpointing; saved activations in host memory
 fused_layers.py  fuse_layers: norms and rotary embeddings in fewer kernels
 rope.py          scale_rope: extended context of rotary position embeddings
 compile.py       compile_layers, and removal of truncated files from torch's compile cache
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.models.activation_offload import offload_activations
+    from components.models.activations.activation_offload import offload_activations
     from components.models.anatomy import Anatomy, read_anatomy
     from components.models.attention import use_causal_sdpa
     from components.models.build import build_on_meta, model_shape

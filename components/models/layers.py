@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.exchange import all_gather_json
-from components.models.activations import selective_contexts, wrap_compiled_regions
+from components.models.activations.selective_recompute import selective_contexts, wrap_compiled_regions
 from components.models.anatomy import Anatomy, read_anatomy
 from components.models.lora import quantized_layers
 from components.models.weights.shards import local_part
