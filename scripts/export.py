@@ -51,7 +51,7 @@ def export(options: Namespace) -> Path:
     cfg = _config_of(run_dir, options)
     source = OpenCheckpoint(checkpoint, cfg, averaged=options.averaged, exports_adapter=options.adapter)
     stored, model, tokenizer = source.stored, source.model, source.tokenizer
-    state = {"step": stored.manifest.step, **stored.extra.get("state", {})}
+    state = {"step": stored.manifest.step, "dtype": stored.extra.get("dtype"), **stored.extra.get("state", {})}
     axes = dict(stored.manifest.mesh)
     world = axes.pop("world", 1)
     mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items())

@@ -23,15 +23,15 @@ def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str, 
 
     Args:
         run_dir: Folder with config.yaml, environment.json and metrics.jsonl, all optional.
-        state: Training state when the weights were saved: step, tokens, skipped, first_loss, last_loss, optimizer.
-            Evaluations after that step are left out.
+        state: Training state when the weights were saved: step, tokens, skipped, first_loss, last_loss, optimizer, and
+            the dtype of the parameters. Evaluations after that step are left out.
         mesh: Description of the mesh that the weights were trained on.
         averaged: Whether the weights are the run's moving average.
     """
     run_dir = Path(run_dir)
     config, record = _read(run_dir / "config.yaml"), _read(run_dir / "environment.json")
     rows = {
-        **_of_config(config, state.get("optimizer")),
+        **_of_config(config, state.get("optimizer"), state.get("dtype")),
         "weights": f"exponential moving average, decay {_get(config, 'training', 'ema_decay')}" if averaged else None,
         **_of_state(state, _get(config, "training", "max_steps"), _get(config, "training", "epochs")),
         **_of_evaluations(run_dir / "metrics.jsonl", state.get("step")),
@@ -46,7 +46,7 @@ def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str, 
     return "\n".join(lines)
 
 
-def _of_config(config: dict[str, Any], optimizer_class: str | None) -> dict[str, Any]:
+def _of_config(config: dict[str, Any], optimizer_class: str | None, stored_dtype: str | None) -> dict[str, Any]:
     model, data, training, optimizer = (_get(config, name) or {} for name in ("model", "data", "training", "optimizer"))
     base = model.get("path") or f"none: {_get(model, 'config', 'model_type')} from scratch"
     if model.get("path") and model.get("init") == "random":
@@ -63,7 +63,9 @@ def _of_config(config: dict[str, Any], optimizer_class: str | None) -> dict[str,
         "data": ", ".join(str(part) for part in source if part),
         "batch": None if None in sizes else f"{sizes[0]} {unit} per step, up to {sizes[1]} tokens each",
         "optimizer": ", ".join(optimizer_parts),
-        "dtypes": f"parameters {model.get('dtype')}, compute {model.get('compute_dtype')}" if model else None,
+        "dtypes": f"parameters {stored_dtype or model.get('dtype')}, compute {model.get('compute_dtype')}"
+        if model
+        else None,
         "quantization-aware training": _quantization(model),
         "seed": _get(config, "run", "seed"),
     }

@@ -258,7 +258,8 @@ class Run(Attempt):
         if not cfg.checkpoint.export:
             return
         averaged = cfg.checkpoint.export_average and self._model.average is not None
-        card = observability.render_model_card(self.dir, self.state.to_dict(), str(self.mesh.shape), averaged=averaged)
+        state = {**self.state.to_dict(), STORED_DTYPE: self._model.stored_dtype}
+        card = observability.render_model_card(self.dir, state, str(self.mesh.shape), averaged=averaged)
         with self._model.with_weights(averaged):
             folders = models.export_run(self._model.module, tokenizer, self.dir, cfg.model, cfg.peft, card)
         for folder in folders:
