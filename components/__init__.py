@@ -13,6 +13,7 @@ training       the optimizer step, and everything around a recipe's loop
 parity         comparison of a mesh with a single process
 
 batch               micro-batch of a rank
+cgroup              memory that this process may use
 console             rich console for untrusted text
 cpu_limit           CPU time limit for code that comes with a model
 dtypes              torch dtypes by name

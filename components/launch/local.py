@@ -18,9 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from components.cgroup import killed_for_memory, usable_memory
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import CheckedRun, Job, Recipe
-from components.launch.machine import device_problems, killed_for_memory, usable_cores, usable_memory, visible_gpus
+from components.launch.machine import device_problems, usable_cores, visible_gpus
 from components.launch.run_checks import MESH_KEYS, affects
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.exit_codes import EXIT_HUNG, EXIT_INTERRUPTED, EXIT_INVALID

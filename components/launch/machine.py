@@ -1,4 +1,4 @@
-"""CPU cores, GPUs and memory of this machine, and the number of ranks of a run."""
+"""CPU cores and GPUs of this machine, and the number of ranks of a run."""
 
 from __future__ import annotations
 
@@ -87,46 +87,3 @@ def _too_many_for_cpus(cfg: RecipeConfig, processes: int, memory: int | None) ->
         key = f"parallelism.{largest}={cfg.parallelism.degree(largest)}"
         lower = "lower it or another axis"
     return [f"{key}: {processes} processes on this machine; {limit}; {lower}, or set cluster.oversubscribe=true"]
-
-
-def killed_for_memory(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel's OOM killer has ended; only differences between calls are meaningful.
-
-    Read the counter of this process's control group, whose limit applies to batch jobs and containers, or else that of
-    the machine. 0 if neither exists.
-    """
-    for file in (*_cgroup_files(root, ("memory.events", "memory.oom_control")), root / "proc/vmstat"):
-        try:
-            counts = dict(line.split() for line in file.read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if counts.get("oom_kill", "").isdigit():
-            return int(counts["oom_kill"])
-    return 0
-
-
-def usable_memory(root: Path = Path("/")) -> int:
-    """Return the memory limit of this process and its children in bytes: physical memory or the cgroup limit."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in _cgroup_files(root, ("memory.max", "memory.limit_in_bytes")):
-        try:
-            limits.append(int(file.read_text()))
-        except (OSError, ValueError):  # another cgroup version, or no limit ("max")
-            continue
-    return min(limits)
-
-
-def _cgroup_files(root: Path, names: tuple[str, ...]) -> list[Path]:
-    """Return candidate paths of cgroup files, v2 and v1; inside a container they are at the root of the mount."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    mount, folders = root / "sys/fs/cgroup", []
-    for line in lines:
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if "memory" in controllers.split(","):
-            folders += [mount / "memory" / path.lstrip("/"), mount / "memory"]
-        elif not controllers:
-            folders += [mount / path.lstrip("/"), mount]
-    return [folder / name for folder in folders for name in names]

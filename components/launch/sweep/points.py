@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from components.cgroup import killed_for_memory
 from components.config.compose.sweep import override_of
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import describe_processes
-from components.launch.machine import killed_for_memory
 from components.launch.rank import die_with
 from components.launch.sweep.plan import PLAN, Point, PointRecord, Sweep, is_running, locked, write_record
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STATES, SweepRow, read_points

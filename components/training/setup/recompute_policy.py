@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from components.cgroup import usable_memory
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.recipes import RecipeConfig, TrainConfig
@@ -138,7 +138,7 @@ def _workload(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.dev
 def _available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, get_local_world_size_preinit())
+    return usable_memory() // max(1, get_local_world_size_preinit())
 
 
 def _least_over_ranks(memory: int, device: torch.device) -> int:

@@ -1,0 +1,49 @@
+"""Memory limit and out-of-memory kills of this process's control group, or else of the machine. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def killed_for_memory(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel's OOM killer has ended; only differences between calls are meaningful.
+
+    Read the counter of this process's control group, whose limit applies to batch jobs and containers, or else that of
+    the machine. 0 if neither exists.
+    """
+    for file in (*_cgroup_files(root, ("memory.events", "memory.oom_control")), root / "proc/vmstat"):
+        try:
+            counts = dict(line.split() for line in file.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if counts.get("oom_kill", "").isdigit():
+            return int(counts["oom_kill"])
+    return 0
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """Return the memory limit of this process and its children in bytes: physical memory or the cgroup limit."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in _cgroup_files(root, ("memory.max", "memory.limit_in_bytes")):
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):  # another cgroup version, or no limit ("max")
+            continue
+    return min(limits)
+
+
+def _cgroup_files(root: Path, names: tuple[str, ...]) -> list[Path]:
+    """Return candidate paths of cgroup files, v2 and v1; inside a container they are at the root of the mount."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    mount, folders = root / "sys/fs/cgroup", []
+    for line in lines:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if "memory" in controllers.split(","):
+            folders += [mount / "memory" / path.lstrip("/"), mount / "memory"]
+        elif not controllers:
+            folders += [mount / path.lstrip("/"), mount]
+    return [folder / name for folder in folders for name in names]
