@@ -30,6 +30,7 @@ _NAMES = {
     "checkpoint.keep": "save_total_limit keep_last max_checkpoints",
     "run.resume": "resume_from_checkpoint resume_from load_checkpoint",
     "run.seed": "random_seed manual_seed",
+    "run.deterministic": "deterministic full_determinism use_deterministic_algorithms",
     "run.dir": "output_dir out_dir save_dir output_path log_dir logging_dir",
     "run.name": "run_name experiment_name job_name exp_name",
     "model.path": "model_name_or_path model_name model_id base_model pretrained_model_name_or_path checkpoint_path",
@@ -38,6 +39,7 @@ _NAMES = {
     "model.dtype": "torch_dtype param_dtype",
     "model.compute_dtype=bfloat16": "bf16 bfloat16 amp mixed_precision use_bf16",
     "model.compute_dtype": "fp16 half precision",
+    "model.qat": "qat quantizer qat_config",
     "model.compile": "torch_compile use_compile",
     "data.path": "dataset dataset_name dataset_path train_file data_path data_files train_data",
     "data.eval_path": "eval_file validation_file eval_dataset valid_file test_file",
@@ -57,6 +59,7 @@ _NAMES = {
     "peft=qlora": "load_in_4bit qlora use_qlora quantize_4bit",
     "parallelism.activation_checkpointing": "gradient_checkpointing recompute recompute_granularity remat "
     "use_gradient_checkpointing",
+    "parallelism.activation_offload": "activation_offloading offload_activations",
     "parallelism.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size tp_size "
     "tp_degree",
     "parallelism.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
