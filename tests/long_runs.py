@@ -72,6 +72,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
                 "tests/distributed/test_preferences.py",
                 "tests/distributed/test_muon.py",
                 "tests/distributed/test_adamw8bit.py",
+                "tests/unit/test_adamw8bit.py",
             ),
             *("tests/distributed/test_expert.py", "tests/distributed/test_router_loss.py"),
             *("tests/distributed/test_pipeline.py", "tests/recipes/test_benchmark_compare.py"),

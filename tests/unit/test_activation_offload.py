@@ -17,7 +17,7 @@ from components import models
 from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.peft import PeftConfig
-from components.models import activation_offload
+from components.models.activations import activation_offload
 from components.planning.formulas.activations import layer_activations
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.step_time import estimate_time

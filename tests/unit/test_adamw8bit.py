@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,17 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.skipif("MESHBOOK_ALL_PARITY" not in os.environ, reason="compiles for a minute and a half: make parity")
 @pytest.mark.filterwarnings("ignore:OptimState8bit does not implement")  # torchao's tensor in torch's compile cache
 def test_equals_torchao_with_one_graph_for_all_shapes_and_learning_rates() -> None:
+    compare_with_torchao(graphs=1)
+
+
+def test_equals_torchao_without_compilation(eager: None) -> None:
+    compare_with_torchao(graphs=0)
+
+
+def compare_with_torchao(graphs: int) -> None:
     from torchao.optim import AdamW8bit as Reference
 
     torch._dynamo.reset()
@@ -74,7 +84,7 @@ def test_equals_torchao_with_one_graph_for_all_shapes_and_learning_rates() -> No
         for optimizer in optimizers.values():
             training.set_learning_rate(optimizer, CONFIG, step, STEPS)
             step_if_finite(optimizer, torch.ones(()))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
     reference = Reference(groups(theirs), lr=CONFIG.lr, betas=tuple(CONFIG.betas), eps=CONFIG.eps)
     for step in range(STEPS):

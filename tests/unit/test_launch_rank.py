@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from components.config.errors import ConfigError
-from components.config.schema import FinetuneConfig
+from components.config.schema import FinetuneConfig, ModelConfig
+from components.config.schema.data import DocsDataConfig
 from components.launch.backend import Recipe
 from components.launch.rank import run_here
 from components.launch.run_directory.directory import RunDirectory
@@ -19,6 +20,7 @@ from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.run_files import attempt_logs
 
 RANKS, ROUNDS = 4, 25
+CONFIG = FinetuneConfig(model=ModelConfig(path="model"), data=DocsDataConfig())
 
 
 def reject_config(cfg: FinetuneConfig) -> None:
@@ -33,7 +35,7 @@ def run_rank(rank: int, folder: Path, barrier: Any) -> None:
         run = folder / f"run_{number}"
         directory = RunDirectory(run, fresh=True, created=[run], lock=None, attempt=0)
         barrier.wait(20)
-        assert run_here(recipe, None, directory) == EXIT_INVALID  # type: ignore[arg-type]
+        assert run_here(recipe, CONFIG, directory) == EXIT_INVALID
 
 
 def test_config_rejected_on_all_ranks_is_reported_once_and_leaves_no_directory(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_ranks_that_lose_a_rejected_peer_exit_without_a_traceback(
         monkeypatch.setenv("RANK", str(rank))
         directory = RunDirectory(run, fresh=fresh, created=[run], lock=None, attempt=0)
         recipe = Recipe("finetune", main, FinetuneConfig, Path(__file__))
-        assert run_here(recipe, None, directory) == EXIT_INVALID  # type: ignore[arg-type]
+        assert run_here(recipe, CONFIG, directory) == EXIT_INVALID
     assert run.exists() != fresh
     printed = capsys.readouterr().err
     assert "parallelism.tp: no plan" in printed
@@ -80,7 +82,7 @@ def test_lost_peer_without_a_rejected_config_is_a_failure(tmp_path: Path, monkey
     monkeypatch.setenv("RANK", "2")
     recipe = Recipe("finetune", lose_a_peer, FinetuneConfig, Path(__file__))
     with pytest.raises(RuntimeError, match="Connection closed"):
-        run_here(recipe, None, RunDirectory(run, fresh=True, created=[run], lock=None, attempt=0))  # type: ignore[arg-type]
+        run_here(recipe, CONFIG, RunDirectory(run, fresh=True, created=[run], lock=None, attempt=0))
     assert "Connection closed" in (run / "result.json").read_text()
 
 
@@ -93,4 +95,4 @@ def test_other_failure_besides_a_rejected_config_is_raised(tmp_path: Path, monke
     monkeypatch.setenv("RANK", "2")
     directory = RunDirectory(tmp_path / "run", fresh=True, created=[], lock=None, attempt=0)
     with pytest.raises(RuntimeError, match="allocate"):
-        run_here(Recipe("finetune", run_out_of_memory, FinetuneConfig, Path(__file__)), None, directory)  # type: ignore[arg-type]
+        run_here(Recipe("finetune", run_out_of_memory, FinetuneConfig, Path(__file__)), CONFIG, directory)
