@@ -103,9 +103,7 @@ equal steps of a rank whose dry run has 331).
 """
 QUICK = (
     "Llama dp_shard 2",
-    "Llama pp 2, ZBVZeroBubble",
     "MoE ep 2",
-    "LoRA dp_shard 2",
 )
 
 
