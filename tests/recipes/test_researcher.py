@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ SHORT = (
 OPTIMIZER = "        optimizer = training.build_optimizer(model, cfg.optimizer)\n"
 OBJECTIVE = "        objective = training.NextToken(cfg.objective)\n"
 STEP = "            step.done("
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 CHANGES = {
     "objective": [
         (
@@ -60,7 +62,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES if TORTURE else [each for each in CHANGES if each != "sgd"])
 def test_changed_recipe_trains_saves_and_resumes(change: str, bench: Bench) -> None:
     text, lines = RECIPE.read_text(), 0
     for before, after in CHANGES[change]:
