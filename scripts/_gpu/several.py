@@ -170,16 +170,17 @@ def _large(ranks: int) -> list[str]:
     return [
         "experiment=bench_mesh", f"model={LARGE['model']}", "model.init=random", "model.tokenizer=bytes",
         "training.max_steps=10", f"training.seq_len={seq_len}", f"training.micro_batch_size={micro}",
-        f"training.global_batch_size={micro * ranks}", f"cluster.gpu={_device_option()}",
+        f"training.global_batch_size={micro * ranks}", *_device_option(),
     ]  # fmt: skip
 
 
-def _device_option() -> str:
-    """Return the option of conf/gpu for the first visible GPU."""
+def _device_option() -> list[str]:
+    """Return the override that names the first visible GPU in conf/gpu; empty for others, which have no prediction."""
     import torch
 
     name = torch.cuda.get_device_name()
-    return "h200" if "H200" in name else "h100_80" if "H100" in name else "a100_80"
+    known = {"H200": "h200", "H100": "h100_80", "A100-SXM4-80GB": "a100_80", "A100-SXM4-40GB": "a100_40"}
+    return [f"cluster.gpu={option}" for part, option in known.items() if part in name]
 
 
 def _rank_process(launcher: int, rank: int) -> int | None:

@@ -67,7 +67,7 @@ def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, Verdict 
 def _with_recorder(rank: int, logs: Path) -> tuple[str, str, list[list[int]]]:
     """Rank 2 joins a broadcast of rank 0 late; return the verdicts before and after it is enqueued, and the counts.
 
-    Rank 1 completes it, and rank 0 does not before rank 2 receives. gloo's recorder stands in for NCCL's: torch writes
+    Rank 1 completes it, and rank 0 does not before rank 2 receives. gloo's recorder replaces NCCL's here: torch writes
     both from one template. gloo's host cannot run ahead of a device, so the dump of rank 2 counts the broadcast as
     enqueued for the second verdict.
     """
