@@ -162,7 +162,7 @@ def test_children_play_ranks_of_a_world_that_this_machine_could_not_start() -> N
     assert first.optimizer - last.optimizer == pytest.approx(2 * embedding, rel=0.01)  # of the tied head there is none
     assert first.peak > first.parameters + first.optimizer + first.saved
     assert {each.operation for each in first.traffic if each.group == "pp"} >= {"send", "recv"}
-    assert first.resident_bytes < 2**30
+    assert first.resident_bytes < 2 * 2**30  # most of it is the code of the imported libraries, up to 1.1 GiB
 
 
 def test_child_reports_the_config_errors_of_a_run() -> None:
