@@ -319,7 +319,7 @@ def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
     assert not problems, "\n".join(sorted(set(problems)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, *([4] if EVERYTHING else [])])
 def test_stored_teacher_has_the_curve_of_the_formulas_on_every_mesh(world: int, tmp_path: Path) -> None:
     student = build("llama", torch.float64, STUDENT)
     teacher = build("gemma3", torch.float64, {**TEACHER, "vocab_size": 101}).eval()
@@ -329,6 +329,8 @@ def test_stored_teacher_has_the_curve_of_the_formulas_on_every_mesh(world: int, 
     def body(rank: int) -> list[str]:
         problems = []
         for number, axes in enumerate(CASES[world]):
+            if not EVERYTHING and world == 2 and axes not in (FSDP2, TP, PP):
+                continue
             for index, cfg in enumerate(OBJECTIVES):
                 if EVERYTHING or world == 1 or index == number % len(OBJECTIVES):
                     where, micro_batch = f"{cfg.divergence} {axes}", 1 + (number + 1) % 2

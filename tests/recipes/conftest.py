@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.preloaded import PreloadedPopen
 from tests.recipes.launching import Bench, kill_leftovers
 
 
@@ -14,6 +16,15 @@ def restore_sigint() -> None:
     """A shell starts background jobs with SIGINT ignored, and every command that a test starts would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork recipes and scripts from this process, which has torch imported, unless the module is marked otherwise."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.node.get_closest_marker("new_interpreter") is None:
+            patched.setattr(subprocess, "Popen", PreloadedPopen)
+        yield
 
 
 @pytest.fixture

@@ -126,13 +126,14 @@ class Bench:
         return json.loads((run / "result.json").read_text())
 
     def processes(self) -> list[int]:
-        """Return the ids of all processes whose environment or command line contains this folder."""
+        """Return the ids of all processes that work in this folder or have it in their environment or command line."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
                 text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                text += os.readlink(entry / "cwd").encode()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue  # the process has ended meanwhile, or is not readable

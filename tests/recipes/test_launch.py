@@ -16,6 +16,8 @@ import yaml
 
 from tests.recipes.launching import TWO, Bench, until
 
+pytestmark = pytest.mark.new_interpreter
+
 REPORT = """
 note("pid", os.getpid())
 note("parent", os.getppid())

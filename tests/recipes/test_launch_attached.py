@@ -10,6 +10,8 @@ import pytest
 
 from tests.recipes.launching import Bench, Done
 
+pytestmark = pytest.mark.new_interpreter
+
 REPORT = """
 from components import distributed
 import torch

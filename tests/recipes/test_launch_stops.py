@@ -15,6 +15,8 @@ import pytest
 
 from tests.recipes.launching import TWO, WAIT_TIMEOUT, Bench, Started, until
 
+pytestmark = pytest.mark.new_interpreter
+
 FOREVER = "while True:\n    time.sleep(0.05)\n"
 TRAP = """
 stop = []

@@ -13,7 +13,7 @@ import pytest
 
 from tests.recipes.small_jobs import job, lines_of, write_data
 from tests.slurm.cluster import WAIT_TIMEOUT
-from tests.slurm.login import CPU, PROJECT, Login, log_of, result_of
+from tests.slurm.login import CPU, PROJECT, TORTURE, Login, log_of, result_of
 from tests.slurm.test_stops import await_step, by_a_higher_priority_job
 
 STEPS = 60
@@ -29,7 +29,7 @@ def run_locally(login: Login, recipe: Path, *command: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["dpo", "distill", "classify"])
+@pytest.mark.parametrize("name", ["dpo", "distill", "classify"] if TORTURE else ["dpo"])
 def test_preempted_job_resumes_with_the_losses_of_a_local_run(login: Login, name: str) -> None:
     """The local run has two processes and the same mesh, so that its losses are bitwise equal."""
     write_data(login.folder)

@@ -130,6 +130,7 @@ def test_run_stopped_by_a_user_resumes_with_the_same_losses(login: Login, undist
     assert "resumed from" in (submission.run_dir / "logs" / "attempt_1" / "rank_0.log").read_text()
 
 
+@pytest.mark.skipif(not TORTURE, reason="two minutes; test_submit.py runs under torchrun: make torture")
 def test_run_preempted_under_torchrun_resumes_with_the_same_losses(login: Login, undisturbed: dict[int, float]) -> None:
     stop = _stop(login, by_a_higher_priority_job, in_a_step, random.randrange(2**32))
     _stop_and_compare(login, undisturbed, stop, TORCHRUN)

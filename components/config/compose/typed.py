@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_origin, get_type_hints
 
@@ -20,6 +21,9 @@ Schema = TypeVar("Schema")
 
 LARGEST = 2**63 - 1
 """Largest integer that torch and safetensors accept."""
+
+type_hints: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
+"""The types of a dataclass's fields by name. typing.get_type_hints evaluates the annotations anew in each call."""
 
 
 def typed(
@@ -57,7 +61,7 @@ def free_keys(schema: type, prefix: str = "") -> list[str]:
 def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys below `schema` with their type hints; keys shared by several kinds are repeated."""
     for variant in kinds_of(schema).values() or (schema,):
-        for name, hint in get_type_hints(variant).items():
+        for name, hint in type_hints(variant).items():
             yield prefix + name, hint
             if is_dataclass(hint):
                 yield from _keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -80,7 +84,7 @@ class _Builder:
         before = len(self.problems)
         if (schema := self._class_of(annotation, values, prefix)) is None:
             return None
-        hints = get_type_hints(schema)
+        hints = type_hints(schema)
         for key in values:
             if key not in hints:
                 self._report_unknown(key, values[key], schema, annotation, prefix)
@@ -115,7 +119,7 @@ class _Builder:
         """Report a key that `schema` does not have: it belongs to another kind, or does not exist."""
         kinds = kinds_of(annotation)
         kind_of_schema = next((kind for kind, each in kinds.items() if each is schema), None)
-        fitting = [kind for kind, each in kinds.items() if key in get_type_hints(each)]
+        fitting = [kind for kind, each in kinds.items() if key in type_hints(each)]
         if kind_of_schema is not None and fitting and not isinstance(value, dict):
             section = section_of(annotation) or ""
             self.problems.append(f"{prefix}{key}={value}: {key_of_another_kind(section, kind_of_schema, fitting)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -51,14 +52,20 @@ def conversations(split: str) -> list[Conversation]:
     """
     if sys.flags.optimize >= 2:
         raise ConfigError("data=pydocs: python -OO (PYTHONOPTIMIZE=2) removes the docstrings; run python without it")
-    chosen = []
+    return list(_conversations_by_split()[split])
+
+
+@functools.cache
+def _conversations_by_split() -> dict[str, list[Conversation]]:
+    by_split: dict[str, list[Conversation]] = {"train": [], "eval": []}
     seen: set[str] = set()
     for module in MODULES:
         for name, signature, summary in _documented(module):
-            if summary not in seen and is_held_out(module) == (split == "eval"):
-                chosen.append(_conversation(f"{module}.{name}", signature, summary))
+            if summary not in seen:
+                split = "eval" if is_held_out(module) else "train"
+                by_split[split].append(_conversation(f"{module}.{name}", signature, summary))
             seen.add(summary)
-    return chosen
+    return by_split
 
 
 def is_held_out(module: str) -> bool:
@@ -102,7 +109,7 @@ def _summary(value: Any, name: str) -> str | None:
     if not isinstance(doc, str):
         return None
     paragraph = _MEMORY_ADDRESS.sub("", inspect.cleandoc(doc).partition("\n\n")[0]).strip()
-    only_a_signature = re.fullmatch(rf"{re.escape(name)}\(.*\)", paragraph, flags=re.DOTALL)
+    only_a_signature = paragraph.startswith(f"{name}(") and paragraph.endswith(")")
     return None if only_a_signature or len(paragraph.split()) < 3 else paragraph
 
 
