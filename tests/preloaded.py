@@ -53,7 +53,7 @@ class PreloadedPopen(subprocess.Popen):  # type: ignore[type-arg]
     """subprocess.Popen that forks this process to run Python files and modules."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *more: Any) -> None:
-        program = None if executable or preexec_fn else _program(args)
+        program = None if executable else _program(args)
         if program is None:
             super()._execute_child(args, executable, preexec_fn, *more)
             return
@@ -79,6 +79,8 @@ class PreloadedPopen(subprocess.Popen):  # type: ignore[type-arg]
                 os.setsid()
             if cwd is not None:
                 os.chdir(cwd)
+            if preexec_fn is not None:
+                preexec_fn()
             os._exit(_run(program))
         except BaseException:
             traceback.print_exc()

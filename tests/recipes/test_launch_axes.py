@@ -13,8 +13,6 @@ import pytest
 
 from tests.recipes.launching import TWO, Bench
 
-pytestmark = pytest.mark.new_interpreter
-
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 BEFORE = "        optimizer = training.build_optimizer("

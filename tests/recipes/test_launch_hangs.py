@@ -18,8 +18,6 @@ import pytest
 from components.protocol.exit_codes import EXIT_HUNG
 from tests.recipes.launching import TWO, Bench, Done
 
-pytestmark = pytest.mark.new_interpreter
-
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 MODEL, OPTIMIZER = "        # Model: built on meta", "        optimizer = training.build_optimizer("
