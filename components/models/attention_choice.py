@@ -95,6 +95,11 @@ def choose_kernel(rates: dict[str, float | str], default: str) -> tuple[str, str
     return fastest, f"attention kernel: {fastest}, {action} ({'; '.join(found)})"
 
 
+def is_usable(name: str) -> bool:
+    """Return whether `use_kernel` accepts a kernel here; one that a checkpoint names may need a missing package."""
+    return name in BACKENDS or (name == FA3 and find_spec(FA3_MODULE) is not None)
+
+
 def use_kernel(name: str) -> None:
     """Compute mask-free attention by a kernel of `measure_kernels` from now on, wherever it supports the inputs."""
     if name == FA3:

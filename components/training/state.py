@@ -35,7 +35,8 @@ class TrainState:
     """Held-out loss before the first step; None if it was not evaluated."""
     optimizer: str | None = None
     """Class name of the optimizer, for the model card; None in checkpoints of earlier versions."""
-
+    attention_kernel: str | None = None
+    """Attention kernel chosen by measurement, which a resumed run keeps; None: none was measured."""
     best_eval_loss: float | None = None
     """Lowest held-out loss that counted as an improvement; only with training.early_stop_patience."""
     evals_without_improvement: int = 0

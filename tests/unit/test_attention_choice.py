@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from components.models.attention import causal_sdpa
 from components.models.attention_choice import FA3, choose_kernel, observed_call
 from components.training import StepSettings
 from components.training.setup import attention_report
+from components.training.state import TrainState
 from tests.harness import run_ranks
 from tests.unit.test_models_attention import CPU, config, initialized_model
 
@@ -109,6 +111,27 @@ def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.
     assert lines[0].startswith("attention: sdpa, observed as torch's")
     assert lines[1].startswith("attention kernel: cudnn_attention, chosen by measurement (")
     assert {order for _, order in orders} == {"CUDNN_ATTENTION"}
+
+
+@pytest.mark.parametrize(("saved", "used"), [(CUDNN, CUDNN), (FLASH, FLASH), (FA3, CUDNN), ("math", CUDNN)])
+def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch, saved: str, used: str) -> None:
+    """Unless this machine does not have it: then the kernels are measured again."""
+    monkeypatch.setattr(attention_report, "_can_measure", lambda device: True)
+    measured = {CUDNN: 500.0} if used != saved else {FLASH: 900.0, CUDNN: 1.0}
+    monkeypatch.setattr(attention_choice, "measure_kernels", lambda call, default: {default: 300.0, **measured})
+    cfg, rows = config("sdpa"), torch.arange(3, 35).reshape(2, 16)
+    model = initialized_model(cfg)
+    before = orders_of(monkeypatch, lambda: model(rows))
+    state = TrainState.from_dict(TrainState(step=5, attention_kernel=saved).to_dict())
+    run = SimpleNamespace(state=state, print=lambda *lines: None)
+    prepared = training.Prepared(model, StepSettings(CPU))
+    _, line = training.check_kernels(prepared, cfg, lambda step: [Batch.from_labels(rows, rows)], run)
+    reason = "that of the checkpoint" if used == saved else "chosen by measurement ("
+    assert line.startswith(f"attention kernel: {used}, {reason}")
+    assert state.attention_kernel == used
+    first = "CUDNN_ATTENTION" if used == CUDNN else "FLASH_ATTENTION"
+    assert {order for _, order in orders_of(monkeypatch, lambda: model(rows))} == {first}
+    assert {order for _, order in before} != {"CUDNN_ATTENTION"}
 
 
 def test_nothing_is_measured_without_a_gpu_or_in_deterministic_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from components.training.evaluation import evaluate
 from components.training.forward import forward_loss, local_batch
 from components.training.objectives import PLAIN, Objective
 from components.training.setup.prepared import Prepared
+from components.training.state import TrainState
 
 if TYPE_CHECKING:
     from components.models.attention import ObservedAttention
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 class RunLog(Protocol):
     """Attributes of a run that `check_kernels` uses."""
+
+    state: TrainState
 
     def print(self, *lines: str) -> None:
         """Print lines on rank 0."""
@@ -40,16 +43,17 @@ def check_kernels(
 ) -> list[str]:
     """Print and return the attention kernel in use, and the loss with and without float8. Call it on all ranks.
 
-    On a GPU, the installed kernels are timed first on a call of this run, and the fastest is used from now on. The
-    kernel is observed in a forward of one row of the first batch, in training mode and under the run's autocast;
-    compiled layers run uncompiled in it. With float8, one micro-batch of every rank is evaluated in float8 and without.
-    This detects wrong matmuls and models that do not tolerate eight bits from the start. It cannot detect errors that
-    accumulate over many steps, and detects few in a model with random weights.
+    On a GPU, the installed kernels are timed first on a call of this run, and the fastest is used from now on. A
+    resumed run uses the kernel of its checkpoint instead, so that its losses stay the same to the bit. The kernel is
+    observed in a forward of one row of the first batch, in training mode and under the run's autocast; compiled layers
+    run uncompiled in it. With float8, one micro-batch of every rank is evaluated in float8 and without. This detects
+    wrong matmuls and models that do not tolerate eight bits from the start. It cannot detect errors that accumulate
+    over many steps, and detects few in a model with random weights.
 
     Args:
         model: The prepared model, filled with weights.
         micro_batches: Function of a step's number (0, 1, ...) that returns this rank's micro-batches.
-        run: Prints the lines on rank 0; None: they are only returned.
+        run: Prints the lines on rank 0 and keeps the choice in its state; None: the lines are only returned.
         objective: The loss that is compared with float8.
 
     Raises ConfigError if the configured attention has no kernel here, or if the two losses differ by more than
@@ -58,7 +62,7 @@ def check_kernels(
     if cfg.attention == Attention.flex_attention and model.settings.device.type == "cpu":
         raise ConfigError(NO_FLEX_BACKWARD)
     first = micro_batches(0)[:1]
-    lines = _choose_attention(model, cfg, first[0])
+    lines = _choose_attention(model, cfg, first[0], TrainState() if run is None else run.state)
     if cfg.float8 != Float8.none:
         lines.append(_compare(model, cfg, first, objective))
     if run is not None:
@@ -66,8 +70,8 @@ def check_kernels(
     return lines
 
 
-def _choose_attention(model: Prepared, cfg: ModelConfig, batch: Batch) -> list[str]:
-    """Return the lines about attention, after all ranks use the kernel that was the fastest on rank 0."""
+def _choose_attention(model: Prepared, cfg: ModelConfig, batch: Batch, state: TrainState) -> list[str]:
+    """Return the lines about attention, after all ranks use the checkpoint's kernel or the fastest on rank 0."""
     # Imports transformers, which `components.training` alone must not.
     from components.models.attention import describe_attention
 
@@ -76,15 +80,18 @@ def _choose_attention(model: Prepared, cfg: ModelConfig, batch: Batch) -> list[s
     if cfg.attention == Attention.sdpa and _can_measure(model.settings.device):
         from components.models import attention_choice
 
-        choice = None
+        choice, saved = None, state.attention_kernel
         default = next((each.kernel for each in observed if not each.masked), "")
-        if this_rank() == 0 and first is not None and not any(each.dropout for each in observed):
+        if saved is not None and attention_choice.is_usable(saved):
+            choice = [saved, f"attention kernel: {saved}, that of the checkpoint", default]
+        elif this_rank() == 0 and first is not None and not any(each.dropout for each in observed):
             rates = attention_choice.measure_kernels(attention_choice.observed_call(*first), default)
             choice = [*attention_choice.choose_kernel(rates, default), default]
         choice = broadcast_json(choice)
         if choice is not None:
             chosen, line, default = choice
             lines.append(line)
+            state.attention_kernel = chosen
             if chosen != default:
                 attention_choice.use_kernel(chosen)
                 observed, _ = _observe_attention(model, cfg, batch)
