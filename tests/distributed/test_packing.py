@@ -7,7 +7,6 @@ auxiliary loss, which is computed per document.
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from tests.distributed.packed import (
     reference,
 )
 from tests.distributed.parity import build
+from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
 
 AUX = 0.5
@@ -53,7 +53,7 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
     ],
 }  # fmt: skip
 """World size -> (parallelism, model, recompute policy of layers and whether they are compiled)."""
-if os.environ.get("MESHBOOK_ALL_PARITY") != "1":
+if not EVERYTHING:
     del SHAPES[4]
 
 
@@ -109,6 +109,7 @@ def test_packed_rows_match_separate_documents_on_every_mesh(world_size: int) -> 
         assert seen == set(dict(built[name.split()[0]].named_parameters())), name
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="compiles on four ranks: make parity")
 def test_compiled_layers_with_gathered_keys_and_tp_match_one_process() -> None:
     """torch cannot compile the recomputation of this attention, so it stays outside the graphs of the layers."""
     model, rows = build("phi3", torch.float64), packed()

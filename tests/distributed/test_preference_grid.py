@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed import adapted
-from tests.distributed.curves import EP, FSDP2, TP
+from tests.distributed.curves import EP, TP
 from tests.distributed.objective_grid import (
     LR,
     MESHES,
@@ -60,7 +60,6 @@ CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for mo
     "2-mixtral": [
         PreferenceCase("mixtral", "dpo", EP, packed=True),
         PreferenceCase("mixtral", "kto", {**TP, **SP}, packed=True, lora=True),
-        PreferenceCase("mixtral", "hinge", FSDP2, packed=False, dtype=torch.float32),
     ]
 }  # fmt: skip
 """Cases by number of processes and model. Each mesh leaves its process groups behind, so they have processes of their

@@ -275,8 +275,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     4: [
         {**FSDP2, "tp": 2, "sequence_parallel": True},
         {**PP, "cp": 2},
-        {**PP, "dp_shard": 2},
-        *([{**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}] if EVERYTHING else []),
+        *([{**PP, "dp_shard": 2}, {**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}] if EVERYTHING else []),
     ],
 }
 
@@ -311,9 +310,10 @@ def test_every_mesh_has_the_curve_of_the_papers_formulas(world: int) -> None:
     assert not problems, "\n".join(sorted(set(problems)))
 
 
+SP = {"sequence_parallel": True}
 PACKED: dict[int, list[tuple[dict[str, Any], str]]] = {
     1: [({"strategy": "single", "dp_shard": 1}, name) for name in (OBJECTIVES if EVERYTHING else ("orpo", "kto"))],
-    2: [(FSDP2, "dpo"), ({**TP, "sequence_parallel": True}, "kto"), (CP, "ipo"), (PP, "kto")],
+    2: [(FSDP2, "dpo"), (PP, "kto"), *([({**TP, **SP}, "kto"), (CP, "ipo")] if EVERYTHING else [])],
 }
 
 
