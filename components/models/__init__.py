@@ -12,7 +12,8 @@ activations/     selective activation checkpointing; saved activations in host m
 fused_layers.py  fuse_layers: norms and rotary embeddings in fewer kernels
 rope.py          scale_rope: extended context of rotary position embeddings
 compile.py       compile_layers, and removal of truncated files from torch's compile cache
-generation.py    generate: greedy or sampled answers; tokenizer.py: load_tokenizer, including one token per byte
+generation.py    generate, stream_tokens: greedy or sampled answers
+tokenizer.py     load_tokenizer, including one token per byte
 meta_copy.py     copies of an unsharded model without memory for its parameters
 weights/         loading, initializing, gathering and exporting weights
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from components.models.build import build_on_meta, model_shape
     from components.models.compile import compile_layers
     from components.models.fused_layers import FusedLayers, fuse_layers
-    from components.models.generation import Sampling, generate
+    from components.models.generation import Sampling, encode_messages, encode_prompt, generate, stream_tokens
     from components.models.layers import (
         ParameterCounts,
         checkpoint_activations,

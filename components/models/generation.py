@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from components.config.errors import ConfigError
 from components.cpu_limit import running_template
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Sampling:
     Holtzman et al. 2020)."""
     seed: int = 0
     """Any integer."""
+    top_k: int = 0
+    """Sample only from this many most likely tokens, before `top_p` applies; 0: from all."""
 
     def choose(self, logits: torch.Tensor, prompt: int, position: int) -> torch.Tensor:
         """Return the token, an int64 scalar on the device of `logits` (vocabulary).
@@ -65,11 +68,16 @@ class Sampling:
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the probabilities to sample from, in float32. logits: (vocabulary)."""
         probabilities = (logits.float() / self.temperature).softmax(0)
-        if self.top_p == 1:
+        if self.top_p == 1 and self.top_k == 0:
             return probabilities
         ordered, order = probabilities.sort(descending=True, stable=True)
+        if self.top_k:
+            ordered[self.top_k :] = 0
+            ordered /= ordered.sum()
         kept = ordered.double().cumsum(0) - ordered < self.top_p  # the probability of the more likely tokens
         kept[0] = True
+        if self.top_k:
+            kept[self.top_k :] = False
         probabilities[order[~kept]] = 0
         return probabilities / probabilities.sum()
 
@@ -109,8 +117,9 @@ def generate(
             token_lists = []
             for index, prompt in enumerate(prompts):
                 choose = partial(sampling.choose, prompt=index)
-                tokens = _encode(tokenizer, prompt)
-                token_lists.append(_continue(model, tokenizer, tokens, max_new_tokens, choose, forward, stopped))
+                tokens = encode_prompt(tokenizer, prompt)
+                answer = stream_tokens(model, tokenizer, tokens, max_new_tokens, choose, forward, stopped)
+                token_lists.append(list(answer))
     finally:
         model.train(was_training)
     if stopped is not None and stopped():
@@ -118,15 +127,25 @@ def generate(
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in token_lists]
 
 
-def _continue(
+@torch.no_grad()
+def stream_tokens(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tokens: list[int],
+    tokens: Sequence[int],
     max_new_tokens: int,
     choose: Callable[..., torch.Tensor],
-    forward: GenerationForward | None,
-    stopped: Callable[[], bool] | None,
-) -> list[int]:
+    forward: GenerationForward | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> Iterator[int]:
+    """Yield the tokens that continue `tokens` as they are generated, without the stop token.
+
+    The model must be in evaluation mode.
+
+    Args:
+        choose: `Sampling.choose` with the index of the prompt: returns a token from the logits, given its `position`.
+        forward, stopped: As for `generate`.
+    """
+    tokens = list(tokens)
     device = next(model.parameters()).device
     stop_tokens = _stop_tokens(model, tokenizer)
     start = len(tokens)
@@ -148,7 +167,7 @@ def _continue(
         if token in stop_tokens:
             break
         tokens.append(token)
-    return tokens[start:]
+        yield token
 
 
 def _next_token(logits: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> int:
@@ -161,15 +180,31 @@ def _next_token(logits: torch.Tensor, choose: Callable[[torch.Tensor], torch.Ten
     return int(token)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Return the tokens of a user's message with the chat template, or of the plain text if the tokenizer has none."""
     if tokenizer.chat_template is None:
         tokens = tokenizer.encode(prompt)
         # Some tokenizers append an end-of-text token, after which there is nothing to continue.
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
-    messages = [{"role": "user", "content": prompt}]
-    with running_template(f"the prompt {prompt!r:.60}"):
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return encode_messages(tokenizer, [{"role": "user", "content": prompt}])
+
+
+def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the tokens of a conversation up to the start of the next answer, rendered with the chat template.
+
+    Raises ConfigError if the template rejects the messages, fails on them, or does not finish.
+    """
+    from jinja2 import TemplateError
+
+    where = f"the prompt {messages[-1]['content']!r:.60}"
+    try:
+        with running_template(where):
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+    except TemplateError as error:
+        raise ConfigError(f"{where}: the chat template rejects this conversation: {error}") from error
+    return tokenizer.encode(str(text), add_special_tokens=False)
 
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

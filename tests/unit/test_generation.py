@@ -7,19 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from components.config.schema.model import ModelConfig, WeightInit
 from components.models import Sampling, build_on_meta, fill_weights, generate, load_tokenizer, materialize
 from tests.tiny_models import SIZES
 
 LLAMA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "vocab_size"} | {"model_type": "llama"}
-CASES = [Sampling(0.7, 1.0, 3), Sampling(1.0, 0.9, 3), Sampling(1.6, 0.3, 4), Sampling(1.0, 1e-6, 5)]
+CASES = [
+    *(Sampling(0.7, 1.0, 3), Sampling(1.0, 0.9, 3), Sampling(1.6, 0.3, 4), Sampling(1.0, 1e-6, 5)),
+    *(Sampling(0.7, 1.0, 3, top_k=20), Sampling(1.6, 0.3, 4, top_k=40), Sampling(1.0, 0.9, 5, top_k=1000)),
+]
 
 
 def expected_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the probabilities (vocabulary) of transformers' warpers."""
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None])
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
         scores = TopPLogitsWarper(sampling.top_p)(None, scores)
     return scores[0].softmax(0)
@@ -36,7 +41,8 @@ def test_probabilities_equal_those_of_transformers(sampling: Sampling) -> None:
     logits = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
     found = sampling.probabilities(logits)
     torch.testing.assert_close(found, expected_probabilities(logits, sampling))
-    assert (found > 0).sum() == 300 if sampling.top_p == 1 else (found > 0).sum() < 300
+    limit = min(sampling.top_k or 300, 300)
+    assert (found > 0).sum() == limit if sampling.top_p == 1 else (found > 0).sum() < limit
 
 
 def test_frequencies_of_sampled_tokens_follow_the_probabilities() -> None:
