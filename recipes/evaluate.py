@@ -1,6 +1,8 @@
 """Held-out loss, perplexity and sample generations of a checkpoint, an export, or any Hugging Face model.
 
 python recipes/evaluate.py                                                       # the pretrained model
+python recipes/evaluate.py run=outputs/finetune/RUN                              # a run: its model, data and checkpoint
+python recipes/evaluate.py run=outputs/finetune/RUN data.max_eval_samples=50     # the other keys override the run's
 python recipes/evaluate.py model.path=outputs/finetune/RUN/export                # an exported run
 python recipes/evaluate.py evaluation.checkpoint=outputs/finetune/RUN/checkpoints/step_40
 python recipes/evaluate.py evaluation.checkpoint=... evaluation.average=true     # its average (training.ema_decay)
@@ -27,8 +29,8 @@ def main(cfg: EvaluateConfig) -> None:
 
         # Model: built on meta, parallelized, then filled with weights shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
-        if cfg.evaluation.checkpoint is not None:
-            checkpoint.load_model_weights(cfg.evaluation.checkpoint, model.module, averaged=cfg.evaluation.average)
+        if run.resume_from is not None:
+            checkpoint.load_model_weights(run.resume_from, model.module, averaged=cfg.evaluation.average)
 
         run.begin(model, notes=[eval_set.facts, *model.notes])
         measured = training.evaluate(model, data.EvalBatches(eval_set, run.plan), run=run)

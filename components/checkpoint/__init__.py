@@ -3,7 +3,7 @@
 save.py              save_checkpoint: write to a temporary folder, publish by one rename, apply the retention policy
 saver.py             Saver: the saves of a run, synchronous or in the background
 retention.py         the retention policy, and safe removal
-load.py              find_checkpoint, load_checkpoint, load_model_weights, stored_dtype_of, verify
+load.py              find_checkpoint, locate_checkpoint, load_checkpoint, load_model_weights, stored_dtype_of, verify
 reader.py            choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
 manifest.py          the manifest: files, sizes and hashes; written last
 listing.py           the checkpoints of a run directory, without torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         find_checkpoint,
         load_checkpoint,
         load_model_weights,
+        locate_checkpoint,
         stored_dtype_of,
         verify,
     )

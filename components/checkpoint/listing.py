@@ -8,6 +8,7 @@ from pathlib import Path
 from components.checkpoint.folders import FOLDER, candidates, leftovers
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.retention import reasons_to_keep
+from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 
 
@@ -30,6 +31,22 @@ def list_checkpoints(run_dir: Path, policy: CheckpointConfig) -> list[ListedChec
     entries.sort(key=lambda entry: (entry.manifest.serial if entry.manifest else 0, entry.path.name))
     apply_policy(entries, policy)
     return entries
+
+
+def newest_complete(run_dir: Path) -> tuple[Path, list[str]]:
+    """Return the newest complete checkpoint of a run, and a line for each incomplete one, which might be newer.
+
+    Only the sizes of files are checked. Raises ConfigError if no checkpoint is complete.
+    """
+    entries = list_checkpoints(run_dir, CheckpointConfig())
+    incomplete = [f"checkpoint {each.path} is skipped: {'; '.join(each.problems)}" for each in entries if each.problems]
+    complete = [each.path for each in entries if not each.problems]
+    if not complete:
+        found = f"; {'; '.join(incomplete)}" if incomplete else ""
+        raise ConfigError(
+            f"{run_dir}: no complete checkpoint in {FOLDER}/{found}; wait for the run's first save, or give another run"
+        )
+    return complete[-1], incomplete
 
 
 def apply_policy(entries: list[ListedCheckpoint], policy: CheckpointConfig) -> None:

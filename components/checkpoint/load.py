@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from components.checkpoint.base_fingerprint import base_fingerprint, check_base_weights
 from components.checkpoint.checkpoint_error import fail_together
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, candidates, random_file
+from components.checkpoint.listing import newest_complete
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
 from components.checkpoint.save import mesh_of
@@ -73,6 +74,28 @@ def find_checkpoint(run_dir: Path | str, resume: str) -> Path | None:
     if problems := verify(path):
         raise ConfigError(f"run.resume={resume}: not a complete checkpoint: {'; '.join(problems)}")
     return path
+
+
+def locate_checkpoint(path: Path | str) -> Path:
+    """Return `path` if it is not a run directory, else the run's newest complete checkpoint, the same on every rank.
+
+    Only the sizes of files are checked. An incomplete checkpoint is skipped with a warning. A collective.
+
+    Raises ConfigError on every rank if the run has no complete checkpoint.
+    """
+    path, problem = Path(path).expanduser(), None
+    if this_rank() == 0 and (path / FOLDER).is_dir():
+        try:
+            path, incomplete = newest_complete(path)
+        except ConfigError as error:
+            problem = str(error)
+        else:
+            for line in incomplete:
+                logger.warning(line)
+    located, problem = broadcast_json([str(path), problem])
+    if problem is not None:
+        raise ConfigError(problem)
+    return Path(located)
 
 
 def verify(path: Path) -> list[str]:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from components.config.compose.command_line import compose_from_command_line
 from components.config.errors import ConfigError
@@ -58,8 +59,8 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
             problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
         return backend_problems + problems
 
-    with _planned_command_line(recipe, world_size):
-        cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
+    with _planned_command_line(recipe, world_size), _evaluated_run(recipe) as folders:
+        cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check, folders)
     if cfg is None:
         return None
     backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
@@ -90,6 +91,15 @@ def _planned_command_line(recipe: Recipe, world_size: int | None) -> AbstractCon
     from components.launch.planned_mesh import planned_command_line  # few commands need the planner
 
     return planned_command_line(recipe, world_size)
+
+
+def _evaluated_run(recipe: Recipe) -> AbstractContextManager[tuple[Path, ...]]:
+    """Return a context in which `run=RUN` is replaced by the run's settings; it yields the folders of their options."""
+    if not any(each.startswith("run=") for each in sys.argv[1:]):
+        return nullcontext(())
+    from components.launch.evaluated_run import evaluated_run  # few commands need it
+
+    return evaluated_run(recipe.schema)
 
 
 def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:

@@ -24,6 +24,7 @@ from components.config.teacher_files import check_stored_teacher
 from components.config.validate import validate
 from components.data.preflight import check_files
 from components.launch.deterministic_kernels import determinism_problems
+from components.protocol.run_files import CHECKPOINTS, CONFIG
 
 MESH_KEYS = frozenset(
     ["cluster.kind", "cluster.nodes", "cluster.procs_per_node", "cluster.device", "cluster.oversubscribe"]
@@ -125,8 +126,16 @@ def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
         problems.append(f"run.resume={resume}: no such checkpoint; set it to auto, never or RUN/checkpoints/step_N")
     evaluation = section(cfg, EvaluationConfig)
     checkpoint = evaluation.checkpoint if evaluation is not None else None
-    if checkpoint is not None and not Path(os.path.expanduser(checkpoint), _MANIFEST).is_file():
-        problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; set it to RUN/checkpoints/step_N")
+    if checkpoint is not None:
+        path = Path(os.path.expanduser(checkpoint))
+        if (path / CONFIG).is_file():
+            if not any(path.glob(f"{CHECKPOINTS}/step_*/{_MANIFEST}")):
+                problems.append(
+                    f"evaluation.checkpoint={checkpoint}: the run has no complete checkpoint; wait for its first save, "
+                    "or give another run"
+                )
+        elif not (path / _MANIFEST).is_file():
+            problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; set it to RUN/checkpoints/step_N")
     return problems
 
 

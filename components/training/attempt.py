@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from components import data, distributed, observability
+from components import checkpoint, data, distributed, observability
 from components.config.schema.cluster import NumaBinding
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.protocol.failures import report_hang
@@ -192,7 +192,7 @@ class EvaluationRun(Attempt):
         )
         """Assignment of rows to dp ranks."""
         if cfg.evaluation.checkpoint is not None:
-            self.resume_from = Path(cfg.evaluation.checkpoint)
+            self.resume_from = checkpoint.locate_checkpoint(cfg.evaluation.checkpoint)
 
     def begin(self, model: Prepared, notes: Iterable[object] = ()) -> None:
         """Print the banner and start the watchdog and stop-signal handling. A collective."""
@@ -200,7 +200,7 @@ class EvaluationRun(Attempt):
         self._model = model
         self._watch.follow(model.called)
         self._report = observability.Reporter(cfg.logging, self.dir, self._is_main)
-        source = cfg.evaluation.checkpoint or cfg.model.path or "from scratch"
+        source = str(self.resume_from or cfg.model.path or "from scratch")
         batch = f"{cfg.evaluation.micro_batch_size} sequences x {self.mesh.size('dp')} dp at a time"
         self._print_banner(model, source, batch, notes)
         self._enter(self._report, self._stop, self._watch)

@@ -266,21 +266,23 @@ def test_evaluation_rejects_peft_settings_that_differ_from_training(tmp_path: Pa
     trained.peft = PeftConfig(method="lora", alpha=8.0, rslora=True)
     checkpoint = tmp_path / "step_3"
     checkpoint.mkdir()
-    text = (start(trained).path / "config.yaml").read_text()
+    run = start(trained).path
+    text = (run / "config.yaml").read_text()
     (checkpoint / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": text}))
 
-    def evaluation(peft: PeftConfig) -> EvaluateConfig:
+    def evaluation(peft: PeftConfig, given: Path) -> EvaluateConfig:
         cfg = EvaluateConfig(model=trained.model, data=DocsDataConfig(), peft=peft)
-        cfg.evaluation.checkpoint = str(checkpoint)
+        cfg.evaluation.checkpoint = str(given)
         return cfg
 
-    with pytest.raises(ConfigError) as caught:
-        open_run_directory(evaluation(PeftConfig(method="lora")), "evaluate")
-    assert caught.value.problems == [
-        f"peft.{key}={value}: evaluation.checkpoint={checkpoint} was trained with {saved}; set peft.{key}={saved}"
-        for key, value, saved in (("alpha", 32.0, 8.0), ("rslora", False, True))
-    ]
-    open_run_directory(evaluation(replace(trained.peft, export="merged", dropout=0.5)), "evaluate")
+    for given in (checkpoint, run):
+        with pytest.raises(ConfigError) as caught:
+            open_run_directory(evaluation(PeftConfig(method="lora"), given), "evaluate")
+        assert caught.value.problems == [
+            f"peft.{key}={value}: evaluation.checkpoint={given} was trained with {saved}; set peft.{key}={saved}"
+            for key, value, saved in (("alpha", 32.0, 8.0), ("rslora", False, True))
+        ]
+        open_run_directory(evaluation(replace(trained.peft, export="merged", dropout=0.5), given), "evaluate")
 
 
 def test_accept_changes_rejects_keys_that_may_always_change() -> None:

@@ -30,7 +30,9 @@ from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 
 
-def compose_from_command_line(name: str, schema: type[Config], recipe_dir: Path, check: Check) -> Config | None:
+def compose_from_command_line(
+    name: str, schema: type[Config], recipe_dir: Path, check: Check, more_folders: Iterable[Path] = ()
+) -> Config | None:
     """Compose conf/<name>.yaml with the command line (`sys.argv`) and return the typed, validated config.
 
     Args:
@@ -38,6 +40,7 @@ def compose_from_command_line(name: str, schema: type[Config], recipe_dir: Path,
         schema: Dataclass of the recipe's config.
         recipe_dir: Folder of the recipe; its conf/ and ./conf are searched after conf/ of this project.
         check: Returns the problems that involve several sections, given the keys that were rejected before.
+        more_folders: Config folders that are searched last.
 
     Returns None if Hydra handled the command line itself (`--cfg job`, `--help`, ...). Raises ConfigError with all
     problems, and SystemExit if Hydra's argument parser rejects an option (it prints the reason).
@@ -48,7 +51,7 @@ def compose_from_command_line(name: str, schema: type[Config], recipe_dir: Path,
             "-m (--multirun): a sweep starts the processes of its points itself; start it with python, or remove -m"
         )
     try:
-        request = read_request(arguments, name, schema, recipe_dir)
+        request = read_request(arguments, name, schema, recipe_dir, more_folders)
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from error
     if _answered_by_hydra(arguments):
@@ -118,12 +121,14 @@ def _existing_folder(option: str, path: str | None, problems: list[str]) -> str 
     return None
 
 
-def read_request(arguments: Namespace, name: str, schema: type[Config], recipe_dir: Path) -> Request:
+def read_request(
+    arguments: Namespace, name: str, schema: type[Config], recipe_dir: Path, more_folders: Iterable[Path] = ()
+) -> Request:
     """Return the composition request. Raises ConfigError if no config folder holds the main config."""
     register_schemas(name, schema)
     main_config = arguments.config_name or name
     before, after = ([Path(path).resolve()] if path else [] for path in (arguments.config_path, arguments.config_dir))
-    folders = config_folders(main_config, recipe_dir, before=before, after=after)
+    folders = config_folders(main_config, recipe_dir, before=before, after=[*after, *more_folders])
     return Request(main_config, schema, folders, addable(arguments.overrides, schema))
 
 

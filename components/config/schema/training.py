@@ -220,7 +220,8 @@ class EvaluationConfig:
     """Checkpoint and sizes of `recipes/evaluate.py`."""
 
     checkpoint: str | None = None
-    """Checkpoint (RUN_DIR/checkpoints/step_N) whose weights to evaluate; null: the weights of model.path."""
+    """Checkpoint (RUN_DIR/checkpoints/step_N) whose weights to evaluate, or a run directory: its newest complete
+    checkpoint; null: the weights of model.path."""
     average: bool = False
     """Evaluate the moving average of the weights that the checkpoint of a run with training.ema_decay holds."""
     micro_batch_size: int = 8

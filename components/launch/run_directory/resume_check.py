@@ -19,6 +19,7 @@ from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import accepts, is_defining
 from components.config.schema.training import EvaluationConfig
+from components.protocol.run_files import CONFIG
 from components.terminal import print_text
 
 _STATE = "state.json"
@@ -94,7 +95,9 @@ def check_source(cfg: RecipeConfig) -> None:
 def _check_adapters(peft: PeftConfig, checkpoint: str) -> None:
     """Compare the adapter settings that the stored weights do not determine: scaling and variant."""
     try:
-        stored = json.loads((Path(checkpoint).expanduser() / _STATE).read_text())["config"]
+        path = Path(checkpoint).expanduser()
+        of_run = path / CONFIG
+        stored = of_run.read_text() if of_run.is_file() else json.loads((path / _STATE).read_text())["config"]
         then = _flat({"peft": asdict(PeftConfig()), **load_yaml(stored)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return  # loading the checkpoint reports the problem

@@ -18,6 +18,7 @@ from components.config.schema.logging import WandbMode
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
+from components.launch.evaluated_run import reject_swept_run
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.memory_report import played_memory
 from components.launch.open_run import directory_problems
@@ -38,6 +39,7 @@ def run_sweep(recipe: Recipe) -> int:
     0: every point is ok or submitted; 1: one is not, or losses disagree; 130: stopped by Ctrl-C. Raises ConfigError
     for problems shared by all points, before anything is written.
     """
+    reject_swept_run(recipe.schema)
     gpus = visible_gpus(os.environ)
 
     def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:

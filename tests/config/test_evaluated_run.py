@@ -1,0 +1,105 @@
+"""`evaluate.py run=RUN` composes the model, data and checkpoint of a run, and rejects runs without a loss per token."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from components.config.compose.command_line import compose_from_command_line
+from components.config.compose.frozen import frozen_text
+from components.config.schema import EvaluateConfig, FinetuneConfig, RecipeConfig
+from components.config.schema.data import DocsDataConfig
+from components.launch.evaluated_run import evaluated_run
+from tests.config.commands import REPOSITORY, Commands
+from tests.config.test_composition import compose
+
+SOURCES = (
+    "data=mixture",
+    "+data@data.sources.a=jsonl",
+    "data.sources.a.path='{a}: [1].jsonl'",
+    "+data@data.sources.b=pydocs",
+)
+CASES: dict[str, tuple[str, ...]] = {
+    "pretrain": ("pretrain", "data=text", "data.path=x.txt", "model/rope=yarn", "run.seed=7"),
+    "mixture": ("finetune", *SOURCES, "data.sources.a.weight=0.3", "data.pack=true", "run.private=true"),
+    "lora": ("finetune", "peft=lora", "peft.targets=[q_proj,v_proj]", "model=tiny", "model.config.hidden_size=32"),
+    "chat": ("finetune", "data=chat_jsonl", "data.path='it\\'s \"odd\", [1]: # *x'", "training.ema_decay=0.9"),
+    "distill": ("distill", "data=text", "data.path=x.txt", "teacher.path=package:a/b.gguf"),
+}
+
+
+def write_run(folder: Path, name: str, *overrides: str) -> RecipeConfig:
+    """Write the config.yaml of a run that composes from `overrides`."""
+    cfg = compose(name, *overrides)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(frozen_text(cfg))
+    return cfg
+
+
+def compose_evaluation(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> EvaluateConfig:
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
+    with evaluated_run(EvaluateConfig) as folders:
+        cfg = compose_from_command_line(
+            "evaluate", EvaluateConfig, REPOSITORY / "recipes", lambda cfg, rejected: [], folders
+        )
+    assert cfg is not None
+    assert sys.argv == ["evaluate.py", *arguments]
+    assert not any(folder.exists() for folder in folders)
+    return cfg
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sections_of_the_run_are_composed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "a run"
+    trained = write_run(run, *CASES[case])
+    cfg = compose_evaluation(monkeypatch, f"run={run}")
+    assert (cfg.model, cfg.data, cfg.peft) == (trained.model, trained.data, trained.peft)
+    assert (cfg.run.seed, cfg.run.private) == (trained.run.seed, trained.run.private)
+    evaluation = cfg.evaluation
+    assert (evaluation.checkpoint, evaluation.average) == (str(run), trained.training.ema_decay is not None)
+    assert evaluation.seq_len == trained.training.seq_len
+    assert evaluation.micro_batch_size == trained.training.micro_batch_size
+
+
+def test_other_arguments_override_the_run_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = write_run(tmp_path / "run", "finetune", "data=jsonl", "data.path=a.jsonl", "data.max_samples=9")
+    before = ("data.path=b.jsonl", "evaluation.checkpoint=x", "parallelism=ddp", "run.seed=5")
+    cfg = compose_evaluation(monkeypatch, *before, f"run={tmp_path}/run", "evaluation.seq_len=64")
+    assert cfg.data == replace(trained.data, path="b.jsonl")
+    assert (cfg.evaluation.checkpoint, cfg.evaluation.seq_len, cfg.run.seed) == ("x", 64, 5)
+    cfg = compose_evaluation(monkeypatch, f"run={tmp_path}/run", "data=pydocs")
+    assert isinstance(cfg.data, DocsDataConfig)
+    assert cfg.model == trained.model
+
+
+def test_other_recipes_have_no_such_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "run=x"])
+    with evaluated_run(FinetuneConfig) as folders:
+        assert (folders, sys.argv) == ((), ["finetune.py", "run=x"])
+
+
+def test_runs_that_cannot_be_evaluated_are_rejected_without_torch(commands: Commands, tmp_path: Path) -> None:
+    evaluate = REPOSITORY / "recipes" / "evaluate.py"
+    write_run(tmp_path / "dpo", "dpo", "data.path=pairs.jsonl")
+    write_run(tmp_path / "reward", "classify", "objective=reward", "data=preferences", "data.path=pairs.jsonl")
+    write_run(tmp_path / "unsaved", "finetune", "model=tiny")
+    write_run(tmp_path / "evaluation", "evaluate")
+    problems = {
+        ("run=nowhere",): "run=nowhere: not a run directory, it has no config.yaml; give the directory of a training",
+        ("run=evaluation",): "the config of this run has no section objective; give the directory of a training run",
+        ("run=dpo",): "run=dpo: its data are preferences, which have no loss per token; its eval_loss is in dpo/result",
+        ("run=reward",): "run=reward: its model has a score head and no loss per token",
+        ("run=unsaved",): "evaluation.checkpoint=unsaved: the run has no complete checkpoint; wait for its first save",
+        ("run=unsaved", "run=dpo"): "run=unsaved run=dpo: one evaluation takes one run; remove all but one",
+        ("-m", "run=unsaved"): "run=unsaved: -m cannot sweep over the settings of a run; remove -m",
+        ("run=unsaved", "data.path=1", "evaluation.seq_len=1"): "evaluation.seq_len=1: must be at least 2",
+    }
+    for arguments, problem in problems.items():
+        ended = commands.run(evaluate, arguments, tmp_path)
+        assert (ended.status, ended.imported_torch) == (2, False), ended
+        assert problem in ended.errors
+        assert "Traceback" not in ended.errors
+    assert not (tmp_path / "outputs").exists()
