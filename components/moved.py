@@ -90,6 +90,7 @@ MODULES = {
     "components.models.twin": "components.models.meta_copy",
     "components.models.weight_files": "components.models.weights.weight_files",
     "components.observability.card": "components.observability.model_card",
+    "components.observability.wandb": "components.observability.trackers.wandb",
     "components.python_frames": "components.resilience.frames",
     "components.resilience.flight_recorder": "components.resilience.watchdog",
     "components.training.checkpointing": "components.training.setup.recompute_policy",

@@ -12,6 +12,7 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
+from components.config.rules.run_rules import tracker_problems
 from components.config.schema.model import CausalLMConfig, Float8, Qat, TeacherConfig, TopKTeacherConfig, WeightInit
 from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
@@ -82,6 +83,7 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
         if path is not None and importlib.util.find_spec(package) is None:
             problems.append(f"{key}={path}: no module named {package!r}; install it, or put it next to the recipe")
     if cfg.cluster.has_same_packages:  # otherwise each rank checks its own
+        problems += tracker_problems(cfg.logging)
         if (eight_bit := section(cfg, AdamW8bitConfig)) is not None:
             problems += torchao_problems(f"optimizer.kind={eight_bit.kind}")
         if cfg.model.qat != Qat.none:

@@ -1,8 +1,8 @@
 """Console output, metrics and reports of a run.
 
 banner.py      the start banner: versions, mesh, ranks, batch arithmetic, parameters
-reporter.py    one line per log step, the progress bar, metrics.jsonl, wandb
-wandb.py       Weights & Biases; its failures never stop a run
+reporter.py    one line per log step, the progress bar, metrics.jsonl
+trackers/      wandb, TensorBoard, MLflow and trackio; their failures never stop a run
 plot.py        loss.png
 result.py      result.json, the summary at the end, peak memory
 profile.py     torch.profiler traces of a few steps

@@ -1,4 +1,4 @@
-"""Reporting of a run's numbers on rank 0: the console, RUN_DIR/metrics.jsonl, loss.png and wandb."""
+"""Reporting of a run's numbers on rank 0: the console, RUN_DIR/metrics.jsonl, loss.png and trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from components.config.schema.logging import LoggingConfig
 from components.console import PlainConsole
 from components.observability.plot import LossPlot
 from components.observability.result import Result, summary
-from components.observability.wandb import WandbRun
+from components.observability.trackers.enabled import Trackers, enabled_trackers
 from components.protocol.run_files import FIRST_STEP, RESULT, atomic_write_json, create_marker
 from components.terminal import print_text
 
@@ -137,7 +137,7 @@ class Reporter:
     def __init__(
         self, logging: LoggingConfig, run_dir: str, enabled: bool, total_steps: int = 0, title: str = ""
     ) -> None:
-        """Set up the console and, if enabled, the metrics file, the plot, wandb and the progress bar.
+        """Set up the console and, if enabled, the metrics file, the plot, the trackers and the progress bar.
 
         Args:
             total_steps: Length of the progress bar; 0: no progress bar.
@@ -149,7 +149,7 @@ class Reporter:
         self._run_dir = Path(run_dir)
         self._metrics = MetricsLog(self._run_dir)
         self._plot = LossPlot(self._run_dir, title, self._metrics.read) if enabled and logging.plot else None
-        self._wandb = WandbRun(logging.wandb, run_dir, self.console) if enabled else None
+        self._trackers = Trackers(enabled_trackers(logging) if enabled else {}, run_dir, self.console)
         self._progress: Progress | None = None
         if enabled and logging.progress and total_steps and self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -173,8 +173,7 @@ class Reporter:
             self._progress.stop()
         if self._plot is not None:
             self._plot.wait()
-        if self._wandb is not None:
-            self._wandb.finish(failed=error is not None)
+        self._trackers.finish(failed=error is not None)
 
     def print(self, text: str) -> None:
         """Print one line."""
@@ -333,5 +332,4 @@ class Reporter:
         if not self.enabled:
             return
         self._metrics.append(values)
-        if self._wandb is not None:
-            self._wandb.log(values)
+        self._trackers.log(values)

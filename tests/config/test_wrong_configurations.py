@@ -441,6 +441,21 @@ def test_missing_torchao_is_reported_with_the_extra_to_install(
             assert missing not in commands.run(finetune, [*submission, *container], tmp_path).errors
 
 
+@pytest.mark.parametrize(
+    ("package", "setting"),
+    [("tensorboard", "logging.tensorboard=true"), ("mlflow", "logging.mlflow.enabled=true"),
+     ("trackio", "logging.trackio.enabled=true")],
+)  # fmt: skip
+def test_missing_package_of_a_tracker_is_reported_with_the_extra_to_install(
+    commands: Commands, finetune: Path, tmp_path: Path, package: str, setting: str
+) -> None:
+    if PathFinder.find_spec(package, sys.path) is not None:
+        pytest.skip(f"{package} is installed")
+    ended = commands.run(finetune, ["model=tiny", setting], tmp_path)
+    missing = f"{setting}: {package} is not installed; run pip install 'meshbook[{package}]', or set it to false"
+    assert_rejected(ended, [missing], tmp_path)
+
+
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:
     arguments = ["model=tiny", "cluster.procs_per_node=2"]
     ended = commands.run(finetune, arguments, tmp_path, CUDA_VISIBLE_DEVICES="0")

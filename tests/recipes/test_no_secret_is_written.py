@@ -1,4 +1,4 @@
-"""No file of a run contains secrets from the environment, the config, git or uncommitted code, with a real wandb."""
+"""No file of a run contains secrets from the environment, the config, git or uncommitted code, with real trackers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def files_with(folder: Path, text: str) -> set[str]:
 
 
 def test_run_writes_no_secret_of_environment_git_or_code(bench: Bench) -> None:
-    """Secrets are in the environment, in the URL of the git remote and in uncommitted code, which wandb may copy."""
+    """Secrets are in the environment, in the URL of the git remote and in uncommitted code, which trackers may copy."""
+    for tracker in ("tensorboard", "mlflow"):
+        pytest.importorskip(tracker, reason="the extra `dev` is not installed; make install installs it")
     shutil.copy(RECIPE, bench.recipe)
     git(bench.folder, "init", "-q")
     git(bench.folder, "remote", "add", "origin", f"https://me:{CANARY}@example.org/x.git")
@@ -46,13 +48,15 @@ def test_run_writes_no_secret_of_environment_git_or_code(bench: Bench) -> None:
         "experiment=smoke", "training.max_steps=1", "training.seq_len=128", "training.eval_every=0",
         "checkpoint.export=false", "data.max_samples=16", "data.max_eval_samples=4", "generation.samples=0",
         "logging.wandb.mode=offline", "logging.wandb.tags=[a_tag]", "cluster.device=cpu",
+        "logging.tensorboard=true", "logging.mlflow.enabled=true",
         environment=SECRETS | {"WANDB_SAVE_CODE": "true", "OMP_NUM_THREADS": "1"},
     ).wait()  # fmt: skip
     assert done.status == 0, done.errors
     (run,) = bench.run_directories()
-    assert files_with(run, "a_tag") >= {"wandb", "config.yaml", "environment.json"}, "the search finds nothing"
+    found = files_with(run, "a_tag") | files_with(bench.folder, "a_tag")
+    assert found >= {"wandb", "tensorboard", "mlruns", "config.yaml", "environment.json"}, "the search finds nothing"
     for secret in (CANARY, *SECRETS.values()):
-        assert files_with(run, secret) == set()
+        assert files_with(run, secret) == files_with(bench.folder / "mlruns", secret) == set()
         assert secret not in done.output + done.errors
 
 

@@ -75,6 +75,10 @@ _NAMES = {
     "cluster.time": "walltime time_limit",
     "logging.wandb.mode": "report_to wandb use_wandb wandb_mode",
     "logging.wandb.project": "wandb_project project project_name",
+    "logging.tensorboard": "tensorboard use_tensorboard",
+    "logging.mlflow.enabled": "mlflow use_mlflow",
+    "logging.mlflow.project": "mlflow_experiment_name mlflow_experiment",
+    "logging.trackio.enabled": "trackio use_trackio",
     "generation.max_new_tokens": "max_tokens",
 }
 _KEYS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -1,9 +1,11 @@
-"""Rules about best checkpoints, profiler traces, the evaluation of adapters, and their optimizer."""
+"""Rules about best checkpoints, profiler traces, trackers, the evaluation of adapters, and their optimizer."""
 
 from __future__ import annotations
 
+import importlib.util
+
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.logging import ProfileConfig
+from components.config.schema.logging import LoggingConfig, ProfileConfig, WandbMode
 from components.config.schema.model import DType, ModelConfig
 from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig
 from components.config.schema.peft import PeftConfig
@@ -49,6 +51,24 @@ def profile_end_problems(profile: ProfileConfig, training: TrainingConfig, steps
     return [
         f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, after "
         f"{training.length(steps)}; change logging.profile.start or logging.profile.steps"
+    ]
+
+
+def tracker_problems(logging: LoggingConfig) -> list[str]:
+    """Require the packages of the enabled trackers, which are optional, to be installed."""
+    needed = {}  # setting -> (package, command that installs it, value that disables it)
+    if logging.wandb.mode is not WandbMode.disabled:
+        needed[f"logging.wandb.mode={logging.wandb.mode}"] = ("wandb", "pip install wandb", "disabled")
+    if logging.tensorboard:
+        needed["logging.tensorboard=true"] = ("tensorboard", "pip install 'meshbook[tensorboard]'", "false")
+    if logging.mlflow.enabled:
+        needed["logging.mlflow.enabled=true"] = ("mlflow", "pip install 'meshbook[mlflow]'", "false")
+    if logging.trackio.enabled:
+        needed["logging.trackio.enabled=true"] = ("trackio", "pip install 'meshbook[trackio]'", "false")
+    return [
+        f"{setting}: {package} is not installed; run {install}, or set it to {disabled}"
+        for setting, (package, install, disabled) in needed.items()
+        if importlib.util.find_spec(package) is None
     ]
 
 

@@ -8,7 +8,7 @@ checkpoint.py   save intervals, retention policy, export
 checks.py       range checks that the sections share
 cluster.py      nodes, processes, devices, timeouts
 data.py         sources, splits, columns; one class per kind
-logging.py      console, plot, profiler, wandb
+logging.py      console, plot, profiler, trackers
 model.py        model, precision, kernels
 objective.py    training loss; one class per kind
 optimizer.py    update rule and learning-rate schedule
@@ -22,7 +22,7 @@ training.py     `training`, `evaluation`, `generation`: batch sizes, intervals, 
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import ClusterConfig, ClusterKind, Device, LocalClusterConfig, SlurmClusterConfig
 from components.config.schema.data import DataConfig
-from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
+from components.config.schema.logging import LoggingConfig, MlflowConfig, TrackioConfig, WandbConfig, WandbMode
 from components.config.schema.model import (
     Attention,
     CausalLMConfig,
@@ -99,6 +99,7 @@ __all__ = [
     "LocalClusterConfig",
     "LoggingConfig",
     "MeshShape",
+    "MlflowConfig",
     "ModelConfig",
     "NextTokenConfig",
     "ORPOConfig",
@@ -123,6 +124,7 @@ __all__ = [
     "Strategy",
     "TeacherConfig",
     "TopKTeacherConfig",
+    "TrackioConfig",
     "TrainConfig",
     "TrainingConfig",
     "UnevenHeads",

@@ -1,4 +1,4 @@
-"""`logging`: console output, loss plot, profiler traces and wandb."""
+"""`logging`: console output, loss plot, profiler traces and trackers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,31 @@ class WandbConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class MlflowConfig:
+    """MLflow (extra `mlflow`): the server in MLFLOW_TRACKING_URI, or the folder `mlruns` in the working directory.
+    Errors of MLflow never stop a run."""
+
+    enabled: bool = False
+    """Track the run with MLflow."""
+    project: str = "meshbook"
+    """MLflow experiment."""
+    group: str | None = None
+    """Value of the MLflow tag `group`; a sweep sets it for its runs. null: none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackioConfig:
+    """trackio (extra `trackio`): a local database in TRACKIO_DIR. Errors of trackio never stop a run."""
+
+    enabled: bool = False
+    """Track the run with trackio."""
+    project: str = "meshbook"
+    """trackio project."""
+    group: str | None = None
+    """trackio group that the run is shown in; a sweep sets it for its runs. null: none."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ProfileConfig:
     """torch.profiler traces of some optimizer steps, written to RUN_DIR/profile/; no overhead unless enabled."""
 
@@ -64,7 +89,7 @@ class ProfileConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig:
-    """Console output, loss plot, profiler traces and wandb."""
+    """Console output, loss plot, profiler traces and trackers."""
 
     comm: bool = False
     """Record the collectives of the second optimizer step on rank 0 and print them by process group and operation:
@@ -82,9 +107,25 @@ class LoggingConfig:
     """Profiler traces of some steps."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard event files to RUN_DIR/tensorboard/ (extra `tensorboard`)."""
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    """MLflow."""
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    """trackio."""
 
     def __post_init__(self) -> None:
         problems = at_least("logging.examples", self.examples, 0)
         if self.peak_tflops is not None:
             problems += above("logging.peak_tflops", self.peak_tflops, 0)
         raise_all(problems)
+
+
+def trackers_without_group(logging: LoggingConfig) -> list[str]:
+    """Return the keys of the enabled trackers that show runs in groups and have none."""
+    enabled = {
+        "logging.wandb": logging.wandb.mode is not WandbMode.disabled and logging.wandb.group is None,
+        "logging.mlflow": logging.mlflow.enabled and logging.mlflow.group is None,
+        "logging.trackio": logging.trackio.enabled and logging.trackio.group is None,
+    }
+    return [key for key, has_none in enabled.items() if has_none]

@@ -49,7 +49,7 @@ class RecipeConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Texts generated before and after training."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    """Console output, loss plot, profiler traces and wandb."""
+    """Console output, loss plot, profiler traces and trackers."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from components.config.compose.diagnose import Check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
-from components.config.schema.logging import WandbMode
+from components.config.schema.logging import trackers_without_group
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
@@ -138,8 +138,7 @@ def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems:
     if cfg is not None:
         processes = processes_of(cfg, visible_gpus(os.environ))
         mesh = None if problems else str(cfg.parallelism.resolve(processes))
-        if cfg.logging.wandb.mode != WandbMode.disabled and cfg.logging.wandb.group is None:
-            overrides.append(override_of("logging.wandb.group", sweep_id))
+        overrides += [override_of(f"{key}.group", sweep_id) for key in trackers_without_group(cfg.logging)]
         if cfg.run.name is None:
             overrides.append(override_of("run.name", name))  # used as job name
     return Point(number, name, point.values, overrides, mesh, processes)

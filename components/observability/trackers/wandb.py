@@ -1,0 +1,53 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from components.config.schema.logging import WandbConfig
+from components.observability.trackers.tracker import TrackedRun, name_in_group
+
+
+class WandbTracker:
+    """A wandb run whose id is the name of the run directory, so that a resumed run continues its curve.
+
+    wandb keeps the first values of steps that a resumed run repeats.
+    """
+
+    def __init__(self, config: WandbConfig) -> None:
+        self._config = config
+        self._run: Any = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Start the wandb run, or continue it."""
+        import wandb
+
+        config = self._config
+        group = re.sub(r"[/\\#?%:\s]", "-", config.group or "")
+        # Private, because wandb's files contain the host, the command and the environment.
+        Path(run.directory, "wandb").mkdir(mode=0o700, exist_ok=True)
+        self._run = wandb.init(
+            # save_code would upload the recipe and all uncommitted changes, including any secrets in them.
+            settings=wandb.Settings(silent=True, console="off", save_code=False),
+            dir=str(run.directory),
+            id=name_in_group(run.directory, group),
+            name=run.directory.name,
+            resume="allow",
+            mode=config.mode.value,
+            project=config.project,
+            entity=config.entity,
+            tags=config.tags,
+            group=config.group,
+            config=run.config,
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values at the step."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, *, failed: bool) -> None:
+        """Finish the wandb run."""
+        self._run.finish(exit_code=int(failed))
