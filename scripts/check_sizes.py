@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-from scripts.measure_code import own_names, shared_share
+from scripts._code.measure_code import own_names, shared_share
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 120, 500, 80, 5, 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from components.config.schema.data import DataConfig, RowsDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
-from components.protocol.run_files import atomic_file
+from components.config.stored_run import model_name
+from components.figures import MISSING, finish_axes, has_matplotlib, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,41 +55,30 @@ class LossPlot:
 
     def _draw(self) -> str | None:
         metrics = self._read()
-        if importlib.util.find_spec("matplotlib") is None:
-            return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
+        if not has_matplotlib():
+            return f"no plot: {MISSING}"
         training = [(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None]
         held_out = [(line["step"], line["eval_loss"]) for line in metrics if line.get("eval_loss") is not None]
         if not training and not held_out:
             return "no plot: no loss was logged"
-        with atomic_file(self._file) as image:
-            _figure(training, held_out, self._title).savefig(image, dpi=120, format="png")
+        save_figure(_figure(training, held_out, self._title), self._file)
         return None
 
 
 def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
     """Return the title of a run's plot: model, data and mesh."""
-    model_name = (
-        Path(model.path).name.removesuffix(".gguf")
-        if model.path
-        else f"{model.config.get('model_type', 'model')} from scratch"
-    )
     source = Path(str((data.path if isinstance(data, RowsDataConfig) else None) or data.kind)).name
-    return f"{model_name} on {source}, {mesh.summary}"
+    return f"{model_name(model.path, model.config)} on {source}, {mesh.summary}"
 
 
 def _figure(training: list[tuple[int, float]], held_out: list[tuple[int, float]], title: str) -> Figure:
     """Return a figure of the two curves, each a list of (optimizer step, loss)."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(7, 4)
     axes = figure.add_subplot()
     if training:
         axes.plot(*zip(*training, strict=True), label="training", linewidth=1)
     if held_out:
         axes.plot(*zip(*held_out, strict=True), label="held out", marker="o")
-    axes.set(xlabel="optimizer step", ylabel="loss per target token (nats)", title=title)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend()
+    axes.set(title=title)
+    finish_axes(axes)
     return figure

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from components.launch.run_directory import lease
-from components.launch.run_directory.lease import take_lease
+from components.launch.run_directory.lease import is_held, take_lease
 from components.protocol.failures import RunDirectoryInUse
 
 BEAT, SILENCE, TIMEOUT = 0.05, 2.0, 30.0
@@ -109,6 +109,23 @@ def test_lease_of_a_killed_holder_is_taken_at_once_or_after_the_silence_period(t
     start("another").kill()
     assert SILENCE < seconds_to_take(tmp_path) < 3 * SILENCE
     assert seconds_to_take(tmp_path) < SILENCE / 2  # released
+
+
+@pytest.mark.parametrize("machine", ["another", None])
+def test_lease_counts_as_held_until_its_holder_ends_or_is_silent(
+    tmp_path: Path, start: Start, machine: str | None
+) -> None:
+    """The end of a process of another machine is noticed by its silence only."""
+    assert not is_held(tmp_path)
+    holder = start(machine)
+    assert is_held(tmp_path)
+    holder.kill()
+    assert is_held(tmp_path) is (machine is not None)
+    (file,) = (tmp_path / ".lease").iterdir()
+    os.utime(file, (time.time() - 2 * SILENCE,) * 2)
+    assert not is_held(tmp_path)
+    take_lease(tmp_path).release()
+    assert not is_held(tmp_path)
 
 
 def test_stopped_holder_exits_on_resume_after_losing_its_lease(tmp_path: Path, start: Start) -> None:

@@ -163,6 +163,21 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
     return Lease(file, me, lost)
 
 
+def is_held(run_dir: Path) -> bool:
+    """Return whether a run seems to train in a run directory, without waiting for a heartbeat and without a lock."""
+    folder = run_dir / LEASE
+    try:
+        file = folder / str(_newest(folder))
+        holder, silent = _parse(_text(file) or ""), time.time() - file.stat().st_mtime
+    except OSError:
+        return False
+    if holder is None or holder.released:
+        return False
+    if holder.machine and holder.machine == _machine():
+        return _started(holder.pid) == holder.started
+    return silent < SILENCE
+
+
 def _await_end(file: Path, me: Holder) -> None:
     """Wait until the holder of a lease is gone. Raises RunDirectoryInUse at its first heartbeat."""
     first, began, reported = _text(file), time.monotonic(), False

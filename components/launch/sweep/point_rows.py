@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from components.config.metrics_log import MetricsLog
-from components.config.safe_yaml import load_yaml
+from components.config.stored_run import RunNumbers, read_config, short_mesh
 from components.launch.backend import Job, JobState
 from components.launch.clusters import job_of, jobs_by_id
 from components.launch.sweep.plan import Point, PointRecord, Sweep, is_running, read_record
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import describe_exit, is_out_of_memory
-from components.protocol.run_files import CONFIG, RESULT, read_regular, read_result
+from components.protocol.run_files import RESULT, read_result
 
 STATES = (
     *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
@@ -33,17 +31,13 @@ EARLY_STEPS = 50
 
 
 @dataclass(slots=True)
-class SweepRow:
+class SweepRow(RunNumbers):
     """A point with its state and results."""
 
     point: Point
     state: str
     reason: str = ""
     """Why it is not ok, or its progress; one or more lines."""
-    result: dict[str, Any] = field(default_factory=dict)
-    """Contents of its result.json; empty if there is none yet."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """Contents of its config.yaml, sections by name."""
     early_losses: dict[int, float] = field(default_factory=dict)
     """Losses of the first EARLY_STEPS in its metrics.jsonl, by step."""
     seconds: float | None = None
@@ -52,10 +46,7 @@ class SweepRow:
     @property
     def mesh(self) -> str:
         """Mesh axes larger than 1; "1" if there are none, "" if the mesh is unknown."""
-        mesh = self.result.get("mesh") or self.point.mesh or ""
-        return " x ".join(axis for axis in mesh.split(" x ") if axis and not axis.endswith("=1")) or (
-            "1" if mesh else ""
-        )
+        return short_mesh(self.result.get("mesh") or self.point.mesh or "")
 
     @property
     def processes(self) -> int | None:
@@ -63,25 +54,10 @@ class SweepRow:
         return self.result.get("processes") or self.point.processes
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Target tokens per second over all processes."""
-        return self.result.get("tokens_per_second")
-
-    @property
     def tokens_per_second_per_process(self) -> float | None:
         """Target tokens per second and process."""
         speed, processes = self.tokens_per_second, self.processes
         return speed / processes if speed is not None and processes else None
-
-    @property
-    def peak_memory_gib(self) -> float | None:
-        """Peak memory of rank 0."""
-        return self._gib("peak_memory_bytes")
-
-    @property
-    def peak_reserved_gib(self) -> float | None:
-        """Peak memory reserved by torch's allocator on rank 0's GPU; None on CPUs."""
-        return self._gib("peak_reserved_bytes")
 
     @property
     def planned_memory_gib(self) -> float | None:
@@ -100,27 +76,9 @@ class SweepRow:
         last = self.result.get("last_loss")
         return self.result.get("eval_loss") if last is None else last
 
-    @property
-    def eval_loss(self) -> float | None:
-        """Held-out loss at the end; None if it is missing or not finite."""
-        return self._finite("eval_loss")
-
-    @property
-    def eval_accuracy(self) -> float | None:
-        """Held-out accuracy at the end."""
-        return self._finite("eval_accuracy")
-
-    def _finite(self, key: str) -> float | None:
-        value = self.result.get(key)
-        return value if isinstance(value, int | float) and math.isfinite(value) else None
-
     def _planned(self, key: str) -> float | None:
         planned = self.result.get("planned")
         return planned.get(key) if isinstance(planned, dict) else None
-
-    def _gib(self, key: str) -> float | None:
-        value = self.result.get(key)
-        return value / 2**30 if value is not None else None
 
 
 def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
@@ -133,7 +91,7 @@ def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
     rows = []
     for point in points:
         job, record = ids[point.number], read_record(sweep, point)
-        row = SweepRow(point, "not started", result=results[point.number], config=_config(sweep.run_dir(point)))
+        row = SweepRow(point, "not started", result=results[point.number], config=read_config(sweep.run_dir(point)))
         row.early_losses = _early_losses(sweep.run_dir(point)) if row.result.get("status") == "ok" else {}
         row.seconds = row.result.get("wall_seconds") or (record.seconds if record and not job else None)
         if record is not None:
@@ -243,11 +201,3 @@ def _steps(run_dir: Path) -> list[dict[str, Any]]:
         return [line for line in MetricsLog(run_dir).read() if "loss" in line]
     except OSError:
         return []
-
-
-def _config(run_dir: Path) -> dict[str, Any]:
-    try:
-        config = load_yaml(read_regular(run_dir / CONFIG).decode())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import sys
 import time
@@ -11,10 +10,11 @@ from pathlib import Path
 from components.config.compose.sources import CONF
 from components.config.metrics_log import MetricsLog
 from components.console import PlainConsole
+from components.figures import MISSING, finish_axes, has_matplotlib, new_figure, save_figure
 from components.launch.sweep.plan import Sweep, is_running
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, SweepRow
 from components.launch.sweep.table import SweepReport, print_table, read_report, to_csv, to_markdown
-from components.protocol.run_files import atomic_file, atomic_write
+from components.protocol.run_files import atomic_write
 from components.terminal import print_text
 
 WATCH_EVERY = 5.0
@@ -84,15 +84,12 @@ def _plot(report: SweepReport) -> str | None:
 
 def _plot_to(report: SweepReport, file: Path) -> str | None:
     """Plot throughput and loss curves to a PNG; return the reason if there is nothing to plot."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no report.png: matplotlib is not installed (pip install 'meshbook[plot]')"
+    if not has_matplotlib():
+        return f"no report.png: {MISSING}"
     rows = [row for row in report.rows if row.tokens_per_second]
     if not rows:
         return "no report.png: no point has measured its throughput"
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(11, 1.5 + 0.4 * max(len(rows), 6)), layout="constrained")
+    figure = new_figure(11, 1.5 + 0.4 * max(len(rows), 6))
     speeds, curves = figure.subplots(1, 2)
     names = [f"{row.point.name}\n{row.mesh}" if row.mesh != "1" else row.point.name for row in rows]
     colors = ["tab:green" if row is report.best else "tab:blue" for row in rows]
@@ -103,12 +100,8 @@ def _plot_to(report: SweepReport, file: Path) -> str | None:
     speeds.set(xlabel="target tokens per second", title=report.sweep.directory.name)
     for index, row in enumerate(rows):  # coinciding curves would hide each other: draw the first one widest
         curves.plot(*_curve(row, report), label=row.point.name, linewidth=max(8 - 2 * index, 1))
-    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
-    curves.set(xlabel="optimizer step", ylabel="loss per target token (nats)")
-    curves.grid(alpha=0.3)
-    curves.legend(fontsize="small")
-    with atomic_file(file) as picture:
-        figure.savefig(picture, dpi=120, format="png")
+    finish_axes(curves, small_legend=True)
+    save_figure(figure, file)
     return None
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rich.console import Console
-from rich.table import Table
 
+from components.console import markdown_table, new_table, number_text
 from components.launch.sweep.losses import Agreement, compare_losses, share_one_curve
 from components.launch.sweep.plan import Sweep
 from components.launch.sweep.point_rows import SweepRow, read_points
@@ -119,10 +119,8 @@ def _text(section: object) -> str:
 
 def print_table(report: SweepReport, console: Console) -> None:
     """Print the table and the lines below it."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for number, column in enumerate(_header(report)):
-        is_text = number <= len(report.sweep.keys) + 1 or column == "status"
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text)
+    header = _header(report)
+    table = new_table(header, [*range(len(report.sweep.keys) + 2), header.index("status")])
     for row in report.rows:
         style = "bold" if row is report.best else "red" if row.point.number in report.agreement.disagreeing else None
         table.add_row(*_cells(report, row), style=style)
@@ -133,11 +131,10 @@ def print_table(report: SweepReport, console: Console) -> None:
 
 def to_markdown(report: SweepReport) -> str:
     """Return the table and the lines below it as Markdown."""
-    header, sweep = _header(report), report.sweep
-    rows = [header, ["---"] * len(header), *(_cells(report, row) for row in report.rows)]
+    sweep, rows = report.sweep, [_cells(report, row) for row in report.rows]
     if report.best is not None:
-        rows[2] = [f"**{cell}**" if cell else "" for cell in rows[2]]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        rows[0] = [f"**{cell}**" if cell else "" for cell in rows[0]]
+    lines = markdown_table(_header(report), rows)
     listed = [f"- {line}" for line in report.lines()]
     return printable(
         "\n".join([f"# Sweep {sweep.directory.name}", "", f"`{sweep.command}`", "", *lines, "", *listed, ""])
@@ -198,33 +195,29 @@ def _has_plans(report: SweepReport) -> bool:
 
 
 def _cells(report: SweepReport, row: SweepRow) -> list[str]:
-    mfu = [_number(row.result.get("mfu"), ".1%")] if report.has_mfu else []
+    mfu = [number_text(row.result.get("mfu"), ".1%")] if report.has_mfu else []
     return [
         row.point.name,
         *(row.point.values.get(key, "") for key in report.sweep.keys),
         row.mesh,
-        _number(row.processes, "d"),
-        _number(row.tokens_per_second, ",.0f"),
-        _number(row.tokens_per_second_per_process, ",.0f"),
+        number_text(row.processes, "d"),
+        number_text(row.tokens_per_second, ",.0f"),
+        number_text(row.tokens_per_second_per_process, ",.0f"),
         *mfu,
-        _number(row.peak_memory_gib, ".2f"),
-        *([_number(row.peak_reserved_gib, ".2f")] if _has_reserved(report) else []),
+        number_text(row.peak_memory_gib, ".2f"),
+        *([number_text(row.peak_reserved_gib, ".2f")] if _has_reserved(report) else []),
         *(
             [
-                _number(row.planned_memory_gib, ".2f"),
-                _number(row.result.get("step_seconds"), ".3g"),
-                _number(row.planned_step_seconds, ".3g"),
+                number_text(row.planned_memory_gib, ".2f"),
+                number_text(row.result.get("step_seconds"), ".3g"),
+                number_text(row.planned_step_seconds, ".3g"),
             ]
             if _has_plans(report)
             else []
         ),
-        _number(row.last_loss, ".4f"),
-        *([_number(row.eval_loss, ".4f")] if report.criterion is Criterion.loss else []),
-        *([_number(row.eval_accuracy, ".1%")] if report.criterion is Criterion.accuracy else []),
-        _number(row.seconds, ",.1f"),
+        number_text(row.last_loss, ".4f"),
+        *([number_text(row.eval_loss, ".4f")] if report.criterion is Criterion.loss else []),
+        *([number_text(row.eval_accuracy, ".1%")] if report.criterion is Criterion.accuracy else []),
+        number_text(row.seconds, ",.1f"),
         report.status(row),
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

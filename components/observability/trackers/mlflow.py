@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from components.config.schema.logging import MlflowConfig
+from components.config.stored_run import flat_config
 from components.observability.trackers.tracker import TrackedRun
 
 LOCAL = "mlruns"
@@ -88,20 +88,10 @@ class MlflowTracker:
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._id).data.params
-        values = dict(_flat(config))
+        values = {key: text[:LONGEST_VALUE] for key, text in flat_config(config)}
         new = [Param(key, value) for key, value in values.items() if key not in known]
         for start in range(0, len(new), BATCH):
             self._client.log_batch(self._id, params=new[start : start + BATCH])
         changed = [RunTag(key, value) for key, value in values.items() if known.get(key, value) != value]
         if changed:
             self._client.log_batch(self._id, tags=changed)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys of a nested config, such as optimizer.lr, with their values as text."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield f"{prefix}{key}", text[:LONGEST_VALUE]

@@ -1,7 +1,7 @@
 """Measure the code of this or another checkout: sizes, repeated lines, imports, reflection.
 
-python scripts/measure_code.py                    # this checkout
-python scripts/measure_code.py ../meshbook-old    # another one, to compare
+python scripts/_code/measure_code.py                    # this checkout
+python scripts/_code/measure_code.py ../meshbook-old    # another one, to compare
 
 Statements are counted in the syntax tree: formatting, comments and docstrings make no difference.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CODE = ("components", "recipes", "scripts")
 REFLECTION = {"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "AttributeError"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
