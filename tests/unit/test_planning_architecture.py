@@ -18,6 +18,7 @@ from components.config.shape import ModelShape, read_shape
 from components.models.anatomy import SLIDING, read_anatomy
 from components.planning.formulas.architecture import FAMILIES, Architecture, read_architecture
 from components.training.setup.flops import model_flops
+from tests.config.ready import HUB_MODELS, NOT_PLANNED
 
 SIZES = {
     "hidden_size": 96,
@@ -127,12 +128,11 @@ def test_unknown_sizes_and_families_are_config_errors() -> None:
 
 def test_options_of_hub_models_state_every_size() -> None:
     """`python scripts/plan.py model=NAME` needs no hub."""
-    from components.config.compose.sources import CONF
-    from components.config.safe_yaml import load_yaml
-
-    for path in sorted((CONF / "model").glob("*.yaml")):
-        stated = load_yaml(path.read_text())
-        if stated.get("path") and not str(stated["path"]).startswith("package:"):
-            known = {name: stated[name] for name in stated if name in {each.name for each in fields(ModelShape)}}
-            assert read_architecture(ModelShape(**known), path.name).parameters > 0, path.name
-            assert json.dumps(known)
+    for name, option in HUB_MODELS.items():
+        known = {key: option.values[key] for key in option.values if key in {each.name for each in fields(ModelShape)}}
+        assert json.dumps(known)
+        if name in NOT_PLANNED:
+            with pytest.raises(ConfigError, match="the formulas do not cover this model type"):
+                read_architecture(ModelShape(**known), name)
+        else:
+            assert read_architecture(ModelShape(**known), name).parameters > 0, name

@@ -285,6 +285,8 @@ class ModelConfig:
     """Intermediate size of one expert."""
     experts_per_token: int | None = None
     """Number of experts that a token is routed to."""
+    window: int | None = None
+    """Sliding window, in tokens, of the layers that have one; null: full attention, or unknown."""
     tied: bool | None = None
     """Whether the LM head shares its weight with the embedding; null: the family's default."""
 
@@ -336,7 +338,7 @@ class ModelConfig:
         values = field_values(self)
         if self.compile not in COMPILE:
             problems.append(f"model.compile={self.compile}: must be {', '.join(COMPILE[:-1])} or {COMPILE[-1]}")
-        for name in (*SIZES, "experts_per_token"):
+        for name in (*SIZES, "experts_per_token", "window"):
             problems += at_least(f"model.{name}", values[name], 1)
         problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)
         if self.path is None and self.init == WeightInit.pretrained:

@@ -73,6 +73,8 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         tied=True, head_dim=256, norms=4, norm_offset=True, query_key_norm=QueryKeyNorm.head, full_every=6
     ),
+    "glm4": Family(head_dim=128, qkv_bias=True, norms=4),
+    "nemotron": Family(head_dim=128, gated=False, norm_offset=True, norm_bias=True),
     "olmo": Family(norm_weight=False),
     "olmo2": Family(query_key_norm=QueryKeyNorm.width),
     "olmo3": Family(query_key_norm=QueryKeyNorm.width, full_every=4),
@@ -300,7 +302,7 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
     if family is None:
         raise ConfigError(
             f"model.family={shape.family}: the formulas do not cover this model type; choose one of "
-            f"{', '.join(sorted(FAMILIES))}, or plan with --dry-run, which builds the model"
+            f"{', '.join(sorted(FAMILIES))}, or play a mesh of your choice with cluster.dry_run=plan"
         )
     mlp = (shape.expert_mlp or shape.mlp) if family.moe else shape.mlp
     if mlp is None and shape.family == "gpt2" and shape.hidden:
