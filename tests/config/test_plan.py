@@ -79,6 +79,13 @@ def test_what_the_command_line_sets_is_kept(commands: Commands, tmp_path: Path) 
     }
 
 
+def test_sequence_parallelism_of_an_experiment_excludes_no_mesh(commands: Commands, tmp_path: Path) -> None:
+    """The mesh of an experiment is not fixed, and its sequence parallelism needs tp, which ddp does not have."""
+    overrides = [*TINY, "experiment=llama3_1_8b_1node", "cluster.gpu=null", "training.global_batch_size=16"]
+    found = rows(commands, [*overrides, "--top", "100"], tmp_path)
+    assert {row["strategy"] for row in found} >= {"fsdp2", "ddp"}
+
+
 def test_terms_and_reasons_are_printed_on_demand(commands: Commands, tmp_path: Path) -> None:
     why = commands.run(PLAN, [*LLAMA_8B, *LONG, "--why", "2"], tmp_path)
     assert why.status == 0

@@ -160,8 +160,12 @@ def _policies(
                 continue
             yield built
     if strategy is Strategy.fsdp2 and not _fixed_strategy(choice) and mesh.dp_replicate == mesh.world > 1:
+        try:
+            whole = replace(base, strategy=Strategy.ddp, sequence_parallel=False, cpu_offload=False, **degrees)
+        except ConfigError:  # such as prefetch, which only fsdp2 has
+            return
         for policy in policies:
-            yield replace(base, strategy=Strategy.ddp, activation_checkpointing=policy, cpu_offload=False, **degrees)
+            yield replace(whole, activation_checkpointing=policy)
 
 
 def _shards_sequence(mesh: MeshShape, cfg: TrainConfig, base: ParallelismConfig, choice: Choice) -> bool:
