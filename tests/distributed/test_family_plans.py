@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lfm2_one_kv_head": {**FAMILIES["lfm2"], **ONE_KV_HEAD},
 }  # fmt: skip
 CHOSEN = FAMILIES | VARIANTS if EVERYTHING else FAMILIES
+PRODUCTS = [FSDP2_TP2, {**FSDP2_TP2, **SP}, TP, {**TP, **SP}, {**PP_TP, **SP}, EP_TP]
+"""Meshes of four ranks, in `make parity`; those with ep for families with experts."""
 
 
 def build_family(name: str, dtype: torch.dtype) -> nn.Module:
@@ -97,9 +99,8 @@ def test_norms_of_single_heads_without_a_plan_are_rejected(monkeypatch: pytest.M
 @pytest.mark.skipif(not EVERYTHING, reason="make parity")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_families_match_one_process_on_products_of_four_ranks(dtype: torch.dtype) -> None:
-    meshes = [FSDP2_TP2, {**FSDP2_TP2, **SP}, TP, {**TP, **SP}, {**PP_TP, **SP}, EP_TP]
     names = [name for name in CHOSEN if "3_heads" not in name]
-    problems = deviations(4, meshes, names, dtype, 1 if dtype == torch.float64 else 5)
+    problems = deviations(4, PRODUCTS, names, dtype, 1 if dtype == torch.float64 else 5)
     assert not problems, "\n".join(problems)
 
 

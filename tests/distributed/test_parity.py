@@ -265,18 +265,23 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "jamba": ({"num_experts": 2, "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2,
                "attn_layer_offset": 1, "use_mamba_kernels": False}, TP,
-              "model.layers.0.mamba.conv1d is a convolution, which the plan of JambaForCausalLM leaves out"),
-    "llama4_text": ({"num_local_experts": 2, "head_dim": 12}, TP, "does not receive the experts chosen for each token"),
+              "model.layers.0.mamba.conv1d is a convolution, which the plan of JambaForCausalLM leaves out; set "
+              "parallelism.tp=1"),
+    "llama4_text": ({"num_local_experts": 2, "head_dim": 12}, TP,
+                    "does not receive the experts chosen for each token, so tokens cannot be sent to them; set "
+                    "parallelism.ep=1 and parallelism.tp=1"),
     "zamba2": ({"num_hidden_layers": 4, "mamba_d_state": 4, "n_mamba_heads": 8, "hybrid_layer_ids": [1, 3],
                 "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid"] * 2}, FSDP2,
-               "model.layers.1 and model.layers.3 of Zamba2ForCausalLM share parameters"),
+               "model.layers.1 and model.layers.3 of Zamba2ForCausalLM share parameters, which cannot be sharded layer "
+               "by layer or split into stages; set parallelism.strategy=ddp"),
     "falcon": ({}, CP, "FalconForCausalLM computes attention in its own code, outside transformers' attention "
                "interface, so its sequences cannot be sharded; set parallelism.cp=1"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, CP,
-             "Lfm2ForCausalLM has layers of type conv, which are neither"),
+             "Lfm2ForCausalLM has layers of type conv, which are neither full nor sliding attention"),
     "minimax": ({"num_local_experts": 2}, CP,
-                "MiniMaxForCausalLM has layers of type linear_attention, which are neither"),
-    "doge": ({"sliding_window": None}, FSDP2, "adds its own mask to transformers' causal mask"),
+                "MiniMaxForCausalLM has layers of type linear_attention, which are neither full nor sliding attention"),
+    "doge": ({"sliding_window": None}, FSDP2, "adds its own mask to transformers' causal mask, which mask-free "
+             "attention does not build; set model.attention=eager"),
 }  # fmt: skip
 
 

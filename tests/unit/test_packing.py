@@ -37,6 +37,8 @@ from tests.distributed.parity import MOE_MODELS, build
 CPU = torch.device("cpu")
 ALL = {**DENSE, **MOE_MODELS, **MODELS}
 AUX = 0.5
+PACKED = ("llama", "qwen3", "mistral", "gemma", "gemma3_text", "gpt2", "phi3", "mixtral", "qwen3_moe", "olmoe")
+"""Models that are trained on packed rows in one process."""
 
 
 def rows_of(lengths: list[int], size: int) -> list[list[int]]:
@@ -135,8 +137,7 @@ def packed_step(plain: torch.nn.Module, *, aux: float = 0.0, prepare: Any = None
     return one_step(model, model, batches_of(packed(), micro=micro).at(0), settings)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma", "gemma3_text", "gpt2", "phi3", "mixtral",
-                                  "qwen3_moe", "olmoe"])  # fmt: skip
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_rows_train_like_separate_documents(name: str) -> None:
     plain = build(name, torch.float64, ALL[name])
     aux = AUX if getattr(plain.config, "num_experts_per_tok", None) else 0.0
