@@ -10,6 +10,8 @@ from pathlib import Path
 from components.config.errors import ConfigError
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
+GGUF_BASE = " (a GGUF file, which PEFT cannot open by itself: load the base model first)"
+"""Follows the path of a GGUF file where an adapter names its base model: PEFT repeats the name in its error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from components.config.model_files import locate
+from components.config.model_files import GGUF_BASE, locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
 from components.exchange import broadcast_json, this_rank
@@ -133,7 +133,7 @@ def base_name(base: ModelConfig) -> str | None:
         return None
     files = locate(base.path)
     if files.gguf_file:
-        return f"{base.path} (a GGUF file, which PEFT cannot open by itself: load the base model first)"
+        return f"{base.path}{GGUF_BASE}"
     return files.name_or_folder
 
 
