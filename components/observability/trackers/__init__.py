@@ -1,7 +1,8 @@
 """Trackers: services that show the metrics of runs, beside metrics.jsonl. Several can be used at once, on rank 0 only.
 
 python recipes/finetune.py logging.tensorboard=true              # then: tensorboard --logdir outputs
-python recipes/finetune.py logging.mlflow.enabled=true           # then: mlflow ui, in the same folder
+python recipes/finetune.py logging.mlflow.enabled=true           # then, with the package mlflow:
+    MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri mlruns
 python recipes/finetune.py logging.trackio.enabled=true          # then: trackio show
 python recipes/finetune.py logging.wandb.mode=offline            # then: wandb sync
 
