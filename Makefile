@@ -88,7 +88,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python scripts/dev/check_sizes.py
 
 install: $(STAMP)
 

@@ -1,7 +1,7 @@
 """Measure the code of this or another checkout: sizes, repeated lines, imports, reflection.
 
-python scripts/_code/measure_code.py                    # this checkout
-python scripts/_code/measure_code.py ../meshbook-old    # another one, to compare
+python scripts/dev/measure_code.py                    # this checkout
+python scripts/dev/measure_code.py ../meshbook-old    # another one, to compare
 
 Statements are counted in the syntax tree: formatting, comments and docstrings make no difference.
 """

@@ -1,6 +1,6 @@
 """Check the size limits of recipes, files, functions and folders. Exit with status 1 and a line for each violation.
 
-python scripts/check_sizes.py
+python scripts/dev/check_sizes.py
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-from scripts._code.measure_code import own_names, shared_share
+from scripts.dev.measure_code import own_names, shared_share
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 120, 500, 80, 5, 7
 FOLDER_FILES = 15
 """Maximum number of Python files in a folder."""

@@ -1,1 +1,0 @@
-"""Measurements of the code itself, for scripts/check_sizes.py and on their own."""
