@@ -168,6 +168,7 @@ OUT_OF_RANGE = [
     ('cluster.procs_per_node="²"', "cluster.procs_per_node=²: must be auto or a number of processes"),
     ("run.seed=-1", "run.seed=-1: must lie between 0"),
     ("model=tiny_moe model.router_aux_coef=-0.1", "model.router_aux_coef=-0.1: must be at least 0"),
+    ("model.window=0", "model.window=0: must be at least 1"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
     ("optimizer=muon optimizer.ns_steps=0", "optimizer.ns_steps=0: must be at least 1"),
     ("optimizer=muon optimizer.ns_steps=100", "optimizer.ns_steps=100: must be less than 100"),
