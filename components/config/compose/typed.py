@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,7 +22,12 @@ Schema = TypeVar("Schema")
 LARGEST = 2**63 - 1
 """Largest integer that torch and safetensors accept."""
 
-type_hints: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
+
+def _field_types(schema: type) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(schema).items() if get_origin(hint) is not ClassVar}
+
+
+type_hints: Callable[[type], dict[str, Any]] = functools.cache(_field_types)
 """The types of a dataclass's fields by name. typing.get_type_hints evaluates the annotations anew in each call."""
 
 
