@@ -1,0 +1,195 @@
+"""The pages of docs/: generated ones are current and complete; paths, names, keys and links of all of them exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.config.compose.typed import free_keys, known_keys
+from scripts._docs import __main__ as docs
+from scripts._docs import keys, site
+from scripts._docs.options import groups
+from scripts._docs.refusals import all_refusals
+from scripts._docs.walks import WALKS, Stop
+from tests.config.commands import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
+WRITTEN = [page for page in PAGES if not page.startswith("reference/")]
+PENDING = set(site.PENDING)
+CODE = re.compile(r"(`+)(.+?)\1")
+TOP_FOLDERS = "recipes|conf|components|scripts|tests|slurm|docs"
+SECTIONS = "|".join(keys.sections())
+COMING_FROM = sorted(str(file.relative_to(DOCS)) for file in DOCS.glob("coming_from/*.md"))
+
+
+@cache
+def text_of(page: str) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def own_words(page: str) -> list[str]:
+    """Return the texts in code font of a page, without the first column of a table of another project's keys."""
+    text = text_of(page)
+    if page in COMING_FROM:
+        text = re.sub(r"^\| `.*?` \| ", "", text, flags=re.MULTILINE)
+    return [found for _, found in CODE.findall(text)]
+
+
+@cache
+def all_keys() -> set[str]:
+    return {key for schema in keys.RECIPES.values() for key in known_keys(schema)}
+
+
+@cache
+def free_sections() -> tuple[str, ...]:
+    found = {key for schema in keys.RECIPES.values() for key in free_keys(schema)}
+    return tuple(f"{key}." for key in found)
+
+
+def test_generated_pages_are_current() -> None:
+    assert docs.outdated() == [], "run python -m scripts._docs"
+
+
+def test_reference_lists_every_key_and_no_other() -> None:
+    listed = {
+        key
+        for section in keys.sections()
+        for key in re.findall(r"^\| `(\w+\.[\w.]+)` \|", (DOCS / f"reference/{section}.md").read_text(), re.MULTILINE)
+    }
+    assert listed == all_keys() - set(keys.sections())
+
+
+def test_every_key_has_a_docstring() -> None:
+    for schema in (each for classes in keys.sections().values() for each in keys.variants_of(classes).values()):
+        assert all(keys.field_docs(schema).values()), schema
+
+
+def test_navigation_lists_every_page() -> None:
+    listed: list[str] = []
+
+    def collect(entries: list[object]) -> None:
+        for entry in entries:
+            target = next(iter(entry.values())) if isinstance(entry, dict) else entry
+            collect(target) if isinstance(target, list) else listed.append(target)
+
+    collect(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
+    assert len(listed) == len(set(listed))
+    assert set(listed) - PENDING == set(PAGES) - PENDING
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as mkdocs names them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_pages_pictures_and_headings(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://") or path in PENDING:
+            continue
+        file = (DOCS / page).parent / path if path else DOCS / page
+        assert file.is_file(), target
+        assert not anchor or anchor in anchors_of(file), target
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_paths_modules_and_keys_in_code_font_exist(page: str) -> None:
+    for text in own_words(page):
+        for path in re.findall(rf"(?<![\w/.-])(?:{TOP_FOLDERS})/[\w./-]*", text):
+            if not {"GROUP", "mine", "local"} & set(re.split(r"[/.]", path)):
+                assert (REPOSITORY / path.rstrip(".")).exists(), (page, path)
+        for name in re.findall(r"\b(?:components|scripts)(?:\.\w+)+", text):
+            assert is_importable(name), (page, name)
+        for key in re.findall(rf"(?<![\w./$])(?:{SECTIONS})(?:\.[a-z]\w*)+(?![\w(])", text):
+            known = key in all_keys() or key.startswith(free_sections())
+            assert known or is_member(key) or key.endswith((".yaml", ".jsonl", ".steps", ".py")), (page, key)
+
+
+def is_importable(name: str) -> bool:
+    """Return whether a dotted name is a module of the repository, or a name in one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        path = REPOSITORY.joinpath(*parts[:length])
+        file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        if file.is_file():
+            return length == len(parts) or re.search(rf"\b{parts[length]}\b", file.read_text()) is not None
+    return False
+
+
+def is_member(name: str) -> bool:
+    """Return whether a name such as run.finish or training.prepare is public in the part that recipes use."""
+    owner, _, member = name.partition(".")
+    file = {"run": "components/training/run.py", "training": "components/training/__init__.py"}.get(owner)
+    return file is not None and re.search(rf"\b{member}\b", (REPOSITORY / file).read_text()) is not None
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_options_in_code_font_exist(page: str) -> None:
+    options = {group: {file.stem for file in files} for group, files in groups().items()}
+    for text in own_words(page):
+        for group, option in re.findall(r"(?<![\w./])([a-z/]+)=([a-z]\w*)\b", text):
+            if group in options and option not in ("auto", "plan", "module", "mine"):
+                assert option in options[group], (page, f"{group}={option}")
+
+
+@pytest.mark.parametrize("stop", sorted({stop for walk in WALKS for stop in walk.stops}, key=str), ids=str)
+def test_stops_of_the_walks_exist(stop: Stop) -> None:
+    file = REPOSITORY / stop.file
+    assert file.is_file()
+    if not stop.name:
+        return
+    body: list[ast.stmt] = ast.parse(file.read_text()).body
+    for name in stop.name.split("."):
+        found = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name]
+        assert found, f"{stop.file} defines no {stop.name}"
+        body = found[0].body
+
+
+def test_architecture_shows_every_walk() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    assert all(f"(images/{walk.file}.svg)" in text for walk in WALKS)
+
+
+@pytest.mark.parametrize("page", COMING_FROM)
+def test_tables_of_other_projects_name_keys_of_meshbook(page: str) -> None:
+    """The second column names a key, an option or a file, or says that there is none."""
+    rows = [line.split(" | ") for line in text_of(page).splitlines() if line.startswith("| `")]
+    assert len(rows) >= 10
+    for _, cell, *_ in rows:
+        if cell != "none":
+            (text,) = [text for _, text in CODE.findall(cell)]
+            key = text.partition("=")[0]
+            assert key in all_keys() | set(groups()) or (REPOSITORY / text).is_file(), (page, cell)
+
+
+def test_links_of_a_built_site_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<a href="folder/page.html#one"></a><a href="#two"></a><img src="no.svg"><script src="https://x.y/z.js">'
+    )
+    (tmp_path / "folder/page.html").write_text('<h1 id="one"></h1><a href="../index.html"></a><a href="https://x.y/z">')
+    assert site.broken_links(tmp_path) == [
+        "index.html: no.svg",
+        "index.html: https://x.y/z.js",
+        "index.html: #two",
+    ]
+
+
+def test_refusals_are_read_from_strings_and_range_checks() -> None:
+    templates = {each.template for each in all_refusals()}
+    assert "training.max_steps={value}: must be at least 1" in templates
+    assert any(each.startswith("parallelism.sequence_parallel=true: needs parallelism.tp > 1") for each in templates)
+
+
+def test_class_variables_are_no_keys() -> None:
+    """An objective names its recipe in a ClassVar, which the command line cannot set."""
+    assert "objective.recipe" not in all_keys()
