@@ -11,6 +11,7 @@
 # make gpu8       what only 8 GPUs show: curves of 12 meshes, collectives, throughput, a stopped rank: outputs/gpu8
 # make fuzz       random configurations through the recipes, each against plain transformers: SEED=7 CASES=300 MINUTES=110;
 #                 CASE=12 repeats one of them
+# make docs       the documentation site, in outputs/docs, with every link checked
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
 ARGS ?=
 
-.PHONY: gpu gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz lint install clean
+.PHONY: gpu gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz docs lint install clean
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and prints a message.
 finetune: install
@@ -82,6 +83,16 @@ gpu8: install
 fuzz: install
 	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) \
 	    $(if $(CASE),--case $(CASE)) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+
+# In a folder of its own: the packages of the site are not needed by anything else.
+SITE := $(VENV)/docs-site
+
+docs: install $(SITE)/.installed
+	PYTHONPATH=$(SITE) $(BIN)/python -m scripts._docs --build outputs/docs
+
+$(SITE)/.installed: constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt --upgrade --target $(SITE) mkdocs-material
+	touch $@
 
 lint: install
 	$(BIN)/ruff format --check .

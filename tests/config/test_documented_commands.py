@@ -1,4 +1,4 @@
-"""Every command in the README and the recipes composes, and is valid on a laptop and on a machine with 8 GPUs."""
+"""Every command in the README, docs/ and the recipes composes, and is valid on a laptop and with 8 GPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ DOCUMENTS = [
     "README.md",
     *(f"recipes/{name}.py" for name in ("finetune", "pretrain", "dpo", "distill", "classify", "evaluate")),
     "scripts/teacher.py",
+    *(str(file.relative_to(REPOSITORY)) for file in sorted((REPOSITORY / "docs").rglob("*.md"))),
 ]
 COMMAND = re.compile(  # except after a prompt: those show errors
     r"(?<!\$ )(?:python|torchrun (?P<ranks>[^|`]*?)) *(?:recipes/|scripts/(?=teacher))(?P<recipe>\w+)\.py"
     r"(?P<arguments>[^`|\n]*)"
 )
+
+PLANNED = re.compile(r"parallelism=(auto|plan:\d+)")
+"""Meshes that the launcher replaces by those of the planner before it composes."""
 
 
 def documented_commands() -> list[tuple[str, str, str]]:
@@ -37,8 +41,8 @@ def documented_commands() -> list[tuple[str, str, str]]:
 
 def points(arguments: list[str]) -> list[tuple[str, ...]]:
     """Return the overrides of each run of a sweep; without -m the arguments themselves."""
-    overrides = [each for each in arguments if each != "-m"]
-    if len(overrides) == len(arguments):
+    overrides = [each for each in arguments if each != "-m" and not PLANNED.fullmatch(each)]
+    if "-m" not in arguments:
         return [tuple(overrides)]
     choices = [each.partition("=") for each in overrides]
     return list(product(*([f"{key}={value}" for value in values.split(",")] for key, _, values in choices)))
