@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.config.compose.explain import VALUE_RULES
+from components.config.compose.explain import NUMBER_NAMES, VALUE_RULES
 from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 
 GROUPS = (
@@ -51,6 +51,7 @@ REPORTS = re.compile("problem|refus|reject|explain|check")
 """Names of functions that return messages."""
 Names = dict[str, ast.expr]
 HOLE = "\N{HORIZONTAL ELLIPSIS}"
+HOLES = rf"\{{\w+\}}|{HOLE}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Refusal:
 
     def matches(self, message: str) -> bool:
         """Return whether a message is this one, with any values."""
-        first, *rest = re.split(rf"\{{\w+\}}|{HOLE}", self.template)
+        first, *rest = re.split(HOLES, self.template)
         if not rest:
             return message == first
         *inner, last = rest
@@ -88,11 +89,22 @@ def refusals(folder: str) -> list[Refusal]:
     return list(dict.fromkeys(found))
 
 
+@functools.cache
 def all_refusals() -> list[Refusal]:
     """Return the messages of all groups, and those about values of the wrong type."""
     source = "components/config/compose/explain.py"
-    values = [Refusal(f"{{key}}={{value}}: {rule}", source) for rule in dict.fromkeys(rule for _, rule in VALUE_RULES)]
+    values = [Refusal(f"{{key}}={{value}}: {rule}", source) for rule in _value_rules()]
     return values + [each for _, folders in GROUPS for folder in folders for each in refusals(folder)]
+
+
+def _value_rules() -> list[str]:
+    """Return the rules about the types of values."""
+    rules = dict.fromkeys(rule for _, rule in VALUE_RULES)
+    return [rule.replace("{wanted}", wanted) for rule in rules for wanted in _wanted(rule)]
+
+
+def _wanted(rule: str) -> list[str]:
+    return list(NUMBER_NAMES.values()) if "{wanted}" in rule else [""]
 
 
 def page() -> str:
@@ -107,7 +119,7 @@ def page() -> str:
         found = [each for folder in folders for each in refusals(folder)]
         parts.append(f"## {heading}\n")
         if folders == GROUPS[0][1]:
-            rules = [["`KEY=VALUE`", cell(rule)] for rule in dict.fromkeys(rule for _, rule in VALUE_RULES)]
+            rules = [["`KEY=VALUE`", cell(rule)] for rule in _value_rules()]
             parts += ["Values of the wrong type, for every key:\n", table(["value", "rule, and what to change"], rules)]
         for file in dict.fromkeys(each.file for each in found):
             rows = [[code(key), cell(rule)] for key, rule in map(_split, (e.template for e in found if e.file == file))]
@@ -124,8 +136,14 @@ def _split(template: str) -> tuple[str, str]:
 def _templates(tree: ast.Module, *, everywhere: bool) -> Iterator[str]:
     for node, names in _message_nodes(tree, everywhere, _constants() | _assigned(tree.body)):
         template = _range(node, names) if isinstance(node, ast.Call) else _text(node, names)
-        if template and MESSAGE.match(template):
+        if template and MESSAGE.match(template) and _states_a_rule(template):
             yield re.sub(r"\s+", " ", template)
+
+
+def _states_a_rule(template: str) -> bool:
+    """Return whether a message has at least three words besides its key and values."""
+    rule = re.sub(HOLES, " ", _split(template)[1])
+    return len(re.findall(r"[A-Za-z]{2,}", rule)) >= 3 and "(?P<" not in template
 
 
 def _message_nodes(tree: ast.AST, everywhere: bool, names: Names) -> Iterator[tuple[ast.expr, Names]]:

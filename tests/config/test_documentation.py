@@ -141,6 +141,28 @@ def test_options_in_code_font_exist(page: str) -> None:
                 assert option in options[group], (page, f"{group}={option}")
 
 
+@pytest.mark.parametrize("page", WRITTEN)
+def test_commands_of_scripts_have_options_and_keys_that_exist(page: str) -> None:
+    """Those of recipes compose in test_documented_commands.py."""
+    for script, arguments in re.findall(r"python (scripts/[\w/]+\.py)([^`\n#]*)", (DOCS / page).read_text()):
+        file = REPOSITORY / script
+        sources = [file, *(file.parent / f"_{file.stem}").glob("*.py")]
+        text = "".join(source.read_text() for source in sources)
+        for option in re.findall(r"(?<=\s)--[a-z-]+", arguments):
+            assert f'"{option}"' in text, (script, option)
+        for key, value in re.findall(r"([a-z][\w./]*)=(\S*)", arguments):
+            options = [each.stem for each in groups().get(key, [])]
+            assert value in options if options else key in all_keys(), (script, key, value)
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_targets_of_make_exist(page: str) -> None:
+    targets = re.findall(r"^([\w -]+):(?!=)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    known = {name for line in targets for name in line.split()}
+    for text in re.findall(r"(?:^|`)make ((?:\w+=\S+ )?[\w-]+)", (DOCS / page).read_text(), re.MULTILINE):
+        assert text.split()[-1] in known, (page, text)
+
+
 @pytest.mark.parametrize("stop", sorted({stop for walk in WALKS for stop in walk.stops}, key=str), ids=str)
 def test_stops_of_the_walks_exist(stop: Stop) -> None:
     file = REPOSITORY / stop.file

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts._docs.refusals import all_refusals
 from tests.config.commands import REPOSITORY, Commands, Ended
 from tests.config.wrong_lines import TABLE
 
@@ -81,6 +82,7 @@ def test_invalid_command_line_is_rejected_in_one_sentence(
     ended = commands.run(finetune, arguments, tmp_path)
     assert_rejected(ended, parts, tmp_path)
     assert os.listdir(tmp_path) == []
+    assert any(each.matches(ended.errors.rstrip("\n")) for each in all_refusals()), "not in docs/reference/refusals.md"
     if key.startswith(("training.", "optimizer.", "run.")) and "," not in value and not line.endswith("${nowhere}"):
         assert key in ended.errors
 
