@@ -46,7 +46,7 @@ RANGES = {
     "above": "must be greater than {}",
     "within": "must lie between {} and {}",
 }
-MESSAGE = re.compile(r"[\w.{}\[\]<>+@/()' -]+?(=\S[^:]*?)?: (?=\S)|[\w.]*\{[\w.]+\}: ")
+MESSAGE = re.compile(r"[\w.{}\[\]<>+@/()' -]+?(=\S[^:]*?)?: (?=\S)|[\w.]*\{[\w.]+\}: |\{key\}")
 REPORTS = re.compile("problem|refus|reject|explain|check")
 """Names of functions that return messages."""
 Names = dict[str, ast.expr]
@@ -100,7 +100,11 @@ def all_refusals() -> list[Refusal]:
 def _value_rules() -> list[str]:
     """Return the rules about the types of values."""
     rules = dict.fromkeys(rule for _, rule in VALUE_RULES)
-    return [rule.replace("{wanted}", wanted) for rule in rules for wanted in _wanted(rule)]
+    typed = [rule.replace("{wanted}", wanted) for rule in rules for wanted in _wanted(rule)]
+    unstorable = _parsed(ROOT / "components/config/compose/texts.py")
+    (function,) = [node for node in unstorable.body if getattr(node, "name", "") == "unstorable"]
+    returned = [_text(node.value, {}) for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+    return typed + [text for text in returned if text]
 
 
 def _wanted(rule: str) -> list[str]:
@@ -113,7 +117,7 @@ def page() -> str:
         f"{NOTE}\n# Refusals\n",
         "A rejected config ends the command with exit status 2, before anything is written, with all problems at once. "
         "Each message states the value, the rule and the key to change. Names in braces and "
-        "ellipses stand for values.\n",
+        "ellipses stand for values. Keys of a mixture's source are written `data.sources.NAME.KEY`.\n",
     ]
     for heading, folders in GROUPS:
         found = [each for folder in folders for each in refusals(folder)]
@@ -130,11 +134,11 @@ def page() -> str:
 def _split(template: str) -> tuple[str, str]:
     """Return the key with its value, and the rest of a message."""
     key, _, rule = template.partition(": ")
-    return ("", template) if key.count("(") > key.count(")") else (key, rule)
+    return ("", template) if not rule or key.count("(") > key.count(")") else (key, rule)
 
 
 def _templates(tree: ast.Module, *, everywhere: bool) -> Iterator[str]:
-    for node, names in _message_nodes(tree, everywhere, _constants() | _assigned(tree.body)):
+    for node, names in _message_nodes(tree, everywhere, _constants() | _assigned(tree.body) | _returned(tree.body)):
         template = _range(node, names) if isinstance(node, ast.Call) else _text(node, names)
         if template and MESSAGE.match(template) and _states_a_rule(template):
             yield re.sub(r"\s+", " ", template)
@@ -199,6 +203,14 @@ def _assigned(nodes: Iterable[ast.AST]) -> Names:
     return {name: each[0] for name, each in found.items() if len(each) == 1 and _text(each[0], {}) is not None}
 
 
+def _returned(body: list[ast.stmt]) -> Names:
+    """Return the functions of a module that end with the return of a string, which may be part of a message."""
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    last = {node.name: node.body[-1] for node in functions}
+    texts = {name: each.value for name, each in last.items() if isinstance(each, ast.Return) and each.value is not None}
+    return {name: text for name, text in texts.items() if isinstance(text, ast.JoinedStr)}
+
+
 def _text(node: ast.expr, names: Names) -> str | None:
     """Return a string with its placeholders shortened: the last name of an expression, or an ellipsis."""
     if isinstance(node, ast.Constant):
@@ -208,8 +220,10 @@ def _text(node: ast.expr, names: Names) -> str | None:
     parts = []
     for part in node.values:
         if isinstance(part, ast.FormattedValue):
-            name = getattr(part.value, "id", None) or getattr(part.value, "attr", None) or "__"
-            known = names.get(name) if isinstance(part.value, ast.Name) else None
+            value = part.value.func if isinstance(part.value, ast.Call) else part.value
+            name = getattr(value, "id", None) or getattr(value, "attr", None) or "__"
+            known = names.get(name) if isinstance(value, ast.Name) else None
+            name = "__" if isinstance(part.value, ast.Call) else name
             shown = HOLE if name.startswith("__") else f"{{{name}}}"
             parts.append(shown if known is None else _text(known, {}) or shown)
         elif isinstance(part, ast.Constant):
