@@ -4,17 +4,20 @@ python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP                    
 python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --watch              # update until every point has ended
 python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --retry              # run every point that is not ok again
 python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --retry failed,oom   # only the points in these states
+python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --metric mfu         # judge the points by another metric
 
 A retried point keeps its run directory and resumes from its last checkpoint. Exit status 0: all points are ok, running
-or submitted, and losses that must be equal agree; 1: otherwise; 2: invalid options.
+or submitted, and losses that must be equal agree, and the metric exists; 1: otherwise; 2: invalid options.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from dataclasses import replace
 from pathlib import Path
 
+from components.config.compose.sweep_keys import Goal, SweepConfig
 from components.config.errors import ConfigError
 from components.launch.sweep.plan import read_sweep
 from components.launch.sweep.points import retry
@@ -37,9 +40,16 @@ def main(arguments: list[str]) -> int:
         metavar="STATES",
         help="run the points in these states again, such as failed,oom (default: all but ok, running, submitted)",
     )
+    parser.add_argument("--metric", help="judge the points by this metric instead of sweep.metric")
+    parser.add_argument(
+        "--goal", choices=list(Goal), help="the better value of --metric, if its name does not imply it"
+    )
     options = parser.parse_args(arguments)
     try:
         sweep = read_sweep(options.sweep_dir)
+        if options.metric is not None:
+            judged = SweepConfig(metric=options.metric, goal=options.goal and Goal(options.goal))
+            sweep = replace(sweep, metric=judged.metric, goal=judged.direction)
         if options.retry is not None:
             status = retry(sweep, [state.strip() for state in options.retry.split(",") if state.strip()])
             return watch(sweep) if options.watch else status

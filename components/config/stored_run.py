@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -127,7 +127,7 @@ class StoredRun(RunNumbers):
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Return the (step, value) pairs of a metric, in logged order."""
-        return [(line["step"], line[metric]) for line in self.lines if _is_number(line.get(metric))]
+        return [(line["step"], line[metric]) for line in self.lines if is_number(line.get(metric))]
 
     def last(self, metric: str) -> Any:
         """Return the last value of a metric; None if it was never logged."""
@@ -137,7 +137,7 @@ class StoredRun(RunNumbers):
     @property
     def metrics(self) -> set[str]:
         """Names of the metrics that were logged."""
-        return {key for line in self.lines for key in line if key != "step" and _is_number(line[key])}
+        return {key for line in self.lines for key in line if key != "step" and is_number(line[key])}
 
 
 def read_run(directory: Path) -> StoredRun:
@@ -184,5 +184,6 @@ def short_mesh(mesh: str) -> str:
     return " x ".join(axes) or ("1" if mesh else "")
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)

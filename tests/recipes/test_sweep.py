@@ -38,6 +38,12 @@ with (Path(__file__).parent / "started").open("a") as file:
 """The first lines of a main that does not train: it records its start and can write result.json."""
 
 
+SHORT = (
+    *("experiment=bench_mesh", "parallelism=single", "cluster.device=cpu", "training.max_steps=4"),
+    *("training.seq_len=64", "training.global_batch_size=4", "data.max_samples=32", "data.max_eval_samples=4"),
+)
+
+
 def report(sweep: Path, *options: str, cwd: Path) -> Done:
     command = [sys.executable, str(ROOT / "scripts" / "sweep_report.py"), str(sweep), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -201,6 +207,32 @@ def test_run_that_ignores_ctrl_c_is_killed_by_the_third(bench: Bench) -> None:
     done = started.wait()
     assert done.status == 130
     bench.assert_no_process_left()
+
+
+def test_sweep_is_judged_by_speed_and_by_any_metric(bench: Bench) -> None:
+    """The keys of the sweep are in no run's config; the report judges the same points by other metrics as well."""
+    bench.recipe.write_text((ROOT / "recipes" / "finetune.py").read_text())
+    started = bench.start("-m", "optimizer.lr=1e-5,1e-2", "sweep.metric=tokens_per_second", "run.dir=mine", *SHORT)
+    done = started.wait()
+    assert done.status == 0, done.output + done.errors
+    sweep = bench.folder / "mine"
+    assert "best: by tokens/s, the maximum (sweep.metric)" in done.output
+    assert "held-out loss" in next(line for line in done.output.splitlines() if line.startswith("run "))
+    assert "sweep" not in yaml.safe_load((sweep / "0_1e-05" / "config.yaml").read_text())
+
+    def column(name: str) -> list[float]:
+        with (sweep / "report.csv").open() as file:
+            return [float(row[name]) for row in csv.DictReader(file)]
+
+    assert column("tokens_per_second") == sorted(column("tokens_per_second"), reverse=True)
+    judged = report(sweep, "--metric", "loss", cwd=bench.folder)
+    assert (judged.status, "best: by loss, the minimum (sweep.metric)" in judged.output) == (0, True), judged.errors
+    assert column("loss") == sorted(column("loss"))
+    assert len(set(column("eval_loss"))) == 2
+    missing = report(sweep, "--metric", "bleu", "--goal", "max", cwd=bench.folder)
+    assert missing.status == 1
+    assert "sweep.metric=bleu: no point has this metric; choose from: " in missing.output
+    assert report(sweep, "--metric", "bleu", cwd=bench.folder).status == 2
 
 
 def test_runs_of_a_sweep_share_a_wandb_group(bench: Bench) -> None:

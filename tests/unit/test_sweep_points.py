@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep, override_of
+from components.config.compose.sweep_keys import Goal, known_goal
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import MixtureDataConfig
@@ -54,6 +55,23 @@ def test_run_dir_of_the_sweep_is_not_an_override_of_its_points(monkeypatch: pyte
     cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg, rejected: [])
     assert cfg is not None
     assert (cfg.run.dir, cfg.run.seed, problems) == (f"{tmp_path}/here", 2, [])
+
+
+def test_keys_of_the_sweep_are_not_overrides_of_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = expanded(monkeypatch, "sweep.metric=score", "run.seed=1,2", "sweep.goal=max")
+    assert [point.overrides for point in sweep.points] == [("run.seed=1",), ("run.seed=2",)]
+    assert (sweep.keys.metric, sweep.keys.direction) == ("score", Goal.max)
+
+
+@pytest.mark.parametrize(
+    ("metric", "goal"),
+    [
+        *(("eval_loss", "min"), ("loss", "min"), ("wall_seconds", "min"), ("peak_memory_bytes", "min")),
+        *(("tokens_per_second", "max"), ("mfu", "max"), ("eval_log_prob_accuracy", "max"), ("lossless", None)),
+    ],
+)
+def test_goal_is_inferred_from_the_name_of_a_metric(metric: str, goal: str | None) -> None:
+    assert known_goal(metric) == goal
 
 
 def test_free_form_keys_and_lists_can_be_swept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,17 @@ import csv
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from components.config.compose.sweep_keys import Goal
 from components.config.metrics_log import MetricsLog
 from components.launch.slurm.jobs import GONE, UNKNOWN
+from components.launch.sweep.criterion import ACCURACY
 from components.launch.sweep.plan import Point, PointRecord, Sweep, locked, write_record
 from components.launch.sweep.point_rows import SweepRow, read_points, state_with_job
 from components.launch.sweep.report import exit_status, report_now
@@ -113,7 +116,7 @@ def test_points_of_different_curves_are_compared_by_what_they_learned(tmp_path: 
     files.finish_ok(0, 1000.0, 4.0, lr=1e-4, eval_loss=3.9, eval_accuracy=0.7)
     files.finish_ok(1, 2000.0, 4.5, lr=2e-4, eval_loss=4.1, eval_accuracy=0.8)
     files.finish_ok(2, 3000.0, 4.5, lr=3e-4, eval_loss=float("nan"), eval_accuracy=0.6)
-    assert read_report(files.sweep).criterion == "held-out accuracy"  # one point has no held-out loss
+    assert read_report(files.sweep).criterion == ACCURACY  # one point has no held-out loss
     files.result(2, eval_loss=4.0)
     report = read_report(files.sweep)
     assert [row.point.name for row in report.rows] == ["0_a", "2_c", "1_b"]
@@ -126,7 +129,7 @@ def test_points_of_different_curves_are_compared_by_what_they_learned(tmp_path: 
     report = read_report(files.sweep)
     assert [row.point.name for row in report.rows] == ["1_b", "0_a", "2_c"]
     lines = [" ".join(line.split()) for line in files.printed().splitlines()]
-    assert lines[1].endswith("4.5000 80.0% 3.0 ok, best")
+    assert lines[1].endswith("4.5000 4.1000 80.0% 3.0 ok, best")
     best = next(row for row in csv.DictReader(io.StringIO(to_csv(report))) if row["best"] == "True")
     assert (best["run"], best["eval_accuracy"], best["eval_loss"]) == ("1_b", "0.8", "4.1")
 
@@ -134,6 +137,57 @@ def test_points_of_different_curves_are_compared_by_what_they_learned(tmp_path: 
     report = read_report(files.sweep)
     assert report.best is None
     assert report.lines()[-1].startswith("best: not chosen, since the points' objectives or data differ")
+
+
+def test_points_are_judged_by_any_metric_of_their_logs_and_results(tmp_path: Path) -> None:
+    """The last value counts, also a point's last value that is not finite, which cannot be the best."""
+    files = SweepFiles(tmp_path / "s", ("a", "b", "c", "d"))
+    for number, values in enumerate(([0.9, 0.3], [0.1, 0.5], [0.7, float("nan")], [])):
+        files.finish_ok(number, 1000.0 + number, 4.0, lr=number, eval_loss=5.0, peak=number)
+        log = MetricsLog(files.sweep.run_dir(files.sweep.points[number]))
+        for step, value in enumerate(values):
+            log.append({"step": step, "score": value})
+    expected = {
+        ("score", Goal.max): ["1_b", "0_a", "3_d", "2_c"],  # points without it: the fastest first
+        ("score", Goal.min): ["0_a", "1_b", "3_d", "2_c"],
+        ("peak", Goal.min): ["0_a", "1_b", "2_c", "3_d"],
+        ("tokens_per_second", Goal.max): ["3_d", "2_c", "1_b", "0_a"],
+    }
+    for (metric, goal), names in expected.items():
+        report = read_report(replace(files.sweep, metric=metric, goal=goal))
+        assert [row.point.name for row in report.rows] == names, (metric, goal)
+        assert report.best is report.rows[0]
+        assert exit_status(report) == 0
+    report = read_report(replace(files.sweep, metric="score", goal=Goal.max))
+    assert report.lines()[-3:] == [
+        "3_d: has no score, so it cannot be the best",
+        "2_c: has no score, so it cannot be the best",
+        "best: by score, the maximum (sweep.metric)",
+    ]
+    assert "| held-out loss | score | wall s |" in to_markdown(report)
+    assert [row["score"] for row in csv.DictReader(io.StringIO(to_csv(report)))] == ["0.5", "0.3", "", ""]
+
+
+def test_metric_that_no_point_has_is_an_error_of_the_report(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("a", "b"))
+    sweep = replace(files.sweep, metric="bleu", goal=Goal.max)
+    assert not read_report(sweep).problem  # no point has ended
+    for number in range(2):
+        files.finish_ok(number, 1000.0, 4.0, step_seconds=0.5)
+    report = read_report(sweep)
+    assert report.best is None
+    assert exit_status(report) == 1
+    assert report.lines()[-1].startswith("best: not chosen: sweep.metric=bleu: no point has this metric; choose from: ")
+    assert "last_loss, peak_memory_bytes, processes, step_seconds, tokens_per_second, wall_seconds" in report.problem
+
+
+def test_diverged_points_do_not_prevent_a_best_one(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("a", "b", "c"))
+    for number, loss in enumerate((float("nan"), 3.0, 2.5)):
+        files.finish_ok(number, 1000.0, 4.0, lr=number, eval_loss=loss)
+    report = read_report(files.sweep)
+    assert [row.point.name for row in report.rows] == ["2_c", "1_b", "0_a"]
+    assert "0_a: has no held-out loss, so it cannot be the best" in report.lines()
 
 
 def test_markdown_and_csv_contain_the_same_values(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ explain.py         errors of Hydra and omegaconf in Meshbook's terms
 hydra_messages.py  patterns of the error messages of Hydra, omegaconf and PyYAML
 synonyms.py        names that other tools use for the keys
 sweep.py           points of a command line with -m
+sweep_keys.py      keys of the sweep itself: sweep.metric
+sweep_values.py    values of swept keys: log(1e-5,1e-3,5), and random draws
 typed.py           nested dicts to dataclasses, strictly
 interpolations.py  resolution of ${...}
 texts.py           strings that omegaconf or YAML would misread

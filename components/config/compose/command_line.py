@@ -25,6 +25,7 @@ from components.config.compose.sources import (
     register_schemas,
     replaceable_kinds,
 )
+from components.config.compose.sweep_keys import is_sweep_key, needs_multirun
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
@@ -50,6 +51,7 @@ def compose_from_command_line(
         problems.append(
             "-m (--multirun): a sweep starts the processes of its points itself; start it with python, or remove -m"
         )
+    problems += [needs_multirun(override) for override in arguments.sweep]
     try:
         request = read_request(arguments, name, schema, recipe_dir, more_folders)
     except ConfigError as error:
@@ -76,6 +78,8 @@ def is_sweep_requested() -> bool:
 def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
     """Return the command line as parsed by Hydra, without arguments that a recipe rejects, and the problems of those.
 
+    The overrides of keys of a sweep are in `sweep` instead of `overrides`.
+
     Raises SystemExit for an option that Hydra cannot parse, and ConfigError if the current folder was removed or its
     name breaks Hydra.
     """
@@ -97,7 +101,8 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
         problems.append("--experimental-rerun: to resume a run, set its run.dir again; remove this option")
     arguments.config_path = _existing_folder("--config-path", arguments.config_path, problems)
     arguments.config_dir = _existing_folder("--config-dir", arguments.config_dir, problems)
-    accepted = []
+    accepted: list[str] = []
+    arguments.sweep = []
     for override in [each for each in sys.argv[1:] if each in overrides]:
         key = override_parts(override)[0]
         if not key:
@@ -108,7 +113,7 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
                 "(--config-dir adds a folder of configs)"
             )
         else:
-            accepted.append(override)
+            (arguments.sweep if is_sweep_key(override) else accepted).append(override)
     arguments.overrides = accepted
     return arguments, problems
 

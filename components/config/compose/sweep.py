@@ -19,6 +19,8 @@ from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, accept
 from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
+from components.config.compose.sweep_keys import SweepConfig, read_sweep_keys
+from components.config.compose.sweep_values import combinations, draw_points, list_values
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
@@ -41,6 +43,8 @@ class SweepRequest:
     request: Request
     run_dir: str | None
     """Override of run.dir, the folder of the whole sweep, if any."""
+    keys: SweepConfig
+    """Keys of the sweep itself."""
     points: list[PointRequest]
     options: tuple[str, ...]
     """Hydra's options that also apply to each point, such as --config-dir."""
@@ -53,10 +57,14 @@ def expand_sweep(
 ) -> SweepRequest:
     """Return the points of the sweep on the command line (`sys.argv`), without composing them.
 
-    The points are the product of all choices (a,b), range(...) and glob(...), in the order of the command line. Raises
+    The points are the product of all choices (a,b), range(...), log(...) and glob(...), in the order of the command
+    line; with sweep.draws they are random, and only their drawn values are in the result. Raises
     ConfigError with all problems of the syntax and, if there are any, also those of the first point.
     """
     arguments, problems = read_arguments(schema)
+    keys, key_problems = read_sweep_keys(arguments.sweep)
+    arguments.overrides, drawn, value_problems = list_values(arguments.overrides, keys)
+    problems += key_problems + value_problems
     try:
         request = read_request(arguments, name, schema, recipe_dir)
     except ConfigError as error:
@@ -72,15 +80,25 @@ def expand_sweep(
     for override, problem in _sweep_problems(parsed, [given for given in swept if given not in unknown], accepted):
         rejected.setdefault(override, problem)
     problems += [*unparsed.values(), *rejected.values()]
+    columns = _columns([given for given in swept if given.input_line not in rejected])
+    if keys.draws and columns and not drawn and combinations(columns) < keys.draws:
+        problems.append(
+            f"sweep.draws={keys.draws}: the swept keys have only {combinations(columns)} combinations; remove it to "
+            "run them all, or draw values with loguniform(LOW,HIGH) or uniform(LOW,HIGH)"
+        )
     if problems:
         readable = [given for given in parsed if given.input_line not in rejected]
         first = [_first_value(given) for given in readable]
         raise ConfigError(problems + _problems_of(replace(request, overrides=addable(first, schema)), check, problems))
-    products = BasicSweeper.split_arguments(swept, None)[0]
+    if keys.draws and columns:
+        products = draw_points(columns, drawn, keys, keys.draws)
+    else:
+        products = BasicSweeper.split_arguments(swept, None)[0]
     typed = [(_target_of(given), given) for given in arguments.overrides]
     return SweepRequest(
         request=request,
         run_dir=next((given for key, given in reversed(typed) if key == "run.dir"), None),
+        keys=keys,
         points=[_point(typed, product) for product in products],
         options=_as_arguments(
             {
@@ -162,7 +180,11 @@ def _sweep_problems(
         if isinstance(override.value(), RangeSweep) and not override.value().step:  # type: ignore[union-attr]
             yield typed, f"{typed}: a range with a step of 0 never ends; write range(START,STOP,STEP)"
         elif not override.is_discrete_sweep():
-            yield typed, f"{typed}: an interval has no values to list; write a,b or range(START,STOP,STEP)"
+            yield (
+                typed,
+                f"{typed}: an interval has no values to list; write a,b or range(START,STOP,STEP), or draw values with "
+                "uniform(LOW,HIGH) and sweep.draws=N",
+            )
         elif not any(True for _ in override.sweep_string_iterator()):
             options = (
                 f" (there are: {', '.join(groups[key])})" if key in groups else ": only config groups have options"
@@ -183,6 +205,12 @@ def _target_of(override: str) -> str:
     """Return the key of an override, or its group with the package, since a mixture uses one group in several
     packages."""
     return override.partition("=")[0].lstrip("+~").strip()
+
+
+def _columns(swept: list[Override]) -> dict[str, list[str]]:
+    """Return each swept override -> its overrides with single values."""
+    return {given.input_line or "": [each[0] for each in BasicSweeper.split_arguments([given], None)[0]]
+            for given in swept}  # fmt: skip
 
 
 def _as_arguments(options: dict[str, str | None]) -> tuple[str, ...]:

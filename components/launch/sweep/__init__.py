@@ -5,6 +5,7 @@ plan.py        the sweep's folder: sweep.json, a record per point, the lock
 points.py      run or retry the points sequentially, each with its own launcher in a child process
 point_rows.py  the state of each point, from its files and its job
 losses.py      comparison of the losses of points that should train the same curve
+criterion.py   what makes a point the best one
 table.py       the table: console, Markdown, CSV
 report.py      the report on the console, as files and as a plot, and the exit status
 """

@@ -68,6 +68,8 @@ def run_sweep(recipe: Recipe) -> int:
         options=list(request.options),
         keys=list(request.points[0].values),
         points=points,
+        metric=request.keys.metric,
+        goal=request.keys.direction,
     )
     if any(cfg is not None and cfg.cluster.starts_nothing for cfg in configs):
         return _dry_run(sweep, configs, problems)

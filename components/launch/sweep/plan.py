@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from components.config.compose.sweep_keys import EVAL_LOSS, Goal
 from components.config.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_write_json, read_json, take_lock
 
@@ -60,6 +61,10 @@ class Sweep:
     keys: list[str]
     """Swept keys, in the order of the command line."""
     points: list[Point]
+    metric: str = EVAL_LOSS
+    """sweep.metric."""
+    goal: Goal = Goal.min
+    """Whether lower or higher values of the metric are better."""
 
     def run_dir(self, point: Point) -> Path:
         """Run directory of a point."""
@@ -84,6 +89,7 @@ def read_sweep(directory: Path) -> Sweep:
         plan = json.loads((folder / PLAN).read_text())
         plan["points"] = [Point(**_select_fields(Point, entry)) for entry in plan["points"]]
         plan |= {"file": Path(plan["file"]), "folder": Path(plan["folder"])}
+        plan["goal"] = Goal(plan.get("goal", Goal.min))
         return Sweep(directory=folder, **_select_fields(Sweep, plan))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

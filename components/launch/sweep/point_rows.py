@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from components.config.metrics_log import MetricsLog
-from components.config.stored_run import RunNumbers, read_config, short_mesh
+from components.config.stored_run import RunNumbers, is_number, read_config, short_mesh
 from components.launch.backend import Job, JobState
 from components.launch.clusters import job_of, jobs_by_id
 from components.launch.sweep.plan import Point, PointRecord, Sweep, is_running, read_record
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import describe_exit, is_out_of_memory
-from components.protocol.run_files import RESULT, read_result
+from components.protocol.run_files import NONFINITE, RESULT, read_result
 
 STATES = (
     *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
@@ -40,6 +40,8 @@ class SweepRow(RunNumbers):
     """Why it is not ok, or its progress; one or more lines."""
     early_losses: dict[int, float] = field(default_factory=dict)
     """Losses of the first EARLY_STEPS in its metrics.jsonl, by step."""
+    last_logged: dict[str, float] = field(default_factory=dict)
+    """Last value of each metric in its metrics.jsonl."""
     seconds: float | None = None
     """Wall time of the run, or of its launcher if the run did not record it."""
 
@@ -76,6 +78,16 @@ class SweepRow(RunNumbers):
         last = self.result.get("last_loss")
         return self.result.get("eval_loss") if last is None else last
 
+    def numbers(self) -> dict[str, float]:
+        """Return the metrics of result.json and metrics.jsonl by name, without those whose last value is not finite."""
+        final = {key: value for key, value in self.result.items() if is_number(value)}
+        found = self.last_logged | dict.fromkeys(self.result.get(NONFINITE) or {}, math.nan) | final
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def number(self, metric: str) -> float | None:
+        """Return the last value of a metric; None if the point has none, or if it is not finite."""
+        return self.numbers().get(metric)
+
     def _planned(self, key: str) -> float | None:
         planned = self.result.get("planned")
         return planned.get(key) if isinstance(planned, dict) else None
@@ -92,7 +104,8 @@ def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
     for point in points:
         job, record = ids[point.number], read_record(sweep, point)
         row = SweepRow(point, "not started", result=results[point.number], config=read_config(sweep.run_dir(point)))
-        row.early_losses = _early_losses(sweep.run_dir(point)) if row.result.get("status") == "ok" else {}
+        if row.result.get("status") == "ok":
+            _read_metrics(row, sweep.run_dir(point))
         row.seconds = row.result.get("wall_seconds") or (record.seconds if record and not job else None)
         if record is not None:
             _settle(row, record, sweep, alive=alive, job=jobs.get(job or ""))
@@ -184,20 +197,24 @@ def _is_older(result: Path, record: PointRecord) -> bool:
 
 def _progress(run_dir: Path) -> str:
     """Return a run's step, loss and throughput from the last line of its metrics."""
-    steps = _steps(run_dir)
+    steps = [line for line in _lines(run_dir) if "loss" in line]
     if not steps:
         return "no step yet"
     speed = steps[-1].get("tokens_per_second", math.nan)
     return f"step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}, {speed:,.0f} tokens/s"
 
 
-def _early_losses(run_dir: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in _steps(run_dir) if line["step"] <= EARLY_STEPS}
+def _read_metrics(row: SweepRow, run_dir: Path) -> None:
+    """Set the early losses and the last values of a point from its metrics.jsonl."""
+    for line in _lines(run_dir):
+        if "loss" in line and line["step"] <= EARLY_STEPS:
+            row.early_losses[line["step"]] = line["loss"]
+        row.last_logged |= {key: value for key, value in line.items() if key != "step" and is_number(value)}
 
 
-def _steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the training steps in a run's metrics; none if the file is missing or cannot be read."""
+def _lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the objects in a run's metrics; none if the file is missing or cannot be read."""
     try:
-        return [line for line in MetricsLog(run_dir).read() if "loss" in line]
+        return MetricsLog(run_dir).read()
     except OSError:
         return []

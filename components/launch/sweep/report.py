@@ -69,9 +69,10 @@ def report_command(sweep: Sweep, *options: str) -> str:
 
 
 def exit_status(report: SweepReport) -> int:
-    """Return 0 if every point is ok or may still become ok, and the losses agree; else 1."""
+    """Return 0 if every point is ok or may still become ok, the losses agree, and sweep.metric exists; else 1."""
     fine = (*NOT_BAD, "not started") if is_running(report.sweep.directory) else NOT_BAD
-    return int(bool(report.agreement.disagreeing) or any(row.state not in fine for row in report.rows))
+    bad = bool(report.agreement.disagreeing) or any(row.state not in fine for row in report.rows)
+    return int(bad or bool(report.problem))
 
 
 def _plot(report: SweepReport) -> str | None:

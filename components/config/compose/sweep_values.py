@@ -1,0 +1,135 @@
+"""Values of swept keys that Hydra's grammar lacks: spaced values, and random draws.
+
+optimizer.lr=log(1e-5,1e-3,5)       5 values with equal ratios, from 1e-5 to 1e-3
+optimizer.lr=lin(1e-5,1e-3,5)       5 values with equal differences
+optimizer.lr=loguniform(1e-5,1e-3)  a random value per draw (sweep.draws=N), uniform in its logarithm
+optimizer.lr=uniform(1e-5,1e-3)     a random value per draw
+
+They are replaced by lists of values (optimizer.lr=1e-5,...) before Hydra parses the command line.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from components.config.compose.sweep_keys import SweepConfig
+
+FUNCTION = re.compile(r"(?P<key>[^=]+)=\s*(?P<name>log|lin|loguniform|uniform)\((?P<arguments>[^()]*)\)\s*")
+SPACED, RANDOM = ("log", "lin"), ("loguniform", "uniform")
+DIGITS = 5
+"""Significant digits of computed values, which are also in the names of run directories."""
+MOST_VALUES = 1000
+
+
+def list_values(overrides: Iterable[str], keys: SweepConfig) -> tuple[list[str], set[str], list[str]]:
+    """Replace these functions by the lists of their values.
+
+    Returns the overrides, those of them whose values are random, and the problems. Random values depend only on
+    sweep.seed and the key, so that sweeping another key too does not change them.
+    """
+    listed: list[str] = []
+    drawn: set[str] = set()
+    problems: list[str] = []
+    for override in overrides:
+        found = FUNCTION.fullmatch(override)
+        if found is None:
+            listed.append(override)
+            continue
+        key, name = found["key"], found["name"]
+        arguments = [each.strip() for each in found["arguments"].split(",")]
+        if problem := _problem(name, arguments):
+            problems.append(f"{override}: {problem}")
+        elif name in SPACED:
+            listed.append(f"{key}={','.join(_spaced(name, *arguments))}")
+        elif keys.draws is None:
+            problems.append(f"{override}: is drawn at random; add sweep.draws=N, the number of points to draw")
+        else:
+            values = _random_values(name, float(arguments[0]), float(arguments[1]), keys.draws, _generator(keys, key))
+            listed.append(f"{key}={','.join(values)}")
+            drawn.add(listed[-1])
+    return listed, drawn, problems
+
+
+def draw_points(
+    columns: Mapping[str, Sequence[str]], drawn: Collection[str], keys: SweepConfig, draws: int
+) -> list[list[str]]:
+    """Return the overrides of random points.
+
+    Args:
+        columns: The override of each swept key -> its overrides with single values.
+        drawn: The overrides whose values are random already, one per point. The values of the others are chosen at
+            random; if there are only others, no two points are equal.
+        keys: Keys of the sweep.
+        draws: Number of points; without random values at most `combinations(columns)`.
+    """
+    if not drawn:
+        chosen = random.Random(keys.seed).sample(range(combinations(columns)), draws)
+        return [_combination(list(columns.values()), number) for number in chosen]
+    per_key = [
+        values if override in drawn else _generator(keys, override.partition("=")[0]).choices(values, k=draws)
+        for override, values in columns.items()
+    ]
+    return [list(point) for point in zip(*per_key, strict=True)]
+
+
+def combinations(columns: Mapping[str, Sequence[str]]) -> int:
+    """Return the number of points of the full grid."""
+    return math.prod(len(values) for values in columns.values())
+
+
+def _combination(columns: Sequence[Sequence[str]], number: int) -> list[str]:
+    """Return one point of the full grid, in whose numbering the last key changes fastest."""
+    point = []
+    for values in reversed(columns):
+        number, index = divmod(number, len(values))
+        point.append(values[index])
+    return point[::-1]
+
+
+def _problem(name: str, arguments: Sequence[str]) -> str:
+    """Return the rule that the arguments of a function violate; empty if they are valid."""
+    positive = " greater than 0" if name.startswith("log") else ""
+    if name in SPACED:
+        rule = f"write {name}(FIRST,LAST,COUNT) with two different numbers{positive} and 2 to {MOST_VALUES} values"
+        if len(arguments) != 3 or not arguments[2].isdecimal() or not 2 <= int(arguments[2]) <= MOST_VALUES:
+            return rule
+    else:
+        rule = f"write {name}(LOW,HIGH) with numbers{positive}, LOW less than HIGH"
+        if len(arguments) != 2:
+            return rule
+    try:
+        first, last = (float(each) for each in arguments[:2])
+    except ValueError:
+        return rule
+    in_order = first != last if name in SPACED else first < last
+    is_valid = in_order and math.isfinite(first) and math.isfinite(last) and not (positive and min(first, last) <= 0)
+    return "" if is_valid else rule
+
+
+def _spaced(name: str, first: str, last: str, count: str) -> list[str]:
+    """Return the values of log(...) or lin(...); the first and the last as they were typed."""
+    low, high, steps = float(first), float(last), int(count) - 1
+    if name == "log":
+        between = [low * (high / low) ** (step / steps) for step in range(1, steps)]
+    else:
+        between = [low + (high - low) * (step / steps) for step in range(1, steps)]
+    return [first, *map(_text, between), last]
+
+
+def _random_values(name: str, low: float, high: float, count: int, generator: random.Random) -> list[str]:
+    if name == "uniform":
+        return [_text(generator.uniform(low, high)) for _ in range(count)]
+    return [_text(math.exp(generator.uniform(math.log(low), math.log(high)))) for _ in range(count)]
+
+
+def _generator(keys: SweepConfig, key: str) -> random.Random:
+    return random.Random(f"{keys.seed} {key}")
+
+
+def _text(value: float) -> str:
+    """Return a value with DIGITS digits; a whole number in full, so that keys of whole numbers accept it."""
+    whole = round(value)
+    return str(whole) if abs(value - whole) <= 1e-9 * abs(value) else f"{value:.{DIGITS}g}"
