@@ -47,7 +47,7 @@ RANGES = {
     "within": "must lie between {} and {}",
 }
 MESSAGE = re.compile(r"[\w.{}\[\]<>+@/()' -]+?(=\S[^:]*?)?: (?=\S)|[\w.]*\{[\w.]+\}: |\{key\}")
-REPORTS = re.compile("problem|refus|reject|explain|check")
+REPORTS = re.compile("problem|refus|reject|explain|check|too_many")
 """Names of functions that return messages."""
 Names = dict[str, ast.expr]
 HOLE = "\N{HORIZONTAL ELLIPSIS}"
