@@ -57,7 +57,7 @@ def broken_links(folder: Path) -> list[str]:
             continue
         for target in [*page.loaded, *page.targets]:
             link = urlsplit(target)
-            if link.scheme == "data" or (link.scheme and target in page.targets) or link.path in PENDING:
+            if link.scheme == "data" or (link.scheme and target in page.targets) or Path(link.path).name in PENDING:
                 continue
             path = file if not link.path else (file.parent / unquote(link.path)).resolve()
             path = path / "index.html" if path.is_dir() else path
