@@ -7,6 +7,8 @@ import shlex
 from itertools import product
 from pathlib import Path
 
+from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
+from components.config.compose.sweep_values import list_values
 from components.config.validate import validate
 from components.launch.machine import processes_of
 from tests.config.commands import REPOSITORY
@@ -44,7 +46,10 @@ def points(arguments: list[str]) -> list[tuple[str, ...]]:
     overrides = [each for each in arguments if each != "-m" and not PLANNED.fullmatch(each)]
     if "-m" not in arguments:
         return [tuple(overrides)]
-    choices = [each.partition("=") for each in overrides]
+    keys, problems = read_sweep_keys([each for each in overrides if is_sweep_key(each)])
+    listed, _, more = list_values([each for each in overrides if not is_sweep_key(each)], keys)
+    assert problems + more == []
+    choices = [each.partition("=") for each in listed]
     return list(product(*([f"{key}={value}" for value in values.split(",")] for key, _, values in choices)))
 
 
