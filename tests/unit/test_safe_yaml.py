@@ -28,8 +28,8 @@ from components.config.compose.frozen import read_frozen, read_section
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import RunConfig
+from components.config.stored_run import read_config
 from components.launch.run_directory.resume_check import check_changes
-from components.launch.sweep.point_rows import _config
 from components.observability.model_card import render_model_card
 
 folder = Path(sys.argv[1])
@@ -43,7 +43,7 @@ for read in (
         read()
     except ConfigError as error:
         print(error)
-print(_config(folder), _began_from(folder), "max_steps" in render_model_card(folder, {}, "1"))
+print(read_config(folder), _began_from(folder), "max_steps" in render_model_card(folder, {}, "1"))
 """
 
 

@@ -1,0 +1,117 @@
+"""Pictures of the console for README and docs: real commands in a pseudo-terminal, drawn as SVG.
+
+    python -m scripts._docs.screens              # draw every picture of SCREENS (minutes)
+    python -m scripts._docs.screens console      # draw one
+
+Needs pyte, a terminal emulator (`pip install pyte`). No test compares the pictures, since they contain measured times.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import shutil
+import struct
+import sys
+import tempfile
+import termios
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = 400
+"""Height of the emulated terminal: more lines than a run prints."""
+CHARACTER, LINE, MARGIN = 7.8, 17, 14
+"""Width of a character, height of a line and margin, in pixels."""
+BACKGROUND, FOREGROUND = "#1d2021", "#d5c4a1"
+COLORS = {"red": "#fb4934", "green": "#b8bb26", "brown": "#fabd2f", "yellow": "#fabd2f", "blue": "#83a598",
+          "magenta": "#d3869b", "cyan": "#8ec07c", "white": "#ebdbb2", "black": "#7c6f64"}  # fmt: skip
+SCREENS: dict[str, tuple[int, str]] = {
+    "console": (100, "recipes/finetune.py experiment=short run.dir=outputs/finetune/first"),
+    "sweep": (
+        120,
+        "recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2,tp3 experiment=bench_mesh cluster=local_4proc "
+        "run.dir=outputs/sweep",
+    ),
+}
+"""Name -> columns, and the command below the interpreter."""
+
+
+def main() -> None:
+    """Draw the pictures named on the command line, or all."""
+    for name in sys.argv[1:] or SCREENS:
+        columns, command = SCREENS[name]
+        target = ROOT / "docs" / "images" / f"{name}.svg"
+        target.write_text(draw(f"$ python {command}", capture(columns, command), columns))
+        print(target)
+
+
+def capture(columns: int, command: str) -> list[list[Any]]:
+    """Run a command in a terminal of `columns` in an empty folder; return its lines as characters with attributes."""
+    import pyte
+
+    screen = pyte.Screen(columns, LINES)
+    stream = pyte.ByteStream(screen)
+    folder = Path(tempfile.mkdtemp()) / "me"
+    folder.mkdir()
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        script, *arguments = command.split()
+        os.execv(sys.executable, [sys.executable, str(ROOT / script), *arguments])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
+    try:
+        while chunk := os.read(terminal, 1 << 16):
+            stream.feed(chunk)
+    except OSError:  # Linux raises EIO once the other end is closed
+        pass
+    os.waitpid(process, 0)
+    shutil.rmtree(folder.parent)
+    lines = [[screen.buffer[row][column] for column in range(columns)] for row in range(screen.cursor.y + 1)]
+    return [line for line in lines if any(each.data.strip() for each in line)]
+
+
+def draw(prompt: str, lines: list[list[Any]], columns: int) -> str:
+    """Return the SVG of a terminal window with a prompt and the output below it."""
+    width, height = columns * CHARACTER + 2 * MARGIN, (len(lines) + 1) * LINE + 2 * MARGIN
+    texts = [_text(0, f'<tspan fill="{COLORS["green"]}">{escape(prompt)}</tspan>')]
+    for number, line in enumerate(lines, 1):
+        texts.append(_text(number, "".join(_runs(line))))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}">\n'
+        f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>\n'
+        f'<g font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="13" fill="{FOREGROUND}" '
+        f'xml:space="preserve">\n' + "\n".join(texts) + "\n</g>\n</svg>\n"
+    )
+
+
+def _text(number: int, content: str) -> str:
+    return f'<text x="{MARGIN}" y="{MARGIN + (number + 0.75) * LINE:.0f}">{content}</text>'
+
+
+def _runs(line: list[Any]) -> list[str]:
+    """Return the spans of a line: neighboring characters of one color and weight together."""
+    spans: list[str] = []
+    last: tuple[str, bool] | None = None
+    text = ""
+    for each in [*line, None]:
+        style = None if each is None else (each.fg, each.bold)
+        if style != last:
+            if text.strip() or (text and style is not None):
+                spans.append(_span(text, *last) if last else text)
+            text, last = "", style
+        text += each.data if each is not None else ""
+    return spans
+
+
+def _span(text: str, color: str, bold: bool) -> str:
+    attributes = f' fill="{COLORS[color]}"' if color in COLORS else ""
+    attributes += ' font-weight="bold"' if bold else ""
+    return f"<tspan{attributes}>{escape(text)}</tspan>" if attributes else escape(text)
+
+
+if __name__ == "__main__":
+    main()
