@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from itertools import product
 from pathlib import Path
 
-from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
-from components.config.compose.sweep_values import list_values
+import pytest
+
+from components.config.compose.sweep import expand_sweep
 from components.config.validate import validate
 from components.launch.machine import processes_of
 from tests.config.commands import REPOSITORY
@@ -41,23 +43,21 @@ def documented_commands() -> list[tuple[str, str, str]]:
     return sorted(set(found))
 
 
-def points(arguments: list[str]) -> list[tuple[str, ...]]:
+def points(recipe: str, arguments: list[str]) -> list[tuple[str, ...]]:
     """Return the overrides of each run of a sweep; without -m the arguments themselves."""
-    overrides = [each for each in arguments if each != "-m" and not PLANNED.fullmatch(each)]
-    if "-m" not in arguments:
+    overrides = [each for each in arguments if not PLANNED.fullmatch(each)]
+    if "-m" not in overrides:
         return [tuple(overrides)]
-    keys, problems = read_sweep_keys([each for each in overrides if is_sweep_key(each)])
-    listed, _, more = list_values([each for each in overrides if not is_sweep_key(each)], keys)
-    assert problems + more == []
-    choices = [each.partition("=") for each in listed]
-    return list(product(*([f"{key}={value}" for value in values.split(",")] for key, _, values in choices)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [f"{recipe}.py", *overrides])
+        return [point.overrides for point in expand_sweep(recipe, RECIPES[recipe], REPOSITORY / "recipes").points]
 
 
 def test_documented_commands_are_valid() -> None:
     """On a machine without GPUs, and on one with eight."""
     assert len(documented_commands()) > 20
     for recipe, ranks, arguments in documented_commands():
-        for overrides in points(shlex.split(arguments)):
+        for overrides in points(recipe, shlex.split(arguments)):
             # test_evaluated_run.py tests run=RUN, which is replaced by the settings of a run before composition
             cfg = compose(recipe, *(each for each in overrides if not each.startswith("run=")))
             requested = re.search(r"--nproc-per-node (\d+)", ranks)

@@ -561,6 +561,26 @@ SWEEPS = [
         "-m data=mixture +data@data.sources.a=pydocs,gsm8k +data@data.sources.a=pydocs",
         "+data@data.sources.a=pydocs,gsm8k: data@data.sources.a is set 2 times; set it once",
     ),
+    ("optimizer.lr=log(1e-5,1e-3,5)", "optimizer.lr=log(1e-5,1e-3,5): is a sweep over several values; add -m"),
+    (
+        "-m optimizer.lr=log(0,1,3)",
+        "optimizer.lr=log(0,1,3): write log(FIRST,LAST,COUNT) with two different numbers greater",
+    ),
+    (
+        "-m optimizer.lr=lin(1,2)",
+        "optimizer.lr=lin(1,2): write lin(FIRST,LAST,COUNT) with two different numbers and 2 to",
+    ),
+    ("-m optimizer.lr=uniform(2,1) sweep.draws=3", "optimizer.lr=uniform(2,1): write uniform(LOW,HIGH)", "LOW less"),
+    ("-m optimizer.lr=uniform(1,nan) sweep.draws=3", "optimizer.lr=uniform(1,nan): write uniform(LOW,HIGH)"),
+    (
+        "-m optimizer.lr=loguniform(1e-5,1e-3)",
+        "optimizer.lr=loguniform(1e-5,1e-3): is drawn at random; add sweep.draws=N",
+    ),
+    (
+        "-m run.seed=1,2 sweep.draws=3",
+        "sweep.draws=3: the swept keys have only 2 combinations; remove it to run them all",
+    ),
+    ("-m run.seed=1,2 sweep.draws=1", "sweep.draws=1: must be at least 2"),
     ("sweep.metric=mfu", "sweep.metric=mfu: is a key of a sweep, not of a run; add -m and a key with several values"),
     ("-m run.seed=1,2 sweep.metrics=mfu", "sweep.metrics=mfu: no such key; did you mean sweep.metric?"),
     ("-m run.seed=1,2 sweep.metric=mfu,loss", "sweep.metric=mfu,loss: is a key of the sweep itself; set one value"),

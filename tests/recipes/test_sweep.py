@@ -164,6 +164,39 @@ result(status="ok", attempt=os.environ["MESHBOOK_ATTEMPT"])
     assert "nothing to retry" in report(sweep, "--retry", cwd=bench.folder).output
 
 
+def test_killed_sweep_of_random_draws_is_retried_with_the_same_points(bench: Bench) -> None:
+    bench.write(
+        """
+with (Path(__file__).parent / "started").open("a") as file:
+    file.write(f"{cfg.optimizer.lr} {cfg.run.seed}\\n")
+while "_1_" in f"_{Path(cfg.run.dir).name}" and not (Path(__file__).parent / "release").exists():
+    note("up")
+    time.sleep(0.05)
+(Path(cfg.run.dir) / "result.json").write_text(json.dumps({"status": "ok"}))
+"""
+    )
+    drawn = ("optimizer.lr=loguniform(1e-5,1e-1)", "run.seed=choice(3,4,5)", "sweep.draws=3", "sweep.seed=7")
+    started = bench.start("-m", *drawn, "cluster.procs_per_node=1", "run.dir=mine")
+    bench.await_notes("up", 1)
+    sweep = bench.folder / "mine"
+    plan = json.loads((sweep / "sweep.json").read_text())
+    expected = [(float(each["values"]["optimizer.lr"]), int(each["values"]["run.seed"])) for each in plan["points"]]
+    assert len(set(expected)) == 3
+    os.kill(started.process.pid, signal.SIGKILL)
+    started.process.wait()
+    bench.assert_no_process_left()
+    (bench.folder / "release").touch()
+    again = report(sweep, "--retry", cwd=bench.folder)
+    assert again.status == 0, again.output + again.errors
+    assert set(states(sweep).values()) == {"ok"}
+    assert json.loads((sweep / "sweep.json").read_text()) == plan
+    lines = [line.split() for line in (bench.folder / "started").read_text().splitlines()]
+    assert [(float(lr), int(seed)) for lr, seed in lines] == [expected[number] for number in (0, 1, 1, 2)]
+    for (lr, _), name in zip(expected, states(sweep), strict=True):
+        config = yaml.safe_load((sweep / name / "config.yaml").read_text())
+        assert float(config["optimizer"]["lr"]) == lr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_sweep_lets_its_run_save_and_starts_no_other(bench: Bench, number: signal.Signals) -> None:
     bench.write(

@@ -57,6 +57,66 @@ def test_run_dir_of_the_sweep_is_not_an_override_of_its_points(monkeypatch: pyte
     assert (cfg.run.dir, cfg.run.seed, problems) == (f"{tmp_path}/here", 2, [])
 
 
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        ("optimizer.lr=log(1e-5,1e-3,5)", ["1e-05", "3.1623e-05", "0.0001", "0.00031623", "0.001"]),
+        ("optimizer.lr=log(1e-3, 1e-5, 3)", ["0.001", "0.0001", "1e-05"]),
+        ("optimizer.lr=lin(1e-4,4e-4,4)", ["0.0001", "0.0002", "0.0003", "0.0004"]),
+        ("training.global_batch_size=lin(8,32,4)", ["8", "16", "24", "32"]),  # whole numbers
+        ("training.max_steps=log(1,1000000,3)", ["1", "1000", "1000000"]),
+    ],
+)
+def test_spaced_values(monkeypatch: pytest.MonkeyPatch, override: str, values: list[str]) -> None:
+    sweep = expanded(monkeypatch, "model=tiny", override)
+    assert [list(point.values.values()) for point in sweep.points] == [[value] for value in values]
+    assert all(compose_point(sweep, point, lambda cfg, rejected: [])[0] is not None for point in sweep.points)
+
+
+def test_spaced_values_are_part_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = expanded(monkeypatch, "parallelism=ddp,fsdp2", "optimizer.lr=log(1e-4,1e-2,3)")
+    assert [tuple(point.values.values()) for point in sweep.points] == [
+        (option, lr) for option in ("ddp", "fsdp2") for lr in ("0.0001", "0.001", "0.01")
+    ]
+
+
+def drawn_values(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, str]]:
+    return [point.values for point in expanded(monkeypatch, *arguments).points]
+
+
+def test_draws_are_random_values_of_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("sweep.draws=400", "optimizer.lr=loguniform(1e-5,1e-1)", "training.global_batch_size=choice(8,16,32)")
+    points = drawn_values(monkeypatch, *command)
+    rates = [float(point["optimizer.lr"]) for point in points]
+    assert 1e-5 <= min(rates) < max(rates) <= 1e-1
+    assert 0.4 < sum(rate < 1e-3 for rate in rates) / 400 < 0.6  # half of the values are below the geometric mean
+    sizes = [point["training.global_batch_size"] for point in points]
+    assert {size: sizes.count(size) > 100 for size in sizes} == {"8": True, "16": True, "32": True}
+    evenly = [
+        float(each["optimizer.lr"]) for each in drawn_values(monkeypatch, command[0], "optimizer.lr=uniform(0,1)")
+    ]
+    assert 0.4 < sum(rate < 0.5 for rate in evenly) / 400 < 0.6
+    assert drawn_values(monkeypatch, *command) == points
+    assert drawn_values(monkeypatch, *command, "sweep.seed=1") != points
+
+
+def test_values_of_a_key_do_not_depend_on_the_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = drawn_values(monkeypatch, "sweep.draws=5", "optimizer.lr=uniform(0,1)")
+    both = drawn_values(
+        monkeypatch, "sweep.draws=5", "optimizer.weight_decay=uniform(0,1)", "optimizer.lr=uniform(0,1)"
+    )
+    assert [point["optimizer.lr"] for point in both] == [point["optimizer.lr"] for point in alone]
+    assert all(point["optimizer.lr"] != point["optimizer.weight_decay"] for point in both)
+
+
+def test_draws_of_listed_values_are_different_points_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = ("parallelism=ddp,fsdp2", "run.seed=range(0,3)")
+    product = [tuple(point.items()) for point in drawn_values(monkeypatch, *grid)]
+    drawn = [tuple(point.items()) for point in drawn_values(monkeypatch, *grid, "sweep.draws=6")]
+    assert sorted(drawn) == sorted(product)
+    assert drawn != product
+
+
 def test_keys_of_the_sweep_are_not_overrides_of_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = expanded(monkeypatch, "sweep.metric=score", "run.seed=1,2", "sweep.goal=max")
     assert [point.overrides for point in sweep.points] == [("run.seed=1",), ("run.seed=2",)]

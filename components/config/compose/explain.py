@@ -37,6 +37,8 @@ NUMBER_NAMES = {"Integer": "a whole number", "Float": "a number"}
 
 UNREADABLE = "cannot be parsed; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
 SEVERAL_VALUES = "is a sweep over several values; add -m, set one value, or write a list as [a,b]"
+SWEEP_FUNCTION = re.compile(r"(?P<key>[^=]+)=\s*(?P<name>log|lin|loguniform|uniform)\((?P<arguments>[^()]*)\)\s*")
+"""Override with a function of sweep_values.py, which Hydra cannot parse."""
 HOME = re.compile(r"(?<![^,\[])~/")
 """~ at the start of a value, or of one of several; shells do not expand it after KEY=."""
 SOURCES = "data.sources"
@@ -63,6 +65,8 @@ VALUE_RULES = (
 def unreadable(override: str) -> str:
     """Return the message for an override that Hydra's grammar rejects."""
     key, _, value = override.partition("=")
+    if SWEEP_FUNCTION.fullmatch(override):
+        return f"{override}: {SEVERAL_VALUES}"
     if (expanded := HOME.sub("$HOME/", value)) != value:
         return f"{override}: ~ is not expanded here; write {key}={expanded}, or quote it: '{key}=\"~/...\"'"
     return f"{override}: {UNREADABLE}"

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from components.config.compose.explain import SWEEP_FUNCTION
 from components.config.compose.sweep_keys import SweepConfig
 
-FUNCTION = re.compile(r"(?P<key>[^=]+)=\s*(?P<name>log|lin|loguniform|uniform)\((?P<arguments>[^()]*)\)\s*")
-SPACED, RANDOM = ("log", "lin"), ("loguniform", "uniform")
+SPACED = ("log", "lin")
 DIGITS = 5
 """Significant digits of computed values, which are also in the names of run directories."""
 MOST_VALUES = 1000
+"""Maximum number of values of one key."""
 
 
 def list_values(overrides: Iterable[str], keys: SweepConfig) -> tuple[list[str], set[str], list[str]]:
@@ -34,14 +34,14 @@ def list_values(overrides: Iterable[str], keys: SweepConfig) -> tuple[list[str],
     drawn: set[str] = set()
     problems: list[str] = []
     for override in overrides:
-        found = FUNCTION.fullmatch(override)
+        found = SWEEP_FUNCTION.fullmatch(override)
         if found is None:
             listed.append(override)
             continue
         key, name = found["key"], found["name"]
         arguments = [each.strip() for each in found["arguments"].split(",")]
-        if problem := _problem(name, arguments):
-            problems.append(f"{override}: {problem}")
+        if problem := _problem(override, name, arguments):
+            problems.append(problem)
         elif name in SPACED:
             listed.append(f"{key}={','.join(_spaced(name, *arguments))}")
         elif keys.draws is None:
@@ -89,24 +89,27 @@ def _combination(columns: Sequence[Sequence[str]], number: int) -> list[str]:
     return point[::-1]
 
 
-def _problem(name: str, arguments: Sequence[str]) -> str:
+def _problem(override: str, name: str, arguments: Sequence[str]) -> str:
     """Return the rule that the arguments of a function violate; empty if they are valid."""
     positive = " greater than 0" if name.startswith("log") else ""
     if name in SPACED:
-        rule = f"write {name}(FIRST,LAST,COUNT) with two different numbers{positive} and 2 to {MOST_VALUES} values"
+        message = (
+            f"{override}: write {name}(FIRST,LAST,COUNT) with two different numbers{positive} and 2 to {MOST_VALUES} "
+            "values"
+        )
         if len(arguments) != 3 or not arguments[2].isdecimal() or not 2 <= int(arguments[2]) <= MOST_VALUES:
-            return rule
+            return message
     else:
-        rule = f"write {name}(LOW,HIGH) with numbers{positive}, LOW less than HIGH"
+        message = f"{override}: write {name}(LOW,HIGH) with numbers{positive}, LOW less than HIGH"
         if len(arguments) != 2:
-            return rule
+            return message
     try:
         first, last = (float(each) for each in arguments[:2])
     except ValueError:
-        return rule
+        return message
     in_order = first != last if name in SPACED else first < last
     is_valid = in_order and math.isfinite(first) and math.isfinite(last) and not (positive and min(first, last) <= 0)
-    return "" if is_valid else rule
+    return "" if is_valid else message
 
 
 def _spaced(name: str, first: str, last: str, count: str) -> list[str]:

@@ -88,8 +88,9 @@ class RunDirectory:
             self._keep_last_attempt()
         keep_only_file(self.path / REQUEUE)
         (self.path / REQUEUE).unlink(missing_ok=True)
-        self.logs.mkdir(parents=True)
         for folder in (self.path, self.logs):  # the copy in the logs restores a damaged first one
+            if folder == self.logs:  # after config.yaml: a killed start leaves a run that can be continued
+                folder.mkdir(parents=True)
             keep_only_file(folder / RECORD)
             atomic_write(folder / CONFIG, frozen_text(cfg))
             atomic_write_json(folder / RECORD, record, PRIVATE)
@@ -127,7 +128,7 @@ class RunDirectory:
         if not self.fresh or any(entry.name not in START_ENTRIES and _has_content(entry) for entry in entries):
             self.conclude("invalid", error)
             return
-        for entry in entries:
+        for entry in sorted(entries, key=lambda entry: entry.name == CONFIG):  # last: what remains is still a run
             if entry.is_dir() and not entry.is_symlink():
                 removed = entry.with_name(f".{entry.name}.removed")
                 entry.rename(removed)  # atomic: other ranks that still write reports find no logs folder
