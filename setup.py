@@ -1,17 +1,36 @@
-"""Refuse to build a wheel. Everything else about the package is in pyproject.toml."""
+"""The wheel: `components`, and a package `meshbook` that also carries the recipes, scripts, conf and slurm templates.
+
+Everything else about the package is in pyproject.toml. An editable install maps the folders of the checkout instead.
+"""
+
+import shutil
+from pathlib import Path
 
 from setuptools import setup
-from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+PACKAGES = ("components", "meshbook")
+"""Packages at the top level of the wheel; `recipes` or `scripts` there would collide with folders of users."""
+CARRIED = ("recipes", "scripts", "conf", "slurm")
+SUFFIXES = {".py", ".yaml", ".j2", ".md", ".sh"}
+LEFT_OUT = {"__pycache__", "local", "dev", "_docs"}
+"""Folders of CARRIED that are a user's own, or tools for Meshbook's developers."""
 
 
-class RefusedWheel(bdist_wheel):
-    """A wheel would lack conf/ and slurm/, which every recipe reads; editable installs do not run this command."""
+class BuildPackages(build_py):
+    """Copy the packages, and for a wheel the folders of the project into the package `meshbook`."""
 
     def run(self) -> None:
-        raise SystemExit(
-            "Meshbook runs from its checkout: a wheel would not contain conf/ and slurm/, which every recipe reads. "
-            "Install it with: pip install -e . (or make install)"
-        )
+        if not self.editable_mode:
+            self.packages = [name for name in self.packages if name.partition(".")[0] in PACKAGES]
+        super().run()
+        if self.editable_mode:
+            return
+        for source in (file for folder in CARRIED for file in sorted(Path(folder).rglob("*"))):
+            if source.suffix in SUFFIXES and LEFT_OUT.isdisjoint(source.parts):
+                target = Path(self.build_lib, "meshbook", source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)
 
 
-setup(cmdclass={"bdist_wheel": RefusedWheel})
+setup(cmdclass={"build_py": BuildPackages})

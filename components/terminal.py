@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
@@ -32,6 +36,17 @@ def print_text(
 ) -> None:
     """Print like `print`, with control characters escaped."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
+
+
+@contextmanager
+def exit_on_broken_pipe() -> Iterator[None]:
+    """Exit with the status of SIGPIPE if the reader of stdout has closed it: `--help | head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
+        raise SystemExit(128 + signal.SIGPIPE) from error
 
 
 def guard_output() -> None:

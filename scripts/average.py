@@ -28,9 +28,7 @@ from scripts._export.sources import find_sources, open_sources, read_average
 
 def read_options(arguments: list[str]) -> Namespace:
     """Parse the options, and validate those that do not depend on the checkpoints. Raises ConfigError."""
-    parser = ArgumentParser(
-        prog="scripts/average.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path, nargs="+", metavar="RUN_DIR_CHECKPOINT_OR_EXPORT")
     parser.add_argument("--steps", type=int, nargs="+", default=[], help="steps of the checkpoints of each run")
     parser.add_argument("--weights", type=float, nargs="+", help="a weight for each checkpoint (default: all equal)")

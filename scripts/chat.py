@@ -41,9 +41,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 def read_options(arguments: list[str]) -> Namespace:
     """Parse and validate the options. Raises ConfigError."""
-    parser = ArgumentParser(
-        prog="scripts/chat.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="RUN", help="run directory, checkpoint, export or adapter")
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one; default), cpu or cuda")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")

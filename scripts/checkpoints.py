@@ -34,9 +34,7 @@ COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept bec
 
 def main(arguments: list[str]) -> int:
     """List, verify or prune checkpoints; return the exit status."""
-    parser = ArgumentParser(
-        prog="scripts/checkpoints.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("list", "verify", "prune"))
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory, which contains config.yaml")
     parser.add_argument("--keep", type=int, metavar="N", help="list and prune: replaces the run's checkpoint.keep")

@@ -46,7 +46,7 @@ TOKENS = "target tokens"
 
 def main(arguments: list[str]) -> int:
     """Compare runs; return the exit status."""
-    parser = ArgumentParser(prog="scripts/compare.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, which contains config.yaml")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME", help="a metric in metrics.jsonl")
     parser.add_argument(

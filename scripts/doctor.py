@@ -89,13 +89,13 @@ def measure(name: str | None, *, force: bool) -> int:
         return 2
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Print the report and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--measure", nargs="?", const="", metavar="NAME", help="measure the device: write its file")
     parser.add_argument("--force", action="store_true", help="with --measure: replace an existing file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.measure is None and options.force:
         parser.error("--force needs --measure")
     if options.measure is not None and options.json:
@@ -121,7 +121,7 @@ if __name__ == "__main__":
     if sys.stdout is None:  # started with stdout closed (>&-)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        status = main()
+        status = main(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130

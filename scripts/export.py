@@ -25,9 +25,7 @@ from scripts._export.options import add_output_options, check_output_options, ne
 
 def read_options(arguments: list[str]) -> Namespace:
     """Parse the options, and validate those that do not depend on the checkpoint. Raises ConfigError."""
-    parser = ArgumentParser(
-        prog="scripts/export.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters, for PeftModel.from_pretrained")
     parser.add_argument("--averaged", action="store_true", help="export the moving average that the checkpoint holds")

@@ -29,7 +29,7 @@ from scripts._gpu.verdict import Line, Verdict, as_json, as_markdown, failed
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Run the checks selected on the command line, and write the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = f"{', '.join(SECONDS)}; with --ranks of {', '.join(SEVERAL_SECONDS)}"
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models: only whether the checks work")
     parser.add_argument("--out", type=Path, help="folder of the verdict (default: outputs/gpu, outputs/gpu8)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.out = options.out or Path("outputs") / f"gpu{options.ranks if options.ranks > 1 else ''}"
     offered = SECONDS if options.ranks == 1 else SEVERAL_SECONDS
     names = options.only.split(",") if options.only else list(offered)
@@ -95,4 +95,4 @@ def run_check(name: str, device: str, ranks: int, small: bool) -> Iterator[Line]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

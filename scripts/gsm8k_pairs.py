@@ -61,7 +61,7 @@ def _split(answer: str) -> tuple[str, str]:
     return "\n".join([*steps, equation.rstrip()]) if equals else "", result.strip().replace(",", "")
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Write the pairs as JSON lines; exit 2 if the input is not GSM8K."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="GSM8K as JSON lines with the keys question and answer")
@@ -71,7 +71,7 @@ def main() -> int:
         "--max-length", type=int, help="maximum number of characters of question and reasoning together"
     )
     parser.add_argument("--seed", type=int, default=0, help="order of the problems and permutation of the results")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     try:
         rows = [json.loads(line) for line in args.source.read_text().splitlines() if line.strip()]
         pairs = make_pairs(rows, args.seed, args.max_length)[: args.pairs]
@@ -87,4 +87,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

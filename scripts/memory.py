@@ -84,13 +84,13 @@ def table(shapes: list[Shape], figures: dict[str, Usage | str]) -> list[str]:
     return lines
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Compose the configs, measure and print the tables. Config errors are reported before torch is imported."""
     # The allocator warns about frees of memory that was allocated before profiling started.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
-        options, overrides = read_options(sys.argv[1:], __doc__)
+        options, overrides = read_options(arguments, __doc__)
         measured = models_to_measure(overrides)
         lines = []
         for name, cfg in measured.items():
@@ -115,4 +115,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -27,10 +27,10 @@ from components.protocol.failures import print_problems
 from scripts._parity.options import compose, plan, read_options
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Compose the config, compare the meshes and write the report. Config errors come before torch is imported."""
     try:
-        options, overrides = read_options(sys.argv[1:], __doc__)
+        options, overrides = read_options(arguments, __doc__)
         gpus = visible_gpus(environ)
         cfg = compose(overrides)
         if cfg is None:
@@ -61,4 +61,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

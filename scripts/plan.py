@@ -27,10 +27,10 @@ from scripts._plan.options import read_request
 from scripts._plan.report import as_json, left_out_lines, played_lines, table_lines, why_lines
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Print the table, or what the options select."""
     try:
-        request = read_request(sys.argv[1:], __doc__)
+        request = read_request(arguments, __doc__)
         if request is None:
             return 0
         plans = request.plans()
@@ -53,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

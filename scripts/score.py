@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 def read_options(arguments: list[str]) -> Namespace:
     """Parse the options, and validate those that do not need torch. Raises ConfigError."""
-    parser = ArgumentParser(
-        prog="scripts/score.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="EXPORT", help="folder with a reward model")
     parser.add_argument("data", type=Path, metavar="FILE", help="rows of prompt, chosen, rejected")
     parser.add_argument("--out", type=Path, help="file with a line per row (default: FILE.rewards.jsonl)")

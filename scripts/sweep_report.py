@@ -28,9 +28,7 @@ from components.protocol.failures import print_problems
 
 def main(arguments: list[str]) -> int:
     """Report, watch or retry a sweep; return the exit status."""
-    parser = ArgumentParser(
-        prog="scripts/sweep_report.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("sweep_dir", type=Path, metavar="SWEEP_DIR", help="sweep directory, which contains sweep.json")
     parser.add_argument("--watch", action="store_true", help="update the table until no point is running or waiting")
     parser.add_argument(

@@ -60,7 +60,8 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         return backend_problems + problems
 
     with _planned_command_line(recipe, world_size), _evaluated_run(recipe) as folders:
-        cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check, folders)
+        description = recipe.main.__globals__["__doc__"] or ""
+        cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check, folders, description)
     if cfg is None:
         return None
     backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)

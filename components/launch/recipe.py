@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
+from components.project import COMPONENTS
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.role import Role, detect_role
-from components.terminal import guard_output
+from components.terminal import exit_on_broken_pipe, guard_output
 
 if TYPE_CHECKING:
     from components.launch.backend import Recipe
@@ -63,17 +62,6 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
-@contextmanager
-def _exit_on_broken_pipe() -> Iterator[None]:
-    """Exit with the status of SIGPIPE if the reader of stdout has closed it: `--help | head`."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
-        raise SystemExit(128 + signal.SIGPIPE) from error
-
-
 def _run(described: Recipe) -> int:
     """Run the recipe in the role of this process. Imports are local so that each role imports only what it needs."""
     role = detect_role(os.environ)
@@ -95,7 +83,7 @@ def _run(described: Recipe) -> int:
         from components.launch.sweep.command import run_sweep
 
         return run_sweep(described)
-    with _exit_on_broken_pipe():
+    with exit_on_broken_pipe():
         run = open_run(described)
     if run is None:
         return 0
@@ -114,10 +102,10 @@ def _describe(name: str, main: Callable[[Any], object]) -> Recipe:
             "main(cfg: FinetuneConfig)"
         )
     file = Path(main.__globals__["__file__"]).resolve()
-    neighbor, expected = file.parent / "components", Path(__file__).resolve().parents[1]
-    if neighbor.is_dir() and neighbor.resolve() != expected:
+    neighbor = file.parent / "components"
+    if neighbor.is_dir() and neighbor.resolve() != COMPONENTS:
         raise ConfigError(
-            f"{neighbor}: this folder next to the recipe shadows Meshbook's components ({expected}); rename it, or "
+            f"{neighbor}: this folder next to the recipe shadows Meshbook's components ({COMPONENTS}); rename it, or "
             "move the recipe"
         )
     return Recipe(name, main, schema, file)

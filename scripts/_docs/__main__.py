@@ -12,6 +12,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 
+from components.config.key_reference import sections
 from scripts._docs import keys, options, pictures, refusals, site, walks
 from scripts._docs.markdown import ROOT
 
@@ -25,7 +26,7 @@ def generated() -> dict[str, Callable[[], str]]:
         "reference/options.md": options.options_page,
         "reference/refusals.md": refusals.page,
     }
-    pages |= {f"reference/{name}.md": lambda name=name: keys.section_page(name) for name in keys.sections()}
+    pages |= {f"reference/{name}.md": lambda name=name: keys.section_page(name) for name in sections()}
     return pages | {f"images/{walk.file}.svg": lambda walk=walk: pictures.draw(walk) for walk in walks.WALKS}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from scripts._docs.keys import RECIPES, file_of, recipes_with, sections, written
+from components.config.key_reference import RECIPES, file_of, purpose_of, recipes_with, sections, written
 from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 
 CONF = ROOT / "conf"
@@ -28,7 +28,10 @@ def options_page() -> str:
         "there, or in a folder `conf/` next to your recipe or in the folder of the command, is an option too.\n",
     ]
     for group, files in groups().items():
-        parts += [f"## {group}\n", table(["option", "purpose"], [[code(f.stem), cell(_comment(f))] for f in files])]
+        parts += [
+            f"## {group}\n",
+            table(["option", "purpose"], [[code(f.stem), cell(purpose_of(f.read_text()))] for f in files]),
+        ]
     return "\n".join(parts)
 
 
@@ -67,15 +70,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found
-
-
-def _comment(file: Path) -> str:
-    """Return the first sentences of the comment at the top of an option, without its examples."""
-    lines = []
-    for line in file.read_text().splitlines():
-        if line.startswith("# @package"):
-            continue
-        if not line.startswith("# ") or line.startswith("#   "):
-            break
-        lines.append(line[2:])
-    return " ".join(lines)

@@ -16,10 +16,12 @@ from components.cgroup import usable_memory
 from components.config.errors import ConfigError
 from components.launch.machine import RANK_BYTES, RANKS_PER_CORE, usable_cores, visible_gpus
 from components.planning.formulas.hardware import CPU_NAME, PROJECT_CONF, Hardware, read_hardware
+from components.project import COMPONENTS, PROJECT
 from components.terminal import print_text
 from scripts._doctor.check import ROOT, run_command
 
-FOLDER = PROJECT_CONF / "local" / "gpu"
+FOLDER = (PROJECT_CONF if COMPONENTS.parent == PROJECT else Path("conf")) / "local" / "gpu"
+"""conf/local/gpu of the checkout; of the current folder if Meshbook was installed from a wheel."""
 SECONDS = 200.0
 """Time limit of the measuring process."""
 MOST_RANKS = 8

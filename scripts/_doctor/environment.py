@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from scripts._doctor.check import NOTE, OK, PROBLEM, ROOT, Check, read_text, run_command, shorten
 
-INSTALL = "make install"
+INSTALL = "make install" if (ROOT / "Makefile").is_file() else "pip install --upgrade meshbook"
 REPORTED = ("torch", "transformers", "hydra-core", "omegaconf", "datasets", "safetensors", "wandb")
 """Packages whose versions are reported."""
 OPTIONAL = {
@@ -149,10 +150,25 @@ def _composition_problems() -> list[str]:
     return secret_problems(cfg)
 
 
+def _recorded_project() -> dict[str, Any]:
+    """Return the requirements of the installed package; {} if it is not installed."""
+    try:
+        meshbook = distribution("meshbook")
+    except PackageNotFoundError:
+        return {}
+    needed = [line for line in meshbook.requires or () if "extra ==" not in line]
+    return {"requires-python": meshbook.metadata["Requires-Python"], "dependencies": needed}
+
+
 def _project() -> dict[str, Any]:
-    """Return the `project` table of pyproject.toml, {} if it cannot be read. Raises ImportError before Python 3.11."""
+    """Return the `project` table of pyproject.toml, or what a wheel recorded of it; {} if neither can be read.
+
+    Raises ImportError before Python 3.11.
+    """
     import tomllib
 
+    if (recorded := _recorded_project()) and not (ROOT / "pyproject.toml").exists():
+        return recorded
     try:
         return tomllib.loads(read_text(ROOT / "pyproject.toml")).get("project", {})
     except tomllib.TOMLDecodeError:

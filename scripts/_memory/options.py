@@ -48,7 +48,6 @@ class _Parser(ArgumentParser):
 def read_options(arguments: list[str], description: str | None = None) -> tuple[Namespace, list[str]]:
     """Split the command line into the options of the script and the overrides of the recipe. Raises ConfigError."""
     parser = _Parser(
-        prog="scripts/memory.py",
         description=description,
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,

@@ -40,7 +40,6 @@ class _Parser(ArgumentParser):
 def read_options(arguments: list[str], description: str | None) -> tuple[Namespace, list[str]]:
     """Split the command line into the options of the script and the overrides of the recipe. Raises ConfigError."""
     parser = _Parser(
-        prog="scripts/parity.py",
         description=description,
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,

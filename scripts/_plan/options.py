@@ -79,7 +79,6 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
     Raises ConfigError with all problems.
     """
     parser = _Parser(
-        prog="scripts/plan.py",
         description=description,
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from components.config.compose.typed import free_keys, known_keys
+from components.config.key_reference import RECIPES, field_docs, sections, variants_of
 from scripts._docs import __main__ as docs
-from scripts._docs import keys, site
+from scripts._docs import site
 from scripts._docs.options import groups
 from scripts._docs.refusals import all_refusals
 from scripts._docs.walks import WALKS, Stop
@@ -23,7 +24,7 @@ PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
 WRITTEN = [page for page in PAGES if not page.startswith("reference/")]
 CODE = re.compile(r"(`+)(.+?)\1")
 TOP_FOLDERS = "recipes|conf|components|scripts|tests|slurm|docs"
-SECTIONS = "|".join(keys.sections())
+SECTIONS = "|".join(sections())
 COMING_FROM = sorted(str(file.relative_to(DOCS)) for file in DOCS.glob("coming_from/*.md"))
 
 
@@ -43,12 +44,12 @@ def own_words(page: str) -> list[str]:
 
 @cache
 def all_keys() -> set[str]:
-    return {key for schema in keys.RECIPES.values() for key in known_keys(schema)}
+    return {key for schema in RECIPES.values() for key in known_keys(schema)}
 
 
 @cache
 def free_sections() -> tuple[str, ...]:
-    found = {key for schema in keys.RECIPES.values() for key in free_keys(schema)}
+    found = {key for schema in RECIPES.values() for key in free_keys(schema)}
     return tuple(f"{key}." for key in found)
 
 
@@ -59,15 +60,15 @@ def test_generated_pages_are_current() -> None:
 def test_reference_lists_every_key_and_no_other() -> None:
     listed = {
         key
-        for section in keys.sections()
+        for section in sections()
         for key in re.findall(r"^\| `(\w+\.[\w.]+)` \|", (DOCS / f"reference/{section}.md").read_text(), re.MULTILINE)
     }
-    assert listed == all_keys() - set(keys.sections())
+    assert listed == all_keys() - set(sections())
 
 
 def test_every_key_has_a_docstring() -> None:
-    for schema in (each for classes in keys.sections().values() for each in keys.variants_of(classes).values()):
-        assert all(keys.field_docs(schema).values()), schema
+    for schema in (each for classes in sections().values() for each in variants_of(classes).values()):
+        assert all(field_docs(schema).values()), schema
 
 
 def test_navigation_lists_every_page() -> None:

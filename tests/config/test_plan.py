@@ -130,7 +130,7 @@ def test_the_vocabulary_of_the_byte_tokenizer_is_that_of_a_built_model() -> None
         (["parallelism.tp=7"], "64 processes cannot be divided by tp 7"),
         (["training.seq_len=abc"], "training.seq_len=abc"),
         (["--top", "0"], "--top 0: must be 1 or more"),
-        (["--recipe", "nothing"], "scripts/plan.py: argument --recipe: invalid choice"),
+        (["--recipe", "nothing"], "plan.py: argument --recipe: invalid choice"),
     ],
 )
 def test_wrong_input_is_one_message(commands: Commands, tmp_path: Path, arguments: list[str], message: str) -> None:

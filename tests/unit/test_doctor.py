@@ -210,7 +210,7 @@ def test_hanging_check_times_out_without_delaying_the_others(tmp_path: Path) -> 
     """The token file is a pipe without a writer, so reading it blocks as on an unresponsive network file system."""
     os.mkfifo(tmp_path / "token")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['doctor']\n" + (
-        "from scripts import doctor; doctor.SECONDS = 4.0; status = doctor.main()\nimport os\nos._exit(status)"
+        "from scripts import doctor; doctor.SECONDS = 4.0; status = doctor.main([])\nimport os\nos._exit(status)"
     )
     done = subprocess.run(
         [*BARE, "-uc", code], env=os.environ | {"HF_TOKEN_PATH": str(tmp_path / "token")}, capture_output=True,

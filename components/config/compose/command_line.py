@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
 from components.config.compose.explain import no_option, override_parts
 from components.config.compose.frozen import Config, from_container
+from components.config.compose.help_text import recipe_help
 from components.config.compose.sources import (
     Request,
     conf_resolvers,
@@ -29,10 +31,16 @@ from components.config.compose.sweep_keys import is_sweep_key, needs_multirun
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
+from components.terminal import print_text
 
 
 def compose_from_command_line(
-    name: str, schema: type[Config], recipe_dir: Path, check: Check, more_folders: Iterable[Path] = ()
+    name: str,
+    schema: type[Config],
+    recipe_dir: Path,
+    check: Check,
+    more_folders: Iterable[Path] = (),
+    description: str = "",
 ) -> Config | None:
     """Compose conf/<name>.yaml with the command line (`sys.argv`) and return the typed, validated config.
 
@@ -42,8 +50,9 @@ def compose_from_command_line(
         recipe_dir: Folder of the recipe; its conf/ and ./conf are searched after conf/ of this project.
         check: Returns the problems that involve several sections, given the keys that were rejected before.
         more_folders: Config folders that are searched last.
+        description: Docstring of the recipe, for `--help`.
 
-    Returns None if Hydra handled the command line itself (`--cfg job`, `--help`, ...). Raises ConfigError with all
+    Returns None if the command line was answered (`--cfg job`, `--help`, ...). Raises ConfigError with all
     problems, and SystemExit if Hydra's argument parser rejects an option (it prints the reason).
     """
     arguments, problems = read_arguments(schema)
@@ -59,6 +68,9 @@ def compose_from_command_line(
     if _answered_by_hydra(arguments):
         raise_all(problems)
     try:
+        if arguments.help:
+            print_text(recipe_help(description, request, shutil.get_terminal_size().columns))
+            return None
         if _answered_by_hydra(arguments):
             _let_hydra_answer(request, arguments.overrides)
             return None
@@ -152,7 +164,7 @@ def _answered_without_config(arguments: Namespace) -> bool:
 
 
 def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
-    """Let Hydra's main handle `--help`, `--cfg` and the like: it prints and does not run the recipe."""
+    """Let Hydra's main handle `--cfg`, `--info` and the like: it prints and does not run the recipe."""
     options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun")]
     answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
     arguments = [*request.overrides, *request.search_path, *options]

@@ -22,8 +22,9 @@ from components.config.kinds import KINDS, kinds_of
 from components.config.safe_yaml import YamlLimitError, check_expansion
 from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
+from components.project import PROJECT
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
+CONF = PROJECT / "conf"
 """conf/ of this project; absolute, so that a copied recipe finds it."""
 _UNLESS_EPOCHS = "unless_epochs"
 """Resolver of training.max_steps: ${unless_epochs:40} is 40, or null if training.epochs is given."""

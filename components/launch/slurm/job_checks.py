@@ -19,7 +19,7 @@ from components.launch.hub_access import hub_cache, is_offline
 from components.launch.slurm.commands import run_slurm
 from components.launch.slurm.options import as_argument, resource_options
 from components.launch.slurm.script import setup_problems
-from components.launch.slurm.snapshot import PROJECT
+from components.launch.slurm.snapshot import ROOT
 
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
 """Types of file systems that other machines cannot access, unless this one exports them."""
@@ -169,7 +169,7 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
         **named_models(cfg),
         "data.path": getattr(cfg.data, "path", None),
         **{f"data.sources.{name}.path": getattr(each, "path", None) for name, each in sources.items()},
-        "code": None if cfg.cluster.snapshot else str(PROJECT),
+        "code": None if cfg.cluster.snapshot else str(ROOT),
         "python": None if in_container else cfg.cluster.python or sys.prefix,
     }
     paths = {key: Path(os.path.expanduser(name)) for key, name in named.items() if name}

@@ -14,7 +14,7 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.slurm import ContainerRuntime
 from components.launch.slurm.options import as_line, container_arguments, job_options
-from components.launch.slurm.snapshot import PROJECT
+from components.project import PROJECT
 
 TEMPLATE = PROJECT / "slurm" / "train.sbatch.j2"
 

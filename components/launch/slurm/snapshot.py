@@ -8,12 +8,13 @@ import subprocess
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.project import COMPONENTS, PROJECT
 
 LARGEST = 64 * 2**20
 """Maximum size of a snapshot in bytes; more is probably not only code."""
 
-PROJECT = Path(__file__).resolve().parents[3]
-"""Folder that contains components/, recipes/ and conf/."""
+ROOT = COMPONENTS.parent
+"""Folder of `components`: its copy is prepended to PYTHONPATH."""
 _SUFFIXES = {".py", ".yaml", ".yml", ".json", ".toml", ".j2", ".txt", ".md", ".sh"}
 _EXCLUDED = {"tests", "outputs", "__pycache__"}
 
@@ -21,7 +22,7 @@ _EXCLUDED = {"tests", "outputs", "__pycache__"}
 def copied_recipe_path(recipe_file: Path, target: Path) -> Path:
     """Return the path of the recipe in a snapshot in `target`."""
     if recipe_file.is_relative_to(PROJECT):
-        return target / recipe_file.relative_to(PROJECT)
+        return target / recipe_file.relative_to(ROOT)
     return target / "recipe" / recipe_file.name
 
 
@@ -34,7 +35,7 @@ def copy_code(recipe_file: Path, target: Path) -> int:
     Raises ConfigError if that is more than `LARGEST` bytes.
     """
     copy, folder = copied_recipe_path(recipe_file, target), recipe_file.parent
-    pairs = [(PROJECT / name, target / name) for name in _files(PROJECT, include_all=True)]
+    pairs = [(ROOT / name, target / name) for name in _project_files()]
     if not recipe_file.is_relative_to(PROJECT):
         pairs += [(folder / name, copy.parent / name) for name in _files(folder, include_all=False)]
     pairs = list(dict.fromkeys([*pairs, (recipe_file, copy)]))
@@ -50,11 +51,19 @@ def copy_code(recipe_file: Path, target: Path) -> int:
     return len(pairs)
 
 
+def _project_files() -> list[Path]:
+    """Return the code files of Meshbook, relative to `ROOT`."""
+    if PROJECT == ROOT:
+        return _files(ROOT, include_all=True)
+    installed = [file for folder in (COMPONENTS, PROJECT) for file in _walk(folder, include_all=True)]
+    return [file.relative_to(ROOT) for file in installed]
+
+
 def _files(folder: Path, *, include_all: bool) -> list[Path]:
     """Return the code files under `folder`, relative to it."""
     listed = _git_files(folder)
     if listed is None:
-        listed = [path.relative_to(folder) for path in _walk(folder, include_all)]
+        listed = [path.relative_to(folder) for path in _walk(folder, include_all=include_all)]
     return [name for name in listed if _is_code(name) and (folder / name).is_file()]
 
 
@@ -75,7 +84,7 @@ def _git_files(folder: Path) -> list[Path] | None:
     return [Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name]
 
 
-def _walk(folder: Path, include_all: bool) -> list[Path]:
+def _walk(folder: Path, *, include_all: bool) -> list[Path]:
     """Return code and text files under `folder`; without `include_all`, only those at its top level and in packages."""
     found: list[Path] = []
     for path, folders, files in os.walk(folder):

@@ -28,7 +28,7 @@ from components.launch.slurm.jobs import (
     stop_job,
 )
 from components.launch.slurm.script import BatchScript, render
-from components.launch.slurm.snapshot import PROJECT, copied_recipe_path, copy_code
+from components.launch.slurm.snapshot import ROOT, copied_recipe_path, copy_code
 from components.protocol.run_files import (
     CODE,
     JOB_ID,
@@ -202,7 +202,7 @@ def _batch_script(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int
         run_dir=run_dir,
         attempt=attempt,
         private=cfg.run.private,
-        code=run_dir / CODE if copied else PROJECT,
+        code=run_dir / CODE if copied else ROOT,
         recipe=copied_recipe_path(recipe.file, run_dir / CODE) if copied else recipe.file,
         folder=Path.cwd(),
     )
@@ -216,7 +216,7 @@ def _print_summary(run: CheckedRun, job: str, files: int) -> None:
         ("run", str(run.directory.path)),
         ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} on "
          f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"),
-        ("code", f"{files} files copied: later edits do not affect the job" if files else str(PROJECT)),
+        ("code", f"{files} files copied: later edits do not affect the job" if files else str(ROOT)),
         *(("note", note) for note in run.notes),
         ("job", job),
         ("follow", f"tail -F {followed}"),

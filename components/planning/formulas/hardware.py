@@ -13,8 +13,9 @@ import yaml
 
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
+from components.project import PROJECT
 
-PROJECT_CONF = Path(__file__).resolve().parents[3] / "conf"
+PROJECT_CONF = PROJECT / "conf"
 CPU_NAME = "cpu"
 """Devices whose name begins with this are CPUs."""
 

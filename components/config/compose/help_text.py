@@ -1,0 +1,99 @@
+"""Text of `--help`: what a recipe does, the options of each group, and every key with its value and docstring."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from components.config.compose.sources import Request, conf_resolvers, option_groups
+from components.config.compose.typed import type_hints
+from components.config.key_reference import Key, keys_of, shared_keys, summary, variants_of, written
+
+HYDRA_OPTIONS = """\
+-m, --multirun       run a sweep: a value may be a list, KEY=a,b
+--cfg job            print the composed config and exit; with --resolve, without references
+--config-dir FOLDER  search this folder for options, too
+--help               print this text; after other arguments, with the values that they set
+"""
+
+
+def recipe_help(description: str, request: Request, width: int) -> str:
+    """Return the help of a recipe in lines of at most `width` columns. Raises an error of the composition.
+
+    Args:
+        description: Docstring of the recipe.
+        request: The command line; the text shows the values that it sets.
+    """
+    values = request.compose(request.overrides)
+    groups = option_groups(request.folders)
+    parts = [
+        f"{description.strip()}\n",
+        "Options of Hydra:\n\n" + textwrap.indent(HYDRA_OPTIONS, "  "),
+        "Options of groups, GROUP=OPTION:\n",
+        *(
+            textwrap.fill(f"{group}: {', '.join(groups[group])}", width, subsequent_indent="    ")
+            for group in sorted(groups)
+        ),
+        "\nKeys, KEY=VALUE, with the values of this command:",
+    ]
+    with conf_resolvers():
+        for section, schema in type_hints(request.schema).items():
+            parts.append(section_help(section, {"": _class_of(schema, values[section])}, width, values))
+    return "\n".join(parts)
+
+
+def section_help(section: str, variants: dict[str, type], width: int, values: DictConfig | None = None) -> str:
+    """Return the help of a section: the keys of every kind, then those of each kind.
+
+    Args:
+        section: Name of the section.
+        variants: Its classes by kind; one class without a kind has the name "".
+        width: Columns of a line.
+        values: The composed config, to show values instead of defaults.
+    """
+    shared = shared_keys(variants, section)
+    first = next(iter(variants.values()))
+    title = f"{section}: {summary(first)}" if len(variants) == 1 else f"{section}, all kinds:"
+    lines = ["", textwrap.fill(title, width, subsequent_indent="    "), *_key_lines(shared, width, values)]
+    for name, schema in variants.items() if len(variants) > 1 else ():
+        own = {key: described for key, described in keys_of(schema, section).items() if key not in shared}
+        title = textwrap.fill(f"{section}.kind={name}: {summary(schema)}", width, subsequent_indent="    ")
+        lines += ["", title, *_key_lines(own, width, values)]
+    return "\n".join(lines)
+
+
+def _key_lines(keys: dict[str, Key], width: int, values: DictConfig | None) -> list[str]:
+    return [
+        key_help(key, described, width, _value(values, key, described))
+        for key, described in keys.items()
+        if described.type != "section"
+    ]
+
+
+def key_help(name: str, key: Key, width: int, value: str) -> str:
+    """Return the lines of a key: its value, its meaning and its type."""
+    ending = "" if key.doc.endswith((".", "?")) else "."
+    text = f"{' '.join(key.doc.split())}{ending} {key.type[:1].upper()}{key.type[1:]}."
+    indent = " " * 6
+    return f"  {name}={value}\n" + textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
+
+
+def _value(values: DictConfig | None, key: str, described: Key) -> str:
+    if values is None:
+        return "" if described.default == "required" else described.default
+    if OmegaConf.is_missing(*_parent_of(values, key)):
+        return ""
+    return written(OmegaConf.select(values, key))
+
+
+def _parent_of(values: DictConfig, key: str) -> tuple[Any, str]:
+    parent, _, name = key.rpartition(".")
+    return OmegaConf.select(values, parent), name
+
+
+def _class_of(schema: type, values: DictConfig) -> type:
+    """Return the class of a section's values: that of their kind, if the section has kinds."""
+    variants = variants_of([schema])
+    return variants.get(str(values.get("kind")), next(iter(variants.values()))) if len(variants) > 1 else schema

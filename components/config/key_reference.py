@@ -1,0 +1,172 @@
+"""The keys of the config as text: type, default and docstring, from the dataclasses of components/config/schema."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Union, get_args, get_origin
+
+from components.config.compose.typed import type_hints
+from components.config.kinds import kinds_of
+from components.config.schema import recipes as schemas
+
+RECIPES = {
+    "finetune": schemas.FinetuneConfig,
+    "pretrain": schemas.PretrainConfig,
+    "dpo": schemas.DpoConfig,
+    "distill": schemas.DistillConfig,
+    "classify": schemas.ClassifyConfig,
+    "evaluate": schemas.EvaluateConfig,
+    "teacher": schemas.StoreTeacherConfig,
+}
+"""Name of a config (conf/NAME.yaml) -> its class."""
+PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What is known of a key."""
+
+    type: str
+    """Type in words, with the choices of an enumeration; "section" for keys that contain keys."""
+    default: str
+    """Default as it is written on a command line; "required" without one."""
+    doc: str
+    """Docstring of the field."""
+
+
+def file_of(recipe: str) -> str:
+    """Return the path of the script that has the config conf/RECIPE.yaml."""
+    return f"{'scripts' if recipe == 'teacher' else 'recipes'}/{recipe}.py"
+
+
+def sections() -> dict[str, list[type]]:
+    """Return the sections, with the classes that the recipes annotate them with, the widest first."""
+    found: dict[str, list[type]] = {}
+    for schema in RECIPES.values():
+        for name, hint in type_hints(schema).items():
+            classes = found.setdefault(name, [])
+            if hint not in classes:
+                classes.append(hint)
+    return {name: sorted(classes, key=lambda each: len(each.__mro__)) for name, classes in found.items()}
+
+
+def recipes_with(section: str) -> list[str]:
+    """Return the recipes whose config has a section."""
+    return [name for name, schema in RECIPES.items() if section in type_hints(schema)]
+
+
+@functools.cache
+def keys_of(schema: type, prefix: str) -> dict[str, Key]:
+    """Return the keys of a dataclass and of the dataclasses in it, by name."""
+    found: dict[str, Key] = {}
+    docs, hints = field_docs(schema), type_hints(schema)
+    for each in dataclasses.fields(schema):
+        name, hint = f"{prefix}.{each.name}", hints[each.name]
+        nested = dataclasses.is_dataclass(hint)
+        found[name] = Key(
+            "section" if nested else describe_type(hint), "" if nested else default_of(each), docs[each.name]
+        )
+        if nested:
+            found |= keys_of(hint, name)
+    return found
+
+
+def variants_of(classes: list[type]) -> dict[str, type]:
+    """Return the classes of a section by heading: its kinds, or the classes that the recipes accept."""
+    kinds = {str(kind): each for schema in classes for kind, each in kinds_of(schema).items()}
+    if len(kinds) > 1:
+        return kinds
+    if len(classes) == 1:
+        return {"": next(iter(kinds.values()), classes[0])}
+    return {each.__name__: each for each in classes}
+
+
+def shared_keys(variants: dict[str, type], section: str) -> dict[str, Key]:
+    """Return the keys that are alike in all classes of a section."""
+    first, *others = [keys_of(each, section) for each in variants.values()]
+    return {name: key for name, key in first.items() if all(each.get(name) == key for each in others)}
+
+
+def summary(documented: type) -> str:
+    """Return the docstring of a class in one line."""
+    text = " ".join((documented.__doc__ or "").split())
+    return text if text.endswith((".", ":")) else f"{text}."
+
+
+@functools.cache
+def field_docs(schema: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a dataclass, including those that it inherits."""
+    found: dict[str, str] = {}
+    for each in reversed(schema.__mro__):
+        if not dataclasses.is_dataclass(each):
+            continue
+        tree = _classes(each.__module__)[each.__qualname__]
+        for statement, following in zip(tree.body, tree.body[1:], strict=False):
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+                found[statement.target.id] = inspect.cleandoc(str(following.value.value))  # type: ignore[attr-defined]
+    return found
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def describe_type(hint: Any) -> str:
+    """Return a type in words, with the choices of an enumeration."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        kinds = [describe_type(each) for each in arguments if each is not type(None)]
+        return " or ".join([*kinds, *(["null"] if type(None) in arguments else [])])
+    if origin is list:
+        return f"list of {describe_type(arguments[0])}"
+    if origin is dict:
+        return f"{describe_type(arguments[1])} by name"
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return f"{hint.__name__}: {', '.join(hint)}"
+    if dataclasses.is_dataclass(hint):
+        return "section"
+    return PLAIN_TYPES[hint]
+
+
+def default_of(each: dataclasses.Field[Any]) -> str:
+    """Return a field's default as it is written on a command line; "required" without one."""
+    if each.default_factory is not dataclasses.MISSING:
+        value = each.default_factory()
+    elif each.default is not dataclasses.MISSING:
+        value = each.default
+    else:
+        return "required"
+    return written(value)
+
+
+def written(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{written(entry)}' for key, entry in value.items())}}}"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
+
+
+def purpose_of(option: str) -> str:
+    """Return the first sentences of the comment at the top of an option's file, without its examples."""
+    lines = []
+    for line in option.splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("# ") or line.startswith("#   "):
+            break
+        lines.append(line[2:])
+    return " ".join(lines)

@@ -1,0 +1,85 @@
+"""`meshbook help NAME`: a section, a key, an option, a recipe or a tool as text."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from components.config.compose.explain import did_you_mean, nearest
+from components.config.compose.help_text import key_help, section_help
+from components.config.compose.sources import CONF, option_groups, option_texts
+from components.config.errors import ConfigError
+from components.config.key_reference import Key, keys_of, purpose_of, sections, shared_keys, variants_of
+from meshbook.programs import COMMAND, recipes, tools
+
+
+def describe(names: list[str], width: int) -> str:
+    """Return the text for one name, in lines of at most `width` columns. Raises ConfigError for an unknown name."""
+    if len(names) != 1:
+        raise ConfigError(f"help: takes one name, as in {COMMAND} help optimizer.lr")
+    (name,) = names
+    groups = option_groups(option_folders())
+    group, has_option, option = name.partition("=")
+    if has_option and option in groups.get(group, ()):
+        return option_texts(option_folders(), group)[option].rstrip()
+    if name in sections() or name in groups:
+        return _section(name, groups.get(name, []), width)
+    if keys := key_variants(name):
+        return "\n".join(_key(name, keys, width))
+    programs = recipes() | tools()
+    if name in programs:
+        return f"{programs[name].documentation}\n\nAll options: {COMMAND} {name} --help"
+    known = [*sections(), *groups, *all_keys(), *programs]
+    raise ConfigError(
+        f"{name}: is no section, key, recipe or tool{did_you_mean(nearest(name, known))}; write a section such as "
+        "optimizer, a key such as optimizer.lr, or an option such as optimizer=muon"
+    )
+
+
+def option_folders() -> list[Path]:
+    """Return the folders of options: conf/ of Meshbook, and the user's in the current folder."""
+    return list(dict.fromkeys([CONF, Path.cwd() / "conf"]))
+
+
+def all_keys() -> list[str]:
+    """Return the keys of all sections and kinds."""
+    found = [
+        key for section, classes in sections().items() for each in variants_of(classes).values()
+        for key in keys_of(each, section)
+    ]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def key_variants(name: str) -> dict[str, Key]:
+    """Return what is known of a key by the kind of its section; several kinds only if they differ."""
+    section = name.partition(".")[0]
+    if section not in sections():
+        return {}
+    variants = variants_of(sections()[section])
+    if name in shared_keys(variants, section):
+        return {"": shared_keys(variants, section)[name]}
+    return {kind: keys[name] for kind, each in variants.items() if name in (keys := keys_of(each, section))}
+
+
+def _section(name: str, options: list[str], width: int) -> str:
+    lines: list[str] = []
+    if name in sections():
+        lines.append(section_help(name, variants_of(sections()[name]), width).lstrip("\n"))
+    if options:
+        lines.append(f"\nOptions, {name}=OPTION:")
+    texts = option_texts(option_folders(), name)
+    for option in options:
+        purpose = purpose_of(texts.get(option, ""))
+        lines.append(textwrap.fill(f"{option}: {purpose}", width, initial_indent="  ", subsequent_indent=" " * 6))
+    return "\n".join(lines)
+
+
+def _key(name: str, keys: dict[str, Key], width: int) -> list[str]:
+    section, lines = name.partition(".")[0], []
+    kinds: dict[Key, list[str]] = {}
+    for kind, key in keys.items():
+        kinds.setdefault(key, []).append(kind)
+    for key, names in kinds.items():
+        lines += [f"{section}.kind={', '.join(names)}:"] if any(names) else []
+        lines.append(key_help(name, key, width, "" if key.default == "required" else key.default))
+    return lines

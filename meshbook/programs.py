@@ -1,0 +1,65 @@
+"""The recipes and tools: where they are, what they do, and how one is started."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.project import PROJECT
+
+COMMAND = "meshbook"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A recipe (recipes/NAME.py) or a tool (scripts/NAME.py)."""
+
+    name: str
+    file: Path
+
+    @property
+    def documentation(self) -> str:
+        """Docstring of the file, read without running it."""
+        return ast.get_docstring(ast.parse(self.file.read_text())) or ""
+
+    @property
+    def purpose(self) -> str:
+        """First sentence of the docstring."""
+        return self.documentation.partition("\n")[0].rstrip(".")
+
+
+def recipes() -> dict[str, Program]:
+    """Return the recipes by name."""
+    return _programs(PROJECT / "recipes")
+
+
+def tools() -> dict[str, Program]:
+    """Return the tools by name."""
+    return _programs(PROJECT / "scripts")
+
+
+def _programs(folder: Path) -> dict[str, Program]:
+    files = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
+    return {file.stem: Program(file.stem, file) for file in files}
+
+
+def start_recipe(recipe: Program, arguments: list[str]) -> None:
+    """Run a recipe as `python recipes/NAME.py ARGUMENTS` does; it ends the process."""
+    sys.argv = [str(recipe.file), *arguments]
+    sys.path[0] = str(recipe.file.parent)
+    runpy.run_path(str(recipe.file), run_name="__main__")
+
+
+def start_tool(tool: Program, arguments: list[str]) -> int:
+    """Run a tool as `python scripts/NAME.py ARGUMENTS` does, with this command in its help; return the exit status."""
+    sys.path[0] = str(PROJECT)  # so that `scripts` is this project's, not a folder of the user's
+    module = importlib.import_module(f"scripts.{tool.name}")
+    if hasattr(module.main, "__wrapped__"):  # decorated with @recipe: its ranks start from the file
+        start_recipe(tool, arguments)
+    sys.argv = [f"{COMMAND} {tool.name}", *arguments]
+    module.__doc__ = (module.__doc__ or "").replace(f"python scripts/{tool.name}.py", f"{COMMAND} {tool.name}")
+    return module.main(arguments)
