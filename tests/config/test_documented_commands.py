@@ -18,13 +18,15 @@ from tests.config.ready import EXPERIMENTS
 from tests.config.test_composition import RECIPES, compose
 
 DOCUMENTS = [
+    "meshbook/__main__.py",
     "README.md",
     *(f"recipes/{name}.py" for name in ("finetune", "pretrain", "dpo", "distill", "classify", "evaluate")),
     "scripts/teacher.py",
     *(str(file.relative_to(REPOSITORY)) for file in sorted((REPOSITORY / "docs").rglob("*.md"))),
 ]
 COMMAND = re.compile(  # except after a prompt: those show errors
-    r"(?<!\$ )(?:python|torchrun (?P<ranks>[^|`]*?)) *(?:recipes/|scripts/(?=teacher))(?P<recipe>\w+)\.py"
+    r"(?<!\$ )(?:(?:python|torchrun (?P<ranks>[^|`]*?)) *(?:recipes/|scripts/(?=teacher))(?P<recipe>\w+)\.py"
+    r"|\bmeshbook (?P<sweep>sweep )?(?P<command>finetune|pretrain|dpo|distill|classify|evaluate|teacher)\b)"
     r"(?P<arguments>[^`|\n]*)"
 )
 
@@ -38,8 +40,9 @@ def documented_commands() -> list[tuple[str, str, str]]:
     for name in DOCUMENTS:
         text = (REPOSITORY / name).read_text().replace("\\\n", " ")
         for match in COMMAND.finditer(text):
-            arguments = shlex.join(shlex.split(match["arguments"], comments=True))
-            found.append((match["recipe"], match["ranks"] or "", arguments))
+            arguments = [*(["-m"] if match["sweep"] else []), *shlex.split(match["arguments"], comments=True)]
+            arguments = [argument for argument in arguments if argument != "--help"]
+            found.append((match["recipe"] or match["command"], match["ranks"] or "", shlex.join(arguments)))
     return sorted(set(found))
 
 
