@@ -357,12 +357,16 @@ class EvalBatches:
         """Statistics of the held-out dataset, for the banner."""
         return self.dataset.facts if isinstance(self.dataset, Rows) else f"{len(self.dataset):,} held-out rows"
 
+    def __len__(self) -> int:
+        """Return the number of micro-batches of a pass, the same on every rank."""
+        return math.ceil(len(self.dataset) / (self._plan.micro_batch_size * self._plan.dp_size))
+
     def __iter__(self) -> Iterator[Batch]:
         dataset, plan, size = self.dataset, self._plan, self._plan.micro_batch_size
         padding = plan.padding.of(dataset)
         empty = dataset.empty if isinstance(dataset, PairedRows | PackedPairs) else EMPTY_EXAMPLE
         rows_at_once = size * plan.dp_size
-        for number in range(-(-len(dataset) // rows_at_once)):
+        for number in range(len(self)):
             start = number * rows_at_once + plan.dp_rank * size
             indices = range(start, start + size)
             batch = collate([dataset[i] if i < len(dataset) else empty for i in indices], padding)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from components.config.metrics_log import MetricsLog
 from components.config.schema.logging import LoggingConfig
@@ -24,8 +25,8 @@ from components.observability.trackers.enabled import Trackers, enabled_trackers
 from components.protocol.run_files import FIRST_STEP, RESULT, atomic_write_json, create_marker
 from components.terminal import print_text
 
-TRAINING = "training"
-"""Default description of the progress bar."""
+LOG_WIDTH = 10_000
+"""Width of output that is not a terminal, where lines are not wrapped."""
 WIDE = 100
 """Minimum console width in columns for the number of tokens at the end of log lines."""
 
@@ -115,6 +116,16 @@ class Interval:
 class _Output(PlainConsole):
     """Console that survives the end of the process reading its output (`| head`, Ctrl-C in `| tee`)."""
 
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Print like rich; in a file or a pipe without the spaces that fill the last column of a table."""
+        if self.is_terminal or not any(isinstance(each, Table) for each in objects):
+            super().print(*objects, **settings)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **settings)
+        lines = [line.rstrip() for line in captured.get().split("\n")]
+        self.out("\n".join(lines), end="", highlight=False)
+
     def on_broken_pipe(self) -> None:
         """Discard all further output. rich's default would exit the process, without saving and without a message."""
         self.quiet = True
@@ -126,6 +137,14 @@ class _Output(PlainConsole):
         except BrokenPipeError:  # 2>&1 |
             os.dup2(devnull, sys.stderr.fileno())
         os.close(devnull)
+
+
+class _Count(MofNCompleteColumn):
+    """Completed parts of an activity, "3/10"; empty if their number is unknown."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text of the column."""
+        return Text() if task.total is None else super().render(task)
 
 
 class Reporter:
@@ -144,17 +163,19 @@ class Reporter:
             title: Title of loss.png; empty: the name of the run directory.
         """
         self.enabled = enabled
-        width = None if sys.stdout.isatty() else 120  # a fixed width for log files, where rich would assume 80
-        self.console = _Output(quiet=not enabled, highlight=False, soft_wrap=True, width=width)
+        width = None if sys.stdout.isatty() else LOG_WIDTH
+        self.console = _Output(quiet=not enabled or logging.quiet, highlight=False, soft_wrap=True, width=width)
         self._run_dir = Path(run_dir)
         self._metrics = MetricsLog(self._run_dir)
         self._plot = LossPlot(self._run_dir, title, self._metrics.read) if enabled and logging.plot else None
         self._trackers = Trackers(enabled_trackers(logging) if enabled else {}, run_dir, self.console)
         self._progress: Progress | None = None
-        if enabled and logging.progress and total_steps and self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._training: TaskID | None = None
+        if enabled and logging.progress and not logging.quiet and self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), _Count(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console, transient=True)
-            self._task = self._progress.add_task(TRAINING, total=total_steps)
+            if total_steps:
+                self._training = self._progress.add_task("training", total=total_steps)
         self._since_log = Interval()  # steps since the last log line
         self._intervals: list[Interval] = []  # one per log line
         self._data_wait = 0.0  # seconds
@@ -188,8 +209,7 @@ class Reporter:
         if self.enabled:
             for problem in self._metrics.continue_from(step):
                 self.print(problem)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, total=total_steps)
+        self._show_steps(completed=step, total=total_steps)
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return `next(batches)`, and measure the time spent waiting for it."""
@@ -215,8 +235,7 @@ class Reporter:
             tokens: Target tokens since the start of the run, over all ranks.
         """
         self._since_log.add(metrics)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step)
+        self._show_steps(completed=metrics.step)
         if metrics.step % every:
             return
         interval, self._since_log = self._since_log, Interval()
@@ -248,16 +267,29 @@ class Reporter:
             self._plot.update()
 
     @contextmanager
-    def status(self, activity: str) -> Iterator[None]:
-        """Show an activity other than training, such as an evaluation, in the progress bar during the context."""
-        if self._progress is None:
-            yield
+    def status(self, activity: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        """Show a progress bar of an activity other than training, such as an evaluation, during the context.
+
+        Args:
+            total: Number of parts of the activity; None: unknown.
+
+        Yields a function that advances the bar by one part.
+        """
+        progress = self._progress
+        if progress is None:
+            yield lambda: None
             return
-        self._progress.update(self._task, description=activity, refresh=True)
+        task = progress.add_task(activity, total=total)
+        progress.refresh()
         try:
-            yield
+            yield lambda: progress.advance(task)
         finally:
-            self._progress.update(self._task, description=TRAINING)
+            progress.remove_task(task)
+
+    def _show_steps(self, completed: int, total: int | None = None) -> None:
+        """Update the bar of the optimizer steps; `total` None: as before."""
+        if self._progress is not None and self._training is not None:
+            self._progress.update(self._training, completed=completed, total=total)
 
     def evaluation(
         self,
@@ -322,6 +354,7 @@ class Reporter:
         atomic_write_json(self._run_dir / RESULT, asdict(result))
         if self._plot is not None and (why_not := self._plot.finish()):
             self.print(why_not)
+        self.console.quiet = False  # the summary is all that logging.quiet prints
         self.print(summary(result, self._run_dir))
 
     def read(self) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -99,9 +99,12 @@ class Attempt:
         """Return whether any rank has a stop request. A collective, for loops other than the training loop."""
         return self._stop.agreed()
 
-    def status(self, activity: str) -> AbstractContextManager[None]:
-        """Return a context in which the progress bar shows `activity`, such as "evaluating"."""
-        return self._report.status(activity)
+    def status(self, activity: str, total: int | None = None) -> AbstractContextManager[Callable[[], None]]:
+        """Return a context that shows a progress bar of `activity`, such as "evaluating", with `total` parts.
+
+        It yields a function that advances the bar by one part. Nothing is shown unless the output is a terminal.
+        """
+        return self._report.status(activity, total)
 
     def print(self, *lines: str) -> None:
         """Print lines on rank 0."""

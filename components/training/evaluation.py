@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -29,9 +29,11 @@ class Interruptible(Protocol):
     def agreed_to_stop(self) -> Callable[[], bool]:
         """Returns whether any rank has a stop request. A collective."""
 
-    @property
-    def status(self) -> Callable[[str], AbstractContextManager[None]]:
-        """Returns a context in which the progress bar shows the given activity."""
+    def status(self, activity: str, total: int | None = None) -> AbstractContextManager[Callable[[], None]]:
+        """Return a context that shows a progress bar of an activity with `total` parts, if known.
+
+        It yields a function that advances the bar by one part.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,9 @@ def _evaluate(model: Prepared, batches: Iterable[Batch], objective: Objective, r
     """Return the mean loss per unit under the weights that the module holds."""
     was_training = model.module.training
     model.module.eval()
-    with nullcontext() if run is None else run.status("evaluating"):
-        sums, stopped = _sums(model, batches, objective, run)
+    total = len(batches) if isinstance(batches, Sized) else None
+    with nullcontext() if run is None else run.status("evaluating", total) as advance:
+        sums, stopped = _sums(model, _counted(batches, advance), objective, run)
     model.module.train(was_training)
     if stopped:
         return Evaluation(float("nan"), 0, objective.unit)
@@ -88,6 +91,14 @@ def _evaluate(model: Prepared, batches: Iterable[Batch], objective: Objective, r
         values = sum_over_ranks(torch.stack(metrics)).tolist()
         means = {name: value / max(count, 1) for name, value in zip(objective.metrics, values, strict=True)}
     return Evaluation(total / count if count else float("nan"), int(count), objective.unit, means)
+
+
+def _counted(batches: Iterable[Batch], advance: Callable[[], None] | None) -> Iterator[Batch]:
+    """Yield the batches, and advance the progress bar after each."""
+    for batch in batches:
+        yield batch
+        if advance is not None:
+            advance()
 
 
 def _sums(

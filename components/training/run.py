@@ -260,7 +260,7 @@ class Run(Attempt):
         averaged = cfg.checkpoint.export_average and self._model.average is not None
         state = {**self.state.to_dict(), STORED_DTYPE: self._model.stored_dtype}
         card = observability.render_model_card(self.dir, state, str(self.mesh.shape), averaged=averaged)
-        with self._model.with_weights(averaged):
+        with self._model.with_weights(averaged), self.status("exporting"):
             folders = models.export_run(self._model.module, tokenizer, self.dir, cfg.model, cfg.peft, card)
         for folder in folders:
             self.print(f"exported {folder}")
@@ -270,7 +270,8 @@ class Run(Attempt):
         extra = {"state": self.state.to_dict(), "data": self._batches.state_dict(), "has_average": has_average}
         if self._model.stored_dtype is not None:
             extra[STORED_DTYPE] = self._model.stored_dtype
-        self._saver.save(self.state.step, extra, mark, last=last)
+        with self.status("saving"):
+            self._saver.save(self.state.step, extra, mark, last=last)
         self._clock.restart()
 
     def _end_step(self, step: Step, numbers: StepNumbers) -> None:

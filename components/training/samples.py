@@ -41,15 +41,18 @@ def show_generations(
     """
     prompts = [*data.sample_prompts(held_out, cfg.samples), *cfg.prompts]
     with (
-        run.status("generating"),
+        run.status("generating", len(prompts) * cfg.max_new_tokens) as advance,
         model.with_weights(model.evaluates_average),
         _gathered_weights(model, run) if prompts else nullcontext(),
         distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward,
     ):
         sampling = models.Sampling(cfg.temperature, cfg.top_p, cfg.seed)
-        answers = models.generate(
-            model.module, tokenizer, prompts, cfg.max_new_tokens, forward, run.agreed_to_stop, sampling
-        )
+
+        def stopped() -> bool:
+            advance()  # called before each token
+            return run.agreed_to_stop()
+
+        answers = models.generate(model.module, tokenizer, prompts, cfg.max_new_tokens, forward, stopped, sampling)
     run.report_generations(list(zip(prompts, answers, strict=True)) if answers else [])
 
 

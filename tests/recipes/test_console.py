@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -19,6 +21,8 @@ from components.config.schema.parallelism import MeshShape
 from components.observability.plot import LossPlot, _figure, run_title
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("training", "evaluating", "generating", "saving")
+"""What the progress bars show."""
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -38,15 +42,21 @@ def on_terminal(columns: int, *command: str) -> str:
     return output.decode()
 
 
+FINETUNE = (sys.executable, str(ROOT / "recipes" / "finetune.py"))
+SHORT = (
+    "model=tiny", "parallelism=single", "cluster.device=cpu", "training.max_steps=2", "training.global_batch_size=2",
+    "training.micro_batch_size=2",
+    "data.max_samples=8", "data.max_eval_samples=4", "checkpoint.export=false", "generation.max_new_tokens=2",
+)  # fmt: skip
+
+
 def test_output_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    output = on_terminal(
-        80, sys.executable, str(ROOT / "recipes" / "finetune.py"), "model=tiny", "parallelism=single",
-        "cluster.device=cpu", "training.max_steps=2", "training.global_batch_size=2", "data.max_samples=8",
-        "data.max_eval_samples=2", "checkpoint.export=false", "checkpoint.last=false", "generation.max_new_tokens=2",
-        f"run.dir={tmp_path}/run",
-    )  # fmt: skip
-    assert "evaluating" in output
-    assert "generating" in output
+    output = on_terminal(80, *FINETUNE, *SHORT, "training.micro_batch_size=1", f"run.dir={tmp_path}/run")
+    bars = {part: set(re.findall(rf"{part} +━+ +(\d+/\d+)?", CONTROL.sub("", output))) for part in PARTS}
+    assert "2/2" in bars["training"]
+    assert {"0/4"} <= bars["evaluating"] <= {f"{done}/4" for done in range(5)}
+    assert {"0/2"} <= bars["generating"] <= {f"{done}/2" for done in range(3)}
+    assert bars["saving"] == {""}
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", CONTROL.sub("", output))]
     logged = [line for line in lines if line.startswith(("step ", "ok:", "  "))]
     assert sum("grad_norm" in line for line in logged) == 2
@@ -57,6 +67,27 @@ def test_output_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     for unwanted in ("1 processes", "dp_shard=1", "MFU"):
         assert unwanted not in shown
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+
+
+def test_log_has_neither_bars_nor_padding_nor_wrapped_lines(tmp_path: Path) -> None:
+    run_dir = tmp_path / ("long " * 30 + "name")
+    arguments = [*SHORT, "logging.comm=true", "checkpoint.last=false", f"run.dir={run_dir}"]
+    output = subprocess.run([*FINETUNE, *arguments], check=True, capture_output=True, text=True, timeout=120).stdout
+    lines = output.splitlines()
+    assert f"run directory  {run_dir}" in lines
+    assert "0     " in output  # the table of the ranks
+    assert [line for line in lines if line != line.rstrip() and not line.startswith("answer ")] == []
+    assert not [part for part in PARTS if f"{part} " in output]
+
+
+def test_quiet_run_prints_only_its_summary(tmp_path: Path) -> None:
+    output = on_terminal(80, *FINETUNE, *SHORT, "--quiet", "checkpoint.last=false", f"run.dir={tmp_path}/run")
+    lines = output.replace("\r", "").splitlines()
+    assert lines[0] == f"run {tmp_path}/run: 1 process"
+    assert lines[1].startswith("ok: 2 steps on 1 process in ")
+    assert [line[:2] for line in lines[2:]] == ["  "] * (len(lines) - 2)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "loss" in line] == [1, 2]
 
 
 def test_plot_is_updated_during_a_run(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.terminal import print_text
 
+QUIET, QUIET_OVERRIDE = "--quiet", "logging.quiet=true"
+"""An option of recipes, and the override that it stands for."""
+
 
 def compose_from_command_line(
     name: str,
@@ -96,10 +99,9 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
     name breaks Hydra.
     """
     arguments, unread = get_args_parser().parse_known_intermixed_args()
-    unknown = [each for each in unread if each.startswith("-")]
-    overrides = {*arguments.overrides, *unread} - {
-        *unknown
-    }  # argparse does not parse overrides that follow an unknown option
+    options = {each for each in unread if each.startswith("-")}
+    unknown = [each for each in unread if each in options and each != QUIET]
+    overrides = {*arguments.overrides, *unread} - options  # argparse leaves overrides after an unknown option unread
     try:
         folder = os.getcwd()
     except FileNotFoundError as error:
@@ -126,7 +128,7 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
             )
         else:
             (arguments.sweep if is_sweep_key(override) else accepted).append(override)
-    arguments.overrides = accepted
+    arguments.overrides = [*accepted, QUIET_OVERRIDE] if QUIET in options else accepted
     return arguments, problems
 
 
@@ -165,7 +167,7 @@ def _answered_without_config(arguments: Namespace) -> bool:
 
 def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
     """Let Hydra's main handle `--cfg`, `--info` and the like: it prints and does not run the recipe."""
-    options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun")]
+    options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun", QUIET)]
     answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
     arguments = [*request.overrides, *request.search_path, *options]
     with replaceable_kinds(), conf_resolvers(), _hydra_that_raises(arguments):

@@ -11,10 +11,11 @@ from components.config.compose.sources import Request, conf_resolvers, option_gr
 from components.config.compose.typed import type_hints
 from components.config.key_reference import Key, keys_of, shared_keys, summary, variants_of, written
 
-HYDRA_OPTIONS = """\
+OPTIONS = """\
 -m, --multirun       run a sweep: a value may be a list, KEY=a,b
 --cfg job            print the composed config and exit; with --resolve, without references
 --config-dir FOLDER  search this folder for options, too
+--quiet              print only the summary at the end, and errors: logging.quiet=true
 --help               print this text; after other arguments, with the values that they set
 """
 
@@ -30,7 +31,7 @@ def recipe_help(description: str, request: Request, width: int) -> str:
     groups = option_groups(request.folders)
     parts = [
         f"{description.strip()}\n",
-        "Options of Hydra:\n\n" + textwrap.indent(HYDRA_OPTIONS, "  "),
+        "Options:\n\n" + textwrap.indent(OPTIONS, "  "),
         "Options of groups, GROUP=OPTION:\n",
         *(
             textwrap.fill(f"{group}: {', '.join(groups[group])}", width, subsequent_indent="    ")
