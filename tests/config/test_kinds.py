@@ -229,7 +229,7 @@ def test_help_and_cfg_print_the_kinds(commands: Commands, tmp_path: Path) -> Non
         "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
         "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
     )
-    shown = commands.run(recipe, ["--help"], tmp_path).output
+    shown = commands.run(recipe, ["--help"], tmp_path).output.replace("\n    ", " ")
     assert "\nobjective: classification, distillation, dpo, kto, next_token, orpo, reward, simpo\n" in shown
     printed = yaml.safe_load(commands.run(recipe, ["model=tiny", "--cfg", "job"], tmp_path).output)
     kinds = {section: values["kind"] for section, values in printed.items() if "kind" in values}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
+from enum import Enum
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -93,7 +95,7 @@ class _Builder:
         for key in values:
             if key not in hints:
                 self._report_unknown(key, values[key], schema, annotation, prefix)
-        node = OmegaConf.structured(schema)
+        node = functools.cache(lambda: OmegaConf.structured(schema))  # takes milliseconds, and few values need it
         rejected = [name for name in hints if f"{prefix}{name}" in self.rejected]
         rejected += self._require(schema, values, prefix)
         arguments = {}
@@ -148,7 +150,7 @@ class _Builder:
             self.problems += at_key(section, prefix.rstrip("."), problems) if section and prefix else problems
         return None
 
-    def _value(self, value: Any, kind: Any, node: DictConfig, key: str) -> Any:
+    def _value(self, value: Any, kind: Any, node: Callable[[], DictConfig], key: str) -> Any:
         """Build a nested section, or convert a value to the type of its field by the rules of omegaconf, as Hydra
         does."""
         if value == UNSET:
@@ -166,10 +168,12 @@ class _Builder:
         if any(abs(number) > LARGEST for number in _integers(value)):
             self.problems.append(f"{key}={value}: must fit in 64 bits, at most {LARGEST}")
             return None
+        if _has_type(value, kind):
+            return value
         name = key.rpartition(".")[2]
         try:
-            node[name] = literal(value)  # interpolations are already resolved: a remaining ${ is text
-            converted = node[name]
+            node()[name] = literal(value)  # interpolations are already resolved: a remaining ${ is text
+            converted = node()[name]
         except OmegaConfBaseException as error:
             self.problems.append(f"{key}={value}: {explain_value(error)}")
             return None
@@ -203,6 +207,12 @@ class _Builder:
                     self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
                 missing.append(entry.name)
         return missing
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Return whether a number, text, choice or null has exactly the type of its field and needs no conversion."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return type(value) in kinds and (value is None or isinstance(value, int | float | str | Enum))
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
