@@ -8,6 +8,7 @@ import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from components.project import PROJECT
 
@@ -47,11 +48,12 @@ def _programs(folder: Path) -> dict[str, Program]:
     return {file.stem: Program(file.stem, file) for file in files}
 
 
-def start_recipe(recipe: Program, arguments: list[str]) -> None:
-    """Run a recipe as `python recipes/NAME.py ARGUMENTS` does; it ends the process."""
+def start_recipe(recipe: Program, arguments: list[str]) -> NoReturn:
+    """Run a recipe as `python recipes/NAME.py ARGUMENTS` does, and exit with its status."""
     sys.argv = [str(recipe.file), *arguments]
     sys.path[0] = str(recipe.file.parent)
     runpy.run_path(str(recipe.file), run_name="__main__")
+    sys.exit()
 
 
 def start_tool(tool: Program, arguments: list[str]) -> int:

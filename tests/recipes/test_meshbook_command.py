@@ -121,6 +121,7 @@ def test_tools_and_batch_scripts_use_the_installed_files(installed: Installed) -
     assert "usage: meshbook chat [-h]" in described
     assert "meshbook chat outputs/finetune/RUN/export" in described
     assert "scripts/chat.py" not in described
+    assert "top_k: " in installed.run("teacher", "model=tiny", "--cfg", "job").stdout
     report = json.loads(installed.run("doctor", "--json", expect=0).stdout)
     assert {"ok", "note"} >= {check["verdict"] for check in report["checks"]}
     copied = installed.folder / "code"
