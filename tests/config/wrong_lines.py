@@ -581,6 +581,18 @@ SWEEPS = [
         "sweep.draws=3: the swept keys have only 2 combinations; remove it to run them all",
     ),
     ("-m run.seed=1,2 sweep.draws=1", "sweep.draws=1: must be at least 2"),
+    ("-m run.seed=1,2 sweep.trials=1", "sweep.trials=1: must be at least 2"),
+    ("-m run.seed=1,2 sweep.trials=3", "sweep.trials=3: the swept keys have only 2 combinations"),
+    (
+        "-m optimizer.lr=uniform(1,2) sweep.trials=3 sweep.draws=4",
+        "sweep.trials=3: the study chooses the points; remove sweep.draws=4, or sweep.trials",
+    ),
+    ("-m optimizer.lr=-1,-2 run.seed=1,2 sweep.trials=3", "optimizer.lr=-1.0: must be greater than 0"),
+    ("-m run.seed=1,2 sweep.parallel=0", "sweep.parallel=0: must be at least 1"),
+    (
+        "-m run.seed=1,2 sweep.parallel=99 cluster=local_2proc",
+        "sweep.parallel=99: 99 points of 2 processes are 198 on this machine; the limit is",
+    ),
     ("sweep.metric=mfu", "sweep.metric=mfu: is a key of a sweep, not of a run; add -m and a key with several values"),
     ("-m run.seed=1,2 sweep.metrics=mfu", "sweep.metrics=mfu: no such key; did you mean sweep.metric?"),
     ("-m run.seed=1,2 sweep.metric=mfu,loss", "sweep.metric=mfu,loss: is a key of the sweep itself; set one value"),

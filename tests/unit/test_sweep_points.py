@@ -25,7 +25,8 @@ from components.launch.sweep.plan import (
     read_sweep,
     write_record,
 )
-from components.launch.sweep.points import point_command, retry
+from components.launch.sweep.point_process import point_command
+from components.launch.sweep.points import retry
 
 
 def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:

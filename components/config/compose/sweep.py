@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,14 @@ from components.config.compose.explain import override_parts, unknown_key, unrea
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
 from components.config.compose.sweep_keys import SweepConfig, read_sweep_keys
-from components.config.compose.sweep_values import combinations, draw_points, list_values
+from components.config.compose.sweep_values import (
+    ListedValues,
+    Range,
+    combinations,
+    draw_points,
+    list_values,
+    number_as_value,
+)
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
@@ -37,6 +44,22 @@ class PointRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Dimension:
+    """A swept key of a study, and the values from which the study chooses."""
+
+    key: str
+    typed_key: str
+    """As on the command line, with a prefix such as + if it has one."""
+    choices: tuple[str, ...]
+    """The listed values; the ends of a range."""
+    range: Range | None
+
+    def text(self, value: object) -> str:
+        """Return a value as it is written in an override."""
+        return number_as_value(value) if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
 class SweepRequest:
     """Sweep requested with -m."""
 
@@ -46,10 +69,19 @@ class SweepRequest:
     keys: SweepConfig
     """Keys of the sweep itself."""
     points: list[PointRequest]
+    """Points to run; of a study, points that have every listed value and both ends of each range, for checks."""
+    space: tuple[Dimension, ...]
+    """The swept keys of a study (sweep.trials); empty for other sweeps."""
+    typed: tuple[tuple[str, str], ...]
+    """Key and text of each override on the command line."""
     options: tuple[str, ...]
     """Hydra's options that also apply to each point, such as --config-dir."""
     shown: tuple[str, ...]
     """--cfg, --package and --resolve, which print configs; empty if the points are to run."""
+
+    def study_point(self, values: Mapping[str, str]) -> PointRequest:
+        """Return the point of a study with these values of its keys."""
+        return _point(self.typed, [f"{each.typed_key}={values[each.key]}" for each in self.space])
 
 
 def expand_sweep(
@@ -58,13 +90,15 @@ def expand_sweep(
     """Return the points of the sweep on the command line (`sys.argv`), without composing them.
 
     The points are the product of all choices (a,b), range(...), log(...) and glob(...), in the order of the command
-    line; with sweep.draws they are random, and only their drawn values are in the result. Raises
-    ConfigError with all problems of the syntax and, if there are any, also those of the first point.
+    line; with sweep.draws they are random, and only their drawn values are in the result; with sweep.trials they are
+    chosen later. Raises ConfigError with all problems of the syntax and, if there are any, also those of the first
+    point.
     """
     arguments, problems = read_arguments(schema)
     keys, key_problems = read_sweep_keys(arguments.sweep)
-    arguments.overrides, drawn, value_problems = list_values(arguments.overrides, keys)
-    problems += key_problems + value_problems
+    listed = list_values(arguments.overrides, keys)
+    arguments.overrides = listed.overrides
+    problems += key_problems + listed.problems
     try:
         request = read_request(arguments, name, schema, recipe_dir)
     except ConfigError as error:
@@ -81,17 +115,18 @@ def expand_sweep(
         rejected.setdefault(override, problem)
     problems += [*unparsed.values(), *rejected.values()]
     columns = _columns([given for given in swept if given.input_line not in rejected])
-    if keys.draws and columns and not drawn and combinations(columns) < keys.draws:
-        problems.append(
-            f"sweep.draws={keys.draws}: the swept keys have only {combinations(columns)} combinations; remove it to "
-            "run them all, or draw values with loguniform(LOW,HIGH) or uniform(LOW,HIGH)"
-        )
+    problems += _count_problems(keys, columns, listed)
     if problems:
         readable = [given for given in parsed if given.input_line not in rejected]
         first = [_first_value(given) for given in readable]
         raise ConfigError(problems + _problems_of(replace(request, overrides=addable(first, schema)), check, problems))
+    space: tuple[Dimension, ...] = ()
     if keys.draws and columns:
-        products = draw_points(columns, drawn, keys, keys.draws)
+        products = draw_points(columns, listed.drawn, keys, keys.draws)
+    elif keys.trials and columns:
+        space = tuple(_dimension(each, listed.ranges.get(override)) for override, each in columns.items())
+        products = [[each[number % len(each)] for each in columns.values()]
+                    for number in range(max(map(len, columns.values())))]  # fmt: skip
     else:
         products = BasicSweeper.split_arguments(swept, None)[0]
     typed = [(_target_of(given), given) for given in arguments.overrides]
@@ -100,6 +135,8 @@ def expand_sweep(
         run_dir=next((given for key, given in reversed(typed) if key == "run.dir"), None),
         keys=keys,
         points=[_point(typed, product) for product in products],
+        space=space,
+        typed=tuple(typed),
         options=_as_arguments(
             {
                 "--config-path": arguments.config_path,
@@ -192,7 +229,7 @@ def _sweep_problems(
             yield typed, f"{typed}: matches no option{options}"
 
 
-def _point(typed: list[tuple[str, str]], product: list[str]) -> PointRequest:
+def _point(typed: Sequence[tuple[str, str]], product: list[str]) -> PointRequest:
     """Replace each swept override by its value at one point; the others stay as typed."""
     chosen = {_target_of(override): override for override in product}
     return PointRequest(
@@ -211,6 +248,24 @@ def _columns(swept: list[Override]) -> dict[str, list[str]]:
     """Return each swept override -> its overrides with single values."""
     return {given.input_line or "": [each[0] for each in BasicSweeper.split_arguments([given], None)[0]]
             for given in swept}  # fmt: skip
+
+
+def _dimension(column: Sequence[str], span: Range | None) -> Dimension:
+    """Return the dimension of a study with these overrides, which hold single values."""
+    typed_key = column[0].partition("=")[0]
+    choices = tuple(each.partition("=")[2] for each in column)
+    return Dimension(_target_of(column[0]), typed_key, choices, span)
+
+
+def _count_problems(keys: SweepConfig, columns: Mapping[str, Sequence[str]], listed: ListedValues) -> list[str]:
+    """Return the problem of more points than the listed values have combinations."""
+    count, name = (keys.draws, "sweep.draws") if keys.draws else (keys.trials, "sweep.trials")
+    if not count or not columns or listed.drawn or listed.ranges or combinations(columns) >= count:
+        return []
+    return [
+        f"{name}={count}: the swept keys have only {combinations(columns)} combinations; remove it to "
+        "run them all, or draw values with loguniform(LOW,HIGH) or uniform(LOW,HIGH)"
+    ]
 
 
 def _as_arguments(options: dict[str, str | None]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -42,14 +43,24 @@ class SweepConfig:
     draws: int | None = None
     """Number of random points, at least 2. A key with loguniform(LOW,HIGH) or uniform(LOW,HIGH) gets a new value in
     each, another one of its listed values. null: all combinations of the listed values."""
+    trials: int | None = None
+    """Number of points of an Optuna study, at least 2. It chooses each point by the results of the earlier ones: a
+    value of loguniform(LOW,HIGH) or uniform(LOW,HIGH), or one of the listed values. null: no study."""
     seed: int = 0
-    """Seed of the random points."""
+    """Seed of the random points, and of the study."""
+    parallel: int | None = None
+    """Points that run at the same time, at least 1. On this machine they share its CPU cores and GPUs, whose number
+    must be divisible by it; on a cluster it is the number of unfinished jobs. null: 1, but without a study all jobs
+    of a cluster are submitted at once."""
 
     def __post_init__(self) -> None:
         raise_all(
             _goal_problems(self.metric, self.goal)
             + at_least("sweep.draws", self.draws, 2)
+            + at_least("sweep.trials", self.trials, 2)
             + at_least("sweep.seed", self.seed, 0)
+            + at_least("sweep.parallel", self.parallel, 1)
+            + _study_problems(self.trials, self.draws)
         )
 
     @property
@@ -102,6 +113,19 @@ def known_goal(metric: str) -> Goal | None:
         if any(metric == name or metric.endswith(f"_{name}") for name in names):
             return goal
     return None
+
+
+def _study_problems(trials: int | None, draws: int | None) -> list[str]:
+    if trials is None:
+        return []
+    if draws is not None:
+        return [f"sweep.trials={trials}: the study chooses the points; remove sweep.draws={draws}, or sweep.trials"]
+    if importlib.util.find_spec("optuna") is None:
+        return [
+            f"sweep.trials={trials}: optuna is not installed; run pip install 'meshbook[optuna]', or set sweep.draws "
+            "instead, which draws all points at random"
+        ]
+    return []
 
 
 def _goal_problems(metric: str, goal: Goal | None) -> list[str]:

@@ -1,11 +1,12 @@
-"""Values of swept keys that Hydra's grammar lacks: spaced values, and random draws.
+"""Values of swept keys that Hydra's grammar lacks: spaced values, and random draws or ranges of a study.
 
 optimizer.lr=log(1e-5,1e-3,5)       5 values with equal ratios, from 1e-5 to 1e-3
 optimizer.lr=lin(1e-5,1e-3,5)       5 values with equal differences
 optimizer.lr=loguniform(1e-5,1e-3)  a random value per draw (sweep.draws=N), uniform in its logarithm
 optimizer.lr=uniform(1e-5,1e-3)     a random value per draw
 
-They are replaced by lists of values (optimizer.lr=1e-5,...) before Hydra parses the command line.
+They are replaced by lists of values (optimizer.lr=1e-5,...) before Hydra parses the command line. In a study
+(sweep.trials=N), the last two are ranges, and the list holds their ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from components.config.compose.explain import SWEEP_FUNCTION
 from components.config.compose.sweep_keys import SweepConfig
@@ -24,33 +26,59 @@ MOST_VALUES = 1000
 """Maximum number of values of one key."""
 
 
-def list_values(overrides: Iterable[str], keys: SweepConfig) -> tuple[list[str], set[str], list[str]]:
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `low` to `high`."""
+
+    low: float
+    high: float
+    log: bool
+    """Whether equal ratios are equally likely, instead of equal differences."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedValues:
+    """Overrides in Hydra's grammar."""
+
+    overrides: list[str] = field(default_factory=list)
+    drawn: set[str] = field(default_factory=set)
+    """Those of them whose values are random, one per point."""
+    ranges: dict[str, Range] = field(default_factory=dict)
+    """Those of them whose values are the ends of a range, with the range."""
+    problems: list[str] = field(default_factory=list)
+
+
+def list_values(overrides: Iterable[str], keys: SweepConfig) -> ListedValues:
     """Replace these functions by the lists of their values.
 
-    Returns the overrides, those of them whose values are random, and the problems. Random values depend only on
-    sweep.seed and the key, so that sweeping another key too does not change them.
+    Random values depend only on sweep.seed and the key, so that sweeping another key too does not change them.
     """
-    listed: list[str] = []
-    drawn: set[str] = set()
-    problems: list[str] = []
+    listed = ListedValues()
     for override in overrides:
         found = SWEEP_FUNCTION.fullmatch(override)
         if found is None:
-            listed.append(override)
+            listed.overrides.append(override)
             continue
         key, name = found["key"], found["name"]
         arguments = [each.strip() for each in found["arguments"].split(",")]
         if problem := _problem(override, name, arguments):
-            problems.append(problem)
+            listed.problems.append(problem)
         elif name in SPACED:
-            listed.append(f"{key}={','.join(_spaced(name, *arguments))}")
+            listed.overrides.append(f"{key}={','.join(_spaced(name, *arguments))}")
+        elif keys.trials is not None:
+            listed.overrides.append(f"{key}={','.join(arguments)}")
+            low, high = map(float, arguments)
+            listed.ranges[listed.overrides[-1]] = Range(low, high, log=name == "loguniform")
         elif keys.draws is None:
-            problems.append(f"{override}: is drawn at random; add sweep.draws=N, the number of points to draw")
+            listed.problems.append(
+                f"{override}: is drawn at random; add sweep.draws=N, the number of points to draw, or sweep.trials=N, "
+                "the number of points of an Optuna study"
+            )
         else:
             values = _random_values(name, float(arguments[0]), float(arguments[1]), keys.draws, _generator(keys, key))
-            listed.append(f"{key}={','.join(values)}")
-            drawn.add(listed[-1])
-    return listed, drawn, problems
+            listed.overrides.append(f"{key}={','.join(values)}")
+            listed.drawn.add(listed.overrides[-1])
+    return listed
 
 
 def draw_points(
@@ -119,20 +147,20 @@ def _spaced(name: str, first: str, last: str, count: str) -> list[str]:
         between = [low * (high / low) ** (step / steps) for step in range(1, steps)]
     else:
         between = [low + (high - low) * (step / steps) for step in range(1, steps)]
-    return [first, *map(_text, between), last]
+    return [first, *map(number_as_value, between), last]
 
 
 def _random_values(name: str, low: float, high: float, count: int, generator: random.Random) -> list[str]:
     if name == "uniform":
-        return [_text(generator.uniform(low, high)) for _ in range(count)]
-    return [_text(math.exp(generator.uniform(math.log(low), math.log(high)))) for _ in range(count)]
+        return [number_as_value(generator.uniform(low, high)) for _ in range(count)]
+    return [number_as_value(math.exp(generator.uniform(math.log(low), math.log(high)))) for _ in range(count)]
 
 
 def _generator(keys: SweepConfig, key: str) -> random.Random:
     return random.Random(f"{keys.seed} {key}")
 
 
-def _text(value: float) -> str:
+def number_as_value(value: float) -> str:
     """Return a value with DIGITS digits; a whole number in full, so that keys of whole numbers accept it."""
     whole = round(value)
     return str(whole) if abs(value - whole) <= 1e-9 * abs(value) else f"{value:.{DIGITS}g}"

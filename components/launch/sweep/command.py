@@ -6,12 +6,13 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from components.config.compose.diagnose import Check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
+from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.logging import trackers_without_group
@@ -22,10 +23,24 @@ from components.launch.evaluated_run import reject_swept_run
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.memory_report import played_memory
 from components.launch.open_run import directory_problems
-from components.launch.run_checks import problems_before_start
+from components.launch.run_checks import MESH_KEYS, affects, problems_before_start
 from components.launch.run_directory.filesystem import check_writable, reported_by_path
-from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
-from components.launch.sweep.points import point_command, run_points
+from components.launch.sweep.criterion import choose_criterion, missing_metric
+from components.launch.sweep.plan import (
+    PLAN,
+    Point,
+    StudyPlan,
+    Sweep,
+    locked,
+    new_directory,
+    point_name,
+    read_sweep,
+)
+from components.launch.sweep.point_process import point_command
+from components.launch.sweep.point_rows import read_points
+from components.launch.sweep.points import PointLoop, conclude, run_points
+from components.launch.sweep.shares import share_problems
+from components.launch.sweep.study import JOURNAL, MOST_REPEATS, PointStudy, space_of
 from components.terminal import print_text
 
 NOTHING_SWEPT = (
@@ -40,25 +55,47 @@ def run_sweep(recipe: Recipe) -> int:
     for problems shared by all points, before anything is written.
     """
     reject_swept_run(recipe.schema)
-    gpus = visible_gpus(os.environ)
+    parallel = read_sweep_keys(each for each in sys.argv[1:] if is_sweep_key(each))[0].parallel or 1
 
     def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:
-        processes = processes_of(cfg, gpus)
+        processes = _processes(cfg, parallel)
+        backend = backend_of(cfg.cluster.kind)
+        shared = (
+            [] if affects(rejected, MESH_KEYS) or not backend.runs_here else share_problems(cfg, processes, parallel)
+        )
         # quick: without querying the cluster, which the launcher of each point does
-        backend_problems, _ = backend_of(cfg.cluster.kind).validate(cfg, processes, rejected, quick=True)
-        return backend_problems + problems_before_start(cfg, processes, rejected)
+        backend_problems, _ = backend.validate(cfg, processes, rejected, quick=True)
+        return shared + backend_problems + problems_before_start(cfg, processes, rejected)
 
     request = _expand(recipe, check)
     if request.shown:
         return _show_configs(recipe, request)
     configs, problems = _compose_all(request, check)
     first = next(cfg for cfg in configs if cfg is not None)
-    directory, identity = new_directory(recipe.name, first.run.dir)
+    sweep = _stored_study(recipe, request, first.run.dir) or _new_sweep(recipe, request, first.run.dir)
     points = [
-        _point(number, point, cfg, problems[number], identity)
+        _point(sweep, number, point, cfg, problems[number])
         for number, (point, cfg) in enumerate(zip(request.points, configs, strict=True))
     ]
-    sweep = Sweep(
+    if any(cfg is not None and cfg.cluster.starts_nothing for cfg in configs):
+        return _dry_run(replace(sweep, points=points), configs, problems)
+    if any(cfg is not None and cfg.run.private for cfg in configs):
+        os.umask(0o077)
+    if sweep.study is None:
+        sweep = replace(sweep, points=points)
+    with reported_by_path(sweep.directory):
+        sweep.directory.mkdir(parents=True, exist_ok=True)
+        sweep.write()
+    if sweep.study is not None:
+        return _run_study(sweep, sweep.study, request, check)
+    print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
+    return run_points(sweep, points)
+
+
+def _new_sweep(recipe: Recipe, request: SweepRequest, given: str | None) -> Sweep:
+    """Return a sweep in a new folder, without its points. Raises ConfigError if the given folder is not empty."""
+    directory, identity = new_directory(recipe.name, given)
+    return Sweep(
         directory=directory,
         id=identity,
         recipe=recipe.name,
@@ -67,19 +104,91 @@ def run_sweep(recipe: Recipe) -> int:
         command=shlex.join([Path(sys.executable).name, *sys.argv]),
         options=list(request.options),
         keys=list(request.points[0].values),
-        points=points,
+        points=[],
         metric=request.keys.metric,
         goal=request.keys.direction,
+        study=_study_plan(request),
+        parallel=request.keys.parallel,
     )
-    if any(cfg is not None and cfg.cluster.starts_nothing for cfg in configs):
-        return _dry_run(sweep, configs, problems)
-    if any(cfg is not None and cfg.run.private for cfg in configs):
-        os.umask(0o077)
-    with reported_by_path(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+
+
+def _study_plan(request: SweepRequest) -> StudyPlan | None:
+    if request.keys.trials is None:
+        return None
+    free = (*(each.key for each in request.space), "run.dir", "cluster.dry_run")
+    fixed = [given for key, given in request.typed if key not in free]
+    return StudyPlan(request.keys.trials, request.keys.seed, space_of(request.space), fixed)
+
+
+def _stored_study(recipe: Recipe, request: SweepRequest, given: str | None) -> Sweep | None:
+    """Return the study that a command continues; None if run.dir holds none.
+
+    Raises ConfigError if its points would not be those of this command.
+    """
+    plan = _study_plan(request)
+    if plan is None or given is None or not (Path(given).expanduser() / PLAN).exists():
+        return None
+    stored = read_sweep(Path(given))
+    if stored.study is None:
+        return None
+    own = {"recipe": recipe.file, "sweep.metric": request.keys.metric, "sweep.goal": request.keys.direction}
+    theirs = {"recipe": stored.file, "sweep.metric": stored.metric, "sweep.goal": stored.goal}
+    different = stored.study.differences(plan) + [name for name in own if own[name] != theirs[name]]
+    if different:
+        raise ConfigError(
+            f"run.dir={given}: holds a study whose command differs in {', '.join(different)}; give the same "
+            f"({stored.command}), or choose another run.dir"
+        )
+    return replace(stored, study=plan, folder=Path.cwd(), parallel=request.keys.parallel)
+
+
+def _run_study(sweep: Sweep, plan: StudyPlan, request: SweepRequest, check: Check) -> int:
+    """Run the unfinished points of a study and choose further ones, print the table, and return the exit status."""
+    with locked(sweep.directory):
+        study = PointStudy(sweep.directory, plan, request.space, sweep.goal)
+        if len(study.values) < len(sweep.points):
+            raise ConfigError(
+                f"{sweep.directory / JOURNAL}: lacks points of {PLAN}, so that the study cannot be continued; restore "
+                "it, or choose another run.dir"
+            )
+        for values in study.values[len(sweep.points) :]:  # chosen by a sweep that was killed before it recorded them
+            sweep.points.append(_chosen_point(sweep, request, values, check))
+        for row in read_points(sweep, [sweep.points[number] for number in study.unfinished()]):
+            study.record(row, sweep.metric, {})
+        done = len(study.values) - len(study.unfinished())
+        text = f", {done} of which have ended" if done else ""
+        print_text(f"study {sweep.directory}: {plan.trials} points{text}", flush=True)
+        points = _points_of_study(sweep, study, request, check)
+        stops = PointLoop(sweep, points, plan.trials, study).run()
+    return conclude(sweep, stops)
+
+
+def _points_of_study(sweep: Sweep, study: PointStudy, request: SweepRequest, check: Check) -> Iterator[Point]:
+    """Yield the unfinished points, and then new ones, each chosen when it can start.
+
+    Ends early if no ok point has the metric, and if the study has no new proposal.
+    """
+    yield from [sweep.points[number] for number in study.unfinished()]
+    while len(study.values) < study.plan.trials:
+        ok = [row for row in read_points(sweep) if row.state == "ok"]
+        if missing_metric(sweep, choose_criterion(sweep, ok), ok):
+            return
+        if (values := study.choose()) is None:
+            print_text(f"study ended: {MOST_REPEATS} proposals in a row repeated its {len(study.values)} points")
+            return
+        sweep.points.append(_chosen_point(sweep, request, values, check))
         sweep.write()
-    print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
-    return run_points(sweep, points)
+        yield sweep.points[-1]
+
+
+def _chosen_point(sweep: Sweep, request: SweepRequest, values: dict[str, str], check: Check) -> Point:
+    """Return the next point of a study; its launcher will report its problems, if it has any."""
+    point = request.study_point(values)
+    try:
+        cfg, problems = compose_point(request, point, check)
+    except ConfigError as error:
+        cfg, problems = None, error.problems
+    return _point(sweep, len(sweep.points), point, cfg, problems)
 
 
 def _expand(recipe: Recipe, check: Check) -> SweepRequest:
@@ -96,6 +205,12 @@ def _expand(recipe: Recipe, check: Check) -> SweepRequest:
         request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
     finally:
         sys.argv = argv
+    if request.space:
+        (count,) = [each for each in argv if BEST.fullmatch(each)]
+        raise ConfigError(
+            f"{count}: the planner chooses the meshes, and sweep.trials the points; list the meshes "
+            "(parallelism=fsdp2,fsdp2_tp2), or remove sweep.trials"
+        )
     points = []
     for point in request.points:
         cfg, problems = compose_point(request, point, lambda cfg, rejected: [])
@@ -134,23 +249,34 @@ def _compose_all(request: SweepRequest, check: Check) -> tuple[list[RecipeConfig
     return configs, problems
 
 
-def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str], sweep_id: str) -> Point:
-    overrides, processes, mesh = list(point.overrides), None, None
+def _processes(cfg: RecipeConfig, parallel: int) -> int:
+    """Return the number of ranks of a point, which has its share of the GPUs of this machine."""
+    return processes_of(cfg, visible_gpus(os.environ) // parallel)
+
+
+def _point(sweep: Sweep, number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str]) -> Point:
+    overrides, processes, mesh, runs_here = list(point.overrides), None, None, True
     name = point_name(number, point.values)
     if cfg is not None:
-        processes = processes_of(cfg, visible_gpus(os.environ))
+        processes = _processes(cfg, sweep.parallel or 1)
         mesh = None if problems else str(cfg.parallelism.resolve(processes))
-        overrides += [override_of(f"{key}.group", sweep_id) for key in trackers_without_group(cfg.logging)]
+        runs_here = backend_of(cfg.cluster.kind).runs_here
+        overrides += [override_of(f"{key}.group", sweep.id) for key in trackers_without_group(cfg.logging)]
         if cfg.run.name is None:
             overrides.append(override_of("run.name", name))  # used as job name
-    return Point(number, name, point.values, overrides, mesh, processes)
+    return Point(number, name, point.values, overrides, mesh, processes, runs_here)
 
 
 def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[list[str]]) -> int:
     """List the points without starting them; the launcher of a cluster's point prints what it would submit."""
     with reported_by_path(sweep.directory):
         check_writable(sweep.directory)
-    print_text(f"cluster.dry_run: a sweep of {len(sweep.points)} points in {sweep.directory}")
+    what = f"a sweep of {len(sweep.points)} points in {sweep.directory}"
+    if sweep.study is not None:
+        what = (
+            f"a study of {sweep.study.trials} points in {sweep.directory}, whose listed values and ends of ranges are"
+        )
+    print_text(f"cluster.dry_run: {what}")
     failed = False
     for point, cfg, found in zip(sweep.points, configs, problems, strict=True):
         runs_here = cfg is not None and backend_of(cfg.cluster.kind).runs_here
@@ -166,7 +292,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
         else:
             print_text(
                 f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}",
-                *played_memory(cfg, processes_of(cfg, visible_gpus(os.environ))),
+                *played_memory(cfg, _processes(cfg, sweep.parallel or 1)),
                 sep="\n",
                 flush=True,
             )

@@ -35,11 +35,12 @@ ACCURACY = Criterion("eval_accuracy", Goal.max, "held-out accuracy")
 def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> Criterion | None:
     """Return what ok points are compared by; None if nothing makes them comparable.
 
-    With the default of sweep.metric, points of one curve are compared by speed, others by what they learned. Held-out
-    losses are comparable only for the same objective and data, accuracies for the same data.
+    A study is judged by sweep.metric. With its default, the points of another sweep are compared by speed if they train
+    one curve, else by what they learned. Held-out losses are comparable only for the same objective and data,
+    accuracies for the same data.
     """
-    if sweep.metric != EVAL_LOSS:
-        known = next((each for each in (SPEED, ACCURACY) if each.metric == sweep.metric), None)
+    if is_given(sweep):
+        known = next((each for each in (SPEED, LOSS, ACCURACY) if each.metric == sweep.metric), None)
         return Criterion(sweep.metric, sweep.goal, known.label if known else sweep.metric)
     if share_one_curve(ok):
         return SPEED
@@ -54,9 +55,14 @@ def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> Criterion | None:
     return LOSS if shares_objective and any(row.eval_loss is not None for row in ok) else None
 
 
+def is_given(sweep: Sweep) -> bool:
+    """Return whether the points are compared by sweep.metric, whatever they have in common."""
+    return sweep.metric != EVAL_LOSS or sweep.study is not None
+
+
 def missing_metric(sweep: Sweep, criterion: Criterion | None, ok: list[SweepRow]) -> str:
     """Return the problem of a sweep.metric that no ok point has; empty if there is none."""
-    if sweep.metric == EVAL_LOSS or criterion is None or not ok:
+    if not is_given(sweep) or criterion is None or not ok:
         return ""
     if any(criterion.score(row) is not None for row in ok):
         return ""

@@ -40,6 +40,28 @@ class Point:
     """Its mesh; None if the mesh is invalid."""
     processes: int | None = None
     """Its number of processes."""
+    runs_here: bool = True
+    """Whether its ranks run on this machine, and not as a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class StudyPlan:
+    """The Optuna study of a sweep with sweep.trials, whose points are chosen one by one."""
+
+    trials: int
+    """Number of points."""
+    seed: int
+    """sweep.seed."""
+    space: dict[str, Any]
+    """Swept key -> its listed values, or the fields of its `Range`."""
+    fixed: list[str]
+    """The other overrides of the command line."""
+
+    def differences(self, other: StudyPlan) -> list[str]:
+        """Return the names of what differs from another plan, apart from the number of points."""
+        keys = [key for key in {**self.space, **other.space} if self.space.get(key) != other.space.get(key)]
+        fixed = [each for each in (*self.fixed, *other.fixed) if (each in self.fixed) != (each in other.fixed)]
+        return keys + fixed + (["sweep.seed"] if self.seed != other.seed else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +87,15 @@ class Sweep:
     """sweep.metric."""
     goal: Goal = Goal.min
     """Whether lower or higher values of the metric are better."""
+    study: StudyPlan | None = None
+    """Plan of the study; None if all points are given. `points` are then those that it has chosen so far."""
+    parallel: int | None = None
+    """sweep.parallel."""
+
+    @property
+    def waits_for_jobs(self) -> bool:
+        """Whether the sweep waits for the jobs of its points, instead of submitting all of them and ending."""
+        return self.study is not None or self.parallel is not None
 
     def run_dir(self, point: Point) -> Path:
         """Run directory of a point."""
@@ -90,6 +121,7 @@ def read_sweep(directory: Path) -> Sweep:
         plan["points"] = [Point(**_select_fields(Point, entry)) for entry in plan["points"]]
         plan |= {"file": Path(plan["file"]), "folder": Path(plan["folder"])}
         plan["goal"] = Goal(plan.get("goal", Goal.min))
+        plan["study"] = StudyPlan(**plan["study"]) if plan.get("study") else None
         return Sweep(directory=folder, **_select_fields(Sweep, plan))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,19 @@ from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import describe_exit, is_out_of_memory
 from components.protocol.run_files import NONFINITE, RESULT, read_result
 
+STOPPED_EARLY = "stopped early"
+"""State of a point that the sweep stopped because others are better (sweep.early_stop)."""
 STATES = (
-    *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
+    *("ok", STOPPED_EARLY, "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
     *("running", "submitted", "not started"),
 )
 """All values of the column `status`."""
 ALIVE = ("running", "submitted")
 """States of points that have not ended."""
-NOT_BAD = ("ok", *ALIVE)
+NOT_BAD = ("ok", STOPPED_EARLY, *ALIVE)
 """States of points that need no attention."""
+NOT_ENDED = (*ALIVE, "preempted", "interrupted", "not started")
+"""States of points that a study continues."""
 
 EARLY_STEPS = 50
 """Number of initial steps within which rounding differences stay small: losses of correct meshes agree."""
@@ -93,9 +98,9 @@ class SweepRow(RunNumbers):
         return planned.get(key) if isinstance(planned, dict) else None
 
 
-def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
-    """Return one row per point, in the order of the sweep; or only that of the point `only`."""
-    alive, points = is_running(sweep.directory), [only] if only else sweep.points
+def read_points(sweep: Sweep, only: Sequence[Point] | None = None) -> list[SweepRow]:
+    """Return one row per point, in the order of the sweep; or only those of the points `only`."""
+    alive, points = is_running(sweep.directory), sweep.points if only is None else only
     ids = {point.number: job_of(sweep.run_dir(point)) for point in points}
     results = {point.number: read_result(sweep.run_dir(point)) for point in points}
     unsettled = [job for number, job in ids.items() if job and results[number].get("status") != "ok"]
@@ -104,11 +109,11 @@ def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
     for point in points:
         job, record = ids[point.number], read_record(sweep, point)
         row = SweepRow(point, "not started", result=results[point.number], config=read_config(sweep.run_dir(point)))
-        if row.result.get("status") == "ok":
-            _read_metrics(row, sweep.run_dir(point))
         row.seconds = row.result.get("wall_seconds") or (record.seconds if record and not job else None)
         if record is not None:
             _settle(row, record, sweep, alive=alive, job=jobs.get(job or ""))
+        if row.result.get("status") == "ok" or row.state == STOPPED_EARLY:
+            _read_metrics(row, sweep.run_dir(point))
         rows.append(row)
     return rows
 

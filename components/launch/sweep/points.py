@@ -1,46 +1,41 @@
-"""Sequential execution of a sweep's points, each by an ordinary launcher in a child process."""
+"""Execution of a sweep's points, each by an ordinary launcher in a child process."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from components.cgroup import killed_for_memory
-from components.config.compose.sweep import override_of
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import describe_processes
-from components.launch.rank import die_with
-from components.launch.sweep.plan import PLAN, Point, PointRecord, Sweep, is_running, locked, write_record
+from components.launch.clusters import job_of, jobs_by_id
+from components.launch.sweep.plan import PLAN, Point, PointRecord, Sweep, is_running, locked, read_record, write_record
+from components.launch.sweep.point_process import PointProcess
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STATES, SweepRow, read_points
 from components.launch.sweep.report import report_command, report_now
+from components.launch.sweep.shares import share_of
+from components.launch.sweep.study import PointStudy, dimensions_of
 from components.launch.sweep.table import first_line
 from components.protocol.exit_codes import EXIT_INTERRUPTED
-from components.protocol.role import without_ranks
-from components.protocol.run_files import PRIVATE, open_append
 from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
 from components.terminal import print_text
 
-LAST_LINES = 15
-"""Lines of a point's output kept in its record."""
 POLL = 0.05
-"""Polling interval for the running point, in seconds."""
+"""Polling interval for the running points, in seconds."""
+POLL_JOBS = 5.0
+"""Polling interval for submitted jobs, in seconds."""
 MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
 
 
 def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
-    """Run the points sequentially, print the table, and return the exit status of the sweep.
-
-    SIGINT, SIGTERM and SIGUSR2 are forwarded to the launcher of the running point, whose backend stops its ranks or
-    job; no further point starts.
+    """Run given points, print the table, and return the exit status of the sweep.
 
     Args:
         sweep: The sweep; its folder and sweep.json must exist.
@@ -48,28 +43,18 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
 
     Raises ConfigError if another process is running the sweep.
     """
-    with locked(sweep.directory), collected_signals() as arrived:
-        stops: list[int] = []
-        for index, point in enumerate(points, start=1):
-            if stops or arrived:
-                break
-            _print_start(sweep, point, f"[{index}/{len(points)}]")
-            stops += _run_point(sweep, point, arrived)
-            _print_end(*read_points(sweep, point))
-        stops += arrived
-        if stops:
-            names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(stops))
-            print_text(f"sweep stopped by {names}; continue it: {report_command(sweep, '--retry')}", flush=True)
-    status = report_now(sweep)
-    if signal.SIGINT in stops:
-        return EXIT_INTERRUPTED
-    return 1 if stops else status
+    with locked(sweep.directory):
+        study = None
+        if sweep.study is not None:
+            study = PointStudy(sweep.directory, sweep.study, dimensions_of(sweep.study.space), sweep.goal)
+        stops = PointLoop(sweep, iter(points), len(points), study).run()
+    return conclude(sweep, stops)
 
 
 def retry(sweep: Sweep, states: Sequence[str]) -> int:
     """Run the points in any of `states` again, in their run directories, and return the exit status.
 
-    Runs with a checkpoint resume. Empty `states` selects all states but ok, running and submitted. Raises ConfigError
+    Runs with a checkpoint resume. Empty `states` selects all states that need attention. Raises ConfigError
     for an unknown state, while the sweep is running, and if its recipe or working directory is missing.
     """
     may_retry = [state for state in STATES if state not in ALIVE]
@@ -88,10 +73,20 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
     return run_points(sweep, points)
 
 
-def point_command(sweep: Sweep, point: Point) -> list[str]:
-    """Return the command that runs a point, as an argument list: no shell is involved."""
-    run_dir = override_of("run.dir", str(sweep.run_dir(point)))
-    return [sys.executable, str(sweep.file), *sweep.options, *point.overrides, run_dir]
+def conclude(sweep: Sweep, stops: Sequence[int]) -> int:
+    """Print the table of a sweep that has ended or was stopped by signals, and return the exit status."""
+    status = report_now(sweep)
+    if signal.SIGINT in stops:
+        return EXIT_INTERRUPTED
+    return 1 if stops else status
+
+
+def continue_command(sweep: Sweep) -> str:
+    """Return the shell command that continues a stopped sweep: for a study the one that started it."""
+    if sweep.study is None:
+        return report_command(sweep, "--retry")
+    has_folder = any(part.startswith("run.dir=") for part in shlex.split(sweep.command))
+    return sweep.command if has_folder else f"{sweep.command} {shlex.quote(f'run.dir={sweep.directory}')}"
 
 
 def _check_origin(sweep: Sweep) -> None:
@@ -107,78 +102,133 @@ def _check_origin(sweep: Sweep) -> None:
     )
 
 
-def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
-    """Run a point until its launcher exits, record the result, and return the signals forwarded to it."""
-    began, killed_before = time.time(), killed_for_memory()
-    write_record(sweep, point, PointRecord(began))
-    with open_append(sweep.log(point), PRIVATE) as log:
-        log_start = log.tell()
-        launcher = os.getpid()
-        process = subprocess.Popen(
-            point_command(sweep, point),
-            cwd=sweep.folder,
-            env=without_ranks(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            process_group=0,  # Ctrl-C then reaches only this process, which forwards it once
-            preexec_fn=lambda: die_with(launcher),  # noqa: PLW1509 (this process has one thread)
-        )
-        try:
-            stops = _wait(process, arrived)
-        finally:
-            _end(process)
-    record = PointRecord(
-        began,
-        process.returncode,
-        round(time.time() - began, 1),
-        _tail(sweep.log(point), log_start),
-        killed_for_memory() > killed_before,
-    )
-    write_record(sweep, point, record)
-    return stops
+@dataclass(slots=True)
+class _Active:
+    """A point that has been started and has not ended."""
+
+    point: Point
+    process: PointProcess | None
+    """Its launcher; None once it has submitted a job."""
+    slot: int
+    """Number of its share of the machine."""
 
 
-def _wait(process: subprocess.Popen[bytes], arrived: deque[int]) -> list[int]:
-    """Wait for a point's launcher to exit while forwarding signals to it; return the signals."""
-    stops: list[int] = []
-    while process.poll() is None:
+class PointLoop:
+    """Loop that starts points and waits for them, sweep.parallel of them at a time.
+
+    SIGINT, SIGTERM and SIGUSR2 are forwarded to the launchers of running points, whose backends stop their ranks; no
+    further point starts. Submitted jobs continue.
+
+    Args:
+        sweep: The sweep, whose lock this process holds.
+        points: Points to run. The next one is requested when it can start.
+        total: Number of points for the console.
+        study: Receives the results of the points.
+    """
+
+    def __init__(self, sweep: Sweep, points: Iterator[Point], total: int, study: PointStudy | None) -> None:
+        self._sweep, self._points, self._study = sweep, points, study
+        self._total, self._started = total, 0
+        self._parallel = sweep.parallel or 1
+        self._free = deque(range(self._parallel))
+        self._active: list[_Active] = []
+        self._stops: list[int] = []
+        self._next_query = 0.0
+
+    def run(self) -> list[int]:
+        """Run all points, and return the signals that stopped the sweep."""
+        with collected_signals() as arrived:
+            try:
+                while True:
+                    self._forward(arrived)
+                    self._collect()
+                    if not self._stops:
+                        self._start_points()
+                    if not any(each.process for each in self._active) and (self._stops or not self._active):
+                        break
+                    time.sleep(POLL)
+            finally:
+                for each in self._active:
+                    if each.process is not None:
+                        each.process.kill()
+            self._forward(arrived)
+        if self._stops:
+            names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(self._stops))
+            print_text(f"sweep stopped by {names}; continue it: {continue_command(self._sweep)}", flush=True)
+        return self._stops
+
+    def _start_points(self) -> None:
+        while self._free and (point := next(self._points, None)) is not None:
+            self._started += 1
+            counter = f"[{point.number + 1 if self._study else self._started}/{self._total}]"
+            print_text(_start_line(self._sweep, point, counter), end=self._line_end, flush=True)
+            slot, process = self._free.popleft(), None
+            if not _adopt_job(self._sweep, point):
+                process = PointProcess(self._sweep, point, share_of(slot, self._parallel, point, os.environ))
+            self._active.append(_Active(point, process, slot))
+
+    def _forward(self, arrived: deque[int]) -> None:
+        """Forward signals to the launchers."""
         while arrived:
-            stops.append(arrived.popleft())
-            if stops[-1] == signal.SIGINT and stops.count(signal.SIGINT) == 1:
+            self._stops.append(arrived.popleft())
+            if self._stops[-1] == signal.SIGINT and self._stops.count(signal.SIGINT) == 1:
                 print_text(f"\n{CTRL_C_MESSAGE}", file=sys.stderr, flush=True)
-            is_last = stops.count(signal.SIGINT) > MAX_INTERRUPTS
-            process.send_signal(signal.SIGKILL if is_last else stops[-1])
-        time.sleep(POLL)
-    return stops
+            is_last = self._stops.count(signal.SIGINT) > MAX_INTERRUPTS
+            for each in self._active:
+                if each.process is not None:
+                    each.process.send(signal.SIGKILL if is_last else self._stops[-1])
+
+    def _collect(self) -> None:
+        """Remove the points that have ended, and record and print their results."""
+        for each in list(self._active):
+            if each.process is not None and each.process.has_ended():
+                (row,) = read_points(self._sweep, [each.point])
+                if row.state in ALIVE and self._sweep.waits_for_jobs:
+                    each.process = None
+                else:
+                    self._end(each, row)
+        jobs = [each for each in self._active if each.process is None]
+        if not jobs or time.monotonic() < self._next_query:
+            return
+        self._next_query = time.monotonic() + POLL_JOBS
+        for each, row in zip(jobs, read_points(self._sweep, [each.point for each in jobs]), strict=True):
+            if row.state not in ALIVE:
+                self._end(each, row)
+
+    def _end(self, active: _Active, row: SweepRow) -> None:
+        self._active.remove(active)
+        self._free.append(active.slot)
+        if self._study is not None:
+            self._study.record(row, self._sweep.metric, {})
+        print_text(f"{row.point.name}: " if self._parallel > 1 else "", _end_line(row), sep="", flush=True)
+
+    @property
+    def _line_end(self) -> str:
+        """End of the line of a point that was started; a single point ends it later with its result."""
+        return "... " if self._parallel == 1 else "started\n"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process group of a point's launcher; ranks are in other groups and end with their launcher."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _adopt_job(sweep: Sweep, point: Point) -> bool:
+    """Return whether a job of the point has not ended, as in a study that continues, and record its submission."""
+    job = None if point.runs_here else job_of(sweep.run_dir(point))
+    found = jobs_by_id([job]).get(job) if job else None
+    if found is None or found.over:
+        return False
+    record = read_record(sweep, point) or PointRecord(time.time())
+    write_record(sweep, point, replace(record, status=0))
+    return True
 
 
-def _tail(log: Path, start: int) -> str:
-    """Return the last lines of a log from the offset `start`, without blank lines and the run directory line."""
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()
-    kept = [line for line in lines if line.strip() and not line.startswith("run /")]
-    return "\n".join(kept[-LAST_LINES:])
-
-
-def _print_start(sweep: Sweep, point: Point, counter: str) -> None:
-    """Print the first half of a point's line, without a line break."""
+def _start_line(sweep: Sweep, point: Point, counter: str) -> str:
+    """Return the first half of a point's line."""
     width = max(len(each.name) for each in sweep.points)
     count = describe_processes(point.processes) if point.processes else ""
     mesh = SweepRow(point, "running").mesh
-    print_text(f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} ... ", end="", flush=True)
+    return f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} "
 
 
-def _print_end(row: SweepRow) -> None:
-    """Print the second half of a point's line: state, wall time, throughput and reason."""
+def _end_line(row: SweepRow) -> str:
+    """Return the second half of a point's line: state, wall time, throughput and reason."""
     parts = [row.state]
     if row.seconds:
         parts.append(f"{row.seconds:.0f} s")
@@ -186,4 +236,4 @@ def _print_end(row: SweepRow) -> None:
         parts.append(f"{row.tokens_per_second:,.0f} tokens/s")
     if row.reason and row.state != "ok":
         parts.append(first_line(row.reason, 100))
-    print_text(", ".join(parts), flush=True)
+    return ", ".join(parts)

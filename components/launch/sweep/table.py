@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from components.console import markdown_table, new_table, number_text
-from components.launch.sweep.criterion import ACCURACY, LOSS, SPEED, Criterion, choose_criterion, missing_metric
+from components.launch.sweep.criterion import (
+    ACCURACY,
+    LOSS,
+    SPEED,
+    Criterion,
+    choose_criterion,
+    is_given,
+    missing_metric,
+)
 from components.launch.sweep.losses import Agreement, compare_losses
 from components.launch.sweep.plan import Sweep
 from components.launch.sweep.point_rows import SweepRow, read_points
@@ -63,7 +71,7 @@ class SweepReport:
             return [f"best: not chosen: {self.problem}"]
         if self.criterion is None:
             return ["best: not chosen, since the points' objectives or data differ and not all report an accuracy"]
-        is_default = self.sweep.metric == LOSS.metric
+        is_default = not is_given(self.sweep)
         if self.criterion == SPEED and is_default:
             return []
         missing = [row.point.name for row in self.rows if row.state == "ok" and self.criterion.score(row) is None]

@@ -1,0 +1,157 @@
+"""The Optuna study of a sweep without runs, and the shares of the machine of parallel points."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optuna", reason="needs the extra `optuna`")
+
+from components.config.compose.sweep import SweepRequest, expand_sweep
+from components.config.compose.sweep_keys import Goal
+from components.config.errors import ConfigError
+from components.config.schema import FinetuneConfig
+from components.launch.sweep import shares
+from components.launch.sweep.plan import Point, StudyPlan
+from components.launch.sweep.point_rows import STOPPED_EARLY, SweepRow
+from components.launch.sweep.study import JOURNAL, PointStudy, dimensions_of, space_of
+
+COMMAND = ("model=tiny", "optimizer.lr=loguniform(1e-5,1e-1)", "training.global_batch_size=8,16", "sweep.trials=12")
+
+
+def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "-m", *arguments])
+    return expand_sweep("finetune", FinetuneConfig, Path("/nowhere"))
+
+
+def opened(folder: Path, request: SweepRequest, goal: Goal = Goal.min) -> PointStudy:
+    plan = StudyPlan(request.keys.trials or 0, request.keys.seed, space_of(request.space), [])
+    return PointStudy(folder, plan, request.space, goal)
+
+
+def loss(values: dict[str, str]) -> float:
+    return abs(math.log10(float(values["optimizer.lr"])) + 3)
+
+
+def finish(study: PointStudy, number: int, state: str = "ok", value: float | None = None) -> None:
+    row = SweepRow(Point(number, str(number), study.values[number], []), state)
+    row.result = {"eval_loss": loss(study.values[number]) if value is None else value}
+    study.record(row, "eval_loss", {1: 5.0})
+
+
+def run_study(folder: Path, request: SweepRequest, *, reopen: bool) -> list[dict[str, str]]:
+    """Run a study of 16 points; with `reopen` in a new process, as it were, for every point."""
+    folder.mkdir()
+    study = opened(folder, request)
+    for number in range(16):
+        if reopen:
+            study = opened(folder, request)
+        assert study.choose() == study.values[number]
+        if reopen:
+            study = opened(folder, request)
+            assert study.unfinished() == [number]
+        finish(study, number)
+    return study.values
+
+
+def test_listed_values_and_ends_of_ranges_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = expanded(monkeypatch, *COMMAND)
+    assert [point.overrides for point in request.points] == [
+        ("model=tiny", "optimizer.lr=1e-05", "training.global_batch_size=8"),
+        ("model=tiny", "optimizer.lr=0.1", "training.global_batch_size=16"),
+    ]
+    chosen = request.study_point({"optimizer.lr": "0.002", "training.global_batch_size": "16"})
+    assert chosen.overrides == ("model=tiny", "optimizer.lr=0.002", "training.global_batch_size=16")
+    stored = dimensions_of(space_of(request.space))
+    assert [(each.key, each.range) for each in stored] == [(each.key, each.range) for each in request.space]
+
+
+def test_interrupted_study_chooses_the_points_of_one_that_was_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    request = expanded(monkeypatch, *COMMAND)
+    points = run_study(tmp_path / "a", request, reopen=False)
+    assert run_study(tmp_path / "b", request, reopen=True) == points
+    assert sum(map(loss, points[10:])) / 6 < sum(map(loss, points[:10])) / 10  # the first 10 are random
+    assert run_study(tmp_path / "c", expanded(monkeypatch, *COMMAND, "sweep.seed=1"), reopen=False) != points
+
+
+def test_listed_values_are_not_chosen_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    study = opened(tmp_path, expanded(monkeypatch, "run.seed=1,2,3", "parallelism=ddp,fsdp2", "sweep.trials=6"))
+    for number in range(6):
+        assert study.choose() is not None
+        finish(study, number, value=float(number))
+    assert len({tuple(values.items()) for values in study.values}) == 6
+    assert study.choose() is None
+    assert study.unfinished() == []
+
+
+def test_states_of_points_become_those_of_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    study = opened(tmp_path, expanded(monkeypatch, *COMMAND))
+    states = ("ok", "oom", "invalid", "failed", STOPPED_EARLY, "interrupted", "preempted", "running")
+    for number, state in enumerate(states):
+        study.choose()
+        finish(study, number, state)
+    study.choose()
+    finish(study, 8, "ok", math.nan)
+    assert study.unfinished() == [5, 6, 7]
+    found = study._study.trials
+    assert [trial.state.name for trial in found] == [
+        *("COMPLETE", "FAIL", "FAIL", "FAIL", "PRUNED", "RUNNING", "RUNNING", "RUNNING", "FAIL"),
+    ]
+    assert found[4].intermediate_values == {1: 5.0}
+
+
+def test_damaged_journal_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    request = expanded(monkeypatch, *COMMAND)
+    opened(tmp_path, request).choose()
+    file = tmp_path / JOURNAL
+    file.write_text("{" + file.read_text())
+    with pytest.raises(ConfigError, match=r"optuna.journal: is damaged and cannot be read"):
+        opened(tmp_path, request)
+
+
+def test_missing_optuna_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"sweep.trials=12: optuna is not installed; run pip install 'meshbook"):
+        expanded(monkeypatch, *COMMAND)
+
+
+@pytest.mark.parametrize(
+    ("environ", "parallel", "shared"),
+    [
+        ({}, 1, [{}]),
+        ({}, 2, [{"OMP_NUM_THREADS": "2"}] * 2),
+        ({"OMP_NUM_THREADS": "3"}, 2, [{}] * 2),
+        (
+            {"CUDA_VISIBLE_DEVICES": "4, 5,6,7"},
+            2,
+            [{"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": each} for each in ("4,5", "6,7")],
+        ),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6"}, 2, [{"OMP_NUM_THREADS": "2"}] * 2),  # of points on the CPU
+    ],
+)
+def test_points_share_the_machine(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], parallel: int, shared: list[dict[str, str]]
+) -> None:
+    monkeypatch.setattr(shares, "usable_cores", lambda: 8)
+    monkeypatch.setattr(shares, "visible_gpus", lambda given: len(given.get("CUDA_VISIBLE_DEVICES", "").split(",")) % 5)
+    if "CUDA_VISIBLE_DEVICES" not in environ:
+        monkeypatch.setattr(shares, "visible_gpus", lambda given: 0)
+    point = Point(0, "0", {}, [], processes=2)
+    assert [shares.share_of(slot, parallel, point, environ) for slot in range(parallel)] == shared
+    job = Point(0, "0", {}, [], processes=2, runs_here=False)
+    assert shares.share_of(0, parallel, job, environ) == {}
+
+
+def test_gpus_must_be_divisible_between_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "visible_gpus", lambda environ: 6)
+    cfg = FinetuneConfig(model=None, data=None)  # type: ignore[arg-type]
+    assert shares.share_problems(cfg, 2, 3) == []
+    assert shares.share_problems(cfg, 1, 4) == [
+        "sweep.parallel=4: the points share 6 visible GPUs, which must be divisible by it; set it to one of 1, 2, 3, "
+        "6, or change CUDA_VISIBLE_DEVICES"
+    ]
