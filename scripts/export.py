@@ -5,10 +5,14 @@ python scripts/export.py outputs/finetune/RUN/checkpoints/step_200 --out mine  #
 python scripts/export.py outputs/finetune/RUN --dtype bfloat16 --shard-size 2GB
 python scripts/export.py outputs/finetune/RUN --adapter                        # only the LoRA adapters, in PEFT format
 python scripts/export.py outputs/finetune/RUN --averaged                       # the average of training.ema_decay
+python scripts/export.py outputs/finetune/RUN --push me/my-model               # also upload it to the Hugging Face hub
 
 Runs in one process without a GPU. The checkpoint is verified first. The weights are then copied block by block, so that
 the model need not fit into memory, and LoRA adapters are merged into the base weights from model.path. The folder
-appears once it is complete. Exit status 0, or 2 for an invalid command line or a damaged checkpoint.
+appears once it is complete. Exit status 0, or 2 for an invalid command line, a damaged checkpoint or a failed upload.
+
+--push uploads the complete folder to the Hugging Face hub with the token of `hf auth login` or HF_TOKEN, which is
+checked before the export. A new repository is private unless --public is given.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import describe_processes
+from components.terminal import print_text
 from scripts._export.checkpoints import OpenCheckpoint, RunSections, read_run
+from scripts._export.hub import HubTarget, find_target, upload
 from scripts._export.options import add_output_options, check_output_options, new_folder, run_export
 
 
@@ -29,9 +35,13 @@ def read_options(arguments: list[str]) -> Namespace:
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters, for PeftModel.from_pretrained")
     parser.add_argument("--averaged", action="store_true", help="export the moving average that the checkpoint holds")
+    parser.add_argument("--push", metavar="NAME", help="upload the folder to this model repository of the hub")
+    parser.add_argument("--public", action="store_true", help="--push to a public repository (default: private)")
     add_output_options(parser, "RUN_DIR/export-step_N", "as stored")
     options = parser.parse_args(arguments)
     check_output_options(options)
+    if options.public and options.push is None:
+        raise ConfigError("--public: only affects an upload; add --push NAME, or leave out --public")
     return options
 
 
@@ -86,8 +96,21 @@ def _config_of(run_dir: Path, options: Namespace) -> RunSections:
 
 
 def main(arguments: list[str]) -> int:
-    """Export the checkpoint, and print the folder and its size; return the exit status."""
-    return run_export(lambda: export(read_options(arguments)))
+    """Export the checkpoint, print the folder and its size, and upload it if asked to; return the exit status."""
+    target: HubTarget | None = None
+
+    def check_and_export() -> Path:
+        nonlocal target
+        options = read_options(arguments)
+        if options.push is not None:
+            target = find_target(options.push, is_public=options.public)
+        return export(options)
+
+    def upload_if_asked(folder: Path) -> None:
+        if target is not None:
+            print_text(f"uploaded {upload(folder, target)}")
+
+    return run_export(check_and_export, upload_if_asked)
 
 
 if __name__ == "__main__":

@@ -47,17 +47,21 @@ def new_folder(folder: Path) -> Path:
     return folder
 
 
-def run_export(export: Callable[[], Path]) -> int:
-    """Call `export`, print its folder and size or its config errors, and return the exit status."""
+def run_export(export: Callable[[], Path], then: Callable[[Path], None] = lambda folder: None) -> int:
+    """Call `export`, print its folder and size, call `then` with the folder, and return the exit status.
+
+    Config errors of both are printed.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         folder = export()
+        files = sorted(folder.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        print_text(f"exported {folder}: {size:,} bytes in {len(files)} weight file{'s' if len(files) > 1 else ''}")
+        then(folder)
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    files = sorted(folder.glob("*.safetensors"))
-    size = sum(file.stat().st_size for file in files)
-    print_text(f"exported {folder}: {size:,} bytes in {len(files)} weight file{'s' if len(files) > 1 else ''}")
     return 0
