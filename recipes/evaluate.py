@@ -6,6 +6,7 @@ python recipes/evaluate.py run=outputs/finetune/RUN data.max_eval_samples=50    
 python recipes/evaluate.py model.path=outputs/finetune/RUN/export                # an exported run
 python recipes/evaluate.py evaluation.checkpoint=outputs/finetune/RUN/checkpoints/step_40
 python recipes/evaluate.py evaluation.checkpoint=... evaluation.average=true     # its average (training.ema_decay)
+python recipes/evaluate.py run=outputs/finetune/RUN evaluation.tasks='[hellaswag]'  # benchmark tasks of lm-eval
 python recipes/evaluate.py peft=lora evaluation.checkpoint=...                   # a run with adapters
 python recipes/evaluate.py model=qwen3_0_6b data=gsm8k parallelism=fsdp2_tp2     # another model, data set and mesh
 """
@@ -26,6 +27,7 @@ def main(cfg: EvaluateConfig) -> None:
         # Data: every held-out sample is evaluated by exactly one data-parallel rank
         tokenizer = models.load_tokenizer(cfg.model)
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.evaluation.seq_len, split="eval")
+        tasks = training.load_tasks(cfg.evaluation, tokenizer)  # benchmarks of lm-eval; none by default
 
         # Model: built on meta, parallelized, then filled with weights shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
@@ -41,6 +43,7 @@ def main(cfg: EvaluateConfig) -> None:
             of_source = training.evaluate(model, data.EvalBatches(source, run.plan), run=run)
             if not run.stopped:
                 run.print(f"{name}: held-out loss {of_source.loss:.4f} over {of_source.count:,} target tokens")
+        tasks.evaluate(model, run)
         training.show_generations(model, tokenizer, eval_set, cfg.generation, run)
 
 

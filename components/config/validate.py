@@ -40,7 +40,7 @@ from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig, section
-from components.config.schema.training import EvaluationConfig, TrainingConfig
+from components.config.schema.training import EvaluationConfig, TasksConfig, TrainingConfig
 from components.config.shape import ModelShape
 
 
@@ -63,7 +63,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     training, evaluation = section(cfg, TrainingConfig), section(cfg, EvaluationConfig)
     checkpoint, peft = section(cfg, CheckpointConfig), section(cfg, PeftConfig)
     preference, optimizer = section(cfg, PreferenceConfig), section(cfg, OptimizerConfig)
-    scores = section(cfg, ScoreConfig)
+    scores, tasks = section(cfg, ScoreConfig), section(cfg, TasksConfig) or TasksConfig()
 
     problems += model_problems(parallelism, mesh, shape)
     if training is not None:
@@ -92,7 +92,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     problems += rope_problems(model, shape)
     problems += compile_problems(model, parallelism, mesh, shape)
     problems += async_tp_problems(model, parallelism, device, packs=cfg.data.pack)
-    problems += loss_problems(model, parallelism, mesh, device)
+    problems += loss_problems(model, parallelism, mesh, device, tasks)
     problems += recompute_problems(model, parallelism, mesh)
     problems += offload_problems(parallelism, mesh, device)
     problems += attention_problems(model, mesh, device, packs=cfg.data.pack, trains=training is not None)

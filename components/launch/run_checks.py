@@ -12,13 +12,13 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
-from components.config.rules.run_rules import tracker_problems
+from components.config.rules.run_rules import harness_problems, tracker_problems
 from components.config.schema.model import CausalLMConfig, Float8, Qat, TeacherConfig, TopKTeacherConfig, WeightInit
 from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig, named_models, section
-from components.config.schema.training import EvaluationConfig
+from components.config.schema.training import EvaluationConfig, TasksConfig
 from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.teacher_files import check_stored_teacher
@@ -59,7 +59,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
         problems = error.problems
     problems = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape) + problems
     problems += determinism_problems(cfg.run, os.environ)
-    problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg)
+    problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg) + _task_problems(cfg)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
 
 
@@ -84,6 +84,8 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
             problems.append(f"{key}={path}: no module named {package!r}; install it, or put it next to the recipe")
     if cfg.cluster.has_same_packages:  # otherwise each rank checks its own
         problems += tracker_problems(cfg.logging)
+        if (tasks := section(cfg, TasksConfig)) is not None:
+            problems += harness_problems(tasks)
         if (eight_bit := section(cfg, AdamW8bitConfig)) is not None:
             problems += torchao_problems(f"optimizer.kind={eight_bit.kind}")
         if cfg.model.qat != Qat.none:
@@ -91,6 +93,14 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
         if cfg.model.float8 != Float8.none:
             problems += torchao_problems(f"model.float8={cfg.model.float8}")
     return problems
+
+
+def _task_problems(cfg: RecipeConfig) -> list[str]:
+    """Check that the folder of the user's own tasks exists."""
+    tasks = section(cfg, TasksConfig)
+    if tasks is None or tasks.task_path is None or Path(os.path.expanduser(tasks.task_path)).is_dir():
+        return []
+    return [f"evaluation.task_path={tasks.task_path}: no such folder; set it to the folder of your task YAML files"]
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:

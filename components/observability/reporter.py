@@ -316,6 +316,22 @@ class Reporter:
         if self._plot is not None:
             self._plot.update()
 
+    def tasks(self, *, step: int, metrics: Mapping[str, float], documents: Mapping[str, int | None]) -> None:
+        """Log the scores of benchmark tasks, if there are any.
+
+        Args:
+            metrics: Values by TASK/METRIC.
+            documents: Number of documents of each task to print, in order; None: not counted.
+        """
+        if not metrics:
+            return
+        self._write(step=step, **metrics)
+        for task, count in documents.items():
+            own = {name: value for name, value in metrics.items() if name.startswith(f"{task}/")}
+            shown = "  ".join(f"{name.removeprefix(f'{task}/')} {value:.4f}" for name, value in own.items())
+            over = "" if count is None else f"  over {count:,} documents"
+            self.print(f"step {step:>6}  {task}  {shown}{over}")
+
     def traffic(self, rows: Sequence[TrafficNumbers]) -> None:
         """Print a table of the collectives of one optimizer step."""
         if not rows:

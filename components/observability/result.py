@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Result:
     """Held-out loss at the end."""
     eval_accuracy: float | None = None
     """Held-out accuracy at the end, in [0, 1]; None for objectives without accuracy."""
+    tasks: dict[str, float] = field(default_factory=dict)
+    """Scores of benchmark tasks (evaluation.tasks) at the end, by TASK/METRIC."""
     first_eval_loss: float | None = None
     """Held-out loss before the first step."""
     stopped_early: bool = False

@@ -12,6 +12,7 @@ metrics.py     step metrics, copied to the host asynchronously and read a fixed 
 state.py       counters saved with every checkpoint, and the timer of time-based saves
 loss.py        count_targets; re-exports reduce_loss (distributed/collectives.py)
 sync.py        re-exports get_sync_ctx (distributed/gradient_sync.py)
+tasks/         load_tasks, evaluate_tasks: benchmark tasks of lm-eval
 """
 
 from __future__ import annotations
@@ -56,5 +57,6 @@ if TYPE_CHECKING:
     from components.training.state import NonFiniteGradients, SaveClock, TrainState
     from components.training.step import train_step
     from components.training.sync import get_sync_ctx
+    from components.training.tasks.harness import BenchmarkTasks, TaskScores, evaluate_tasks, load_tasks
 else:
     __getattr__ = lazy.attach(__name__)

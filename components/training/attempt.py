@@ -24,6 +24,7 @@ from components.training.state import TrainState
 
 if TYPE_CHECKING:
     from components.training.setup.prepared import Prepared
+    from components.training.tasks.harness import TaskScores
 
 
 class Attempt:
@@ -66,6 +67,7 @@ class Attempt:
         self.eval_loss: float | None = None
         """Held-out loss of the last evaluation; None if it was stopped or had no units."""
         self._eval_accuracy: float | None = None
+        self._task_scores: dict[str, float] = {}
         self._report: observability.Reporter
         self._model: Prepared
         self._stop = StopRequest(self.device)
@@ -133,6 +135,11 @@ class Attempt:
         self.eval_loss = measured.loss if measured.count else None
         self._eval_accuracy = measured.metrics.get("accuracy") if measured.count else None
 
+    def report_tasks(self, scores: TaskScores) -> None:
+        """Log the scores of benchmark tasks; nothing if there are none, or if their evaluation was stopped."""
+        self._report.tasks(step=self.state.step, metrics=scores.metrics, documents=scores.documents)
+        self._task_scores = dict(scores.metrics) or self._task_scores
+
     def _print_banner(self, model: Prepared, source: str, batch: str, notes: Iterable[object]) -> None:
         observability.print_banner(
             self._report.console,
@@ -174,6 +181,7 @@ class Attempt:
                 first_eval_loss=self.state.first_eval_loss,
                 eval_loss=self.eval_loss,
                 eval_accuracy=self._eval_accuracy,
+                tasks=self._task_scores,
                 stopped_early=self.stopped_early,
                 skipped_steps=self.state.skipped,
                 planned=self._planned(),

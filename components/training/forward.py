@@ -86,6 +86,18 @@ def score_rows(model: Prepared, batches: Sequence[Batch]) -> RowScores:
 
 
 @torch.no_grad()
+def score_tokens(model: Prepared, batch: Batch, token_loss: TokenLoss) -> torch.Tensor | None:
+    """Return the loss of each token of a micro-batch, (batch, seq); 0 where the target is ignored. A collective.
+
+    Pipeline ranks without the last stage return None.
+
+    Args:
+        batch: This rank's shard, from `local_batch`.
+    """
+    return _forward(model, batch, token_loss, HeadOutput.token_losses)
+
+
+@torch.no_grad()
 def last_hidden(model: Prepared, batch: Batch) -> torch.Tensor | None:
     """Return the hidden states (batch, seq, hidden) that enter the LM head, unsharded over tp. A collective.
 

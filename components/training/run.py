@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from components.training.evaluation import Evaluation
     from components.training.setup.prepared import Prepared
     from components.training.step import StepNumbers
+    from components.training.tasks.harness import TaskScores
 
 LAG = 1
 """Number of steps after which a step's metrics are read, so that the host does not wait for the device."""
@@ -222,6 +223,11 @@ class Run(Attempt):
         if self.stopped_early:
             self.print(f"stopped early: no improvement in {self.state.evals_without_improvement} evaluations")
 
+    def report_tasks(self, scores: TaskScores) -> None:
+        """Log the scores of benchmark tasks; nothing if there are none, or if their evaluation was stopped."""
+        self._read_all()
+        super().report_tasks(scores)
+
     @property
     def stopped_early(self) -> bool:
         """Whether the held-out loss stopped improving (training.early_stop_patience); the same on every rank."""
@@ -253,9 +259,12 @@ class Run(Attempt):
             self._draw_mesh(observability.peak_memory_bytes(self.device))
 
     def export(self, tokenizer: Any) -> None:
-        """Export the model for transformers and PEFT, according to checkpoint.export and peft.export. A collective."""
+        """Export the model for transformers and PEFT, according to checkpoint.export and peft.export. A collective.
+
+        A run that was stopped is not exported.
+        """
         cfg = self.cfg
-        if not cfg.checkpoint.export:
+        if self.stopped or not cfg.checkpoint.export:
             return
         averaged = cfg.checkpoint.export_average and self._model.average is not None
         state = {**self.state.to_dict(), STORED_DTYPE: self._model.stored_dtype}

@@ -39,11 +39,11 @@ def show_generations(
     every token; a line reports which. Under pp they are always gathered for every token. Nothing is printed once a stop
     request arrives.
     """
-    prompts = [*data.sample_prompts(held_out, cfg.samples), *cfg.prompts]
+    prompts = [] if run.agreed_to_stop() else [*data.sample_prompts(held_out, cfg.samples), *cfg.prompts]
     with (
         run.status("generating", len(prompts) * cfg.max_new_tokens) as advance,
         model.with_weights(model.evaluates_average),
-        _gathered_weights(model, run) if prompts else nullcontext(),
+        gathered_weights(model, run) if prompts else nullcontext(),
         distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward,
     ):
         sampling = models.Sampling(cfg.temperature, cfg.top_p, cfg.seed)
@@ -69,7 +69,7 @@ def free_memory(device: torch.device) -> int:
     return max(0, share - observability.peak_memory_bytes(device))
 
 
-def _gathered_weights(model: Prepared, run: GenerationRun) -> AbstractContextManager[None]:
+def gathered_weights(model: Prepared, run: GenerationRun) -> AbstractContextManager[None]:
     """Return a context in which FSDP2's weights are unsharded if they fit, the same on all ranks; report the choice."""
     if model.pipeline is not None:
         return nullcontext()  # copying tied weights between stages needs the shards

@@ -33,7 +33,8 @@ GROUPS = (
         (
             *("distributed", "distributed/process", "distributed/tensor", "distributed/pipeline"),
             *("models", "models/lora", "models/quantization"),
-            *("training", "training/setup", "training/objectives", "training/optimizers", "planning/formulas"),
+            *("training", "training/setup", "training/objectives", "training/optimizers", "training/tasks"),
+            "planning/formulas",
         ),
     ),
 )

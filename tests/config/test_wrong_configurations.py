@@ -7,6 +7,7 @@ uses the real recipes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -21,8 +22,10 @@ from pathlib import Path
 
 import pytest
 
+from components.launch.run_checks import problems_before_start
 from scripts._docs.refusals import all_refusals
 from tests.config.commands import REPOSITORY, Commands, Ended
+from tests.config.test_composition import compose
 from tests.config.wrong_lines import TABLE
 
 PLACEHOLDER = """
@@ -355,6 +358,8 @@ def test_evaluate_recipe_rejects_invalid_keys_and_values(commands: Commands, eva
     assert_rejected(ended, ["peft.method=lora: evaluation.checkpoint=null", "step_N", "peft=none"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "evaluation.step_timeout_seconds=0.5"], tmp_path)
     assert_rejected(ended, ["evaluation.step_timeout_seconds=0.5: must be 0 (never time out)"], tmp_path)
+    ended = commands.run(evaluate, ["model=tiny", "evaluation.tasks=[a]", "evaluation.task_path=absent"], tmp_path)
+    assert_rejected(ended, ["evaluation.task_path=absent: no such folder; set it to the folder of your"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "data.eval_split=null", "data.eval_fraction=0"], tmp_path)
     assert_rejected(ended, ["data.eval_fraction=0.0: nothing is held out"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "training.max_steps=3"], tmp_path)
@@ -459,6 +464,20 @@ def test_missing_package_of_a_tracker_is_reported_with_the_extra_to_install(
     ended = commands.run(finetune, ["model=tiny", setting], tmp_path)
     missing = f"{setting}: {package} is not installed; run pip install 'meshbook[{package}]', or set it to false"
     assert_rejected(ended, [missing], tmp_path)
+
+
+def test_missing_lm_eval_is_reported_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else real(name))
+    for name in ("finetune", "pretrain", "evaluate"):
+        data = ("data=text", f"data.path={__file__}") if name == "pretrain" else ()
+        without = problems_before_start(compose(name, "model=tiny", *data), 1)
+        (missing,) = set(problems_before_start(compose(name, "model=tiny", *data, "evaluation.tasks=[a]"), 1)) - set(
+            without
+        )
+        assert missing == (
+            "evaluation.tasks=['a']: lm-eval is not installed; run pip install 'meshbook[evaluation]', or set it to []"
+        )
 
 
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:

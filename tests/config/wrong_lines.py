@@ -129,6 +129,14 @@ OUT_OF_RANGE = [
         "model/rope=yarn model.config.model_type=gpt2",
         "model.rope.type=yarn: the model has no rotary position embeddings that transformers can scale",
     ),
+    ("evaluation.tasks=[a] evaluation.num_fewshot=-1", "evaluation.num_fewshot=-1: must be at least 0"),
+    ("evaluation.tasks=[a] evaluation.batch_size=0", "evaluation.batch_size=0: must be at least 1"),
+    ("evaluation.tasks=[a] evaluation.limit=0", "evaluation.limit=0.0: must be greater than 0"),
+    ("evaluation.tasks=[a] evaluation.limit=2.5", "evaluation.limit=2.5: must be a whole number of documents, or a"),
+    ("evaluation.tasks=[a] evaluation.every=-1", "evaluation.every=-1: must be at least 0"),
+    ("evaluation.tasks=[a,b,a]", "evaluation.tasks=['a', 'b', 'a']: must name each task once"),
+    ("evaluation.every=5", "evaluation.every=5: has no effect without tasks; set evaluation.tasks"),
+    ("evaluation.task_path=x", "evaluation.task_path=x: has no effect without tasks; set evaluation.tasks"),
     ("generation.temperature=-1", "generation.temperature=-1.0: must be at least 0"),
     ("generation.top_p=0", "generation.top_p=0.0: must be greater than 0 and at most 1"),
     (
@@ -284,6 +292,10 @@ AXES = [
     (
         "model=smollm2_135m model.loss=liger parallelism=pp2_zbv",
         *("model.loss=liger: parallelism.pp_schedule=ZBVZeroBubble runs the backward twice", "model.loss=chunked"),
+    ),
+    (
+        "model=smollm2_135m model.loss=liger evaluation.tasks=[a]",
+        *("model.loss=liger: liger-kernel returns no log-probabilities", "model.loss=chunked, or evaluation.tasks=[]"),
     ),
     (
         "model.loss=liger cluster.device=cpu",

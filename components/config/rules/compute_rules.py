@@ -17,7 +17,7 @@ from components.config.schema.model import (
     TeacherConfig,
 )
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, MeshShape, ParallelismConfig
-from components.config.schema.training import TrainingConfig
+from components.config.schema.training import TasksConfig, TrainingConfig
 from components.config.shape import ModelShape
 
 
@@ -97,7 +97,9 @@ def top_k_problem(top_k: int, vocabulary: int) -> str:
     )
 
 
-def loss_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, device: Device) -> list[str]:
+def loss_problems(
+    model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, device: Device, tasks: TasksConfig
+) -> list[str]:
     """Return the problems of liger-kernel's fused loss (model.loss=liger)."""
     if model.loss != LossMethod.liger:
         return []
@@ -115,6 +117,11 @@ def loss_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: Mesh
         problems.append(
             f"model.loss=liger: parallelism.pp_schedule={parallelism.pp_schedule} runs the backward twice, but "
             "liger-kernel supports it once; set model.loss=chunked"
+        )
+    if tasks.tasks:
+        problems.append(
+            "model.loss=liger: liger-kernel returns no log-probabilities of tokens, which "
+            f"evaluation.tasks={tasks.tasks} need; set model.loss=chunked, or evaluation.tasks=[]"
         )
     return problems
 

@@ -1,4 +1,4 @@
-"""Rules about best checkpoints, profiler traces, trackers, the evaluation of adapters, and their optimizer."""
+"""Rules about best checkpoints, profiler traces, trackers, tasks, the evaluation of adapters, and their optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from components.config.schema.logging import LoggingConfig, ProfileConfig, Wandb
 from components.config.schema.model import DType, ModelConfig
 from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig
 from components.config.schema.peft import PeftConfig
-from components.config.schema.training import EvaluationConfig, TrainingConfig
+from components.config.schema.training import EvaluationConfig, TasksConfig, TrainingConfig
 
 
 def best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> list[str]:
@@ -69,6 +69,16 @@ def tracker_problems(logging: LoggingConfig) -> list[str]:
         f"{setting}: {package} is not installed; run {install}, or set it to {disabled}"
         for setting, (package, install, disabled) in needed.items()
         if importlib.util.find_spec(package) is None
+    ]
+
+
+def harness_problems(tasks: TasksConfig) -> list[str]:
+    """Require lm-eval, which is optional, to be installed if there are tasks."""
+    if not tasks.tasks or importlib.util.find_spec("lm_eval") is not None:
+        return []
+    return [
+        f"evaluation.tasks={tasks.tasks}: lm-eval is not installed; run pip install 'meshbook[evaluation]', or set it "
+        "to []"
     ]
 
 

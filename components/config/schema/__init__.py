@@ -68,7 +68,13 @@ from components.config.schema.recipes import (
 )
 from components.config.schema.run import RunConfig
 from components.config.schema.slurm import ContainerConfig, ContainerRuntime, GpuRequest, Launcher, RequeueConfig
-from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
+from components.config.schema.training import (
+    EvaluationConfig,
+    GenerationConfig,
+    TasksConfig,
+    TrainedTasksConfig,
+    TrainingConfig,
+)
 
 __all__ = [
     "ActivationCheckpointing",
@@ -122,10 +128,12 @@ __all__ = [
     "SlurmClusterConfig",
     "StoreTeacherConfig",
     "Strategy",
+    "TasksConfig",
     "TeacherConfig",
     "TopKTeacherConfig",
     "TrackioConfig",
     "TrainConfig",
+    "TrainedTasksConfig",
     "TrainingConfig",
     "UnevenHeads",
     "WandbConfig",

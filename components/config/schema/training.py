@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
-from components.config.schema.checks import above, at_least, raise_all, within
+from components.config.schema.checks import above, at_least, field_values, raise_all, within
 
 
 class EvalWeights(StrEnum):
@@ -29,6 +29,8 @@ LONGEST_STEP = 31_536_000.0
 """Upper bound of step timeouts: a year, in seconds."""
 
 
+TASK_KEYS = ("task_path", "num_fewshot", "limit", "batch_size", "apply_chat_template", "every")
+"""Keys of `evaluation` that have no effect without tasks."""
 UNTIL = "until_step"
 """Key of a stage of a ramp: the last step of the stage."""
 
@@ -216,8 +218,63 @@ def _timeout_problems(section: str, seconds: float) -> list[str]:
 
 
 @dataclass(kw_only=True, slots=True)
-class EvaluationConfig:
-    """Checkpoint and sizes of `recipes/evaluate.py`."""
+class TasksConfig:
+    """Benchmark tasks of lm-eval (EleutherAI's evaluation harness, an optional package)."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Names of lm-eval's tasks, groups or tags, such as [hellaswag, arc_easy]; []: none. Needs the package lm-eval."""
+    task_path: str | None = None
+    """Folder with your own tasks as YAML files in lm-eval's format, also in subfolders; they override tasks of lm-eval
+    with the same name. null: none."""
+    num_fewshot: int | None = None
+    """Examples before each question, at least 0; null: the number that the task sets. As in lm-eval, a task that sets 0
+    keeps it."""
+    limit: float | None = None
+    """Use only the first documents of each task: their number, or a fraction below 1; null: all. For quick looks, not
+    for scores to report."""
+    batch_size: int | None = None
+    """Requests per forward pass of one process, at least 1; null: as many as fit into micro_batch_size x seq_len
+    tokens. Affects speed and memory, not results."""
+    apply_chat_template: bool = False
+    """Format the questions with the tokenizer's chat template."""
+
+    def task_problems(self) -> list[str]:
+        """Return the problems of these keys, for the `__post_init__` of subclasses."""
+        problems = [
+            *at_least("evaluation.num_fewshot", self.num_fewshot, 0),
+            *at_least("evaluation.batch_size", self.batch_size, 1),
+        ]
+        if self.limit is not None:
+            problems += above("evaluation.limit", self.limit, 0)
+            if self.limit > 1 and self.limit % 1:
+                problems.append(
+                    f"evaluation.limit={self.limit:g}: must be a whole number of documents, or a fraction below 1"
+                )
+        if len(set(self.tasks)) < len(self.tasks):
+            problems.append(f"evaluation.tasks={self.tasks}: must name each task once")
+        unused = {} if self.tasks else {name: value for name, value in field_values(self).items() if name in TASK_KEYS}
+        problems += [
+            f"evaluation.{name}={value}: has no effect without tasks; set evaluation.tasks"
+            for name, value in unused.items()
+            if value
+        ]
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainedTasksConfig(TasksConfig):
+    """Benchmark tasks of lm-eval (an optional package) that measure the model during training."""
+
+    every: int = 0
+    """Optimizer steps between evaluations of the tasks; 0: evaluate only at the end."""
+
+    def __post_init__(self) -> None:
+        raise_all([*at_least("evaluation.every", self.every, 0), *self.task_problems()])
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationConfig(TasksConfig):
+    """Checkpoint, sizes and benchmark tasks of `recipes/evaluate.py`."""
 
     checkpoint: str | None = None
     """Checkpoint (RUN_DIR/checkpoints/step_N) whose weights to evaluate, or a run directory: its newest complete
@@ -244,6 +301,7 @@ class EvaluationConfig:
                 *at_least("evaluation.micro_batch_size", self.micro_batch_size, 1),
                 *at_least("evaluation.seq_len", self.seq_len, 2),
                 *_timeout_problems("evaluation", self.step_timeout_seconds),
+                *self.task_problems(),
             ]
         )
 

@@ -1,0 +1,185 @@
+"""lm-eval's interface to a model, over a model that is sharded on a mesh. Imports lm-eval, which is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from components import distributed, models
+from components.config.errors import ConfigError
+from components.cpu_limit import running_template
+from components.models.generation import GenerationForward
+from components.training.samples import GenerationRun, gathered_weights
+from components.training.setup.prepared import Prepared
+from components.training.tasks.continuations import Continuation, RequestBatches, score_continuations
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLING_KEYS = ("do_sample", "temperature", "top_p", "top_k")
+LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+GENERATION_KEYS = frozenset(["until", *SAMPLING_KEYS, *LENGTH_KEYS])
+"""Keys of a task's generation_kwargs that `generate_until` supports."""
+
+
+class Stopped(Exception):
+    """A stop request ended the evaluation; raised on all ranks."""
+
+
+class MeshLM(TemplateLM):
+    """A model on any mesh, computed like held-out losses: without an export, and without logits of a whole batch.
+
+    Every rank passes all requests and gets all results. lm-eval sees one process; `score_continuations` divides the
+    requests over the data-parallel ranks. Results equal those of lm-eval's own Hugging Face backend in one process.
+    """
+
+    def __init__(
+        self,
+        model: Prepared,
+        tokenizer: PreTrainedTokenizerBase,
+        batches: RequestBatches,
+        max_length: int,
+        run: GenerationRun,
+    ) -> None:
+        """Wrap a model in evaluation mode.
+
+        Args:
+            max_length: Context length of the model in tokens.
+        """
+        super().__init__()
+        self.tokenizer = tokenizer
+        self._model, self._batches, self._run = model, batches, run
+        self._max_length = max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """Token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Context of texts without one."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer; part of lm-eval's interface for chat templates."""
+        return str(self.tokenizer.name_or_path)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text, with the tokenizer's special tokens unless the text begins with them."""
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **options))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as the tokenizer's chat template formats it."""
+        key = "evaluation.apply_chat_template=true"
+        try:
+            with running_template(key):
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        chat_history,
+                        tokenize=False,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=not add_generation_prompt,
+                    )
+                )
+        except TemplateError as error:
+            raise ConfigError(f"{key}: the chat template rejects a question: {error}; set it to false") from error
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether greedy decoding would produce it."""
+        scored: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return scored
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Return the log-probability of each text; one longer than the context is cut into windows."""
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            (text,) = request.args
+            pairs = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._max_length, 1)
+            for context, continuation in map(make_disjoint_window, pairs):
+                windows.append((("", text), context, continuation))
+                owners.append(index)
+        sums = [0.0] * len(requests)
+        for index, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[index] += log_prob
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the scores of requests (texts, tokens of the context, tokens of the continuation)."""
+        limit, cut, continuations = self._max_length + 1, 0, []
+        for (_, text), context, continuation in requests:
+            if not 0 < len(continuation) < limit:
+                raise ConfigError(
+                    f"evaluation.tasks: the continuation {text!r:.60} has {len(continuation)} tokens; it must have at "
+                    f"least 1, and at most the {self._max_length} of the model's context; change the task"
+                )
+            tokens = context + continuation
+            cut += len(tokens) > limit
+            continuations.append(Continuation(tuple(tokens[-limit:]), len(continuation)))
+        if cut:
+            self._run.print(f"tasks: {cut} requests are longer than the model's context and lose their beginning")
+        if not continuations:
+            return []
+        scores = score_continuations(self._model, continuations, self._batches, self._run.agreed_to_stop)
+        if scores is None:
+            raise Stopped
+        return scores
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Return the generated continuation of each context, up to a stop sequence. One request at a time."""
+        model, run = self._model, self._run
+        with (
+            gathered_weights(model, run),
+            distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward,
+        ):
+            return [self._generate(index, request, forward) for index, request in enumerate(requests)]
+
+    def _generate(self, index: int, request: Instance, forward: GenerationForward) -> str:
+        context, options = request.args
+        settings = normalize_gen_kwargs(options)
+        until = handle_stop_sequences(list(settings["until"]), self.tokenizer.decode(self.eot_token_id))
+        longest = settings["max_gen_toks"]
+        if longest >= self._max_length:
+            raise ConfigError(
+                f"evaluation.tasks: a task generates max_gen_toks={longest} tokens, which must be less than the "
+                f"{self._max_length} of the model's context; change the task"
+            )
+        sampling = models.Sampling(
+            temperature=settings.get("temperature", 0.0) if settings["do_sample"] else 0.0,
+            top_p=settings.get("top_p", 1.0),
+            top_k=settings.get("top_k", 0),
+        )
+        choose = partial(sampling.choose, prompt=index)
+        tokens = self.tok_encode(context)[-(self._max_length - longest) :]
+        stream = models.stream_tokens(
+            self._model.module, self.tokenizer, tokens, longest, choose, forward, self._run.agreed_to_stop
+        )
+        answer: list[int] = []
+        text = ""
+        for token in stream:
+            answer.append(token)
+            text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+            if any(stop and stop in text for stop in until):
+                break
+        if self._run.agreed_to_stop():
+            raise Stopped
+        return str(postprocess_generated_text(text, until, None))

@@ -1,0 +1,246 @@
+"""Benchmark tasks on every mesh against lm-eval's own Hugging Face backend, HFLM, in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install installs it")
+import lm_eval
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from components import data, distributed, models, training
+from components.checkpoint.random_state import random_state
+from components.config.schema import EvaluateConfig, EvaluationConfig, ParallelismConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import DType, LossMethod, ModelConfig
+from components.models.tokenizer import byte_tokenizer
+from components.parity.reference import compute_in_float64
+from components.training.tasks.harness import TaskScores
+from components.training.tasks.mesh_lm import MeshLM
+from tests.harness import run_ranks
+from tests.lm_eval_tasks import NAMES, write_tasks
+from tests.tiny_models import SIZES
+
+EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
+CONTEXT, DOCUMENTS = 64, 7
+TOLERANCE = {DType.float64: 1e-9, DType.float32: 1e-5}
+MESHES: dict[int, list[dict[str, Any]]] = {
+    1: [{"strategy": "single"}],
+    2: [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}],
+}
+if not EVERYTHING:
+    MESHES[2].remove({"dp_shard": 2})  # the recipe's test has it
+else:
+    MESHES[2] += [{"strategy": "ddp", "dp_replicate": 2}, {"tp": 2, "sequence_parallel": True}]
+    MESHES[4] = [
+        {"dp_shard": 2, "tp": 2, "sequence_parallel": True},
+        {"cp": 2, "tp": 2},
+        {"dp_shard": 2, "pp": 2},
+        {"dp_shard": 2, "cp": 2},
+        {"pp": 2, "tp": 2},
+        {"dp_replicate": 2, "dp_shard": 2},
+    ]
+CASES = [(world, DType.float64, LossMethod.chunked) for world in MESHES]
+if EVERYTHING:
+    CASES += [
+        (world, dtype, loss)
+        for world in MESHES
+        for dtype in TOLERANCE
+        for loss in (LossMethod.chunked, LossMethod.logits)
+        if (world, dtype, loss) not in CASES
+    ]
+
+
+class Recorder:
+    """The part of a run that tasks use."""
+
+    def __init__(self, cfg: EvaluateConfig, stops_after: int | None = None) -> None:
+        self.mesh, self.device = distributed.build_mesh(cfg.parallelism, "cpu"), torch.device("cpu")
+        self.resume_from, self.lines, self.scores, self.asked = None, [], TaskScores(), 0
+        self.stops_after = stops_after
+        rows, size = cfg.evaluation.micro_batch_size, self.mesh.size("dp")
+        padding = data.Padding.on(self.device, self.mesh.sequence_multiple, cfg.evaluation.seq_len)
+        self.plan = data.BatchPlan(
+            global_batch_size=rows * size,
+            micro_batch_size=rows,
+            dp_rank=self.mesh.rank("dp"),
+            dp_size=size,
+            padding=padding,
+        )
+
+    def status(self, activity: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def agreed_to_stop(self) -> bool:
+        self.asked += 1
+        return self.stops_after is not None and self.asked > self.stops_after
+
+    def print(self, *lines: str) -> None:
+        self.lines += lines
+
+    def report_tasks(self, scores: TaskScores) -> None:
+        self.scores = scores
+
+
+def config(folder: Path, dtype: DType, axes: dict[str, Any], loss: LossMethod, **evaluation: Any) -> EvaluateConfig:
+    return EvaluateConfig(
+        model=ModelConfig(
+            path=str(folder / "model"), tokenizer="bytes", dtype=dtype, compute_dtype=dtype, attention="sdpa", loss=loss
+        ),
+        data=DocsDataConfig(),
+        parallelism=ParallelismConfig(**{"dp_shard": 1, **axes}),
+        evaluation=EvaluationConfig(
+            tasks=NAMES, task_path=str(folder / "tasks"), seq_len=CONTEXT, micro_batch_size=3, **evaluation
+        ),
+    )
+
+
+def prepared(cfg: EvaluateConfig, run: Any) -> training.Prepared:
+    """Prepare the model, with float64 in the parts that compute in float32 whatever their input."""
+    model = models.build_on_meta(cfg.model)
+    if cfg.model.dtype == DType.float64:
+        compute_in_float64(model)
+    return training.prepare_built(model, models.read_anatomy(model), cfg, run)
+
+
+def lm_of(cfg: EvaluateConfig, run: Any, tokenizer: Any) -> MeshLM:
+    from components.training.tasks.harness import _sizes
+
+    model = prepared(cfg, run)
+    model.module.eval()
+    return MeshLM(model, tokenizer, *_sizes(cfg.evaluation, model, tokenizer, run), run)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that mostly prefers lower-case letters, and the tasks."""
+    folder = tmp_path_factory.mktemp("tasks")
+    torch.manual_seed(3)
+    sizes = {**SIZES, "vocab_size": SIZES["vocab_size"] - 1, "max_position_embeddings": CONTEXT}  # uneven shards
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + 0.1)
+        model.lm_head.weight[: ord("a")] *= 0.01
+        model.lm_head.weight[ord("z") + 1 :] *= 0.01
+    model.save_pretrained(folder / "model")
+    write_tasks(folder / "tasks", DOCUMENTS)
+    return folder
+
+
+def hflm(folder: Path, dtype: DType) -> HFLM:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
+    if dtype == DType.float64:
+        compute_in_float64(model)
+    return HFLM(pretrained=model.eval(), tokenizer=byte_tokenizer(),
+                batch_size=4)  # fmt: skip
+
+
+def requests_of(lm: HFLM) -> list[tuple[str, str]]:
+    """Contexts and continuations of many lengths: without a context, longer than the model's, and greedy ones."""
+    pairs = [("", "no context"), ("x" * 200, "y" * 30), ("space ", "at the end"), ("a", "b" * CONTEXT)]
+    pairs += [("word " * (index % 9) + "end", " next" * (index % 4 + 1)) for index in range(12)]
+    for index in range(5):
+        context = f"{'again ' * index}{index}"
+        tokens = lm.tokenizer.encode(context)
+        ids = lm.model.generate(torch.tensor([tokens]), max_new_tokens=3, do_sample=False)[0]
+        pairs.append((context, lm.tokenizer.decode(ids[len(tokens) :])))
+    return pairs
+
+
+def instances(pairs: list[tuple[str, ...]], kind: str = "loglikelihood") -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=pair, idx=0) for pair in pairs]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Callable[[DType], SimpleNamespace]:
+    """What HFLM returns, by dtype."""
+    found: dict[DType, SimpleNamespace] = {}
+
+    def of(dtype: DType) -> SimpleNamespace:
+        if dtype not in found:
+            lm = hflm(folder, dtype)
+            pairs = requests_of(lm)
+            manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+            results = lm_eval.simple_evaluate(lm, tasks=NAMES, num_fewshot=2, task_manager=manager, bootstrap_iters=0)
+            found[dtype] = SimpleNamespace(
+                pairs=pairs,
+                scores=lm.loglikelihood(instances(pairs)),
+                metrics={
+                    f"{task}/{key.removesuffix(',none')}": value
+                    for task, values in results["results"].items()
+                    for key, value in values.items()
+                    if isinstance(value, float) and key.endswith(",none")
+                },
+            )
+        return found[dtype]
+
+    return of
+
+
+@pytest.mark.parametrize(("world", "dtype", "loss"), CASES)
+def test_scores_equal_those_of_hflm(
+    world: int, dtype: DType, loss: LossMethod, folder: Path, expected: Callable[[DType], SimpleNamespace]
+) -> None:
+    reference, tolerance = expected(dtype), TOLERANCE[dtype]
+    flags = [greedy for _, greedy in reference.scores]
+    assert sum(flags) >= 3
+    assert not all(flags)
+    assert set(reference.metrics) == {
+        *("pick/acc", "pick/acc_norm", "last_word/acc", "texts/byte_perplexity", "answer/exact_match")
+    }
+
+    def body(rank: int) -> dict[str, float]:
+        tokenizer, worst = byte_tokenizer(), {}
+        tasks = training.load_tasks(config(folder, dtype, {}, loss, num_fewshot=2).evaluation, tokenizer)
+        for axes in MESHES[world]:
+            cfg = config(folder, dtype, axes, loss, num_fewshot=2)
+            run = Recorder(cfg)
+            lm = lm_of(cfg, run, tokenizer)
+            scores = lm.loglikelihood(instances(reference.pairs))
+            assert run.lines == ["tasks: 1 requests are longer than the model's context and lose their beginning"]
+            assert [greedy for _, greedy in scores] == flags, axes
+            worst[str(axes)] = max(
+                abs(mine / wanted - 1) for (mine, _), (wanted, _) in zip(scores, reference.scores, strict=True)
+            )
+            lm._model.module.train()
+            before = random_state()
+            tasks.evaluate(lm._model, run)
+            assert random_state() == before
+            assert lm._model.module.training
+            assert run.scores.metrics == pytest.approx(reference.metrics, rel=tolerance), axes
+            assert run.scores.documents == dict.fromkeys(NAMES, DOCUMENTS)
+        return worst
+
+    results = run_ranks(world, body, timeout=400)
+    assert all(result == results[0] for result in results)
+    print(world, dtype, loss, results[0])
+    assert max(results[0].values()) <= tolerance, results[0]
+
+
+def test_stop_request_ends_the_evaluation_without_scores(folder: Path) -> None:
+    def body(rank: int) -> list[int]:
+        tokenizer, cfg = byte_tokenizer(), config(folder, DType.float32, {"strategy": "single"}, LossMethod.logits)
+        tasks, asked = training.load_tasks(cfg.evaluation, tokenizer), []
+        for stops_after in (0, 2, 10):
+            run = Recorder(cfg, stops_after)
+            run.scores = TaskScores({"old": 1.0})
+            tasks.evaluate(prepared(cfg, run), run)
+            assert run.scores == TaskScores()
+            asked.append(run.asked)
+        return asked
+
+    assert run_ranks(1, body) == [[1, 3, 11]]

@@ -1,0 +1,69 @@
+"""Benchmark tasks in recipes: during training on two ranks, of the run's checkpoint, and some that cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.lm_eval_tasks import write_tasks
+from tests.recipes.launching import TWO, Bench
+
+pytest.importorskip("lm_eval.evaluator", reason="the extra `evaluation` is not installed; make install installs it")
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+SHORT = (
+    *("data=jsonl", "data.path=train.jsonl", "data.eval_path=train.jsonl", "generation.samples=0"),
+    *("logging.plot=false", "cluster.device=cpu", "run.dir=run"),
+)
+TASKS = ("evaluation.tasks=[pick,last_word]", "evaluation.task_path=tasks", "evaluation.limit=5")
+
+
+@pytest.fixture
+def bench(bench: Bench) -> Bench:
+    rows = [{"prompt": f"what is {number}?", "response": " one" * (1 + number % 3)} for number in range(8)]
+    (bench.folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_tasks(bench.folder / "tasks")
+    bench.recipe.write_text((RECIPES / "finetune.py").read_text())
+    return bench
+
+
+def test_tasks_are_logged_during_training_and_equal_those_of_the_checkpoint(bench: Bench) -> None:
+    training = ("training.max_steps=3", "training.global_batch_size=4", "training.seq_len=64", "optimizer.lr=1e-2")
+    every = ("evaluation.every=2", "training.eval_every=0", "optimizer.warmup_steps=0")
+    ended = bench.start(*SHORT, *TASKS, *training, *every, "parallelism=fsdp2", TWO, environment=OFFLINE).wait()
+    assert ended.status == 0, ended.errors
+    run = bench.folder / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = [{key: value for key, value in line.items() if key != "check"} for line in lines if "pick/acc" in line]
+    assert [line.pop("step") for line in scores] == [2, 3]
+    assert set(scores[0]) == {"pick/acc", "pick/acc_norm", "last_word/acc"}
+    result = json.loads((run / "result.json").read_text())
+    assert result["tasks"] == scores[-1]
+    assert "pick  acc 0." in ended.output
+    assert "over 5 documents" in ended.output
+    assert "it/s]" not in ended.errors
+
+    bench.recipe.write_text((RECIPES / "evaluate.py").read_text())
+    again = bench.start("run=run", *TASKS, *SHORT[3:5], "run.dir=evaluated", model="tiny", environment=OFFLINE).wait()
+    assert again.status == 0, again.errors
+    assert json.loads((bench.folder / "evaluated" / "result.json").read_text())["tasks"] == scores[-1]
+
+
+def test_task_without_its_data_ends_in_one_message(bench: Bench) -> None:
+    (bench.folder / "tasks" / "remote.yaml").write_text(
+        "task: remote\ndataset_path: nobody/absent\noutput_type: loglikelihood\ntest_split: test\n"
+        'doc_to_text: "a"\ndoc_to_target: "b"\n'
+    )
+    ended = bench.start(
+        *SHORT, "evaluation.tasks=[remote]", TASKS[1], "parallelism=ddp", TWO, environment=OFFLINE
+    ).wait()
+    assert ended.status == 2, ended.errors
+    message = (
+        "evaluation.tasks=['remote']: cannot be loaded (ConnectionError: Couldn't reach 'nobody/absent' on the Hub"
+    )
+    assert message in ended.errors.strip().splitlines()[-1]
+    assert "Traceback" not in ended.errors + ended.output
+    assert ended.errors.count("cannot be loaded") == 1
+    assert not (bench.folder / "run").exists()
