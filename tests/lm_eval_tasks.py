@@ -35,7 +35,7 @@ metric_list:
 """,
     "answer": """doc_to_text: "{{question}}"
 doc_to_target: "{{choices[0]}}"
-generation_kwargs: {until: ["q", "\\n"], do_sample: false, max_gen_toks: 6}
+generation_kwargs: {until: ["q", "\\n"], do_sample: false, max_gen_toks: 4}
 metric_list:
   - {metric: exact_match, aggregation: mean, higher_is_better: true}
 """,
