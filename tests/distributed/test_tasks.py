@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install installs it")
@@ -24,10 +25,12 @@ from components import data, distributed, models, training
 from components.checkpoint.random_state import random_state
 from components.config.errors import ConfigError
 from components.config.schema import EvaluateConfig, EvaluationConfig, ParallelismConfig
-from components.config.schema.data import DocsDataConfig
+from components.config.schema.data import IGNORED, DocsDataConfig
 from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.models.tokenizer import byte_tokenizer
 from components.parity.reference import compute_in_float64
+from components.training.objectives import Vocabulary
+from components.training.tasks.continuations import SignedLogProbability
 from components.training.tasks.harness import TaskScores
 from components.training.tasks.mesh_lm import MeshLM
 from tests.harness import run_ranks
@@ -262,3 +265,24 @@ def test_task_without_its_data_is_rejected_by_all_ranks_alike(tmp_path: Path) ->
     assert problem.startswith("evaluation.tasks=['lost']: cannot be loaded (FileNotFoundError: Unable to find")
     assert "absent.jsonl" in problem
     assert others == [problem]
+
+
+def test_values_of_a_sharded_vocabulary_equal_those_of_the_whole() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, 11, dtype=torch.float64)
+    logits[:10, [2, 7]] = 5.0  # two most likely tokens, on different ranks
+    targets = logits.argmax(1)
+    targets[5:10], targets[10:20] = 7, 3
+    targets[20] = IGNORED
+    scorer = SignedLogProbability()
+    whole, _ = scorer.of_chunk(logits, targets, Vocabulary(), per_token=True, with_gradient=False)
+    assert 5 <= int((whole < 0).sum()) < 20
+    assert {each >= 6 for each in targets[whole > 0].tolist()} == {True, False}  # of both shards
+
+    def body(rank: int) -> torch.Tensor:
+        shard = Vocabulary(dist.group.WORLD, first=6 * rank, largest_shard=6, size=11)
+        part = logits[:, :6] if rank == 0 else logits[:, 6:]
+        return scorer.of_chunk(part, targets, shard, per_token=True, with_gradient=False)[0]
+
+    for values in run_ranks(2, body):
+        torch.testing.assert_close(values, whole, rtol=1e-14, atol=0)
