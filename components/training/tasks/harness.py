@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import random
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -242,12 +243,16 @@ def _scores(results: Mapping[str, Any]) -> TaskScores:
 def _lm_eval_random_state() -> Iterator[None]:
     """Seed as lm-eval's own command does, without its progress bars; restore this rank's random state afterwards.
 
-    Tasks draw examples, and training must not depend on whether tasks were evaluated.
+    Tasks draw examples, and training must not depend on whether tasks were evaluated. Downloads have bars on terminals.
     """
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from lm_eval.api import task as module
 
     before, bar = random_state(), module.tqdm
     module.tqdm = partial(bar, disable=True)
+    hides_downloads = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if hides_downloads:
+        disable_progress_bars()
     random.seed(0)
     np.random.seed(FEWSHOT_SEED)
     torch.manual_seed(FEWSHOT_SEED)
@@ -255,4 +260,6 @@ def _lm_eval_random_state() -> Iterator[None]:
         yield
     finally:
         module.tqdm = bar
+        if hides_downloads:
+            enable_progress_bars()
         set_random_state(before)
