@@ -29,14 +29,16 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def finish_axes(axes: Axes, *, xlabel: str = STEP, ylabel: str = LOSS, small_legend: bool = False) -> None:
+def finish_axes(
+    axes: Axes, *, xlabel: str = STEP, ylabel: str = LOSS, small_legend: bool = False, legend: bool = True
+) -> None:
     """Add labels, a grid and a legend to axes whose x values are whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
-    if axes.lines:
+    if axes.lines and legend:
         axes.legend(fontsize="small" if small_legend else None)
 
 

@@ -1,4 +1,4 @@
-"""Report the state of a sweep as a table, printed and written to SWEEP_DIR/report.md, report.csv and report.png.
+"""Report the state of a sweep as a table, printed and written to SWEEP_DIR/report.md and report.csv, and as plots.
 
 python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP                      # the current state
 python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --watch              # update until every point has ended

@@ -34,6 +34,11 @@ def jobs_by_id(ids: Iterable[str]) -> dict[str, Job]:
     return jobs
 
 
+def stop(job: str) -> bool:
+    """Cancel a job, and return whether its scheduler accepted the request. See `Backend.stop`."""
+    return any(backend.stop(job) for backend in _backends() if backend.stop_command(job) is not None)
+
+
 def stop_command(job: str) -> str | None:
     """Return the shell command that cancels a job; None if the id belongs to no backend."""
     commands = (backend.stop_command(job) for backend in _backends())

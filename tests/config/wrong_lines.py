@@ -599,7 +599,12 @@ SWEEPS = [
         "-m optimizer.lr=uniform(1,2) sweep.trials=3 sweep.draws=4",
         "sweep.trials=3: the study chooses the points; remove sweep.draws=4, or sweep.trials",
     ),
-    ("-m optimizer.lr=-1,-2 run.seed=1,2 sweep.trials=3", "optimizer.lr=-1.0: must be greater than 0"),
+    ("-m optimizer.lr=-1 run.seed=1,2,3 sweep.trials=3", "optimizer.lr=-1.0: must be greater than 0"),
+    ("-m run.seed=1,2 sweep.early_stop=worst", "sweep.early_stop=worst: must be one of median"),
+    (
+        "-m run.seed=1,2 sweep.early_stop=median training.max_steps=20 training.eval_every=20",
+        "training.eval_every=20: sweep.early_stop=median compares eval_loss during the runs; set it to a number",
+    ),
     ("-m run.seed=1,2 sweep.parallel=0", "sweep.parallel=0: must be at least 1"),
     (
         "-m run.seed=1,2 sweep.parallel=99 cluster=local_2proc",

@@ -129,3 +129,36 @@ end(status=stop[0], signals=len(stop))
     assert [each["signals"] for each in results] == [1, 1]
     assert "sweep.parallel=2" in next(line for line in done.output.splitlines() if "continue it: " in line)
     bench.assert_no_process_left()
+
+
+def test_losing_point_is_stopped_early_and_a_row_of_the_table(bench: Bench) -> None:
+    """The held-out loss is lr, and the median of the first four points 2.5: the point of 9 stops, that of 0.5 not."""
+    bench.write(
+        LOSS
+        + """
+from components.config.metrics_log import MetricsLog
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append("preempted"))
+MetricsLog(RUN).append({"step": 20, "eval_loss": lr})
+if number >= 4:
+    seconds = time.monotonic() + (2.5 if lr < 1 else 200)
+    while not stop and time.monotonic() < seconds:
+        time.sleep(0.02)
+if not stop:
+    MetricsLog(RUN).append({"step": 40, "eval_loss": lr})
+end(status=stop[0] if stop else "ok", eval_loss=lr)
+"""
+    )
+    command = ("-m", "run.dir=mine", "cluster.procs_per_node=1", "optimizer.lr=1,2,3,4,0.5,9", "sweep.parallel=2")
+    done = bench.run(*command, "sweep.early_stop=median")
+    assert done.status == 0, done.output + done.errors
+    assert states(bench.folder / "mine") == {
+        **dict.fromkeys(("0_1", "1_2", "2_3", "3_4", "4_0.5"), "ok"),
+        "5_9": "stopped early",
+    }
+    reason = "eval_loss is 9 at best up to step 20; the median of "
+    assert column(bench, "reason")[5].startswith(reason)
+    assert f"5_9: stopped early: {reason}" in done.output
+    assert column(bench, "eval_loss")[5] == "9.0"
+    assert report(bench.folder / "mine", "--retry", cwd=bench.folder).status == 0
+    assert started(bench).count(5) == 1

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.cluster import until
 from tests.slurm.login import CPU, PROJECT, QUICK, Login
 
@@ -51,6 +53,46 @@ def test_sweep_reports_ok_invalid_and_oom_jobs_and_retries_one(login: Login) -> 
     assert "4_fsdp2_cp2" in retried.stdout, retried.stderr
     until(lambda: _states(sweep, report(login, sweep).stdout)["4_fsdp2_cp2"] == "ok", str)
     assert _states(sweep)["3_tp3"] == "invalid"
+
+
+STUDY_MAIN = """
+    import signal, time
+    from components.config.metrics_log import MetricsLog
+    number, stops = int(HERE.name.split("_")[0]), []
+    signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
+    score = [1.0, 2.0, 3.0, 4.0, 9.0, 0.5][number]
+    MetricsLog(HERE).append({"step": 1, "score": score})
+    while not stops and (number == 4 or not Path("release").exists()):
+        time.sleep(0.1)
+    if not stops:
+        MetricsLog(HERE).append({"step": 2, "score": score})
+    values = {"status": "preempted" if stops else "ok", "score": score}
+    (HERE / "result.json").write_text(json.dumps(values))
+"""
+
+
+def test_study_limits_its_jobs_stops_a_loser_and_continues_after_a_kill(login: Login) -> None:
+    """The study is killed while its first two jobs run, which continue; the fifth job only ends if it is stopped."""
+    pytest.importorskip("optuna", reason="needs the extra `optuna`")
+    recipe, before = login.write_recipe(STUDY_MAIN), login.jobs_ever()
+    command = (
+        *("-m", "optimizer.lr=loguniform(1e-5,1e-1)", "sweep.trials=6", "sweep.parallel=2", "sweep.metric=score"),
+        *("sweep.goal=min", "sweep.early_stop=median", "cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK),
+        "run.dir=study",
+    )
+    environment = login.cluster.environment | {"CUDA_VISIBLE_DEVICES": ""}
+    study = subprocess.Popen([sys.executable, str(recipe), *command], cwd=login.folder, env=environment)
+    sweep = login.folder / "study"
+    until(lambda: len(list(sweep.glob("[01]_*/metrics.jsonl"))) == 2, str)
+    study.kill()
+    study.wait()
+    assert len(login.jobs_ever() - before) == 2
+    (login.folder / "release").touch()
+    done = login.run(*command, recipe=recipe)
+    assert list(_states(sweep).values()) == ["ok"] * 5 + ["stopped early"], done.output
+    assert done.status == 0, done.errors
+    assert "stopped early: score is 9 at best up to step 1; the median of 4 points there is 2.5" in done.output
+    assert len(login.jobs_ever() - before) == 6
 
 
 def _states(sweep: Path, _: str = "") -> dict[str, str]:

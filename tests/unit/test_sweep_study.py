@@ -1,10 +1,13 @@
-"""The Optuna study of a sweep without runs, and the shares of the machine of parallel points."""
+"""The Optuna study of a sweep without runs, early stops, plots, and the shares of the machine of parallel points."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +16,14 @@ pytest.importorskip("optuna", reason="needs the extra `optuna`")
 from components.config.compose.sweep import SweepRequest, expand_sweep
 from components.config.compose.sweep_keys import Goal
 from components.config.errors import ConfigError
+from components.config.metrics_log import MetricsLog
 from components.config.schema import FinetuneConfig
 from components.launch.sweep import shares
-from components.launch.sweep.plan import Point, StudyPlan
-from components.launch.sweep.point_rows import STOPPED_EARLY, SweepRow
+from components.launch.sweep.early_stop import losing
+from components.launch.sweep.plan import Point, PointRecord, StudyPlan, Sweep, write_record
+from components.launch.sweep.plots import Scale
+from components.launch.sweep.point_rows import STOPPED_EARLY, SweepRow, read_points
+from components.launch.sweep.report import report_now
 from components.launch.sweep.study import JOURNAL, PointStudy, dimensions_of, space_of
 
 COMMAND = ("model=tiny", "optimizer.lr=loguniform(1e-5,1e-1)", "training.global_batch_size=8,16", "sweep.trials=12")
@@ -103,6 +110,11 @@ def test_states_of_points_become_those_of_trials(monkeypatch: pytest.MonkeyPatch
         *("COMPLETE", "FAIL", "FAIL", "FAIL", "PRUNED", "RUNNING", "RUNNING", "RUNNING", "FAIL"),
     ]
     assert found[4].intermediate_values == {1: 5.0}
+    for number in (0, 3, 4):  # retried
+        finish(study, number)
+    assert [trial.state.name for trial in study._study.trials[9:]] == ["COMPLETE", "COMPLETE"]
+    assert [trial.params for trial in study._study.trials[9:]] == [found[3].params, found[4].params]
+    assert len(opened(tmp_path, expanded(monkeypatch, *COMMAND)).values) == 9
 
 
 def test_damaged_journal_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,8 +128,33 @@ def test_damaged_journal_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_missing_optuna_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"sweep.trials=12: optuna is not installed; run pip install 'meshbook"):
+    with pytest.raises(ConfigError) as caught:
         expanded(monkeypatch, *COMMAND)
+    (problem,) = caught.value.problems
+    assert problem.startswith("sweep.trials=12: optuna is not installed; run pip install 'meshbook[optuna]', or set ")
+
+
+CURVES = [{1: 5.0, 2: value, 4: value - 1} for value in (1.0, 2.0, 3.0, 4.0)]  # the median at step 2 is 2.5
+
+
+@pytest.mark.parametrize(
+    ("curve", "ended", "reason"),
+    [
+        ({}, 4, ""),
+        ({1: 5.0, 2: 2.4}, 4, ""),
+        ({1: 5.0, 2: 2.5}, 4, ""),
+        ({1: 5.0, 2: 2.6}, 4, "eval_loss is 2.6 at best up to step 2; the median of 4 points there is 2.5"),
+        ({1: 5.0, 2: 2.6}, 3, ""),  # too few to compare with
+        ({1: 2.0, 2: 9.9}, 4, ""),  # the best value counts
+        ({3: 9.0}, 4, ""),  # no point has evaluated at this step
+        ({2: math.nan}, 4, "eval_loss is nan at step 2"),
+        ({1: 5.0, 2: 4.0, 4: 4.0}, 4, ""),  # the last step
+    ],
+)
+def test_median_rule(curve: dict[int, float], ended: int, reason: str) -> None:
+    assert losing(curve, CURVES[:ended], "eval_loss", Goal.min) == reason
+    mirrored = [{step: -value for step, value in each.items()} for each in (curve, *CURVES[:ended])]
+    assert bool(losing(mirrored[0], mirrored[1:], "score", Goal.max)) is bool(reason)
 
 
 @pytest.mark.parametrize(
@@ -155,3 +192,64 @@ def test_gpus_must_be_divisible_between_points(monkeypatch: pytest.MonkeyPatch) 
         "sweep.parallel=4: the points share 6 visible GPUs, which must be divisible by it; set it to one of 1, 2, 3, "
         "6, or change CUDA_VISIBLE_DEVICES"
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "heights"),
+    [
+        (["1e-05", "0.001", "0.1"], Scale([1e-05, 0.001, 0.1], [], True), [0.0, 0.5, 1.0]),
+        (["0", "5", "10"], Scale([0.0, 5.0, 10.0], [], False), [0.0, 0.5, 1.0]),
+        (["ddp", "3", "ddp"], Scale([0.0, 1.0, 0.0], ["ddp", "3"], False), [0.0, 1.0, 0.0]),
+        (["nan", "$x"], Scale([0.0, 1.0], ["nan", r"\$x"], False), [0.0, 1.0]),
+        ([2.5, 2.5], Scale([2.5, 2.5], [], False), [0.5, 0.5]),
+    ],
+)
+def test_scale_of_values(values: list[str | float], scale: Scale, heights: list[float]) -> None:
+    assert Scale.of(values) == scale
+    assert scale.heights() == pytest.approx(heights)
+
+
+def test_plots_of_a_sweep_are_written_next_to_its_table(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
+    points = [
+        Point(number, str(number), {"optimizer.lr": f"1e-{number}", "a": "bc"[number % 2]}, []) for number in range(4)
+    ]
+    keys, plan = ["optimizer.lr", "a"], StudyPlan(4, 0, {}, [])
+    sweep = Sweep(tmp_path, "id", "finetune", Path("/r.py"), Path("/"), "r.py", [], keys, points, study=plan)
+    sweep.write()
+    written = []
+    for number, status in enumerate(("ok", "preempted", "failed", "ok")):
+        run_dir = sweep.run_dir(points[number])
+        run_dir.mkdir()
+        for step in (0, 10, 20):
+            MetricsLog(run_dir).append({"step": step, "eval_loss": 5.0 - number})
+        result = {"status": status, "eval_loss": 5.0 - number, "tokens_per_second": 1.0}
+        (run_dir / "result.json").write_text(json.dumps(result))
+        write_record(sweep, points[number], PointRecord(0.0, 0, stopped_early="loses" if number == 1 else ""))
+        report_now(sweep)
+        written.append((tmp_path / "sweep.png").exists())
+    assert written == [False, True, True, True]  # two points are needed
+    assert [row.state for row in read_points(sweep)] == ["ok", STOPPED_EARLY, "failed", "ok"]
+    image = matplotlib_image(tmp_path / "sweep.png")
+    assert image.shape[:2] == (960, 1800)
+    red = (abs(image[..., :3] - [0.839, 0.153, 0.157]) < 0.02).all(-1)
+    assert red[:480].any()
+    assert red[480:].any()  # the best point is red in the upper panels and below
+
+
+def test_sweep_judged_by_speed_has_no_plot_of_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [Point(number, str(number), {"parallelism": "ddp"}, []) for number in range(2)]
+    sweep = Sweep(tmp_path, "id", "finetune", Path("/r.py"), Path("/"), "r.py", [], ["parallelism"], points)
+    sweep.write()
+    report_now(sweep)
+    assert not (tmp_path / "sweep.png").exists()
+    assert "sweep.png" not in capsys.readouterr().out
+    report_now(replace(sweep, metric="score"))
+    assert "no sweep.png: fewer than two points have a score" in capsys.readouterr().out
+
+
+def matplotlib_image(file: Path) -> Any:
+    """Return the pixels of a PNG, (height, width, channels) in [0, 1]."""
+    from matplotlib.image import imread
+
+    return imread(file)

@@ -96,7 +96,7 @@ def expand_sweep(
     """
     arguments, problems = read_arguments(schema)
     keys, key_problems = read_sweep_keys(arguments.sweep)
-    listed = list_values(arguments.overrides, keys)
+    listed = list_values(arguments.overrides, keys, only_ends=bool(key_problems))
     arguments.overrides = listed.overrides
     problems += key_problems + listed.problems
     try:

@@ -31,6 +31,12 @@ class Goal(StrEnum):
     max = "max"
 
 
+class EarlyStop(StrEnum):
+    """Rules that stop losing points."""
+
+    median = "median"
+
+
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
     """How the points of a sweep are chosen and judged."""
@@ -52,6 +58,9 @@ class SweepConfig:
     """Points that run at the same time, at least 1. On this machine they share its CPU cores and GPUs, whose number
     must be divisible by it; on a cluster it is the number of unfinished jobs. null: 1, but without a study all jobs
     of a cluster are submitted at once."""
+    early_stop: EarlyStop | None = None
+    """median: stop a point whose best value of sweep.metric is worse than the median of the ended points at the same
+    step, once 4 have ended (Optuna's MedianPruner). It saves a checkpoint. null: never."""
 
     def __post_init__(self) -> None:
         raise_all(

@@ -48,10 +48,15 @@ class ListedValues:
     problems: list[str] = field(default_factory=list)
 
 
-def list_values(overrides: Iterable[str], keys: SweepConfig) -> ListedValues:
+def list_values(overrides: Iterable[str], keys: SweepConfig, *, only_ends: bool = False) -> ListedValues:
     """Replace these functions by the lists of their values.
 
     Random values depend only on sweep.seed and the key, so that sweeping another key too does not change them.
+
+    Args:
+        overrides: The overrides of the command line.
+        keys: Keys of the sweep.
+        only_ends: List the ends of ranges, as for a study, since the keys of the sweep were rejected.
     """
     listed = ListedValues()
     for override in overrides:
@@ -65,7 +70,7 @@ def list_values(overrides: Iterable[str], keys: SweepConfig) -> ListedValues:
             listed.problems.append(problem)
         elif name in SPACED:
             listed.overrides.append(f"{key}={','.join(_spaced(name, *arguments))}")
-        elif keys.trials is not None:
+        elif keys.trials is not None or only_ends:
             listed.overrides.append(f"{key}={','.join(arguments)}")
             low, high = map(float, arguments)
             listed.ranges[listed.overrides[-1]] = Range(low, high, log=name == "loguniform")

@@ -26,6 +26,7 @@ from components.launch.open_run import directory_problems
 from components.launch.run_checks import MESH_KEYS, affects, problems_before_start
 from components.launch.run_directory.filesystem import check_writable, reported_by_path
 from components.launch.sweep.criterion import choose_criterion, missing_metric
+from components.launch.sweep.early_stop import early_stop_problems, read_curve
 from components.launch.sweep.plan import (
     PLAN,
     Point,
@@ -55,7 +56,8 @@ def run_sweep(recipe: Recipe) -> int:
     for problems shared by all points, before anything is written.
     """
     reject_swept_run(recipe.schema)
-    parallel = read_sweep_keys(each for each in sys.argv[1:] if is_sweep_key(each))[0].parallel or 1
+    keys = read_sweep_keys(each for each in sys.argv[1:] if is_sweep_key(each))[0]
+    parallel = keys.parallel or 1
 
     def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:
         processes = _processes(cfg, parallel)
@@ -65,7 +67,8 @@ def run_sweep(recipe: Recipe) -> int:
         )
         # quick: without querying the cluster, which the launcher of each point does
         backend_problems, _ = backend.validate(cfg, processes, rejected, quick=True)
-        return shared + backend_problems + problems_before_start(cfg, processes, rejected)
+        watched = early_stop_problems(cfg, keys.metric, keys.early_stop)
+        return shared + watched + backend_problems + problems_before_start(cfg, processes, rejected)
 
     request = _expand(recipe, check)
     if request.shown:
@@ -109,6 +112,7 @@ def _new_sweep(recipe: Recipe, request: SweepRequest, given: str | None) -> Swee
         goal=request.keys.direction,
         study=_study_plan(request),
         parallel=request.keys.parallel,
+        early_stop=request.keys.early_stop,
     )
 
 
@@ -139,7 +143,8 @@ def _stored_study(recipe: Recipe, request: SweepRequest, given: str | None) -> S
             f"run.dir={given}: holds a study whose command differs in {', '.join(different)}; give the same "
             f"({stored.command}), or choose another run.dir"
         )
-    return replace(stored, study=plan, folder=Path.cwd(), parallel=request.keys.parallel)
+    keys = request.keys
+    return replace(stored, study=plan, folder=Path.cwd(), parallel=keys.parallel, early_stop=keys.early_stop)
 
 
 def _run_study(sweep: Sweep, plan: StudyPlan, request: SweepRequest, check: Check) -> int:
@@ -154,7 +159,7 @@ def _run_study(sweep: Sweep, plan: StudyPlan, request: SweepRequest, check: Chec
         for values in study.values[len(sweep.points) :]:  # chosen by a sweep that was killed before it recorded them
             sweep.points.append(_chosen_point(sweep, request, values, check))
         for row in read_points(sweep, [sweep.points[number] for number in study.unfinished()]):
-            study.record(row, sweep.metric, {})
+            study.record(row, sweep.metric, read_curve(sweep, row.point))
         done = len(study.values) - len(study.unfinished())
         text = f", {done} of which have ended" if done else ""
         print_text(f"study {sweep.directory}: {plan.trials} points{text}", flush=True)

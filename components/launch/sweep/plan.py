@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from components.config.compose.sweep_keys import EVAL_LOSS, Goal
+from components.config.compose.sweep_keys import EVAL_LOSS, EarlyStop, Goal
 from components.config.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_write_json, read_json, take_lock
 
@@ -91,11 +91,13 @@ class Sweep:
     """Plan of the study; None if all points are given. `points` are then those that it has chosen so far."""
     parallel: int | None = None
     """sweep.parallel."""
+    early_stop: EarlyStop | None = None
+    """sweep.early_stop."""
 
     @property
     def waits_for_jobs(self) -> bool:
         """Whether the sweep waits for the jobs of its points, instead of submitting all of them and ending."""
-        return self.study is not None or self.parallel is not None
+        return self.study is not None or self.parallel is not None or self.early_stop is not None
 
     def run_dir(self, point: Point) -> Path:
         """Run directory of a point."""
@@ -121,6 +123,7 @@ def read_sweep(directory: Path) -> Sweep:
         plan["points"] = [Point(**_select_fields(Point, entry)) for entry in plan["points"]]
         plan |= {"file": Path(plan["file"]), "folder": Path(plan["folder"])}
         plan["goal"] = Goal(plan.get("goal", Goal.min))
+        plan["early_stop"] = EarlyStop(plan["early_stop"]) if plan.get("early_stop") else None
         plan["study"] = StudyPlan(**plan["study"]) if plan.get("study") else None
         return Sweep(directory=folder, **_select_fields(Sweep, plan))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -143,6 +146,8 @@ class PointRecord:
     """Last lines of its output."""
     killed_for_memory: bool = False
     """Whether the kernel's OOM killer ended a process in that time."""
+    stopped_early: str = ""
+    """Why the sweep has requested its stop (sweep.early_stop); empty: it has not."""
 
 
 def write_record(sweep: Sweep, point: Point, record: PointRecord) -> None:

@@ -59,6 +59,12 @@ class PointProcess:
             self._conclude()
         return True
 
+    def stop_early(self, reason: str) -> None:
+        """Record the reason, and request the ordinary stop, which saves a checkpoint."""
+        self.record = replace(self.record, stopped_early=reason)
+        write_record(self._sweep, self._point, self.record)
+        self.send(signal.SIGTERM)
+
     def send(self, number: int) -> None:
         """Send a signal to the launcher, whose backend stops its ranks or job."""
         self._process.send_signal(number)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import describe_processes
-from components.launch.clusters import job_of, jobs_by_id
+from components.launch.clusters import job_of, jobs_by_id, stop
+from components.launch.sweep.early_stop import MedianRule, read_curve
 from components.launch.sweep.plan import PLAN, Point, PointRecord, Sweep, is_running, locked, read_record, write_record
 from components.launch.sweep.point_process import PointProcess
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STATES, SweepRow, read_points
@@ -28,6 +29,8 @@ from components.terminal import print_text
 
 POLL = 0.05
 """Polling interval for the running points, in seconds."""
+LOOK_EVERY = 1.0
+"""Interval in seconds at which the metrics of running points are read, with sweep.early_stop."""
 POLL_JOBS = 5.0
 """Polling interval for submitted jobs, in seconds."""
 MAX_INTERRUPTS = 2
@@ -129,11 +132,14 @@ class PointLoop:
     def __init__(self, sweep: Sweep, points: Iterator[Point], total: int, study: PointStudy | None) -> None:
         self._sweep, self._points, self._study = sweep, points, study
         self._total, self._started = total, 0
-        self._parallel = sweep.parallel or 1
+        self._parallel = sweep.parallel or (total if _all_at_once(sweep) else 1)
         self._free = deque(range(self._parallel))
         self._active: list[_Active] = []
         self._stops: list[int] = []
-        self._next_query = 0.0
+        self._next_query = self._next_look = 0.0
+        self._rule = None if sweep.early_stop is None else MedianRule(sweep)
+        self._losers: set[int] = set()
+        """Numbers of the points whose stop was requested."""
 
     def run(self) -> list[int]:
         """Run all points, and return the signals that stopped the sweep."""
@@ -144,6 +150,7 @@ class PointLoop:
                     self._collect()
                     if not self._stops:
                         self._start_points()
+                        self._stop_losers()
                     if not any(each.process for each in self._active) and (self._stops or not self._active):
                         break
                     time.sleep(POLL)
@@ -195,17 +202,40 @@ class PointLoop:
             if row.state not in ALIVE:
                 self._end(each, row)
 
+    def _stop_losers(self) -> None:
+        """Request the stop of the points that lose against those that have ended."""
+        if self._rule is None or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_EVERY
+        for each in self._active:
+            if each.point.number in self._losers or not (reason := self._rule.reason(each.point)):
+                continue
+            self._losers.add(each.point.number)
+            if each.process is not None:
+                each.process.stop_early(reason)
+            elif (job := job_of(self._sweep.run_dir(each.point))) is not None:
+                record = read_record(self._sweep, each.point) or PointRecord(time.time(), status=0)
+                write_record(self._sweep, each.point, replace(record, stopped_early=reason))
+                stop(job)
+
     def _end(self, active: _Active, row: SweepRow) -> None:
         self._active.remove(active)
         self._free.append(active.slot)
         if self._study is not None:
-            self._study.record(row, self._sweep.metric, {})
+            self._study.record(row, self._sweep.metric, read_curve(self._sweep, row.point))
+        if self._rule is not None:
+            self._rule.add(row)
         print_text(f"{row.point.name}: " if self._parallel > 1 else "", _end_line(row), sep="", flush=True)
 
     @property
     def _line_end(self) -> str:
         """End of the line of a point that was started; a single point ends it later with its result."""
         return "... " if self._parallel == 1 else "started\n"
+
+
+def _all_at_once(sweep: Sweep) -> bool:
+    """Return whether all points are submitted at once and then watched: those of a cluster, if it is no study."""
+    return sweep.waits_for_jobs and sweep.study is None and not any(point.runs_here for point in sweep.points)
 
 
 def _adopt_job(sweep: Sweep, point: Point) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from components.config.compose.sources import CONF
 from components.config.metrics_log import MetricsLog
 from components.console import PlainConsole
 from components.figures import MISSING, finish_axes, has_matplotlib, new_figure, save_figure
+from components.launch.sweep.criterion import SPEED, is_given
 from components.launch.sweep.plan import Sweep, is_running
+from components.launch.sweep.plots import plot_sweep
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, SweepRow
 from components.launch.sweep.table import SweepReport, print_table, read_report, to_csv, to_markdown
 from components.protocol.run_files import atomic_write
@@ -24,7 +27,7 @@ WIDTH = 200
 
 
 def report_now(sweep: Sweep) -> int:
-    """Print the table, write report.md, report.csv and report.png, and return the exit status.
+    """Print the table, write report.md, report.csv and the plots, and return the exit status.
 
     The status is also 1 if the report cannot be written.
     """
@@ -32,7 +35,7 @@ def report_now(sweep: Sweep) -> int:
     console = _console()
     print_table(report, console)
     status = exit_status(report)
-    if why_not := _plot(report):
+    for why_not in _plot(report):
         print_text(why_not)
     try:
         for name, text in (("report.md", to_markdown(report)), ("report.csv", to_csv(report))):
@@ -75,21 +78,29 @@ def exit_status(report: SweepReport) -> int:
     return int(bad or bool(report.problem))
 
 
-def _plot(report: SweepReport) -> str | None:
-    """Write report.png; return the reason if it was not written."""
-    try:
-        return _plot_to(report, report.sweep.directory / "report.png")
-    except (MemoryError, OSError, ImportError) as error:  # a failed plot must not cost the table
-        return f"no report.png: {type(error).__name__}: {error}"
+def _plot(report: SweepReport) -> list[str]:
+    """Write report.png, and sweep.png unless the points are compared by speed; return why one was not written."""
+    plots: dict[str, Callable[[SweepReport, Path], str | None]] = {"report.png": _plot_to}
+    if is_given(report.sweep) or report.criterion not in (None, SPEED):
+        plots["sweep.png"] = plot_sweep
+    reasons: dict[str, str] = {}
+    for name, plot in plots.items():
+        try:
+            why_not = plot(report, report.sweep.directory / name)
+        except (MemoryError, OSError, ImportError) as error:  # a failed plot must not cost the table
+            why_not = f"{type(error).__name__}: {error}"
+        if why_not is not None:
+            reasons[name] = why_not
+    return [f"no {name}: {why_not}" for name, why_not in reasons.items()]
 
 
 def _plot_to(report: SweepReport, file: Path) -> str | None:
     """Plot throughput and loss curves to a PNG; return the reason if there is nothing to plot."""
     if not has_matplotlib():
-        return f"no report.png: {MISSING}"
+        return MISSING
     rows = [row for row in report.rows if row.tokens_per_second]
     if not rows:
-        return "no report.png: no point has measured its throughput"
+        return "no point has measured its throughput"
     figure = new_figure(11, 1.5 + 0.4 * max(len(rows), 6))
     speeds, curves = figure.subplots(1, 2)
     names = [f"{row.point.name}\n{row.mesh}" if row.mesh != "1" else row.point.name for row in rows]

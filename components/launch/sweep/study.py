@@ -74,19 +74,19 @@ class PointStudy:
     def record(self, row: SweepRow, metric: str, curve: Mapping[int, float]) -> None:
         """Record the result of a point, unless it has not ended.
 
-        A point without a finite value of the metric counts as failed. If a retry of it succeeds, its result becomes a
-        trial of its own, since those of a journal are final.
+        A point without a finite value of the metric counts as failed. If a retry of it, or of a point that was stopped
+        early, succeeds, its result becomes a trial of its own, since those of a journal are final.
 
         Args:
             row: The point.
             metric: The metric by which the study judges.
-            curve: Step -> value of the metric, if the point was stopped early.
+            curve: Step -> value of the metric; recorded if the point was stopped early.
         """
         from optuna.trial import Trial, TrialState, create_trial
 
         trial, value = self._trial(row.point.number), row.number(metric) if row.state == "ok" else None
         if trial.state.is_finished():
-            if trial.state == TrialState.FAIL and value is not None:
+            if trial.state != TrialState.COMPLETE and value is not None:
                 self._study.add_trial(create_trial(params=trial.params, distributions=trial.distributions, value=value))
         elif row.state == STOPPED_EARLY:
             for step, reached in curve.items():
@@ -121,16 +121,6 @@ class PointStudy:
             else:
                 self._study.tell(trial.number, state=TrialState.FAIL)
         return False
-
-
-def metric_curve(lines: Sequence[Mapping[str, object]], metric: str) -> dict[int, float]:
-    """Return the values of a metric by step, from the lines of metrics.jsonl, without those before the first step."""
-    curve = {}
-    for line in lines:
-        step, value = line["step"], line.get(metric)
-        if isinstance(step, int) and isinstance(value, int | float) and step > 0:
-            curve[step] = float(value)
-    return curve
 
 
 def space_of(dimensions: Sequence[Dimension]) -> dict[str, Any]:
