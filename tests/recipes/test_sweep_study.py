@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
-from tests.recipes.launching import Bench
-from tests.recipes.test_sweep import report, states
+from tests.recipes.launching import Bench, until
+from tests.recipes.test_sweep import ROOT, report, states
 
 optuna = pytest.importorskip("optuna", reason="needs the extra `optuna`")
 from optuna.storages import JournalStorage  # noqa: E402
@@ -162,3 +162,29 @@ end(status=stop[0] if stop else "ok", eval_loss=lr)
     assert column(bench, "eval_loss")[5] == "9.0"
     assert report(bench.folder / "mine", "--retry", cwd=bench.folder).status == 0
     assert started(bench).count(5) == 1
+
+
+@pytest.mark.skipif(os.environ.get("MESHBOOK_TORTURE") != "1", reason="trains 20 models: make torture")
+def test_study_of_20_trained_points_is_killed_half_way(bench: Bench) -> None:
+    """Two points at a time; no finished point starts again, and the 10 chosen points beat the 10 random ones."""
+    bench.recipe.write_text((ROOT / "recipes" / "finetune.py").read_text())
+    command = (
+        *("-m", "optimizer.lr=loguniform(1e-5,1e-1)", "training.max_grad_norm=0.3,1,3", "run.dir=mine"),
+        *("sweep.trials=20", "sweep.parallel=2", "parallelism=single", "cluster.device=cpu", "checkpoint.every=4"),
+        *("training.max_steps=12", "training.eval_every=4", "training.seq_len=64", "training.global_batch_size=4"),
+        *("data.max_samples=256", "data.max_eval_samples=8", "checkpoint.export=false", "generation.samples=0"),
+    )
+    sweep = bench.folder / "mine"
+    killed = bench.start(*command)
+    until(lambda: len(list(sweep.glob("*/result.json"))) >= 10)
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.process.wait()
+    bench.assert_no_process_left()
+    finished = {file: file.stat().st_mtime_ns for file in sweep.glob("*/result.json")}
+    done = bench.run(*command)
+    assert done.status == 0, done.output + done.errors
+    assert {file: file.stat().st_mtime_ns for file in finished} == finished
+    losses = {number: float(loss) for number, loss in column(bench, "eval_loss").items()}
+    assert sorted(losses) == list(range(20))
+    assert sum(losses[number] for number in range(10, 20)) < sum(losses[number] for number in range(10))
+    assert (sweep / "sweep.png").exists()
