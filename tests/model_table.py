@@ -146,6 +146,12 @@ def _families(found: Evidence) -> None:
         for mesh in test_family_plans.PRODUCTS:
             if "ep" not in mesh or "num_local_experts" in values:
                 found.add(Level.parity, FULL, family, columns_of(mesh))
+    for values in test_family_plans.TRANSFORMERS_PLANS.values():
+        family = values["model_type"]
+        found.add(Level.ci, FULL, family, [ONE, *columns_of(test_parity.FSDP2_TP2)])
+        for mesh in (*test_family_plans.PRODUCTS, test_family_plans.WITH_CP):
+            if "ep" not in mesh:
+                found.add(Level.parity, FULL, family, columns_of(mesh))
     for family, (_, mesh) in test_parity.FAMILIES.items():
         found.add(Level.ci, FULL, family, [ONE, *columns_of(mesh)])
     for family, (_, mesh, message) in test_parity.REJECTED.items():

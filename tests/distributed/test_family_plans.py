@@ -1,4 +1,4 @@
-"""Families whose tensor-parallel plan is in family_plans.py, compared with plain transformers in one process.
+"""Families whose tensor-parallel plan is in family_plans.py, and others, against plain transformers in one process.
 
 float64: the gradient of every parameter in the first step, within 1e-10 relative. `make parity` adds five steps in
 float32, 4 ranks, and meshes with other axes.
@@ -48,15 +48,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lfm2_one_kv_head": {**FAMILIES["lfm2"], **ONE_KV_HEAD},
 }  # fmt: skip
 CHOSEN = FAMILIES | VARIANTS if EVERYTHING else FAMILIES
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+TRANSFORMERS_PLANS: dict[str, dict[str, Any]] = {
+    "ministral": {"model_type": "ministral", "head_dim": 8, **ALTERNATING},
+    "olmo2": {"model_type": "olmo2"},  # norms over all heads of queries and keys, and after attention and MLP
+    "olmo3": {"model_type": "olmo3", **ALTERNATING},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},  # the second layer has no rotary embedding
+    "glm4": {"model_type": "glm4", "head_dim": 8},  # four norms per layer, half of each head is rotated
+    "nemotron": {"model_type": "nemotron"},  # LayerNorm with 1 + weight, squared ReLU without a gate
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 8, "use_bias": True},
+}
+"""Families with options in conf/model whose plan is that of transformers, and which no other test trains."""
 PRODUCTS = [FSDP2_TP2, {**FSDP2_TP2, **SP}, TP, {**TP, **SP}, {**PP_TP, **SP}, EP_TP]
 """Meshes of four ranks, in `make parity`; those with ep for families with experts."""
+WITH_CP = {"strategy": "fsdp2", "dp_shard": 2, "cp": 2}
+"""Another mesh of four ranks, in `make parity`, for families that can be split along the sequence."""
 
 
 def build_family(name: str, dtype: torch.dtype) -> nn.Module:
-    """Build a model whose forward is float64 throughout if `dtype` is; Cohere rotates queries in float32."""
-    model = build(name, dtype, {**SMALL, **(FAMILIES | VARIANTS)[name]})
+    """Build a model whose forward is float64 throughout if `dtype` is; Cohere and ERNIE rotate queries in float32."""
+    model = build(name, dtype, {**SMALL, **(FAMILIES | VARIANTS | TRANSFORMERS_PLANS)[name]})
     for module in model.modules():
-        if dtype == torch.float64 and type(module).__name__ == "CohereAttention":
+        if dtype == torch.float64 and type(module).__name__ in ("CohereAttention", "Ernie4_5Attention"):
             module.forward = types.MethodType(plain._forward_in_float64, module)
     return model
 
@@ -84,6 +97,11 @@ def test_families_match_one_process_on_tp() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_families_with_a_plan_of_transformers_match_one_process() -> None:
+    problems = deviations(4, [FSDP2_TP2], list(TRANSFORMERS_PLANS), torch.float64, 1)
+    assert not problems, "\n".join(problems)
+
+
 def test_every_plan_of_the_table_is_tested() -> None:
     assert {values["model_type"] for values in FAMILIES.values()} == set(FAMILY_PLANS)
 
@@ -99,8 +117,14 @@ def test_norms_of_single_heads_without_a_plan_are_rejected(monkeypatch: pytest.M
 @pytest.mark.skipif(not EVERYTHING, reason="make parity")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_families_match_one_process_on_products_of_four_ranks(dtype: torch.dtype) -> None:
-    names = [name for name in CHOSEN if "3_heads" not in name]
-    problems = deviations(4, PRODUCTS, names, dtype, 1 if dtype == torch.float64 else 5)
+    names, steps = [name for name in CHOSEN if "3_heads" not in name], 1 if dtype == torch.float64 else 5
+    problems = deviations(4, PRODUCTS, names, dtype, steps)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+def test_families_with_a_plan_of_transformers_match_on_more_meshes() -> None:
+    problems = deviations(4, [*PRODUCTS, WITH_CP], list(TRANSFORMERS_PLANS), torch.float64, 1)
     assert not problems, "\n".join(problems)
 
 
