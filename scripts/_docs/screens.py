@@ -16,11 +16,13 @@ import struct
 import sys
 import tempfile
 import termios
+import textwrap
 from html import escape
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "docs" / "images"
 LINES = 400
 """Height of the emulated terminal: more lines than a run prints."""
 CHARACTER, LINE, MARGIN = 7.8, 17, 14
@@ -29,33 +31,42 @@ BACKGROUND, FOREGROUND = "#1d2021", "#d5c4a1"
 COLORS = {"red": "#fb4934", "green": "#b8bb26", "brown": "#fabd2f", "yellow": "#fabd2f", "blue": "#83a598",
           "magenta": "#d3869b", "cyan": "#8ec07c", "white": "#ebdbb2", "black": "#7c6f64"}  # fmt: skip
 SCREENS: dict[str, tuple[int, str]] = {
-    "console": (100, "recipes/finetune.py experiment=short run.dir=outputs/finetune/first"),
+    "console": (
+        100,
+        "recipes/finetune.py model=tiny optimizer.lr=1e-2 training.max_steps=60 training.log_every=10 "
+        "training.eval_every=30 training.seq_len=128 data.max_eval_samples=32 logging.examples=1 "
+        "generation.samples=0 run.dir=first",
+    ),
     "sweep": (
-        120,
-        "recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2,tp3 experiment=bench_mesh cluster=local_4proc "
-        "run.dir=outputs/sweep",
+        110,
+        "recipes/finetune.py -m parallelism=single,tp2,tp3 experiment=bench_mesh model=tiny "
+        "training.max_steps=10 training.seq_len=128 run.dir=sweep",
     ),
 }
-"""Name -> columns, and the command below the interpreter."""
+"""Name -> columns, and the command below the interpreter. The model of 0.1M parameters takes seconds."""
+PLOTS = {"console": ("first/loss.png", "loss.png")}
+"""Name -> file that the command writes, and its name in docs/images."""
 
 
 def main() -> None:
     """Draw the pictures named on the command line, or all."""
     for name in sys.argv[1:] or SCREENS:
         columns, command = SCREENS[name]
-        target = ROOT / "docs" / "images" / f"{name}.svg"
-        target.write_text(draw(f"$ python {command}", capture(columns, command), columns))
-        print(target)
+        with tempfile.TemporaryDirectory() as folder:
+            lines = capture(columns, command, Path(folder))
+            if name in PLOTS:
+                source, plot = PLOTS[name]
+                shutil.copyfile(Path(folder) / source, IMAGES / plot)
+        (IMAGES / f"{name}.svg").write_text(draw(wrapped(f"python {command}", columns), lines, columns))
+        print(IMAGES / f"{name}.svg")
 
 
-def capture(columns: int, command: str) -> list[list[Any]]:
-    """Run a command in a terminal of `columns` in an empty folder; return its lines as characters with attributes."""
+def capture(columns: int, command: str, folder: Path) -> list[list[Any]]:
+    """Run a command in a terminal of `columns` in `folder`; return its lines as characters with attributes."""
     import pyte
 
     screen = pyte.Screen(columns, LINES)
     stream = pyte.ByteStream(screen)
-    folder = Path(tempfile.mkdtemp()) / "me"
-    folder.mkdir()
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
@@ -68,16 +79,23 @@ def capture(columns: int, command: str) -> list[list[Any]]:
     except OSError:  # Linux raises EIO once the other end is closed
         pass
     os.waitpid(process, 0)
-    shutil.rmtree(folder.parent)
     lines = [[screen.buffer[row][column] for column in range(columns)] for row in range(screen.cursor.y + 1)]
     return [line for line in lines if any(each.data.strip() for each in line)]
 
 
-def draw(prompt: str, lines: list[list[Any]], columns: int) -> str:
-    """Return the SVG of a terminal window with a prompt and the output below it."""
-    width, height = columns * CHARACTER + 2 * MARGIN, (len(lines) + 1) * LINE + 2 * MARGIN
-    texts = [_text(0, f'<tspan fill="{COLORS["green"]}">{escape(prompt)}</tspan>')]
-    for number, line in enumerate(lines, 1):
+def wrapped(command: str, columns: int) -> list[str]:
+    """Return a command as lines of at most `columns`, continued by backslashes as in a shell."""
+    lines = textwrap.wrap(command, columns - 2, subsequent_indent="    ", break_on_hyphens=False)
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
+
+
+def draw(prompt: list[str], lines: list[list[Any]], columns: int) -> str:
+    """Return the SVG of a terminal window with the lines of a prompt and the output below them."""
+    width, height = columns * CHARACTER + 2 * MARGIN, (len(lines) + len(prompt)) * LINE + 2 * MARGIN
+    texts = [
+        _text(number, f'<tspan fill="{COLORS["green"]}">{escape(line)}</tspan>') for number, line in enumerate(prompt)
+    ]
+    for number, line in enumerate(lines, len(prompt)):
         texts.append(_text(number, "".join(_runs(line))))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
