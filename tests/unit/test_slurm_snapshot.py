@@ -30,6 +30,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(
         folder, "data.bin", "notes.md", ".hidden/x.py", "venv/pyvenv.cfg", "venv/lib.py", "components/__pycache__/a.py"
     )
+    monkeypatch.setattr(snapshot, "ROOT", folder)
     monkeypatch.setattr(snapshot, "PROJECT", folder)
     return folder
 
