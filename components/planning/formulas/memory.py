@@ -316,11 +316,11 @@ def _last_gradients(w: Workload, rank: _Rank, gradients: Term, activations: Term
     one = Term("activations", max(layer.none, layer.full), "one layer")
     if w.mesh.pp > 1:
         others = activations.value * (in_flight - 1) / in_flight
-        new = rank.trained.gathered if w.fsdp == 1 else rank.trained_layer.gathered
+        new = rank.trained_layer.gathered
         kept = Term("activations", others + one.value, f"{in_flight - 1:g} micro-batches in flight, and one layer")
         return [
             *_waiting_gradients(w, rank, gradients),
-            Term("new gradients", new * _accumulated_bytes(w), f"{new:,.0f} elements of the last micro-batch"),
+            Term("new gradients", new * _accumulated_bytes(w), f"{new:,.0f} elements of one layer"),
             kept,
             _split_backward(w, rank),
             _gathered_term(w, rank, rank.layers),
@@ -479,9 +479,9 @@ def _gathered_term(w: Workload, rank: _Rank, layers: int, *, head: bool = False)
     count, outer = min(rank.layers, layers + w.parallelism.prefetch), rank.head - freed
     if not w.parallelism.reshards_after_forward(w.mesh.pp):
         count, outer = rank.layers + 1, rank.outer.gathered - freed
-    if w.mesh.pp > 1:  # a stage keeps its parameters gathered between micro-batches
-        more = 0 if w.architecture.experts else 1
-        count, outer = (rank.layers + more, rank.outer.gathered) if w.fsdp > 1 else (0, 0.0)
+    if w.mesh.pp > 1:  # a stage keeps its parameters gathered between micro-batches; FSDP2 on one rank copies them too
+        more = 0 if w.architecture.experts or w.fsdp == 1 else 1
+        count, outer = rank.layers + more, rank.outer.gathered
     return Term(
         "gathered parameters",
         rank.layer.gathered * count * wide + outer * w.compute_bytes,
