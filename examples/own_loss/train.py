@@ -21,6 +21,7 @@ def main(cfg: FocalFinetuneConfig) -> None:
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
         batches = data.TrainBatches(train_set, run.plan, seed=cfg.run.seed, fingerprint=train_set.fingerprint)
         held_out = data.EvalBatches(eval_set, run.plan)
+        tasks = training.load_tasks(cfg.evaluation, tokenizer)  # benchmarks of lm-eval; none by default
 
         # Model: built on meta, parallelized, then filled with weights shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
@@ -41,15 +42,16 @@ def main(cfg: FocalFinetuneConfig) -> None:
             step.done(training.train_step(model, step.batches, optimizer, objective, step.requests))
             if step.due_eval:
                 evaluate()
+            if tasks.due(step):
+                tasks.evaluate(model, run)
             if step.due_save:
                 run.save(step)
         if run.due_eval:
             evaluate()
         run.finish()
-        if not run.stopped:
-            generate()
-        if not run.stopped:
-            run.export(tokenizer)
+        generate()  # neither this nor what follows does anything in a run that was stopped
+        tasks.evaluate(model, run)
+        run.export(tokenizer)
 
 
 if __name__ == "__main__":
