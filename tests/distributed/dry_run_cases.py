@@ -176,7 +176,7 @@ def save_teacher(folder: Path) -> Path:
 
 def measure_ranks(cfg: TrainConfig, world: int) -> list[Measured]:
     """Train on real gloo ranks as a recipe does, on synthetic rows; return the memory and traffic of each rank."""
-    return run_ranks(world, lambda rank: _measure(cfg, world, rank), timeout=400)
+    return run_ranks(world, lambda rank: _measure(cfg, world, rank), timeout=800)
 
 
 def play_ranks(cfg: TrainConfig, world: int, ranks: list[int]) -> list[DryRun]:
