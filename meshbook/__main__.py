@@ -22,15 +22,7 @@ from components.protocol.failures import print_problems
 from components.terminal import exit_on_broken_pipe, guard_output, print_text
 from meshbook.completion import completions, shell_script
 from meshbook.key_help import describe
-from meshbook.programs import COMMAND, Program, recipes, start_recipe, start_tool, tools
-
-OWN = {
-    "sweep": "Run a recipe for several values: meshbook sweep RECIPE KEY=A,B",
-    "copy": "Copy a recipe: meshbook copy RECIPE FILE",
-    "help": "Describe a section, a key, a recipe or a tool: meshbook help NAME",
-    "completion": "Print the completion script of a shell: meshbook completion bash",
-}
-"""Commands that are neither a recipe nor a tool."""
+from meshbook.programs import COMMAND, OTHER_COMMANDS, Program, recipes, start_recipe, start_tool, tools
 
 
 def main() -> int:
@@ -69,7 +61,7 @@ def run(arguments: list[str]) -> int:
     if name == "complete":  # called by the completion script
         print_text(*completions(rest), sep="\n")
         return 0
-    known = [*recipes(), *tools(), *OWN]
+    known = [*recipes(), *tools(), *OTHER_COMMANDS]
     raise ConfigError(
         f"{name}: is not a command of {COMMAND}{did_you_mean(nearest(name, known))}; {COMMAND} lists them"
     )
@@ -81,7 +73,7 @@ def overview() -> str:
     groups = {
         "Recipes": {program.name: program.purpose for program in recipes().values()},
         "Tools": {program.name: program.purpose for program in tools().values()},
-        "Other commands": OWN,
+        "Other commands": OTHER_COMMANDS,
     }
     for title, entries in groups.items():
         lines += [f"{title}:", *(f"  {name:<14}{purpose}" for name, purpose in entries.items()), ""]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from components.config.compose.sources import option_groups
 from components.config.compose.typed import type_hints
 from components.config.errors import ConfigError
-from components.config.key_reference import RECIPES, keys_of, variants_of
+from components.config.key_reference import RECIPES, Key, keys_of, variants_of
 from meshbook.key_help import all_keys, option_folders
-from meshbook.programs import COMMAND, recipes, tools
+from meshbook.programs import COMMAND, OTHER_COMMANDS, recipes, tools
 
 BASH = f"""\
 _{COMMAND}() {{
@@ -51,10 +49,8 @@ def completions(words: list[str]) -> list[str]:
 
 
 def _candidates(before: list[str], word: str) -> list[str]:
-    from meshbook.__main__ import OWN
-
     if not before:
-        return [*recipes(), *tools(), *OWN]
+        return [*recipes(), *tools(), *OTHER_COMMANDS]
     command = before[0]
     if command == "completion":
         return list(SCRIPTS)
@@ -66,9 +62,10 @@ def _candidates(before: list[str], word: str) -> list[str]:
     if name not in RECIPES:
         return []
     key, has_value, _ = word.partition("=")
-    groups = option_groups([*option_folders(), Path.cwd() / "conf"])
+    groups = option_groups(option_folders())
     if has_value:
-        return [f"{key}={value}" for value in (groups.get(key) or _choices(name, key))]
+        known = _keys(name)
+        return [f"{key}={value}" for value in groups.get(key) or (known[key].choices if key in known else ())]
     keys = [f"{each}=" for each in _keys(name)]
     return _shortened([*(f"{group}=" for group in groups), *keys], word)
 
@@ -83,18 +80,10 @@ def _shortened(keys: list[str], word: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _keys(recipe: str) -> dict[str, str]:
-    """Return the keys of a recipe with their types in words."""
-    found: dict[str, str] = {}
+def _keys(recipe: str) -> dict[str, Key]:
+    """Return the keys of a recipe, of every kind, without those that contain keys."""
+    found: dict[str, Key] = {}
     for section, schema in type_hints(RECIPES[recipe]).items():
         for each in variants_of([schema]).values():
-            found |= {name: key.type for name, key in keys_of(each, section).items() if key.type != "section"}
+            found |= {name: key for name, key in keys_of(each, section).items() if key.type != "section"}
     return found
-
-
-def _choices(recipe: str, key: str) -> list[str]:
-    """Return the values of a key that has few: true and false, or the choices of an enumeration."""
-    described = _keys(recipe).get(key, "").removesuffix(" or null")
-    if described == "true or false":
-        return ["true", "false"]
-    return described.partition(": ")[2].split(", ") if ": " in described else []

@@ -13,6 +13,13 @@ from typing import NoReturn
 from components.project import PROJECT
 
 COMMAND = "meshbook"
+OTHER_COMMANDS = {
+    "sweep": "Run a recipe for several values: meshbook sweep RECIPE KEY=A,B",
+    "copy": "Copy a recipe: meshbook copy RECIPE FILE",
+    "help": "Describe a section, a key, a recipe or a tool: meshbook help NAME",
+    "completion": "Print the completion script of a shell: meshbook completion bash",
+}
+"""Commands that are neither a recipe nor a tool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,9 @@ class Key:
     default: str
     """Default as it is written on a command line; "required" without one."""
     doc: str
-    """Docstring of the field."""
+    """Docstring of the field; empty without one, as a user's own field may be."""
+    choices: tuple[str, ...] = ()
+    """Its values, if they are true and false or those of an enumeration."""
 
 
 def file_of(recipe: str) -> str:
@@ -69,13 +71,18 @@ def keys_of(schema: type, prefix: str) -> dict[str, Key]:
     docs, hints = field_docs(schema), type_hints(schema)
     for each in dataclasses.fields(schema):
         name, hint = f"{prefix}.{each.name}", hints[each.name]
-        nested = dataclasses.is_dataclass(hint)
-        found[name] = Key(
-            "section" if nested else describe_type(hint), "" if nested else default_of(each), docs[each.name]
-        )
-        if nested:
-            found |= keys_of(hint, name)
+        doc = docs.get(each.name, "")
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            found |= {name: Key("section", "", doc), **keys_of(hint, name)}
+        else:
+            found[name] = Key(describe_type(hint), default_of(each), doc, choices_of(hint))
     return found
+
+
+def section_class(hint: Any) -> type | None:
+    """Return the dataclass of a section, which may be null; None for a key that is no section."""
+    kinds = (hint, *get_args(hint))
+    return next((each for each in kinds if isinstance(each, type) and dataclasses.is_dataclass(each)), None)
 
 
 def variants_of(classes: list[type]) -> dict[str, type]:
@@ -95,7 +102,9 @@ def shared_keys(variants: dict[str, type], section: str) -> dict[str, Key]:
 
 
 def summary(documented: type) -> str:
-    """Return the docstring of a class in one line."""
+    """Return the docstring of a class in one line; empty for a dataclass without one."""
+    if (documented.__doc__ or "").startswith(f"{documented.__name__}("):  # Python sets it to the signature
+        return ""
     text = " ".join((documented.__doc__ or "").split())
     return text if text.endswith((".", ":")) else f"{text}."
 
@@ -107,7 +116,9 @@ def field_docs(schema: type) -> dict[str, str]:
     for each in reversed(schema.__mro__):
         if not dataclasses.is_dataclass(each):
             continue
-        tree = _classes(each.__module__)[each.__qualname__]
+        tree = _classes(each.__module__).get(each.__qualname__)
+        if tree is None:  # a user's class that was defined in a function, or whose source is not available
+            continue
         for statement, following in zip(tree.body, tree.body[1:], strict=False):
             is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
@@ -117,7 +128,10 @@ def field_docs(schema: type) -> dict[str, str]:
 
 @functools.cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except OSError:
+        return {}
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
@@ -135,7 +149,15 @@ def describe_type(hint: Any) -> str:
         return f"{hint.__name__}: {', '.join(hint)}"
     if dataclasses.is_dataclass(hint):
         return "section"
-    return PLAIN_TYPES[hint]
+    return PLAIN_TYPES.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Return the values of a type that has few: true and false, or those of an enumeration."""
+    kinds = [each for each in (get_args(hint) or (hint,)) if each is not type(None)]
+    if kinds == [bool]:
+        return ("true", "false")
+    return tuple(kinds[0]) if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], StrEnum) else ()
 
 
 def default_of(each: dataclasses.Field[Any]) -> str:

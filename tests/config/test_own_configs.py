@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from components.config.schema.data import DocsDataConfig, SftDataConfig
 from components.config.schema.logging import ProfileConfig
 from components.config.schema.recipes import section, with_section
 from components.config.validate import validate
+from tests.config.commands import Commands
 
 
 @dataclass(kw_only=True, slots=True)
@@ -217,3 +219,39 @@ def test_errors_in_a_subclass_are_reported(overrides: Sequence[str], message: st
     with pytest.raises(COMPOSITION_ERRORS) as caught:
         from_container(request.compose(request.overrides), StyledConfig)
     assert diagnose(request, caught.value, lambda cfg, refused: []) == [message]
+
+
+OWN_RECIPE = '''"""My recipe."""
+from dataclasses import dataclass, field
+from pathlib import Path
+from components.config.schema import FinetuneConfig
+from components.launch import recipe
+
+@dataclass(kw_only=True)
+class Extra:
+    gamma: float = 2.0
+    pair: tuple[int, int] = (1, 2)
+    where: Path | None = None
+
+@dataclass(kw_only=True)
+class Mine(FinetuneConfig):
+    extra: Extra = field(default_factory=Extra)
+    other: Extra | None = None
+    goal: float = 3.0
+
+@recipe("finetune")
+def main(cfg: Mine) -> None: ...
+main()
+'''
+
+
+def test_help_shows_own_sections_and_keys_without_docstrings(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_RECIPE)
+    shown = commands.run(tmp_path / "mine.py", ["--help", "extra.gamma=5"], tmp_path)
+    assert (shown.status, shown.errors, shown.imported_torch) == (0, "", False)
+    assert shown.output.startswith("My recipe.\n")
+    own = shown.output[shown.output.index("\nextra:") :]
+    assert own == (
+        "\nextra:\n  extra.gamma=5\n      Number.\n  extra.pair=[1, 2]\n      Tuple.\n  extra.where=null\n"
+        "      Path or null.\n\nother=null\n\ngoal=3\n"
+    )

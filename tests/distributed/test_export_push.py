@@ -1,4 +1,4 @@
-"""scripts/export.py --push uploads the export to a stand-in hub, and nothing if the export or a check fails."""
+"""scripts/export.py --push to a hub on this machine: an upload, or none if the export or a check fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import huggingface_hub.constants
 import pytest
 
 from scripts.export import main
-from tests.distributed.stand_in_hub import TOKEN, Repository, StandInHub, stand_in_hub
+from tests.distributed.local_hub import TOKEN, LocalHub, Repository, local_hub
 from tests.distributed.test_export_script import run_config, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +28,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalHub]:
     """A hub that huggingface_hub in this process uses; nobody is logged in but by HF_TOKEN."""
-    with stand_in_hub() as served:
+    with local_hub() as served:
         constants = huggingface_hub.constants
         monkeypatch.setattr(constants, "ENDPOINT", served.address)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the stand-in has no such storage
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the local server has no xet storage
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
         yield served
@@ -49,7 +49,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_export_is_uploaded_to_a_private_repository_by_a_real_process(
-    run_dir: Path, hub: StandInHub, tmp_path: Path
+    run_dir: Path, hub: LocalHub, tmp_path: Path
 ) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
     home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_ENDPOINT": hub.address}
@@ -75,7 +75,7 @@ def test_export_is_uploaded_to_a_private_repository_by_a_real_process(
 
 
 def test_existing_public_repository_is_updated_only_with_public(
-    run_dir: Path, hub: StandInHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.repositories |= {"me/open": Repository(private=False), "me/closed": Repository(private=True)}
     assert push(run_dir, tmp_path / "no", "--push", "open") == 2
@@ -107,7 +107,7 @@ def test_nothing_is_exported_or_uploaded_if_a_check_fails(
     kind: str,
     message: str,
     run_dir: Path,
-    hub: StandInHub,
+    hub: LocalHub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -139,7 +139,7 @@ def test_missing_permission_keeps_the_export(
     name: str,
     may_write: bool,
     run_dir: Path,
-    hub: StandInHub,
+    hub: LocalHub,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

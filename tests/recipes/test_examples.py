@@ -30,7 +30,7 @@ SBATCH = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/arguments"
 echo "sbatch: Job 7 to start at 2030-01-01T12:00:00 using 8 processors on nodes n[1-2]" >&2
 """
-"""Stand-in for sbatch --test-only, which a login node has."""
+"""Script that replaces `sbatch --test-only`, which only login nodes have, and accepts every job."""
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -77,6 +77,7 @@ end(attempt=os.environ["MESHBOOK_ATTEMPT"])
     (bench.folder / "mended").touch()
     retried = report(bench.folder / "mine", "--retry", cwd=bench.folder)
     assert retried.status == 0, retried.output
+    assert "[3/5] 2_" in retried.output
     journal = JournalStorage(JournalFileBackend(str(bench.folder / "mine" / "optuna.journal")))
     trials = optuna.load_study(study_name="sweep", storage=journal).trials
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "FAIL", *["COMPLETE"] * 3]

@@ -11,7 +11,7 @@ import torch
 
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
-from components.config.schema.training import EvaluationConfig, TrainedTasksConfig
+from components.config.schema.training import EvaluationConfig, TrainingTasksConfig
 from components.data.batches import Padding
 from components.models.tokenizer import byte_tokenizer
 from components.training.tasks.continuations import RequestBatches, SignedLogProbability
@@ -107,7 +107,7 @@ def test_scores_are_named_by_task_metric_and_filter() -> None:
 
 def test_tasks_are_due_every_n_steps_but_not_at_the_last() -> None:
     def due(every: int, loaded: dict[str, Any]) -> list[int]:
-        tasks = BenchmarkTasks(TrainedTasksConfig(tasks=["a"], every=every), byte_tokenizer(), loaded)
+        tasks = BenchmarkTasks(TrainingTasksConfig(tasks=["a"], every=every), byte_tokenizer(), loaded)
         run: Any = SimpleNamespace(total_steps=6)
         return [number for number in range(1, 7) if tasks.due(SimpleNamespace(number=number, run=run))]  # type: ignore[arg-type]
 

@@ -34,7 +34,7 @@ from components.config.schema.checks import raise_all
 from components.terminal import print_text
 
 QUIET, QUIET_OVERRIDE = "--quiet", "logging.quiet=true"
-"""An option of recipes, and the override that it stands for."""
+"""The option --quiet of recipes, and the override that has the same effect."""
 
 
 def compose_from_command_line(

@@ -9,13 +9,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from components.config.compose.sources import Request, conf_resolvers, option_groups
 from components.config.compose.typed import type_hints
-from components.config.key_reference import Key, keys_of, shared_keys, summary, variants_of, written
+from components.config.key_reference import Key, keys_of, section_class, shared_keys, summary, variants_of, written
 
 OPTIONS = """\
 -m, --multirun       run a sweep: a value may be a list, KEY=a,b
 --cfg job            print the composed config and exit; with --resolve, without references
 --config-dir FOLDER  search this folder for options, too
---quiet              print only the summary at the end, and errors: logging.quiet=true
+--quiet              print only where the run is, its summary, and errors: logging.quiet=true
 --help               print this text; after other arguments, with the values that they set
 """
 
@@ -40,8 +40,12 @@ def recipe_help(description: str, request: Request, width: int) -> str:
         "\nKeys, KEY=VALUE, with the values of this command:",
     ]
     with conf_resolvers():
-        for section, schema in type_hints(request.schema).items():
-            parts.append(section_help(section, {"": _class_of(schema, values[section])}, width, values))
+        for name, hint in type_hints(request.schema).items():
+            schema = section_class(hint)
+            if schema is None or values[name] is None:  # a user's own key outside of sections, or no section
+                parts.append(f"\n{name}={written(values[name])}")
+            else:
+                parts.append(section_help(name, {"": _class_of(schema, values[name])}, width, values))
     return "\n".join(parts)
 
 
@@ -56,7 +60,7 @@ def section_help(section: str, variants: dict[str, type], width: int, values: Di
     """
     shared = shared_keys(variants, section)
     first = next(iter(variants.values()))
-    title = f"{section}: {summary(first)}" if len(variants) == 1 else f"{section}, all kinds:"
+    title = f"{section}: {summary(first)}".rstrip() if len(variants) == 1 else f"{section}, all kinds:"
     lines = ["", textwrap.fill(title, width, subsequent_indent="    "), *_key_lines(shared, width, values)]
     for name, schema in variants.items() if len(variants) > 1 else ():
         own = {key: described for key, described in keys_of(schema, section).items() if key not in shared}
@@ -75,8 +79,8 @@ def _key_lines(keys: dict[str, Key], width: int, values: DictConfig | None) -> l
 
 def key_help(name: str, key: Key, width: int, value: str) -> str:
     """Return the lines of a key: its value, its meaning and its type."""
-    ending = "" if key.doc.endswith((".", "?")) else "."
-    text = f"{' '.join(key.doc.split())}{ending} {key.type[:1].upper()}{key.type[1:]}."
+    ending = "" if key.doc.endswith((".", "?")) or not key.doc else "."
+    text = f"{' '.join(key.doc.split())}{ending} {key.type[:1].upper()}{key.type[1:]}.".strip()
     indent = " " * 6
     return f"  {name}={value}\n" + textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
 

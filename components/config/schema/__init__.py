@@ -72,8 +72,8 @@ from components.config.schema.training import (
     EvaluationConfig,
     GenerationConfig,
     TasksConfig,
-    TrainedTasksConfig,
     TrainingConfig,
+    TrainingTasksConfig,
 )
 
 __all__ = [
@@ -133,8 +133,8 @@ __all__ = [
     "TopKTeacherConfig",
     "TrackioConfig",
     "TrainConfig",
-    "TrainedTasksConfig",
     "TrainingConfig",
+    "TrainingTasksConfig",
     "UnevenHeads",
     "WandbConfig",
     "WandbMode",

@@ -99,8 +99,8 @@ class LoggingConfig:
     progress: bool = True
     """Show a progress bar on rank 0 if the output is a terminal; otherwise plain lines are printed."""
     quiet: bool = False
-    """Print only the summary at the end, and errors; `--quiet` on the command line sets it. metrics.jsonl has every
-    number, and a terminal shows no progress bar."""
+    """Print only the run directory and the launcher's notes at the start, the summary at the end, and errors;
+    `--quiet` on the command line sets it. metrics.jsonl has every number."""
     plot: bool = True
     """Write RUN_DIR/loss.png at the end; if the optional dependency `plot` is not installed, skip it with a message."""
     peak_tflops: float | None = None

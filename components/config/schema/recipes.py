@@ -26,7 +26,7 @@ from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.run import RunConfig
-from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainedTasksConfig, TrainingConfig
+from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig, TrainingTasksConfig
 
 Section = TypeVar("Section")
 Config = TypeVar("Config", bound="RecipeConfig")
@@ -72,7 +72,7 @@ class FinetuneConfig(TrainConfig):
 
     objective: NextTokenConfig = field(default_factory=NextTokenConfig)
     """Training loss."""
-    evaluation: TrainedTasksConfig = field(default_factory=TrainedTasksConfig)
+    evaluation: TrainingTasksConfig = field(default_factory=TrainingTasksConfig)
     """Benchmark tasks that measure the model during training."""
 
 

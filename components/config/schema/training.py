@@ -262,7 +262,7 @@ class TasksConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainedTasksConfig(TasksConfig):
+class TrainingTasksConfig(TasksConfig):
     """Benchmark tasks of lm-eval (an optional package) that measure the model during training."""
 
     every: int = 0

@@ -39,7 +39,7 @@ def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> Criterion | None:
     one curve, else by what they learned. Held-out losses are comparable only for the same objective and data,
     accuracies for the same data.
     """
-    if is_given(sweep):
+    if judged_by_metric(sweep):
         known = next((each for each in (SPEED, LOSS, ACCURACY) if each.metric == sweep.metric), None)
         return Criterion(sweep.metric, sweep.goal, known.label if known else sweep.metric)
     if share_one_curve(ok):
@@ -55,14 +55,14 @@ def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> Criterion | None:
     return LOSS if shares_objective and any(row.eval_loss is not None for row in ok) else None
 
 
-def is_given(sweep: Sweep) -> bool:
+def judged_by_metric(sweep: Sweep) -> bool:
     """Return whether the points are compared by sweep.metric, whatever they have in common."""
     return sweep.metric != EVAL_LOSS or sweep.study is not None
 
 
 def missing_metric(sweep: Sweep, criterion: Criterion | None, ok: list[SweepRow]) -> str:
     """Return the problem of a sweep.metric that no ok point has; empty if there is none."""
-    if not is_given(sweep) or criterion is None or not ok:
+    if not judged_by_metric(sweep) or criterion is None or not ok:
         return ""
     if any(criterion.score(row) is not None for row in ok):
         return ""

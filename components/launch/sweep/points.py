@@ -47,10 +47,11 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
     Raises ConfigError if another process is running the sweep.
     """
     with locked(sweep.directory):
-        study = None
+        study, total = None, len(points)
         if sweep.study is not None:
             study = PointStudy(sweep.directory, sweep.study, dimensions_of(sweep.study.space), sweep.goal)
-        stops = PointLoop(sweep, iter(points), len(points), study).run()
+            total = sweep.study.trials  # a retried point keeps its number in the study
+        stops = PointLoop(sweep, iter(points), total, study).run()
     return conclude(sweep, stops)
 
 

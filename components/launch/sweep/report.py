@@ -12,7 +12,7 @@ from components.config.compose.sources import CONF
 from components.config.metrics_log import MetricsLog
 from components.console import PlainConsole
 from components.figures import MISSING, finish_axes, has_matplotlib, new_figure, save_figure
-from components.launch.sweep.criterion import SPEED, is_given
+from components.launch.sweep.criterion import SPEED, judged_by_metric
 from components.launch.sweep.plan import Sweep, is_running
 from components.launch.sweep.plots import plot_sweep
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, SweepRow
@@ -81,7 +81,7 @@ def exit_status(report: SweepReport) -> int:
 def _plot(report: SweepReport) -> list[str]:
     """Write report.png, and sweep.png unless the points are compared by speed; return why one was not written."""
     plots: dict[str, Callable[[SweepReport, Path], str | None]] = {"report.png": _plot_to}
-    if is_given(report.sweep) or report.criterion not in (None, SPEED):
+    if judged_by_metric(report.sweep) or report.criterion not in (None, SPEED):
         plots["sweep.png"] = plot_sweep
     reasons: dict[str, str] = {}
     for name, plot in plots.items():

@@ -17,7 +17,7 @@ from components.launch.sweep.criterion import (
     SPEED,
     Criterion,
     choose_criterion,
-    is_given,
+    judged_by_metric,
     missing_metric,
 )
 from components.launch.sweep.losses import Agreement, compare_losses
@@ -71,7 +71,7 @@ class SweepReport:
             return [f"best: not chosen: {self.problem}"]
         if self.criterion is None:
             return ["best: not chosen, since the points' objectives or data differ and not all report an accuracy"]
-        is_default = not is_given(self.sweep)
+        is_default = not judged_by_metric(self.sweep)
         if self.criterion == SPEED and is_default:
             return []
         missing = [row.point.name for row in self.rows if row.state == "ok" and self.criterion.score(row) is None]

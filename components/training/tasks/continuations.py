@@ -82,7 +82,7 @@ class RequestBatches:
 
 
 class SignedLogProbability:
-    """Token loss whose value also tells whether the target is the most likely token: the loss, negated if it is not.
+    """Token loss with a sign: the loss if the target is the most likely token, else the negative loss.
 
     The sign is free because losses are not negative; `decode` reads both. The token of the smallest id counts as the
     most likely of several equally likely ones.

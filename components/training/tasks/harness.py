@@ -19,7 +19,7 @@ from components import data, distributed
 from components.checkpoint.random_state import random_state, set_random_state
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
-from components.config.schema.training import TasksConfig, TrainedTasksConfig
+from components.config.schema.training import TasksConfig, TrainingTasksConfig
 from components.exchange import all_gather_json
 from components.training.samples import GenerationRun
 from components.training.setup.prepared import Prepared
@@ -62,7 +62,7 @@ class BenchmarkTasks:
 
     def due(self, step: Step) -> bool:
         """Return whether to evaluate after a training step (evaluation.every). The last step is left to the end."""
-        every = self.cfg.every if isinstance(self.cfg, TrainedTasksConfig) else 0
+        every = self.cfg.every if isinstance(self.cfg, TrainingTasksConfig) else 0
         return bool(self.loaded) and every > 0 and step.number % every == 0 and step.number < step.run.total_steps
 
     def evaluate(self, model: Prepared, run: TasksRun) -> None:

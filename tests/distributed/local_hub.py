@@ -1,4 +1,4 @@
-"""Stand-in for the Hugging Face hub: the endpoints that an upload uses, over HTTP on this machine."""
+"""HTTP server on this machine that answers an upload to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-TOKEN, USER = "hf_stand_in", "me"
+TOKEN, USER = "hf_test", "me"
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Repository:
 
 
 @dataclass
-class StandInHub:
+class LocalHub:
     """State of the hub, and what it received."""
 
     address: str = ""
@@ -41,9 +41,9 @@ class StandInHub:
 
 
 @contextmanager
-def stand_in_hub() -> Iterator[StandInHub]:
+def local_hub() -> Iterator[LocalHub]:
     """Serve a hub on a free port within the block."""
-    hub = StandInHub()
+    hub = LocalHub()
 
     class Handler(_Handler):
         state = hub
@@ -61,7 +61,7 @@ def stand_in_hub() -> Iterator[StandInHub]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    state: StandInHub
+    state: LocalHub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments: object) -> None:
