@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from components.config.compose.explain import did_you_mean, nearest
+from components.config.compose.explain import did_you_mean, nearest, nearest_key
 from components.config.compose.help_text import key_help, section_help
 from components.config.compose.sources import CONF, option_groups, option_texts
 from components.config.errors import ConfigError
@@ -30,9 +30,10 @@ def describe(names: list[str], width: int) -> str:
     if name in programs:
         return f"{programs[name].documentation}\n\nAll options: {COMMAND} {name} --help"
     known = [*sections(), *groups, *all_keys(), *programs]
+    like = did_you_mean(nearest(name, known) or nearest_key(name, all_keys()))
     raise ConfigError(
-        f"{name}: is no section, key, recipe or tool{did_you_mean(nearest(name, known))}; write a section such as "
-        "optimizer, a key such as optimizer.lr, or an option such as optimizer=muon"
+        f"{name}: is no section, key, recipe or tool{like}; write a section such as optimizer, a key such as "
+        "optimizer.lr, or an option such as optimizer=muon"
     )
 
 

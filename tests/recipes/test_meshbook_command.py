@@ -157,6 +157,8 @@ def test_sweep_runs_the_recipe_for_each_value(installed: Installed) -> None:
          "evaluate, finetune, pretrain"),
         (["help", "optimizr"], "optimizr: is no section, key, recipe or tool; did you mean optimizer?; write a section "
          "such as optimizer, a key such as optimizer.lr, or an option such as optimizer=muon"),
+        (["help", "lr"], "lr: is no section, key, recipe or tool; did you mean optimizer.lr?; write a section such as "
+         "optimizer, a key such as optimizer.lr, or an option such as optimizer=muon"),
         (["completion", "fish"], 'completion: takes a shell, bash or zsh, as in eval "$(meshbook completion bash)"'),
     ],
 )  # fmt: skip
