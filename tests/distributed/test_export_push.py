@@ -34,6 +34,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalHub]:
         constants = huggingface_hub.constants
         monkeypatch.setattr(constants, "ENDPOINT", served.address)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # read from the environment of the tests at import
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the local server has no xet storage
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)

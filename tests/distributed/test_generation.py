@@ -38,8 +38,8 @@ class Recorder:
     def __init__(self, run: Run) -> None:
         self.mesh, self.lines, self.pairs = run.mesh, [], []
 
-    def status(self, activity: str) -> Any:
-        return nullcontext()
+    def status(self, activity: str, total: int | None = None) -> Any:
+        return nullcontext(lambda: None)
 
     def agreed_to_stop(self) -> bool:
         return False
