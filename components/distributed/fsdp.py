@@ -156,6 +156,22 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     return list({id(module._get_fsdp_state()): module for module in reversed(modules)}.values())[::-1]
 
 
+def reshard(model: nn.Module, kept: nn.Module | None = None) -> None:
+    """Free the gathered parameters of all FSDP2 units; a forward without a backward leaves some of them unsharded.
+
+    Args:
+        kept: Module whose unit stays as it is, if it is in the model: a unit itself, or else part of the root's.
+    """
+    units = fsdp_units(model)
+    states = [unit._get_fsdp_state() for unit in units]
+    keeps = None
+    if units and kept is not None and any(each is kept for each in model.modules()):
+        keeps = kept._get_fsdp_state() if isinstance(kept, FSDPModule) else states[0]
+    for unit, state in zip(units, states, strict=True):
+        if state is not keeps:
+            unit.reshard()
+
+
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
     """Unshard all parameters within the context, as in NeMo AutoModel's parallelizer.

@@ -181,7 +181,7 @@ def measure_ranks(cfg: TrainConfig, world: int) -> list[Measured]:
 
 def play_ranks(cfg: TrainConfig, world: int, ranks: list[int]) -> list[DryRun]:
     """Play some of the ranks, each in a process of its own."""
-    return run_ranks(len(ranks), lambda index: play(cfg, world, ranks[index]), timeout=400, init=False)
+    return run_ranks(len(ranks), lambda index: play(cfg, world, ranks[index]), timeout=800, init=False)
 
 
 def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:

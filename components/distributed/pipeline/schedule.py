@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
 from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
-from components.distributed.fsdp import fsdp_units
+from components.distributed.fsdp import reshard
 from components.distributed.pipeline.stages import Stage, Stages
 
 if TYPE_CHECKING:
@@ -254,8 +254,7 @@ class Pipeline:
 
     def _reshard(self) -> None:
         for stage in self._stages.own:
-            for unit in fsdp_units(stage.module):
-                unit.reshard()
+            reshard(stage.module)
 
     def _tied_weights(self) -> tuple[Any, Any]:
         """Return the sharded weights of the tied embedding and head; None for one that this rank does not hold."""

@@ -23,7 +23,7 @@ from components.config.schema.objective import (
     SimPOConfig,
 )
 from components.config.schema.recipes import DpoConfig
-from components.distributed.fsdp import fsdp_units
+from components.distributed.fsdp import reshard
 from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json
 from components.protocol.run_files import atomic_write
@@ -103,7 +103,8 @@ def _score_without_adapters(trained: Prepared, batches: Sequence[Batch]) -> torc
 def score_and_reshard(model: Prepared, batches: Sequence[Batch]) -> torch.Tensor:
     """Return the log-probabilities (rows,) of micro-batches under a model that is not trained. A collective."""
     log_probs = score_rows(model, batches).log_probs
-    _reshard(model)
+    for part in model.called_modules:
+        reshard(part)
     return log_probs
 
 
@@ -156,18 +157,9 @@ def score_pairs(model: Prepared, pairs: data.PairedRows, plan: data.BatchPlan) -
         start = (number * plan.dp_size + plan.dp_rank) * size
         log_probs[start : start + size] = scores.log_probs.view(-1, 2) * settings.counts_rows
     model.module.train(was_training)
-    _reshard(model)
+    for part in model.called_modules:
+        reshard(part)  # an optimizer that is built afterwards would hold the unsharded parameters
     return sum_over_ranks(log_probs)[: len(pairs)].cpu()
-
-
-def _reshard(model: Prepared) -> None:
-    """Shard the root units of FSDP again, which a forward without a backward leaves unsharded.
-
-    An optimizer that is built afterwards would hold the unsharded parameters.
-    """
-    for root in [model.module] if model.pipeline is None else model.pipeline.stage_modules:
-        for unit in fsdp_units(root):
-            unit.reshard()
 
 
 def _check_dropout(model: Any, kind: ObjectiveKind) -> None:

@@ -16,6 +16,7 @@ from components.config.errors import ConfigError
 from components.config.rules.compute_rules import vocabulary_problem
 from components.config.schema.model import ModelConfig
 from components.config.schema.recipes import DistillConfig, EvaluateConfig, teacher_model
+from components.distributed.fsdp import reshard
 from components.training.forward import last_hidden
 from components.training.objectives.chunked_loss import Head
 from components.training.objectives.contract import Vocabulary
@@ -81,6 +82,9 @@ def hidden_states_of(teacher: Prepared, vocabulary: int) -> TeacherHidden:
 
     def hidden_states(batches: Sequence[Batch]) -> tuple[list[torch.Tensor | None], TeacherHead | None]:
         hidden = [last_hidden(teacher, batch) for batch in batches]
+        loss_head = teacher.settings.loss_head
+        for part in teacher.called_modules:  # only the head is used further
+            reshard(part, kept=None if loss_head is None else loss_head.head)
         return [None if each is None else each.to(teacher.compute_dtype) for each in hidden], head_of(
             teacher, vocabulary
         )

@@ -113,3 +113,8 @@ class Prepared:
     def pipeline(self) -> Pipeline | None:
         """The pipeline; None without pipeline parallelism."""
         return self.replica if isinstance(self.replica, Pipeline) else None
+
+    @property
+    def called_modules(self) -> list[nn.Module]:
+        """The modules of this rank whose forwards run: those of its pipeline stages, or `module`."""
+        return [self.module] if self.pipeline is None else self.pipeline.stage_modules
