@@ -37,7 +37,7 @@ def _grid(world: int, *models: str) -> list[str]:
 PARTS: dict[str, dict[str, list[str]]] = {
     "torture": {
         "slurm": ["tests/slurm"],
-        "kills": ["tests/distributed/test_checkpoint_kills.py"],
+        "kills": ["tests/distributed/test_checkpoint_kills.py", "tests/unit/test_killed_starts.py"],
         "checkpoints": [
             *("tests/distributed/test_checkpoint_crash.py", "tests/distributed/test_checkpoint_async.py"),
             *("tests/distributed/test_checkpoint_damage.py", "tests/distributed/test_checkpoint_disks.py"),

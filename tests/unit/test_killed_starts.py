@@ -16,6 +16,7 @@ from components.config.schema.data import DocsDataConfig
 from components.launch.run_directory.directory import RunDirectory
 from components.launch.run_directory.opening import open_run_directory
 
+TORTURE = pytest.mark.skipif(os.environ.get("MESHBOOK_TORTURE") != "1", reason="make torture: two of the cases")
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.symlink", "os.rmdir"}
 
 
@@ -64,8 +65,15 @@ def killed_before(change: int, run_dir: Path, rejected: bool) -> bool:
     return status != 0
 
 
-@pytest.mark.parametrize("rejected", [False, True], ids=["started", "discarded"])
-@pytest.mark.parametrize("earlier", [0, 1], ids=["new run", "continued run"])
+@pytest.mark.parametrize(
+    ("earlier", "rejected"),
+    [
+        pytest.param(0, True, id="new run, discarded"),
+        pytest.param(1, False, id="continued run, started"),
+        pytest.param(0, False, id="new run, started", marks=TORTURE),
+        pytest.param(1, True, id="continued run, discarded", marks=TORTURE),
+    ],
+)
 def test_start_killed_at_any_moment_is_continued_by_the_same_command(
     earlier: int, rejected: bool, tmp_path: Path
 ) -> None:
