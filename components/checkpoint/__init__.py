@@ -2,6 +2,7 @@
 
 save.py              save_checkpoint: write to a temporary folder, publish by one rename, apply the retention policy
 saver.py             Saver: the saves of a run, synchronous or in the background
+replica_check.py     ReplicaCheck: ranks with the same data must hold the same bits, or one of them computes wrongly
 retention.py         the retention policy, and safe removal
 load.py              find_checkpoint, locate_checkpoint, load_checkpoint, load_model_weights, stored_dtype_of, verify
 reader.py            choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         verify,
     )
     from components.checkpoint.reader import StoredWeights, choose_checkpoint
+    from components.checkpoint.replica_check import ReplicaCheck
     from components.checkpoint.save import Mark, save_checkpoint
     from components.checkpoint.saver import Saver
     from components.checkpoint.tensors import Optimizers, list_optimizers

@@ -24,7 +24,7 @@ from components.launch.backend import CheckedRun, Job, Recipe
 from components.launch.machine import device_problems, usable_cores, visible_gpus
 from components.launch.run_checks import MESH_KEYS, affects
 from components.launch.run_directory.directory import RunDirectory
-from components.protocol.exit_codes import EXIT_HUNG, EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import (
     Failure,
     Kind,
@@ -269,7 +269,7 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
         return EXIT_INVALID
     directory.conclude(_status(ranks, failure), failure.error)  # before printing: stderr may be closed
     print_failure(failure, directory.logs)
-    return EXIT_HUNG if report is not None and report.kind == Kind.hung else 1
+    return report.kind.exit_status if report is not None else 1
 
 
 def _status(ranks: _Ranks, failure: Failure) -> str:

@@ -151,6 +151,11 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
             print_text(f"rank {rank}: another rank rejected the config and prints the reason", file=sys.stderr)
             return EXIT_INVALID
         write_report(directory.logs, rank, error)
+        if kind == Kind.corrupted:  # every rank raises it, and the traceback shows nothing
+            if first_to_report(directory.logs):
+                directory.conclude(str(kind), str(error))
+                print_text(f"{error}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
+            return kind.exit_status
         directory.conclude(failure_status(kind, name, str(error)), f"rank {rank}: {name}: {error}")
         raise
     return 0

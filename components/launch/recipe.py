@@ -26,7 +26,7 @@ def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoRetu
 
     The annotation of main's argument is the config class: `def main(cfg: FinetuneConfig)`. Calling the decorated main
     parses the command line and exits: status 0, 2 for a rejected config, 130 after a second Ctrl-C, 75 for a hung run,
-    else 1.
+    76 for a run in which a rank computes wrong numbers, else 1.
     """
 
     def decorate(main: Callable[[Any], object]) -> Callable[[], NoReturn]:

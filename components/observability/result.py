@@ -17,7 +17,7 @@ class Result:
     """Contents of result.json."""
 
     status: str
-    """ok, preempted or interrupted; the launcher writes invalid, failed, hung, oom and cancelled."""
+    """ok, preempted or interrupted; the launcher writes invalid, failed, hung, corrupted, oom and cancelled."""
     steps: int
     """Completed optimizer steps."""
     mesh: str

@@ -6,5 +6,7 @@ EXIT_INVALID = 2
 """The configuration was rejected: the run never started."""
 EXIT_HUNG = 75
 """The watchdog ended a run without progress. EX_TEMPFAIL of sysexits.h: it may be tried again."""
+EXIT_CORRUPTED = 76
+"""The replicas of a run hold different bits: a rank computes wrong numbers."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C ended the run (128 + SIGINT, as in shells)."""

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.protocol.exit_codes import EXIT_CORRUPTED, EXIT_HUNG, EXIT_INVALID
 from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, current_rank, scheduler_node
 from components.protocol.run_files import (
     PRIVATE,
@@ -49,12 +50,12 @@ class RunDirectoryInUse(ConfigError):
     """Use of a run directory in which another run trains; nothing in it may be changed."""
 
 
-class HungRun(RuntimeError):
-    """Run without progress; the message names the missing rank, whichever rank reports it.
+class FaultyHost(RuntimeError):
+    """Failure of a run because of one or several hosts; the message names the ranks, whichever rank reports it.
 
     Args:
         message: Text for the user.
-        hosts: Hosts of the ranks that the run waits for, if they are known.
+        hosts: Hosts of the ranks at fault, if they are known.
     """
 
     def __init__(self, message: str, hosts: Iterable[str] = ()) -> None:
@@ -62,18 +63,46 @@ class HungRun(RuntimeError):
         self.hosts = tuple(hosts)
 
 
+class HungRun(FaultyHost):
+    """Run without progress; the hosts are those of the ranks that it waits for."""
+
+
+class CorruptRank(FaultyHost):
+    """Run in which a rank computes wrong numbers without an error; raised on every rank."""
+
+
 class LostPeer(RuntimeError):
     """Failure or exit of another rank: a consequence, not the root cause."""
 
 
 class Kind(StrEnum):
-    """Kind of a failure. config and in_use are errors of the user's input, printed without a traceback."""
+    """Kind of a failure. config and in_use are errors of the user's input, printed without a traceback.
+
+    hung and corrupted name the ranks at fault in their message, so neither a traceback nor the reporting rank is shown.
+    """
 
     config = "config"
     in_use = "in_use"
     hung = "hung"
+    corrupted = "corrupted"
     lost_peer = "lost_peer"
     exception = "exception"
+
+    @property
+    def names_ranks(self) -> bool:
+        """Whether the message names the ranks at fault and their hosts (`FaultyHost`)."""
+        return self in (Kind.hung, Kind.corrupted)
+
+    @property
+    def exit_status(self) -> int:
+        """Exit status of a run that ended by this kind of failure."""
+        special = {
+            Kind.config: EXIT_INVALID,
+            Kind.in_use: EXIT_INVALID,
+            Kind.hung: EXIT_HUNG,
+            Kind.corrupted: EXIT_CORRUPTED,
+        }
+        return special.get(self, 1)
 
 
 def kind_of(error: BaseException) -> Kind:
@@ -84,6 +113,8 @@ def kind_of(error: BaseException) -> Kind:
         return Kind.config
     if isinstance(error, HungRun):
         return Kind.hung
+    if isinstance(error, CorruptRank):
+        return Kind.corrupted
     lost = isinstance(error, LostPeer) or type(error).__name__ in _TORCH_LOST_PEER
     return Kind.lost_peer if lost or any(text in str(error) for text in LOST_PEER) else Kind.exception
 
@@ -102,8 +133,8 @@ def is_out_of_memory(error_type: str, message: str) -> bool:
 
 def failure_status(kind: Kind, error_type: str, message: str) -> str:
     """Return the status in result.json for a run ended by an exception of this kind, type and message."""
-    if kind == Kind.hung:
-        return "hung"
+    if kind.names_ranks:
+        return str(kind)
     return "oom" if is_out_of_memory(error_type, message) else "failed"
 
 
@@ -120,8 +151,9 @@ class RankReport:
     """Seconds since the epoch."""
     node: str = ""
     """The scheduler's name of the rank's node; empty outside a job."""
-    hung_hosts: list[str] = field(default_factory=list)
-    """Hosts of the ranks that a hung run waits for; a requeued job is moved away from them."""
+    faulty_hosts: list[str] = field(default_factory=list)
+    """Hosts of the ranks that a hung run waits for, or that compute wrong numbers; a requeued job is moved away from
+    them."""
 
     @property
     def is_config(self) -> bool:
@@ -161,7 +193,7 @@ class Failure:
         """Text of `error` in result.json."""
         if self.report is None:
             return f"rank {self.rank}: {self.what}"
-        if self.report.kind == Kind.hung:
+        if self.report.kind.names_ranks:
             return self.report.message
         return f"rank {self.rank}: {self.report.type}: {self.report.message}"
 
@@ -181,7 +213,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         traceback="" if isinstance(error, ConfigError) else "".join(traceback.format_exception(error)),
         time=time.time(),
         node=scheduler_node(os.environ),
-        hung_hosts=[*error.hosts] if isinstance(error, HungRun) else [],
+        faulty_hosts=[*error.hosts] if isinstance(error, FaultyHost) else [],
     )
     target = error_file(logs, rank)
     try:
@@ -250,7 +282,7 @@ def print_failure(failure: Failure, logs: Path) -> None:
     if report is not None and report.is_config:
         print_text(report.message, file=sys.stderr, flush=True)
         return
-    if report is not None and report.kind == Kind.hung:
+    if report is not None and report.kind.names_ranks:
         print_text(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
         return
     body = report.traceback if report else _tail(log_file(logs, failure.rank))

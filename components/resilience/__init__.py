@@ -6,5 +6,6 @@ device_progress.py  collectives that the devices have completed, by NCCL's fligh
 frames.py         frames of running Python code, for the report of a hung rank
 stop_requests.py  StopRequest: stop signals, agreed on by all ranks
 gc.py             Python's garbage collection between steps
-faults.py         named points at which a test can kill or fail a save or a load
+faults.py         named points at which a test can kill or fail a save or a load, or flip a bit
+bit_flips.py      flipped bits in one rank's gradients, weights or optimizer state, for tests
 """

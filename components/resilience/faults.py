@@ -1,14 +1,16 @@
-"""Fault injection for tests: a kill or a disk error at a named point of a save or a load. Imports no torch.
+"""Fault injection for tests: a kill, a disk error or a flipped bit at a named point of a run. Imports no torch.
 
 MESHBOOK_FAULT=kill:after_manifest:rank0:2      # rank 0 is killed the second time that it reaches the point
 MESHBOOK_FAULT=enospc:after_shards              # every rank, the first time
 MESHBOOK_FAULT=slow=5:after_random:rank1:*      # rank 1 sleeps for 5 s every time
 MESHBOOK_FAULT=eio:before_manifest,kill:at_load # several
+MESHBOOK_FAULT=flip=7:weights:rank1:3           # step 3 of this attempt leaves one wrong bit in rank 1's weights
 
 A fault is KIND:POINT, optionally followed by the rank (rankN or all, the default) and the occurrence (a number counted
-from 1, the default, or * for every one). Points are those of POINTS; only rank 0 reaches those from before_manifest to
-while_pruning. Kinds: kill (SIGKILL), stop (SIGSTOP), enospc, eio, erofs (the errors of a full, a failing and a
-read-only disk) and slow=SECONDS.
+from 1, the default, or * for every one). Points are those of POINTS, of which only rank 0 reaches those from
+before_manifest to while_pruning, and of STEP_POINTS, which are reached once per optimizer step. Kinds: kill (SIGKILL),
+stop (SIGSTOP), enospc, eio, erofs (the errors of a full, a failing and a read-only disk), slow=SECONDS, and at the
+points of STEP_POINTS flip=SEED, a bit drawn at random.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from components.config.errors import ConfigError
@@ -36,30 +39,37 @@ POINTS = (
     "at_load",
 )
 """In the order of a save; at_load: before the first file of a checkpoint is read."""
+STEP_POINTS = ("reduced_gradients", "weights", "optimizer_state")
+"""In the order of a step, each with the tensors that a bit is flipped in: the first before the update, others after."""
 
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_NUMBERED = ("slow", "flip")
 _ALL, _EVERY = "all", "*"
 
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
     kind: str
-    seconds: float
+    number: float
+    """Seconds of slow, seed of flip; 0 for other kinds."""
     point: str
     ranks: str
     occurrence: str
     """Number of the pass through the point, counted from 1, or `*`."""
 
     def __str__(self) -> str:
-        kind = f"{self.kind}={self.seconds:g}" if self.kind == "slow" else self.kind
+        kind = f"{self.kind}={self.number:g}" if self.kind in _NUMBERED else self.kind
         return f"{kind}:{self.point}:{self.ranks}:{self.occurrence}"
 
 
-def fault_point(name: str) -> None:
+def fault_point(name: str, flip: Callable[[int], object] | None = None) -> None:
     """Trigger the faults that MESHBOOK_FAULT sets for this point and this rank, if any.
 
     The remaining occurrences are counted down in the variable of this process, so there is no other state.
+
+    Args:
+        flip: Flips a bit drawn with this seed; required at the points of STEP_POINTS.
 
     Raises:
         OSError: The fault is a disk error.
@@ -80,14 +90,17 @@ def fault_point(name: str) -> None:
             remaining.append(fault)
     os.environ[VARIABLE] = ",".join(map(str, remaining))
     for fault in due:
-        _trigger(fault)
+        if fault.kind == "flip" and flip is not None:
+            flip(int(fault.number))
+        else:
+            _trigger(fault)
 
 
 def _trigger(fault: _Fault) -> None:
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
     elif fault.kind == "slow":
-        time.sleep(fault.seconds)
+        time.sleep(fault.number)
     else:
         number = _ERRORS[fault.kind]
         raise OSError(number, f"{os.strerror(number)} ({VARIABLE}={fault})")
@@ -95,15 +108,17 @@ def _trigger(fault: _Fault) -> None:
 
 def _parse(text: str) -> _Fault:
     kind, point, ranks, occurrence = [*text.strip().split(":"), "", "", ""][:4]
-    kind, _, seconds = kind.partition("=")
-    fault = _Fault(kind, float(seconds) if _is_number(seconds) else 0.0, point, ranks or _ALL, occurrence or "1")
+    kind, _, number = kind.partition("=")
+    fault = _Fault(kind, float(number) if _is_number(number) else 0.0, point, ranks or _ALL, occurrence or "1")
     valid_ranks = fault.ranks == _ALL or (fault.ranks.startswith("rank") and fault.ranks.removeprefix("rank").isdigit())
     valid_occurrence = fault.occurrence == _EVERY or (fault.occurrence.isdigit() and int(fault.occurrence) > 0)
-    valid_kind = _is_number(seconds) if kind == "slow" else not seconds and (kind in _SIGNALS or kind in _ERRORS)
-    if text.count(":") > 3 or not (valid_kind and point in POINTS and valid_ranks and valid_occurrence):
+    valid_kind = _is_number(number) if kind in _NUMBERED else not number and (kind in _SIGNALS or kind in _ERRORS)
+    valid_point = point in STEP_POINTS or (point in POINTS and kind != "flip")
+    if text.count(":") > 3 or not (valid_kind and valid_point and valid_ranks and valid_occurrence):
         raise ConfigError(
             f"{VARIABLE}={text}: must be KIND:POINT[:rankN or all[:number or *]], KIND one of "
-            f"{', '.join([*_SIGNALS, *_ERRORS])} or slow=SECONDS, POINT one of {', '.join(POINTS)}; unset it"
+            f"{', '.join([*_SIGNALS, *_ERRORS])}, slow=SECONDS or flip=SEED, POINT one of {', '.join(POINTS)}, or for "
+            f"flip and others {', '.join(STEP_POINTS)}; unset it"
         )
     return fault
 

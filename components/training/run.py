@@ -27,6 +27,7 @@ from components.exchange import broadcast_json
 from components.planning.draw.mesh_picture import picture_of_run, render_mesh
 from components.planning.formulas.ranking import estimate_run
 from components.protocol.run_files import MESH_PICTURE, atomic_write
+from components.resilience.bit_flips import arm_bit_flips
 from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
@@ -120,6 +121,10 @@ class Run(Attempt):
         self.plan = replace(self.plan, steps=self.total_steps)
         self.state.optimizer = " and ".join(type(each).__name__ for each in checkpoint.list_optimizers(optimizer))
         self._resumed_at = self.state.step
+        self._replicas = checkpoint.ReplicaCheck(
+            self.mesh, model.module, optimizer, cfg.checkpoint.check_replicas, self._average
+        )
+        arm_bit_flips(checkpoint.list_optimizers(optimizer))
         self._print_start(model, batches.dataset, held_out)
         self._draw_mesh()
         self._report.continue_from(self.state.step, self.total_steps)
@@ -164,7 +169,9 @@ class Run(Attempt):
         optimizers = [
             each.note for each in checkpoint.list_optimizers(self._optimizer) if isinstance(each, Muon | AdamW8bit)
         ]
-        self._print_banner(model, cfg.model.path or "from scratch", batch, [*facts, *model.notes, *optimizers])
+        self._print_banner(
+            model, cfg.model.path or "from scratch", batch, [*facts, *model.notes, *optimizers, self._replicas.note]
+        )
         for index in range(min(cfg.logging.examples, len(train_set))):
             self.print(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")
         if self.resume_from is not None:
@@ -254,6 +261,8 @@ class Run(Attempt):
         is_new = self.state.step > self._resumed_at or not (self.resume_from or self.stopped)
         if is_new and (self.cfg.checkpoint.last or self.stopped):
             self._save(checkpoint.Mark(None if self.stopped else self.eval_loss), last=True)
+        elif is_new:
+            self._replicas.compare(self.state.step)  # the export must not hold wrong numbers either
         self._saver.wait()
         if self._planned() is not None:
             self._draw_mesh(observability.peak_memory_bytes(self.device))
@@ -275,6 +284,7 @@ class Run(Attempt):
             self.print(f"exported {folder}")
 
     def _save(self, mark: checkpoint.Mark, last: bool = False) -> None:
+        self._replicas.compare(self.state.step)
         has_average = self._average is not None
         extra = {"state": self.state.to_dict(), "data": self._batches.state_dict(), "has_average": has_average}
         if self._model.stored_dtype is not None:
@@ -293,6 +303,8 @@ class Run(Attempt):
         self._record(arrived)
         if self._stop.update(arrived):
             return
+        if self._replicas.due(step.number):
+            self._replicas.compare(step.number)
         by_time = any(each.must_save for each in arrived)
         if by_time:
             self._read_all()

@@ -25,7 +25,7 @@ values = [cfg.run.dir, cfg.run.name, value.item(), os.environ["MESHBOOK_RUN_DIR"
 """
 
 
-def srun(bench: Bench, *arguments: str) -> list[Done]:
+def srun(bench: Bench, *arguments: str, environment: dict[str, str] | None = None) -> list[Done]:
     """Start two tasks of one job step with the variables that srun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,7 +35,8 @@ def srun(bench: Bench, *arguments: str) -> list[Done]:
         step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
         rank_variables = {"SLURM_PROCID": task, "SLURM_LOCALID": task, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}
         rank_variables |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port}
-        started.append(bench.start(*arguments, environment={**step, **rank_variables, "MASTER_ADDR": "127.0.0.1"}))
+        rank_variables |= {"MASTER_ADDR": "127.0.0.1"}
+        started.append(bench.start(*arguments, environment={**step, **rank_variables, **(environment or {})}))
     return [each.wait() for each in started]
 
 

@@ -93,3 +93,20 @@ def test_hung_run_is_requeued_without_the_node_of_the_hung_rank(login: Login) ->
     assert "requeued without n2" in _job_log(run)
     assert not (run / "logs" / "latest" / "store.json").exists()
     assert "resumed from" in (run / "logs" / "latest" / "rank_0.log").read_text()
+
+
+def test_run_is_requeued_without_the_node_that_computes_wrong_numbers(login: Login) -> None:
+    """A flipped bit after step 15 is found before the save of step 20; the job resumes from step 10 on other nodes."""
+    fault = 'cluster.env.MESHBOOK_FAULT="flip=7:weights:rank1:15"'  # the second attempt takes 14 steps
+    changes = ("cluster.nodes=3", "parallelism=ddp", "training.global_batch_size=6", "training.max_steps=24", fault)
+    submission = login.run(*RUN, *changes)
+    run = submission.run_dir
+    job = login.wait_for_end(submission)
+    assert (job["Restarts"], job["ExcNodeList"], result_of(run)["status"]) == ("1", "n2", "ok"), log_of(run)
+    first = json.loads((run / "logs" / "attempt_0" / "result.json").read_text())
+    assert first["status"] == "corrupted"
+    assert first["error"].startswith("rank 1 on host n2 computes wrong numbers without an error")
+    assert "which were equal after step 10" in first["error"]
+    assert "requeued without n2" in _job_log(run)
+    assert "step_10" in (run / "logs" / "latest" / "checkpoints").read_text().split()
+    assert "step_20" not in (run / "logs" / "latest" / "checkpoints").read_text().split()

@@ -9,6 +9,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.protocol.failures import (
+    CorruptRank,
     Failure,
     HungRun,
     Kind,
@@ -100,6 +101,7 @@ class _MissingRank(LostPeer):
         (ConfigError("run.dir=x: Connection refused"), Kind.config),
         (RunDirectoryInUse("run.dir=x: in use"), Kind.in_use),
         (HungRun("rank 1 is missing: Broken pipe"), Kind.hung),
+        (CorruptRank("rank 1 computes wrong numbers: Broken pipe"), Kind.corrupted),
         (_MissingRank("x"), Kind.lost_peer),
         (type("DistBackendError", (RuntimeError,), {})("x"), Kind.lost_peer),
         (OSError("Connection reset by peer"), Kind.lost_peer),

@@ -17,7 +17,7 @@ from components.config.errors import ConfigError
 from components.launch.slurm import conclude as conclude_module
 from components.launch.slurm.commands import CommandResult, clean_environment, run_slurm
 from components.launch.slurm.conclude import conclude
-from components.protocol.failures import HungRun, write_report
+from components.protocol.failures import CorruptRank, HungRun, write_report
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +38,7 @@ def out_of_memory() -> Exception:
 
 
 HUNG = HungRun("no progress for 12 s in step 3: rank 1 on host n2 is missing", ("n2",))
+CORRUPT = CorruptRank("rank 1 on host n2 computes wrong numbers", ("n2",))
 LOST = RuntimeError("[gloo] Connection closed by peer [10.0.0.2]:41")
 RAISED, REFUSED = ValueError("boom"), ConfigError("data.path=x: gone")
 STOPPED = {"status": "preempted", "steps": 9}
@@ -55,6 +56,7 @@ ENDS = {
     "a rank raised after the others saved": ({2: RAISED}, STOPPED, 0, 1, "failed"),
     "out of memory": ({2: out_of_memory()}, {}, 1, 1, "oom"),
     "hung run": ({0: HUNG, 2: LOST}, {}, 137, 75, "hung"),
+    "rank that computes wrong numbers": ({0: CORRUPT, 1: CORRUPT, 2: LOST}, {}, 1, 76, "corrupted"),
     "root cause and consequence": ({0: LOST, 3: RAISED}, {}, 143, 143, "failed"),
     "config error": ({1: REFUSED}, {}, 2, 2, "invalid"),
     "config error, srun exits with 143": ({1: REFUSED}, {}, 143, 2, "invalid"),
@@ -64,7 +66,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_end_of_attempt_sets_exit_status_result_and_requeue(run_dir: Path, name: str) -> None:
-    """Only an attempt that saved, or did not start, is requeued."""
+    """Only an attempt that saved, did not start or ran on a node that computes wrong numbers is requeued."""
     reports, before, status, expected, outcome = ENDS[name]
     for rank, error in reports.items():
         write_report(run_dir / "logs" / "attempt_1", rank, error)
@@ -74,13 +76,13 @@ def test_end_of_attempt_sets_exit_status_result_and_requeue(run_dir: Path, name:
         (run_dir / "requeue").touch()
     assert conclude(run_dir, 1, status, cancelled=False) == expected
     assert result(run_dir).get("status") == outcome
-    assert (run_dir / "requeue").exists() == (outcome == "preempted")
+    assert (run_dir / "requeue").exists() == (outcome in ("preempted", "corrupted"))
 
 
-def job_of_attempts(run_dir: Path, *attempts: tuple[bool, bool], hung: int = 0) -> int:
+def job_of_attempts(run_dir: Path, *attempts: tuple[bool, bool], hung: int = 0, status: str = "hung") -> int:
     """Write the files of a job's attempts, each (finished a step, published a checkpoint); return the last number.
 
-    The first `hung` attempts ended in a hang. They follow an attempt of an earlier job that made no progress.
+    The first `hung` attempts ended with `status`. They follow an attempt of an earlier job that made no progress.
     """
     shutil.rmtree(run_dir / "logs")
     checkpoints = ["step_1.tmp-ab", "step_10"]
@@ -94,7 +96,7 @@ def job_of_attempts(run_dir: Path, *attempts: tuple[bool, bool], hung: int = 0) 
         if stepped:
             (logs / "first_step").touch()
         if 0 < number <= hung:
-            (logs / "result.json").write_text('{"status": "hung"}')
+            (logs / "result.json").write_text(json.dumps({"status": status}))
     for name in checkpoints:
         (run_dir / "checkpoints" / name).mkdir()
     return len(attempts)
@@ -161,8 +163,29 @@ def test_hung_run_is_requeued_only_while_it_makes_progress(run_dir: Path, name: 
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
 
 
+CORRUPTIONS = {
+    "first": ([PUBLISHED], 0, True),
+    "without a checkpoint of its own": ([PUBLISHED, STEP], 0, True),
+    "after three others": ([PUBLISHED] * 4, 3, False),
+    "after two others": ([PUBLISHED] * 3, 2, True),
+    "three attempts without a checkpoint": ([STEP] * 3, 2, False),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_run_with_wrong_numbers_is_requeued_without_the_node(run_dir: Path, name: str) -> None:
+    """Also without a new checkpoint, since the requeued job runs on other nodes; up to cluster.requeue.corruption."""
+    attempts, before, requeued = CORRUPTIONS[name]
+    last = job_of_attempts(run_dir, *attempts, hung=before, status="corrupted")
+    write_report(run_dir / "logs" / f"attempt_{last}", 0, CORRUPT)
+    assert conclude(run_dir, last, 1, cancelled=False) == 76
+    assert result(run_dir) == {"status": "corrupted", "error": str(CORRUPT)}
+    marker = run_dir / "requeue"
+    assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
+
+
 def test_nodes_of_a_hang_come_from_the_report_and_not_from_its_message(run_dir: Path) -> None:
-    """A message that names hosts, but a report without hung_hosts: the requeued job excludes no node."""
+    """A message that names hosts, but a report without faulty_hosts: the requeued job excludes no node."""
     last = job_of_attempts(run_dir, PUBLISHED)
     write_report(run_dir / "logs" / f"attempt_{last}", 0, HungRun(str(HUNG)))
     assert conclude(run_dir, last, 137, cancelled=False) == 75

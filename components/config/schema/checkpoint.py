@@ -28,6 +28,10 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background: training only waits while each rank copies its state to host memory, which
     takes that much host memory."""
+    check_replicas: int = 100
+    """Optimizer steps between comparisons of the replicas of weights and optimizer state bit by bit, which find a rank
+    that computes wrong numbers without an error; they are also compared before every checkpoint and at the end. Such a
+    run ends with exit status 76, names the rank and its host, and saves nothing. 0: never compare."""
     export: bool = True
     """Export the model to RUN_DIR/export at the end, a folder that transformers loads."""
     export_average: bool = True
@@ -38,6 +42,7 @@ class CheckpointConfig:
             *at_least("checkpoint.every", self.every, 0),
             *at_least("checkpoint.every_minutes", self.every_minutes, 0),
             *at_least("checkpoint.keep", self.keep, 1),
+            *at_least("checkpoint.check_replicas", self.check_replicas, 0),
             *at_least("checkpoint.keep_every", self.keep_every, 0),
         ]
         if self.keep_every > 0 and (self.every <= 0 or self.keep_every % self.every):

@@ -102,6 +102,10 @@ class RequeueConfig:
     """Maximum number of times that a hung run (exit status 75) is requeued, excluding the node of the rank that hung,
     as long as each attempt publishes a newer checkpoint; 0: never."""
 
+    corruption: int = 3
+    """Maximum number of times that a run in which a rank computes wrong numbers (exit status 76, see
+    checkpoint.check_replicas) is requeued, excluding the nodes of the ranks that the comparison names; 0: never."""
+
     def __post_init__(self) -> None:
         raise_all(
             [
@@ -109,6 +113,7 @@ class RequeueConfig:
                 *at_least("cluster.requeue.without_progress", self.without_progress, 1),
                 *at_least("cluster.requeue.before_first_step", self.before_first_step, 1),
                 *at_least("cluster.requeue.hang", self.hang, 0),
+                *at_least("cluster.requeue.corruption", self.corruption, 0),
             ]
         )
 

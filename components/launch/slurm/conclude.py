@@ -11,8 +11,13 @@ import signal
 import sys
 from pathlib import Path
 
-from components.launch.slurm.requeue import attempts_of_job, reason_not_after_hang, reason_to_stop
-from components.protocol.exit_codes import EXIT_HUNG, EXIT_INVALID
+from components.launch.slurm.requeue import (
+    attempts_of_job,
+    reason_not_after_corruption,
+    reason_not_after_hang,
+    reason_to_stop,
+)
+from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import Failure, Kind, RankExit, first_failure, print_failure, read_reports
 from components.protocol.run_files import (
     CANCELLED,
@@ -84,7 +89,10 @@ def _lost_peer(failure: Failure) -> bool:
 
 
 def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cancelled: bool) -> int:
-    """Print and record the failure of an attempt, requeue after a hang, and return the exit status of the job."""
+    """Print and record the failure of an attempt, and return the exit status of the job.
+
+    A hung run, and one in which a rank computes wrong numbers, are requeued without the faulty nodes.
+    """
     report, logs = failure.report, attempt_logs(run_dir, attempt)
     if _lost_peer(failure):
         print_text(
@@ -100,17 +108,19 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
         record_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
     record_result(run_dir, {"status": report.status if report else "failed", "error": failure.error})
-    if report is None or report.kind != Kind.hung:
+    if report is None or not report.kind.names_ranks:
         print_failure(failure, logs)
         return status or 1
-    reason = reason_not_after_hang(run_dir, attempts_of_job(run_dir, attempt), os.environ)
+    refusal = {Kind.hung: reason_not_after_hang, Kind.corrupted: reason_not_after_corruption}[report.kind]
+    reason = refusal(run_dir, attempts_of_job(run_dir, attempt), os.environ)
+    what = {Kind.hung: "the run hung", Kind.corrupted: "a rank computed wrong numbers"}[report.kind]
     if reason is None and not cancelled:
-        atomic_write(run_dir / REQUEUE, "".join(f"{node}\n" for node in report.hung_hosts))
-        print_text("the run hung: requeuing the job", flush=True)
+        atomic_write(run_dir / REQUEUE, "".join(f"{node}\n" for node in report.faulty_hosts))
+        print_text(f"{what}: requeuing the job", flush=True)
     elif not cancelled:
-        print_text(f"the run hung and is not requeued: {reason}", flush=True)
+        print_text(f"{what}, and the job is not requeued: {reason}", flush=True)
     print_failure(failure, logs)
-    return EXIT_HUNG
+    return report.kind.exit_status
 
 
 if __name__ == "__main__":

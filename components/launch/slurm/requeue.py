@@ -1,4 +1,4 @@
-"""Requeue policy of a job: limits on requeues, on hangs, and on attempts without progress.
+"""Requeue policy of a job: limits on requeues, on hangs, on corruption, and on attempts without progress.
 
 An attempt makes progress if it publishes a checkpoint. `conclude` applies the policy at the end of an attempt. The
 batch script applies it at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`),
@@ -17,6 +17,7 @@ from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.slurm import RequeueConfig
+from components.protocol.failures import Kind
 from components.protocol.run_files import (
     CHECKPOINTS,
     CONFIG,
@@ -42,7 +43,8 @@ class JobAttempt:
     """Whether it finished an optimizer step."""
     progressed: bool
     """Whether it published a checkpoint."""
-    hung: bool
+    status: str
+    """Status in its result.json; empty if there is none."""
 
 
 def reason_to_stop(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
@@ -82,10 +84,23 @@ def reason_not_after_hang(run_dir: Path, attempts: list[JobAttempt], environ: Ma
     limit = _policy(run_dir).hang
     if limit == 0:
         return "a run that hung is not requeued (cluster.requeue.hang=0)"
-    if sum(attempt.hung for attempt in attempts[:-1]) >= limit:
+    if sum(attempt.status == Kind.hung for attempt in attempts[:-1]) >= limit:
         return f"the limit of {limit} requeues after a hang is reached (cluster.requeue.hang)"
     if not attempts or not attempts[-1].progressed:
         return "the attempt published no checkpoint before it hung, so it would likely hang again"
+    return reason_to_stop(run_dir, attempts, environ)
+
+
+def reason_not_after_corruption(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
+    """Return why a job in whose last attempt a rank computed wrong numbers must not be requeued; None if it may be.
+
+    Unlike after a hang, the attempt need not have published a checkpoint: the requeued job runs on other nodes.
+    """
+    limit = _policy(run_dir).corruption
+    if limit == 0:
+        return "a run with a rank that computes wrong numbers is not requeued (cluster.requeue.corruption=0)"
+    if sum(attempt.status == Kind.corrupted for attempt in attempts[:-1]) >= limit:
+        return f"the limit of {limit} requeues after wrong numbers is reached (cluster.requeue.corruption)"
     return reason_to_stop(run_dir, attempts, environ)
 
 
@@ -105,7 +120,7 @@ def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
         JobAttempt(
             stepped=(logs / FIRST_STEP).exists() or (number == attempt and (run_dir / LOGS / FIRST_STEP).exists()),
             progressed=bool(after - before),
-            hung=read_result(run_dir if number == attempt else logs).get("status") == "hung",
+            status=str(read_result(run_dir if number == attempt else logs).get("status", "")),
         )
         for number, before, after in zip(numbers, starts[:-1], starts[1:], strict=True)
         for logs in [attempt_logs(run_dir, number)]

@@ -20,8 +20,8 @@ from components.protocol.run_files import NONFINITE, RESULT, read_result
 STOPPED_EARLY = "stopped early"
 """State of a point that the sweep stopped because others are better (sweep.early_stop)."""
 STATES = (
-    *("ok", STOPPED_EARLY, "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
-    *("running", "submitted", "not started"),
+    *("ok", STOPPED_EARLY, "oom", "invalid", "failed", "hung", "corrupted", "timeout", "preempted", "interrupted"),
+    *("cancelled", "running", "submitted", "not started"),
 )
 """All values of the column `status`."""
 ALIVE = ("running", "submitted")
