@@ -1,8 +1,9 @@
-"""Training stall and memory of a checkpoint save, asynchronous and synchronous.
+"""Training stall and memory of a checkpoint save, asynchronous and synchronous, and time of a comparison of replicas.
 
 python scripts/benchmark/save.py                                          # parameters and AdamW of SmolLM2-135M: 1.6 GB
 torchrun --nproc-per-node 2 scripts/benchmark/save.py                     # sharded over two processes
 python scripts/benchmark/save.py --layers 4 --repeats 15 --folder /mnt/x  # smaller, more often, on another disk
+torchrun --nproc-per-node 2 scripts/benchmark/save.py --replicas 1024     # compare replicas, and train on 1,024 tokens
 
 Each asynchronous save is paired with one plain copy of as many bytes between buffers that were touched before, both by
 one thread. Times are those of the slowest rank, and medians over the repeats. Processor time is that of the training
@@ -27,8 +28,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from components import distributed
-from components.checkpoint import Saver
+from components.checkpoint import ReplicaCheck, Saver
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.exchange import all_gather_json, broadcast_json
 from scripts.benchmark.peers.meter import peak, reset_peak
 
@@ -38,11 +40,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--replicas", type=int, default=0, metavar="TOKENS", help="measure checkpoint.check_replicas")
     parser.add_argument("--folder", default=None, help="parent of the folder to write to")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # equal replicas
     info = distributed.start_process_group("cpu")
-    model, optimizer = trained(options.layers, info.world_size)
+    model, optimizer = trained(options.layers, 1 if options.replicas else info.world_size)
+    if options.replicas:
+        figures = measure_comparison(model, optimizer, options.repeats, options.replicas)
+        if info.is_main:
+            print("\n".join(f"{name:48} {value}" for name, value in figures.items()))
+        return
     folder = Path(broadcast_json(tempfile.mkdtemp(prefix="benchmark_save-", dir=options.folder)))
     try:
         figures = measure(folder, model, optimizer, options.repeats)
@@ -120,6 +129,33 @@ def measure(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
         "background write after the stall": f"{statistics.median(writes):.2f} s",
         "synchronous save": f"{statistics.median(waited):.2f} s",
         "peak memory of a save": f"{async_peak / 1e9:.2f} GB asynchronous, {sync_peak / 1e9:.2f} GB synchronous",
+    }
+
+
+def measure_comparison(model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int, tokens: int) -> dict[str, str]:
+    """Return the time of a comparison of complete replicas, and its ratio to an optimizer step. A collective.
+
+    Args:
+        tokens: Tokens of a step on each rank, in sequences of 256; its gradients are not reduced.
+    """
+    degrees = ParallelismConfig(strategy=Strategy.ddp, dp_replicate=-1, dp_shard=1)
+    check = ReplicaCheck(distributed.build_mesh(degrees, "cpu"), model, optimizer, every=100)
+    ids = torch.arange(tokens).view(-1, 256) % 49152
+
+    def train() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    check.compare(0)  # allocates memory
+    compared = [timed(lambda: check.compare(0)) for _ in range(repeats)]
+    steps = [timed(train) for _ in range(2)]
+    comparison, step = (statistics.median(each.processor for each in times) for times in (compared, steps))
+    return {
+        "comparison of 12 bytes per parameter": f"{comparison:.3f} s of processor time, "
+        f"{statistics.median(each.wall for each in compared):.3f} s; median of {repeats}",
+        f"step of {tokens:,} tokens": f"{step:.2f} s of processor time, without a reduction of the gradients",
+        "overhead if compared every 100 steps": f"{comparison / step:.4f} % of a step",
     }
 
 
