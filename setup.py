@@ -1,4 +1,4 @@
-"""The wheel: `components`, and a package `meshbook` that also carries the recipes, scripts, conf and slurm templates.
+"""The wheel: `components`, and a package `meshbook` that also carries the recipes, scripts, conf, slurm and k8s.
 
 Everything else about the package is in pyproject.toml. An editable install maps the folders of the checkout instead.
 """
@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 
 PACKAGES = ("components", "meshbook")
 """Packages at the top level of the wheel; `recipes` or `scripts` there would collide with folders of users."""
-CARRIED = ("recipes", "scripts", "conf", "slurm")
+CARRIED = ("recipes", "scripts", "conf", "slurm", "k8s")
 SUFFIXES = {".py", ".yaml", ".j2", ".md", ".sh"}
 LEFT_OUT = {"__pycache__", "local", "dev", "_docs"}
 """Folders of CARRIED that are a user's own, or tools for Meshbook's developers."""

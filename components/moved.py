@@ -27,6 +27,7 @@ MODULES = {
     "components.data.sides": "components.data.sources.split",
     "components.data.text": "components.data.sources.text",
     "components.data.token_file": "components.data.tokens",
+    "components.config.schema.slurm": "components.config.schema.schedulers.slurm",
     "components.distributed.adapters": "components.distributed.tensor.adapters",
     "components.distributed.apply_tp": "components.distributed.tensor.apply_tp",
     "components.distributed.backends": "components.distributed.process.backends",

@@ -9,4 +9,4 @@ COMPONENTS = Path(__file__).resolve().parent
 INSTALLED = COMPONENTS.parent / "meshbook"
 """The package that a wheel installs next to `components`; in a checkout it has no conf/."""
 PROJECT = INSTALLED if (INSTALLED / "conf").is_dir() else COMPONENTS.parent
-"""Folder that contains conf/, recipes/, scripts/ and slurm/."""
+"""Folder that contains conf/, recipes/, scripts/, slurm/ and k8s/."""

@@ -37,6 +37,7 @@ def _grid(world: int, *models: str) -> list[str]:
 PARTS: dict[str, dict[str, list[str]]] = {
     "torture": {
         "slurm": ["tests/slurm"],
+        "kubernetes": ["tests/kubernetes"],
         "kills": ["tests/distributed/test_checkpoint_kills.py", "tests/unit/test_killed_starts.py"],
         "checkpoints": [
             *("tests/distributed/test_checkpoint_crash.py", "tests/distributed/test_checkpoint_async.py"),
@@ -136,6 +137,7 @@ def _run(suite: str, part: str, arguments: list[str]) -> Result:
     environ = os.environ | {
         SWITCH[suite]: "1",
         "MESHBOOK_REQUIRE_SLURM": str(int(part == "slurm")),
+        "MESHBOOK_REQUIRE_KUBERNETES": str(int(part == "kubernetes")),
         "OMP_NUM_THREADS": "1",  # the ranks of a test share the cores
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,12 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Any
 
-from components.config.schema.cluster import ClusterKind, LocalClusterConfig, SlurmClusterConfig
+from components.config.schema.cluster import (
+    ClusterKind,
+    KubernetesClusterConfig,
+    LocalClusterConfig,
+    SlurmClusterConfig,
+)
 from components.config.schema.data import (
     ChatDataConfig,
     CustomDataConfig,
@@ -53,6 +58,7 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
     "cluster": {
         ClusterKind.local: LocalClusterConfig,
         ClusterKind.slurm: SlurmClusterConfig,
+        ClusterKind.k8s: KubernetesClusterConfig,
     },
     "data": {
         DataKind.docs: DocsDataConfig,

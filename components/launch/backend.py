@@ -1,5 +1,7 @@
 """Interface of a backend, which starts a checked run on this machine or through a cluster's scheduler.
 
+Also the record, in a run directory, of the job that was submitted for it.
+
 To add a backend, add its schema to components/config, its folder here, and a branch to `clusters.backend_of`.
 """
 
@@ -11,8 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.directory import RunDirectory
+from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write, read_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +122,19 @@ class Backend(Protocol):
 
     def stop_command(self, job: str) -> str | None:
         """Return the shell command that cancels a job; None for an id of another backend."""
+
+
+def recorded_job(run_dir: Path) -> str | None:
+    """Return the recorded job id of a run directory; None if there is none."""
+    try:
+        return read_regular(run_dir / JOB_ID).decode(errors="replace").strip() or None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{run_dir / JOB_ID}: the id of the run's job cannot be read: {error.strerror}") from error
+
+
+def record_job(run_dir: Path, job: str) -> None:
+    """Record the job id of a run directory, which confirms its submission."""
+    atomic_write(run_dir / JOB_ID, f"{job}\n")
+    (run_dir / SUBMISSION).unlink(missing_ok=True)

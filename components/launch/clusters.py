@@ -15,6 +15,10 @@ def backend_of(kind: ClusterKind) -> Backend:
         from components.launch.slurm.submit import SlurmBackend
 
         return SlurmBackend()
+    if kind == ClusterKind.k8s:
+        from components.launch.k8s.kubernetes_backend import KubernetesBackend
+
+        return KubernetesBackend()
     from components.launch.local import LocalBackend
 
     return LocalBackend()

@@ -109,20 +109,23 @@ class LocalBackend:
 def _run_ranks(run: CheckedRun) -> int:
     """Start the ranks, wait for all of them, report any failure, and return the exit status."""
     with collected_signals() as signals:
-        ranks = _Ranks(run.directory)
+        ranks = RankProcesses(run.directory.logs)
         try:
-            ranks.start(run.recipe, run.processes)
+            _start_ranks(ranks, run)
             ranks.watch(signals)
         finally:
             ranks.kill()
     return _conclude(ranks, run.directory)
 
 
-class _Ranks:
-    """The rank processes of a local run, their exits, and the signals sent to them."""
+class RankProcesses:
+    """The rank processes on this machine or in this pod, their exits, and the signals sent to them."""
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self.directory = directory
+    def __init__(self, logs: Path, first: int = 0) -> None:
+        self.logs = logs
+        """Logs of the attempt."""
+        self.first = first
+        """Lowest rank of these processes."""
         self.processes: list[subprocess.Popen[bytes]] = []
         self.exits: dict[int, RankExit] = {}
         self.stops: list[int] = []
@@ -136,42 +139,39 @@ class _Ranks:
         self.next_report_check = 0.0
         self.killed_for_memory_before = killed_for_memory()
 
-    def start(self, recipe: Recipe, processes: int) -> None:
-        """Start the ranks, without inherited rank variables in their environment.
+    def start(
+        self, recipe: Path, environ: Mapping[str, str], output: IO[bytes] | None, store_fd: int | None = None
+    ) -> None:
+        """Start the next rank. Call from the main thread: PDEATHSIG ends a rank when the thread that started it ends.
 
         Each rank leads its own process group, so that a terminal's Ctrl-C reaches only the launcher, which forwards it
         once. Background process groups may write to the terminal (unless `stty tostop`), but reading would stop them,
-        so their stdin is /dev/null. Call from the main thread: PDEATHSIG ends a rank when the thread that started it
-        ends.
-        """
-        store = reserve_loopback_port()
-        port = store.getsockname()[1]
-        shared = without_ranks(os.environ) | {WORKER: "1", LAUNCHER_PID: str(os.getpid())}
-        shared |= allocator_defaults(os.environ)
-        for name, value in _defaults(processes).items():
-            shared.setdefault(name, value)
-        with store:
-            for rank in range(processes):
-                store_fd = store.fileno() if rank == 0 else None
-                local_rank = LocalRank(rank, processes, port, store_fd, self.directory.path, self.directory.attempt)
-                with self._output(rank) as output:
-                    process = subprocess.Popen(
-                        [sys.executable, str(recipe.file)],
-                        env=shared | local_rank.variables(),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        pass_fds=() if store_fd is None else (store_fd,),
-                        process_group=0,
-                    )
-                self.processes.append(process)
+        so their stdin is /dev/null.
 
-    def watch(self, signals: deque[int]) -> None:
-        """Forward signals and collect exits until every rank has ended."""
+        Args:
+            recipe: The recipe's file.
+            environ: All environment variables of the rank.
+            output: File for stdout and stderr; None: those of this process.
+            store_fd: Descriptor that the rank inherits.
+        """
+        process = subprocess.Popen(
+            [sys.executable, str(recipe)],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=() if store_fd is None else (store_fd,),
+            process_group=0,
+        )
+        self.processes.append(process)
+
+    def watch(self, signals: deque[int], poll: Callable[[], object] = lambda: None) -> None:
+        """Forward signals and collect exits until every rank has ended, calling `poll` meanwhile."""
         while len(self.exits) < len(self.processes):
             while signals:
                 self._forward(signals.popleft())
             self._collect()
+            poll()
             if self.plan and time.monotonic() >= self.next_signal:
                 self.end_requested = True
                 self._send(self.plan.popleft()[1])
@@ -185,14 +185,10 @@ class _Ranks:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    @contextmanager
-    def _output(self, rank: int) -> Iterator[IO[bytes] | None]:
-        """Open the log of a rank; None for rank 0, which keeps the terminal since progress bars need one."""
-        if rank == 0:
-            yield None
-            return
-        with open_append(log_file(self.directory.logs, rank), PRIVATE) as log:
-            yield log
+    def end(self) -> None:
+        """End the ranks that are left, since the run cannot go on without others that were lost."""
+        if not self.end_requested:
+            self._set_plan((0.0, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL))
 
     def _forward(self, number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in self.stops:
@@ -205,7 +201,7 @@ class _Ranks:
         self._send(signal.Signals(number))
 
     def _collect(self) -> None:
-        for rank, process in enumerate(self.processes):
+        for rank, process in enumerate(self.processes, self.first):
             status = process.poll() if rank not in self.exits else None
             if status is None:
                 continue
@@ -215,14 +211,14 @@ class _Ranks:
                 self._plan_termination()
         if time.monotonic() >= self.next_report_check:
             self.next_report_check = time.monotonic() + REPORTS_EVERY
-            if read_reports(self.directory.logs):
+            if read_reports(self.logs):
                 self._plan_termination()
 
     def _plan_termination(self) -> None:
         """Plan the termination of the remaining ranks after a failure."""
         if self.plan or self.end_requested:
             return
-        reports = read_reports(self.directory.logs).values()
+        reports = read_reports(self.logs).values()
         if any(report.is_config for report in reports):
             self._set_plan((REFUSED_GRACE, signal.SIGKILL))
         elif any(report.kind == Kind.hung for report in reports):
@@ -241,7 +237,7 @@ class _Ranks:
             self.next_signal = time.monotonic() + self.plan[0][0]
 
     def _send(self, number: signal.Signals) -> None:
-        for rank, process in enumerate(self.processes):
+        for rank, process in enumerate(self.processes, self.first):
             if rank in self.exits:
                 continue
             with suppress(ProcessLookupError):
@@ -251,7 +247,34 @@ class _Ranks:
                     process.send_signal(number)
 
 
-def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
+def _start_ranks(ranks: RankProcesses, run: CheckedRun) -> None:
+    """Start all ranks of a run, without inherited rank variables in their environment."""
+    store = reserve_loopback_port()
+    port = store.getsockname()[1]
+    shared = without_ranks(os.environ) | {WORKER: "1", LAUNCHER_PID: str(os.getpid())}
+    shared |= allocator_defaults(os.environ)
+    for name, value in rank_defaults(run.processes).items():
+        shared.setdefault(name, value)
+    directory = run.directory
+    with store:
+        for rank in range(run.processes):
+            store_fd = store.fileno() if rank == 0 else None
+            local_rank = LocalRank(rank, run.processes, port, store_fd, directory.path, directory.attempt)
+            with _output(directory.logs, rank) as output:
+                ranks.start(run.recipe.file, shared | local_rank.variables(), output, store_fd)
+
+
+@contextmanager
+def _output(logs: Path, rank: int) -> Iterator[IO[bytes] | None]:
+    """Open the log of a rank; None for rank 0, which keeps the terminal since progress bars need one."""
+    if rank == 0:
+        yield None
+        return
+    with open_append(log_file(logs, rank), PRIVATE) as log:
+        yield log
+
+
+def _conclude(ranks: RankProcesses, directory: RunDirectory) -> int:
     """Report and record a failure, and return the exit status."""
     reports = read_reports(directory.logs)
     failure = first_failure(ranks.exits.values(), reports)
@@ -272,14 +295,14 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
     return report.kind.exit_status if report is not None else 1
 
 
-def _status(ranks: _Ranks, failure: Failure) -> str:
+def _status(ranks: RankProcesses, failure: Failure) -> str:
     if failure.report is not None:
         return failure.report.status
     killed = ranks.exits[failure.rank].status == -signal.SIGKILL
     return "oom" if killed and killed_for_memory() > ranks.killed_for_memory_before else "failed"
 
 
-def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
+def _stopped(ranks: RankProcesses, directory: RunDirectory) -> int:
     """Return the exit status of a run without a failure: 0 unless a signal ended ranks before they could handle it."""
     if all(ended.status == 0 for ended in ranks.exits.values()):
         return 0
@@ -291,7 +314,7 @@ def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
     return EXIT_INTERRUPTED if interrupted else 1
 
 
-def _defaults(processes: int) -> dict[str, str]:
+def rank_defaults(processes: int) -> dict[str, str]:
     """Return the ranks' default variables, which the user's override: CPU threads, unbuffered output, faulthandler."""
     threads = str(max(usable_cores() // processes, 1))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}

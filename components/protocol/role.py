@@ -22,6 +22,8 @@ STORE_FILE = "MESHBOOK_STORE_FILE"
 """File in which rank 0 of a batch job publishes address and secret of the rendezvous store."""
 LAUNCHER_PID = "MESHBOOK_LAUNCHER_PID"
 """Process id of the launcher; ranks exit when it exits."""
+JOB = "MESHBOOK_JOB"
+"""Id of the Kubernetes job that a rank or pod belongs to."""
 EXPORTED = "MESHBOOK_EXPORTED"
 """JSON record of the rank variables that this process has set, with their previous values."""
 
@@ -30,7 +32,7 @@ _RANK_VARIABLES = {
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEPID"),
     *("SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_TASK_PID"),
-    *(WORKER, RUN_DIR, ATTEMPT, STORE_FD, STORE_FILE, LAUNCHER_PID, EXPORTED),
+    *(WORKER, RUN_DIR, ATTEMPT, STORE_FD, STORE_FILE, LAUNCHER_PID, JOB, EXPORTED),
 }
 _RANK_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
 SCHEDULER_PREFIXES = ("SLURM_", "PBS_")
@@ -99,7 +101,9 @@ class BatchJob:
 
 
 def current_job(environ: Mapping[str, str]) -> BatchJob:
-    """Return the batch job of a process with these variables."""
+    """Return the batch job of a process with these variables. Each attempt of a Kubernetes job counts as a requeue."""
+    if job := environ.get(JOB):
+        return BatchJob(cluster="Kubernetes", id=job, restart=int(environ.get(ATTEMPT) or 0))
     return BatchJob(
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),
         id=environ.get("SLURM_JOB_ID", ""),
@@ -118,11 +122,12 @@ def tasks_variable(environ: Mapping[str, str]) -> str:
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those of ranks, for a child process that is not a rank."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
-    }
+    return {name: value for name, value in environ.items() if not reserved_for_ranks(name)}
+
+
+def reserved_for_ranks(name: str) -> bool:
+    """Return whether a variable describes a rank, so that a user must not set it for all ranks."""
+    return name in _RANK_VARIABLES or name.startswith(_RANK_PREFIXES)
 
 
 @dataclass(frozen=True, slots=True)

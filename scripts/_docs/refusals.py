@@ -19,13 +19,14 @@ from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 
 GROUPS = (
     ("The command line", ("config/compose",)),
-    ("Keys of one section", ("config/schema",)),
+    ("Keys of one section", ("config/schema", "config/schema/schedulers")),
     ("Several sections, the mesh and the model", ("config/rules", "config")),
     (
         "This machine, the run directory and sweeps",
         ("launch", "launch/run_directory", "launch/sweep", "config/secrets"),
     ),
     ("Slurm", ("launch/slurm",)),
+    ("Kubernetes", ("launch/k8s",)),
     ("Data", ("data", "data/sources")),
     ("Checkpoints and exports", ("checkpoint", "models/weights")),
     (

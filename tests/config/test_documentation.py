@@ -23,7 +23,7 @@ DOCS = REPOSITORY / "docs"
 PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
 WRITTEN = [page for page in PAGES if not page.startswith("reference/")]
 CODE = re.compile(r"(`+)(.+?)\1")
-TOP_FOLDERS = "recipes|conf|components|meshbook|scripts|tests|slurm|docs|examples"
+TOP_FOLDERS = "recipes|conf|components|meshbook|scripts|tests|slurm|k8s|docs|examples"
 SECTIONS = "|".join(sections())
 COMING_FROM = sorted(str(file.relative_to(DOCS)) for file in DOCS.glob("coming_from/*.md"))
 

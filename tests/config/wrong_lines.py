@@ -468,6 +468,27 @@ SLURM = [
         "cluster.env={'A': '???'}: ??? marks a missing value",
     ),
 ]
+KUBERNETES = [
+    ("cluster=k8s cluster.procs_per_node=auto", "cluster.procs_per_node=auto: auto is for local runs"),
+    (
+        "cluster=k8s cluster.k8s.volumes.runs=/runs",
+        "cluster.k8s.image=null: the pods need an image",
+        "conf/local/user.yaml",
+    ),
+    ("cluster=k8s cluster.k8s.image=a", "cluster.k8s.volumes={}: the run directory must be on a volume"),
+    (
+        "cluster=k8s cluster.k8s.image=a cluster.k8s.volumes.runs=/nowhere",
+        "is on no volume of cluster.k8s.volumes (mounted at /nowhere)",
+    ),
+    ("cluster=k8s cluster.k8s.image=Me/Meshbook:1", "is not a valid image name; did you mean me/meshbook:1?"),
+    ("cluster=k8s cluster.k8s.namespace=My_Team", "cluster.k8s.namespace='My_Team': is not a valid name"),
+    ("cluster=k8s cluster.k8s.volumes.runs=runs", "cluster.k8s.volumes.runs='runs': must be an absolute path"),
+    ("cluster=k8s cluster.k8s.shm_size=64GB", "cluster.k8s.shm_size='64GB': is not a Kubernetes quantity"),
+    ("cluster=k8s cluster.k8s.tolerations=[a:Never]", "'a:Never' is not KEY[=VALUE][:EFFECT]", "NoSchedule"),
+    ("cluster=k8s cluster.k8s.workload=pod", "must be one of job, jobset"),
+    ("cluster=k8s cluster.env.MESHBOOK_JOB=x", "cluster.env.MESHBOOK_JOB: is set for each rank by its pod"),
+    ("cluster=k8s cluster.k8s.imge=x", "cluster.k8s.imge=x: no such key; did you mean cluster.k8s.image?"),
+]
 TWO_SOURCES = "data=mixture +data@data.sources.maths=gsm8k +data@data.sources.docs=pydocs"
 MIXTURES = [
     ("data=mixture", "data.sources={}: a mixture needs sources", "+data@data.sources.NAME=OPTION"),
@@ -656,6 +677,7 @@ TABLE = {
     "kernels": KERNELS,
     "uneven_heads": UNEVEN_HEADS,
     "slurm": SLURM,
+    "kubernetes": KUBERNETES,
     "mixtures": MIXTURES,
     "batch": BATCH,
     "not_built": NOT_BUILT,

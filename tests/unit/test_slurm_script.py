@@ -12,7 +12,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device, SlurmClusterConfig
-from components.config.schema.slurm import (
+from components.config.schema.schedulers.slurm import (
     SCRIPT_VARIABLES,
     ContainerConfig,
     ContainerRuntime,

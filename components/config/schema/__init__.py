@@ -15,12 +15,19 @@ optimizer.py    update rule and learning-rate schedule
 parallelism.py  device mesh and sharding
 peft.py         adapters
 run.py          directory, seed, resume policy
-slurm.py        parts of `cluster` for Slurm jobs
+schedulers/     parts of `cluster` for Slurm and Kubernetes jobs
 training.py     `training`, `evaluation`, `generation`: batch sizes, intervals, limits
 """
 
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.cluster import ClusterConfig, ClusterKind, Device, LocalClusterConfig, SlurmClusterConfig
+from components.config.schema.cluster import (
+    ClusterConfig,
+    ClusterKind,
+    Device,
+    KubernetesClusterConfig,
+    LocalClusterConfig,
+    SlurmClusterConfig,
+)
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig, MlflowConfig, TrackioConfig, WandbConfig, WandbMode
 from components.config.schema.model import (
@@ -67,7 +74,14 @@ from components.config.schema.recipes import (
     TrainConfig,
 )
 from components.config.schema.run import RunConfig
-from components.config.schema.slurm import ContainerConfig, ContainerRuntime, GpuRequest, Launcher, RequeueConfig
+from components.config.schema.schedulers.kubernetes import KubernetesConfig, PodUser, Workload
+from components.config.schema.schedulers.slurm import (
+    ContainerConfig,
+    ContainerRuntime,
+    GpuRequest,
+    Launcher,
+    RequeueConfig,
+)
 from components.config.schema.training import (
     EvaluationConfig,
     GenerationConfig,
@@ -101,6 +115,8 @@ __all__ = [
     "GenerationConfig",
     "GpuRequest",
     "KTOConfig",
+    "KubernetesClusterConfig",
+    "KubernetesConfig",
     "Launcher",
     "LocalClusterConfig",
     "LoggingConfig",
@@ -115,6 +131,7 @@ __all__ = [
     "PeftConfig",
     "PeftExport",
     "PeftMethod",
+    "PodUser",
     "PreferenceConfig",
     "PretrainConfig",
     "RecipeConfig",
@@ -139,4 +156,5 @@ __all__ = [
     "WandbConfig",
     "WandbMode",
     "WeightInit",
+    "Workload",
 ]

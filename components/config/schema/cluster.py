@@ -1,4 +1,4 @@
-"""`cluster`: nodes, processes, devices, timeouts and the Slurm job."""
+"""`cluster`: nodes, processes, devices, timeouts, and the job on Slurm or Kubernetes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from datetime import timedelta
 from enum import StrEnum
 
 from components.config.schema.checks import at_least, field_values, own_kind, raise_all, within
-from components.config.schema.slurm import (
+from components.config.schema.schedulers.kubernetes import KubernetesConfig, pod_variable_problems
+from components.config.schema.schedulers.slurm import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
     SCRIPT_VARIABLES,
@@ -32,10 +33,11 @@ _RESOURCE_KEYS = ("partition", "account", "qos", "constraint", "exclude", "nodel
 
 
 class ClusterKind(StrEnum):
-    """local: start the run on this machine; slurm: submit it with sbatch."""
+    """local: start the run on this machine; slurm: submit it with sbatch; k8s: submit it with kubectl."""
 
     local = "local"
     slurm = "slurm"
+    k8s = "k8s"
 
 
 class Device(StrEnum):
@@ -64,13 +66,14 @@ class MemoryPolicy(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Nodes, processes and devices; the keys from `launcher` on only affect Slurm jobs.
+    """Nodes, processes and devices; the keys from `launcher` on only affect Slurm jobs, except `k8s` and those that
+    docs/kubernetes.md lists.
 
-    Every kind accepts Slurm's keys, so that conf/local/user.yaml can set a partition for all runs, including local
-    ones, and `cluster.kind=slurm` can be set on any option."""
+    Every kind accepts the keys of Slurm and Kubernetes, so that conf/local/user.yaml can set a partition for all runs,
+    including local ones, and `cluster.kind=slurm` can be set on any option."""
 
     kind: ClusterKind
-    """local or slurm; selects one of the subclasses below."""
+    """local, slurm or k8s; selects one of the subclasses below."""
     nodes: int = 1
     """Number of nodes; 1 for a local run."""
     procs_per_node: str = "auto"
@@ -80,7 +83,7 @@ class ClusterConfig:
     """Allow a local CPU run to start more than four processes per core, or more than fit into the memory. GPUs are
     never shared, since NCCL rejects two ranks on one GPU."""
     device: Device = Device.auto
-    """auto (CUDA if a GPU is visible, else CPU), cpu or cuda. Under Slurm, auto and cuda request one GPU per process,
+    """auto (CUDA if a GPU is visible, else CPU), cpu or cuda. On a cluster, auto and cuda request one GPU per process,
     cpu requests none."""
     numa_binding: NumaBinding = NumaBinding.auto
     """CPUs of a rank, among those that it may use: auto (those of its GPU's NUMA node, so that copies from host memory
@@ -151,7 +154,10 @@ class ClusterConfig:
     srun_extra: list[str] = field(default_factory=list)
     """Additional srun arguments, such as [--cpu-bind=cores]."""
     template: str | None = None
-    """Path of a custom Jinja template of the batch script; null: slurm/train.sbatch.j2."""
+    """Path of a custom Jinja template of the batch script or manifest; null: slurm/train.sbatch.j2, or on Kubernetes
+    k8s/job.yaml.j2 or k8s/jobset.yaml.j2."""
+    k8s: KubernetesConfig = field(default_factory=KubernetesConfig)
+    """Job on Kubernetes: namespace, image, volumes, queue."""
 
     def __post_init__(self) -> None:
         self.dry_run = self.dry_run.lower()  # YAML's true and false become True and False
@@ -174,6 +180,21 @@ class ClusterConfig:
             problems.append(f"cluster.dry_run={self.dry_run}: must be {', '.join(DRY_RUNS[:-1])} or {DRY_RUNS[-1]}")
         return problems
 
+    def _automatic_problems(self) -> list[str]:
+        if self.procs_per_node != "auto":
+            return []
+        return ["cluster.procs_per_node=auto: auto is for local runs; set the number of processes per node"]
+
+    def _variable_problems(self) -> list[str]:
+        problems = []
+        for section, variables in (("env", self.env), ("network_env", self.network_env)):
+            for name, value in variables.items():
+                if not _VARIABLE.fullmatch(name):
+                    problems.append(f"cluster.{section}.{name}: is not a valid variable name; rename it")
+                if "\0" in value:
+                    problems.append(f"cluster.{section}.{name}: holds a null character; remove it")
+        return problems
+
     @property
     def starts_nothing(self) -> bool:
         """Whether the run is only checked and shown (`dry_run`)."""
@@ -193,7 +214,7 @@ class ClusterConfig:
     def has_same_packages(self) -> bool:
         """Whether the ranks run the Python that starts them: no other executable and no container."""
         same_python = self.python is None and self.container.runtime == ContainerRuntime.none
-        return self.kind == ClusterKind.local or same_python
+        return self.kind == ClusterKind.local or (self.kind == ClusterKind.slurm and same_python)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -221,9 +242,7 @@ class SlurmClusterConfig(ClusterConfig):
     """slurm."""
 
     def _problems(self) -> list[str]:
-        problems = ClusterConfig._problems(self)
-        if self.procs_per_node == "auto":
-            problems.append("cluster.procs_per_node=auto: auto is for local runs; set the number of processes per node")
+        problems = ClusterConfig._problems(self) + self._automatic_problems()
         values = field_values(self)
         for key in _RESOURCE_KEYS:
             value = values[key]
@@ -231,7 +250,13 @@ class SlurmClusterConfig(ClusterConfig):
                 problems.append(
                     f"cluster.{key}={value!r}: is not a valid Slurm {key}; remove spaces, quotes and special characters"
                 )
-        return problems + self._time_problems() + self._variable_problems() + self._text_problems()
+        problems += self._time_problems() + self._variable_problems() + self._text_problems()
+        return problems + [
+            f"cluster.{section}.{name}: is reserved by the batch script; choose another name"
+            for section, variables in (("env", self.env), ("network_env", self.network_env))
+            for name in variables
+            if name in SCRIPT_VARIABLES
+        ]
 
     def _time_problems(self) -> list[str]:
         if self.time is None:
@@ -245,18 +270,6 @@ class SlurmClusterConfig(ClusterConfig):
                 f"the job starts: cluster.time={self.time} is {limit} s; lower the lead, or raise cluster.time"
             ]
         return []
-
-    def _variable_problems(self) -> list[str]:
-        problems = []
-        for section, variables in (("env", self.env), ("network_env", self.network_env)):
-            for name, value in variables.items():
-                if not _VARIABLE.fullmatch(name):
-                    problems.append(f"cluster.{section}.{name}: is not a valid variable name; rename it")
-                if name in SCRIPT_VARIABLES:
-                    problems.append(f"cluster.{section}.{name}: is reserved by the batch script; choose another name")
-                if "\0" in value:
-                    problems.append(f"cluster.{section}.{name}: holds a null character; remove it")
-        return problems
 
     def _text_problems(self) -> list[str]:
         problems = []
@@ -281,6 +294,20 @@ class SlurmClusterConfig(ClusterConfig):
             if not _is_one_line(value):
                 problems.append(f"cluster: {value!r} must be on one line; change srun_extra or container")
         return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class KubernetesClusterConfig(ClusterConfig):
+    """Job submitted with kubectl."""
+
+    kind: ClusterKind = ClusterKind.k8s
+    """k8s."""
+
+    def _problems(self) -> list[str]:
+        problems = ClusterConfig._problems(self) + self._automatic_problems() + self._variable_problems()
+        return (
+            problems + pod_variable_problems("env", self.env) + pod_variable_problems("network_env", self.network_env)
+        )
 
 
 def _is_one_line(text: str) -> bool:

@@ -23,6 +23,7 @@ from components.protocol.run_files import (
     LEASE,
     LOCK,
     LOGS,
+    MANIFEST,
     PRIVATE,
     RECORD,
     REQUEUE,
@@ -42,7 +43,7 @@ from components.protocol.run_files import (
 )
 from components.terminal import print_text
 
-START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID, SUBMISSION, LEASE}
+START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, MANIFEST, JOB_ID, SUBMISSION, LEASE}
 """Entries that a start creates before main runs."""
 
 
@@ -95,7 +96,7 @@ class RunDirectory:
             atomic_write(folder / CONFIG, frozen_text(cfg))
             atomic_write_json(folder / RECORD, record, PRIVATE)
         try:
-            _point_latest(self.path / LOGS / "latest", self.logs)
+            point_latest(self.path / LOGS / "latest", self.logs)
         except OSError as error:  # the link is only a convenience: not worth failing the run
             print_text(f"{self.path / LOGS / 'latest'}: cannot be linked to this attempt: {error}", file=sys.stderr)
 
@@ -152,7 +153,7 @@ def _remove(folder: Path) -> None:
             return
 
 
-def _point_latest(link: Path, logs: Path) -> None:
+def point_latest(link: Path, logs: Path) -> None:
     """Point `link` to the logs of this attempt, replacing a folder there, as in a copy made by following links."""
     if link.is_dir() and not link.is_symlink():
         if any(_same_files(link, attempt) for attempt in logs.parent.glob("attempt_*")):

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from components.config.errors import ConfigError
@@ -14,7 +13,7 @@ from components.config.model_files import locate
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.recipes import RecipeConfig, named_models
-from components.config.schema.slurm import ContainerRuntime
+from components.config.schema.schedulers.slurm import ContainerRuntime
 from components.launch.hub_access import hub_cache, is_offline
 from components.launch.slurm.commands import run_slurm
 from components.launch.slurm.options import as_argument, resource_options
@@ -161,14 +160,9 @@ def _is_missing(name: str, key: str, cache: Path) -> bool:
 
 def _local_paths(cfg: RecipeConfig) -> list[str]:
     """Return a note on paths that the nodes may not be able to access."""
-    mounts = _mounts()
     in_container = cfg.cluster.container.runtime != ContainerRuntime.none
-    sources = cfg.data.sources if isinstance(cfg.data, MixtureDataConfig) else {}
     named = {
-        "run.dir": cfg.run.dir or str(Path.cwd()),
-        **named_models(cfg),
-        "data.path": getattr(cfg.data, "path", None),
-        **{f"data.sources.{name}.path": getattr(each, "path", None) for name, each in sources.items()},
+        **named_paths(cfg),
         "code": None if cfg.cluster.snapshot else str(ROOT),
         "python": None if in_container else cfg.cluster.python or sys.prefix,
     }
@@ -176,11 +170,22 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
     local = [
         f"{key} ({kind})"
         for key, path in paths.items()
-        if (path.is_absolute() or path.exists()) and (kind := _file_system(path, mounts)) in LOCAL_FILE_SYSTEMS
+        if (path.is_absolute() or path.exists()) and (kind := file_system(path)) in LOCAL_FILE_SYSTEMS
     ]
     if not local:
         return []
     return [f"the nodes need access to {', '.join(local)}, but these file systems look local to this machine"]
+
+
+def named_paths(cfg: RecipeConfig) -> dict[str, str | None]:
+    """Return the paths that a config names, by key; a model's may be a name on the hub."""
+    sources = cfg.data.sources if isinstance(cfg.data, MixtureDataConfig) else {}
+    return {
+        "run.dir": cfg.run.dir or str(Path.cwd()),
+        **named_models(cfg),
+        "data.path": getattr(cfg.data, "path", None),
+        **{f"data.sources.{name}.path": getattr(each, "path", None) for name, each in sources.items()},
+    }
 
 
 def _mounts() -> dict[str, str]:
@@ -190,6 +195,7 @@ def _mounts() -> dict[str, str]:
     return {entry[1].replace("\\040", " "): entry[2] for entry in map(str.split, lines) if len(entry) > 2}
 
 
-def _file_system(path: Path, mounts: Mapping[str, str]) -> str | None:
-    absolute = path.absolute()
+def file_system(path: Path) -> str | None:
+    """Return the type of the file system that contains a path; None if unknown."""
+    absolute, mounts = path.absolute(), _mounts()
     return next((mounts[str(folder)] for folder in (absolute, *absolute.parents) if str(folder) in mounts), None)

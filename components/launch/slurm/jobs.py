@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.launch.backend import Job, JobState
+from components.launch.backend import Job, JobState, record_job, recorded_job
 from components.launch.slurm.commands import run_slurm
-from components.protocol.run_files import JOB_ID, SCRIPT, SUBMISSION, atomic_write, read_regular
+from components.protocol.run_files import SCRIPT, SUBMISSION
 
 SUBMITTED = {
     *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
@@ -32,6 +32,8 @@ GONE = "gone"
 """Slurm responds but no longer lists the job: it ended long ago."""
 UNKNOWN = "unknown"
 """Slurm does not respond."""
+TAG = "meshbook:"
+"""Prefix of the unique comment of a submission."""
 
 
 def job_states(jobs: Iterable[str]) -> dict[str, str]:
@@ -87,33 +89,18 @@ def stop_job(job: str) -> bool:
     return run_slurm(["scancel", job]).status == 0
 
 
-def recorded_job(run_dir: Path) -> str | None:
-    """Return the recorded job id of a run directory; None if there is none."""
-    try:
-        return read_regular(run_dir / JOB_ID).decode(errors="replace").strip() or None
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{run_dir / JOB_ID}: the id of the run's job cannot be read: {error.strerror}") from error
-
-
 def adopt_submission(run_dir: Path) -> str | None:
     """Return the job id of a run directory, after recording the job of an unconfirmed submission.
 
     Raises ConfigError if there is such a submission and squeue does not respond.
     """
     file, job = run_dir / SUBMISSION, recorded_job(run_dir)
-    if job is None and file.exists():
-        job = find_submission(file.read_text().strip(), run_dir / SCRIPT)
+    tag = file.read_text().strip() if job is None and file.exists() else None
+    if tag is not None and (not tag or tag.startswith(TAG)):  # others are submissions of another backend
+        job = find_submission(tag, run_dir / SCRIPT)
         if job is not None:
             record_job(run_dir, job)
     return job
-
-
-def record_job(run_dir: Path, job: str) -> None:
-    """Record the job id of a run directory, which confirms its submission."""
-    atomic_write(run_dir / JOB_ID, f"{job}\n")
-    (run_dir / SUBMISSION).unlink(missing_ok=True)
 
 
 def _unlisted_state(job: str, is_up: bool) -> str:

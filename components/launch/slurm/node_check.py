@@ -24,10 +24,15 @@ def check_node() -> int:
     run_dir, gpus = Path(sys.argv[1]), int(sys.argv[2])
     # The stop request: there is nothing to save yet, so only leave the marker for the batch script.
     signal.signal(signal.SIGUSR2, lambda number, frame: create_marker(run_dir / REQUEUE))
-    problems = [*_folder_problems(run_dir), *_gpu_problems(gpus), *_memory_problems()]
+    problems = node_problems(run_dir, gpus)
     for problem in problems:
         print_text(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
     return 1 if problems else 0
+
+
+def node_problems(run_dir: Path, gpus: int) -> list[str]:
+    """Return the problems of this node or pod for a run that needs that many GPUs on it."""
+    return [*_folder_problems(run_dir), *_gpu_problems(gpus), *_memory_problems()]
 
 
 def _folder_problems(run_dir: Path) -> list[str]:

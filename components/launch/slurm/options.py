@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from components.config.schema.cluster import ClusterConfig, Device
-from components.config.schema.slurm import ContainerRuntime, GpuRequest, Launcher
+from components.config.schema.schedulers.slurm import ContainerRuntime, GpuRequest, Launcher
 from components.protocol.run_files import LOGS
 
 Option = tuple[str, str]

@@ -16,7 +16,7 @@ from pathlib import Path
 from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
-from components.config.schema.slurm import RequeueConfig
+from components.config.schema.schedulers.slurm import RequeueConfig
 from components.protocol.failures import Kind
 from components.protocol.run_files import (
     CHECKPOINTS,

@@ -12,7 +12,7 @@ from typing import Any
 
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device
-from components.config.schema.slurm import ContainerRuntime
+from components.config.schema.schedulers.slurm import ContainerRuntime
 from components.launch.slurm.options import as_line, container_arguments, job_options
 from components.project import PROJECT
 

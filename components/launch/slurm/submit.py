@@ -14,19 +14,11 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
-from components.launch.backend import CheckedRun, Job, Recipe
+from components.launch.backend import CheckedRun, Job, Recipe, record_job, recorded_job
 from components.launch.run_checks import affects
 from components.launch.slurm.commands import NoResponse, run_slurm
 from components.launch.slurm.job_checks import job_problems, refusal
-from components.launch.slurm.jobs import (
-    adopt_submission,
-    describe_job,
-    find_submission,
-    job_states,
-    record_job,
-    recorded_job,
-    stop_job,
-)
+from components.launch.slurm.jobs import TAG, adopt_submission, describe_job, find_submission, job_states, stop_job
 from components.launch.slurm.script import BatchScript, render
 from components.launch.slurm.snapshot import ROOT, copied_recipe_path, copy_code
 from components.protocol.run_files import (
@@ -125,7 +117,7 @@ def _submit_script(script: Path, cluster: ClusterConfig, notes: list[str]) -> st
         ConfigError: Slurm rejected the job, or has no such job.
         UnknownSubmission: sbatch failed, and squeue does not respond either.
     """
-    run_dir, tag = script.parent, "" if "comment" in cluster.sbatch_extra else f"meshbook:{secrets.token_hex(8)}"
+    run_dir, tag = script.parent, "" if "comment" in cluster.sbatch_extra else f"{TAG}{secrets.token_hex(8)}"
     earlier = recorded_job(run_dir)  # has ended: checked when the run directory was opened
     atomic_write(run_dir / SUBMISSION, tag)
     (run_dir / JOB_ID).unlink(missing_ok=True)

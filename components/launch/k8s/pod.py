@@ -1,0 +1,253 @@
+"""The program of each pod: `python -m components.launch.k8s.pod RUN_DIR RECIPE`.
+
+Joins the job's next attempt, checks the node, starts this pod's ranks and forwards SIGTERM to them. The exit status
+tells the job what to do (podFailurePolicy of the manifest): 0, finished; EXIT_RESTART, replace the pod, and the run
+resumes in the next attempt; anything else, end all pods.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from components.cgroup import killed_for_memory
+from components.config.compose.frozen import read_section
+from components.config.errors import ConfigError
+from components.config.schema.cluster import ClusterConfig, Device
+from components.launch.k8s.pod_attempts import DONE, RESTART, Pod, Refused, join_attempt, reason_not_to_restart
+from components.launch.local import RankProcesses, allocator_defaults, rank_defaults
+from components.launch.slurm.node_check import node_problems
+from components.project import PROJECT
+from components.protocol.exit_codes import EXIT_HUNG, EXIT_INVALID, EXIT_RESTART
+from components.protocol.failures import (
+    Failure,
+    Kind,
+    RankExit,
+    RankReport,
+    first_failure,
+    print_failure,
+    print_problems,
+    read_reports,
+)
+from components.protocol.role import ATTEMPT, JOB, RUN_DIR, WORKER, without_ranks
+from components.protocol.run_files import (
+    CONFIG,
+    PRIVATE,
+    attempt_logs,
+    log_file,
+    open_append,
+    read_result,
+    record_result,
+)
+from components.protocol.signals import collected_signals
+from components.terminal import print_text
+
+INDEX, UID, NODE = "JOB_COMPLETION_INDEX", "MESHBOOK_POD_UID", "MESHBOOK_NODE"
+"""Variables that Kubernetes and the manifest set in each pod."""
+LOOK_EVERY = 2.0
+"""Seconds between checks whether the attempt's other pods have been replaced."""
+OUTCOME_WITHIN = 300.0
+"""Seconds that a pod waits for the outcome after its ranks have ended: rank 0 may still export the model."""
+
+
+def run_pod(run_dir: Path, recipe: str, environ: Mapping[str, str]) -> int:
+    """Take part in an attempt with the ranks of this pod, and return the pod's exit status."""
+    try:
+        cluster = read_section(run_dir / CONFIG, "cluster", ClusterConfig)
+        pod = _this_pod(run_dir, cluster, environ)
+    except ConfigError as error:
+        print_problems(error.problems)
+        return EXIT_INVALID
+    if pod.has_finished():  # it was replaced after the run had ended, before it could exit
+        return 0
+    with collected_signals() as signals:
+        try:
+            attempt = join_attempt(pod, cluster, lambda: bool(signals))
+        except Refused as error:
+            record_result(run_dir, {"status": "failed", "error": str(error)})
+            print_text(error, file=sys.stderr, flush=True)
+            return 1
+        if attempt is None:
+            return EXIT_RESTART  # stopped before there was anything to save
+        print_text(
+            f"pod {pod.index} of {pod.nodes}, {socket.gethostname()} on {environ.get(NODE) or 'an unknown node'}: "
+            f"attempt {attempt}",
+            flush=True,
+        )
+        gpus = int(cluster.procs_per_node) if cluster.device != Device.cpu else 0
+        if cluster.health_check and (problems := node_problems(run_dir, gpus)):
+            record_result(run_dir, {"status": "failed", "error": f"pod {pod.index}: {'; '.join(problems)}"})
+            print_text(*(f"{socket.gethostname()}: {problem}" for problem in problems), sep="\n", file=sys.stderr)
+            return 1
+        return _PodAttempt(pod, cluster, attempt).run(recipe_file(recipe), environ, signals)
+
+
+def recipe_file(recipe: str) -> Path:
+    """Return the recipe's file: relative to Meshbook's folder in this pod, or absolute."""
+    return PROJECT / recipe
+
+
+class _PodAttempt:
+    """An attempt in this pod."""
+
+    def __init__(self, pod: Pod, cluster: ClusterConfig, attempt: int) -> None:
+        self.pod, self.cluster, self.attempt = pod, cluster, attempt
+        self.logs = attempt_logs(pod.run_dir, attempt)
+        self.procs = int(cluster.procs_per_node)
+        self.first = pod.index * self.procs
+        self.ranks = RankProcesses(self.logs, self.first)
+        self.lost: list[int] = []
+        """Indices of pods that were replaced."""
+        self.killed_for_memory_before = killed_for_memory()
+        self._next_look = 0.0
+        self._shown = 0
+
+    def run(self, recipe: Path, environ: Mapping[str, str], signals: deque[int]) -> int:
+        """Start the ranks, wait for their end, and return the pod's exit status."""
+        try:
+            self._start(recipe, environ)
+            self.ranks.watch(signals, self._poll)
+        finally:
+            self.ranks.kill()
+        self._show_log()
+        return self._conclude(signals)
+
+    def _start(self, recipe: Path, environ: Mapping[str, str]) -> None:
+        master = environ.get("MASTER_ADDR", "")
+        shared = rank_defaults(self.procs) | without_ranks(environ) | allocator_defaults(environ)
+        shared |= {WORKER: "1", RUN_DIR: str(self.pod.run_dir), ATTEMPT: str(self.attempt), JOB: self.pod.job}
+        shared |= {"WORLD_SIZE": str(self.pod.nodes * self.procs), "LOCAL_WORLD_SIZE": str(self.procs)}
+        shared |= {"NUM_NODES": str(self.pod.nodes), "NODE_RANK": str(self.pod.index), "MASTER_ADDR": master}
+        for local_rank in range(self.procs):
+            rank = self.first + local_rank
+            with open_append(log_file(self.logs, rank), PRIVATE) as log:
+                self.ranks.start(recipe, shared | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}, log)
+
+    def _poll(self) -> None:
+        """Show rank 0's log, and end the ranks if another pod of the attempt was replaced."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_EVERY
+        self._show_log()
+        self._look_for_lost_pods()
+        if self.lost:
+            self.ranks.end()
+
+    def _look_for_lost_pods(self) -> None:
+        if not self.lost and (lost := self.pod.lost_members(self.attempt)):
+            self.lost = lost
+            print_text(f"pods {', '.join(map(str, lost))} were replaced: this attempt cannot go on", flush=True)
+
+    def _show_log(self) -> None:
+        """Copy new output of rank 0 to this pod's, for `kubectl logs`."""
+        if self.pod.index:
+            return
+        with open(log_file(self.logs, 0), "rb") as log:
+            log.seek(self._shown)
+            text = log.read()
+        self._shown += len(text)
+        sys.stdout.write(text.decode(errors="replace"))
+        sys.stdout.flush()
+
+    def _conclude(self, signals: deque[int]) -> int:
+        """Record and print how the attempt ended, and return the pod's exit status."""
+        reports = read_reports(self.logs)
+        elsewhere = [
+            RankExit(rank, 1, report.time, terminated=False)
+            for rank, report in reports.items()
+            if rank not in self.ranks.exits
+        ]
+        failure = first_failure([*self.ranks.exits.values(), *elsewhere], reports)
+        if failure is not None and not _is_consequence(failure, self.lost):
+            return self._failed(failure)
+        if self.lost or failure is not None:
+            print_text("lost other pods: to be restarted from the last checkpoint", flush=True)
+            return self._restart()
+        if self.pod.index == 0:
+            return self._ended_by_itself()
+        if any(ended.status for ended in self.ranks.exits.values()):  # by the stop request, before they could handle it
+            return self._restart()
+        return self._await_outcome(signals)
+
+    def _failed(self, failure: Failure) -> int:
+        """Record and print a failure, and return the exit status that ends the job, or restarts it after a hang."""
+        report, run_dir = failure.report, self.pod.run_dir
+        if failure.rank in self.ranks.exits:
+            print_failure(failure, self.logs)
+        else:
+            print_text(f"rank {failure.rank}, in another pod, failed; logs: {self.logs}", flush=True)
+        if report is not None and report.is_config:
+            if report.kind == Kind.config:
+                record_result(run_dir, {"status": "invalid", "error": report.message})
+            return EXIT_INVALID
+        record_result(run_dir, {"status": self._status(failure, report), "error": failure.error})
+        if report is None or report.kind != Kind.hung:
+            return 1
+        reason = reason_not_to_restart(run_dir, self.attempt, self.cluster, hung=True)
+        print_text(f"the run hung and is not restarted: {reason}" if reason else "the run hung: restarting", flush=True)
+        return EXIT_HUNG if reason else EXIT_RESTART
+
+    def _status(self, failure: Failure, report: RankReport | None) -> str:
+        if report is not None:
+            return report.status
+        killed = self.ranks.exits[failure.rank].status == -signal.SIGKILL
+        return "oom" if killed and killed_for_memory() > self.killed_for_memory_before else "failed"
+
+    def _ended_by_itself(self) -> int:
+        """Publish the outcome of the attempt on the first pod, by the result of rank 0."""
+        result = read_result(self.pod.run_dir)
+        if not result and self.ranks.stops:
+            result = {"status": "preempted", "error": "stopped before training started"}
+            record_result(self.pod.run_dir, result)
+        if result.get("status") not in ("preempted", "interrupted"):
+            self.pod.publish(self.attempt, DONE)
+            return 0
+        self.pod.publish(self.attempt, RESTART)
+        print_text("stopped: to be restarted", flush=True)
+        return self._restart()
+
+    def _await_outcome(self, signals: deque[int]) -> int:
+        """Return the exit status by the outcome that the first pod publishes."""
+        deadline = time.monotonic() + OUTCOME_WITHIN
+        while (outcome := self.pod.outcome(self.attempt)) is None:
+            self._look_for_lost_pods()
+            if self.lost or signals or time.monotonic() > deadline:
+                return self._restart()
+            time.sleep(0.5)
+        return 0 if outcome == DONE else self._restart()
+
+    def _restart(self) -> int:
+        """Return the status with which this pod is replaced, or 1 on the first pod if a limit is reached."""
+        if self.pod.index:
+            return EXIT_RESTART
+        reason = reason_not_to_restart(self.pod.run_dir, self.attempt, self.cluster)
+        if reason is None:
+            return EXIT_RESTART
+        print_text(f"not restarted: {reason}; submit the same command again", flush=True)
+        return 1
+
+
+def _is_consequence(failure: Failure, lost: list[int]) -> bool:
+    """Return whether a failure only follows from the loss of another pod."""
+    return bool(lost) or (failure.report is not None and failure.report.kind == Kind.lost_peer)
+
+
+def _this_pod(run_dir: Path, cluster: ClusterConfig, environ: Mapping[str, str]) -> Pod:
+    """Return this pod by its variables. Raises ConfigError if they are missing."""
+    missing = [name for name in (INDEX, UID, JOB) if not environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: this program runs in the pods of an Indexed Job; a template of yours must "
+            "set the variables of k8s/pod.yaml.j2"
+        )
+    return Pod(run_dir, environ[JOB], int(environ[INDEX]), cluster.nodes, environ[UID])
+
+
+if __name__ == "__main__":
+    sys.exit(run_pod(Path(sys.argv[1]), sys.argv[2], dict(os.environ)))

@@ -1,0 +1,156 @@
+"""Jobs on Kubernetes: their ids and states, and the job of a run directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config.errors import ConfigError
+from components.config.schema.schedulers.kubernetes import Workload
+from components.launch.backend import Job, JobState, record_job, recorded_job
+from components.launch.k8s.kubectl import COLLECTIONS, get, run_kubectl
+from components.protocol.run_files import SUBMISSION
+
+_ID = re.compile(r"(?P<namespace>[a-z0-9-]+)/(?P<workload>job|jobset)/(?P<name>[a-z0-9.-]+)(@(?P<context>\S+))?")
+_GONE, _UNKNOWN = "gone", "unknown"
+_API = {Workload.job: ("batch/v1", "Job"), Workload.jobset: ("jobset.x-k8s.io/v1alpha2", "JobSet")}
+AT_ONCE = 8
+"""Number of kubectl commands that run at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobName:
+    """Name of a job on a cluster; its text is the job's id: NAMESPACE/WORKLOAD/NAME[@CONTEXT]."""
+
+    namespace: str
+    workload: Workload
+    name: str
+    context: str | None = None
+    """Context of the kubeconfig; None: the current one."""
+
+    def __str__(self) -> str:
+        context = f"@{self.context}" if self.context else ""
+        return f"{self.namespace}/{self.workload}/{self.name}{context}"
+
+    @classmethod
+    def parse(cls, job: str) -> JobName | None:
+        """Return the name in an id, or None for an id of another backend."""
+        found = _ID.fullmatch(job)
+        if found is None:
+            return None
+        return cls(found["namespace"], Workload(found["workload"]), found["name"], found["context"])
+
+    @property
+    def path(self) -> str:
+        """API path of the job."""
+        return f"{COLLECTIONS[_API[self.workload]].format(self.namespace)}/{self.name}"
+
+    def command(self, *arguments: str) -> str:
+        """Return a kubectl command in the job's namespace and context, for a shell."""
+        context = f" --context={self.context}" if self.context else ""
+        return f"kubectl{context} -n {self.namespace} {' '.join(arguments)}"
+
+    @property
+    def first_job(self) -> str:
+        """Name of the Job that owns the pods: the job itself, or the one that its JobSet creates."""
+        return self.name if self.workload == Workload.job else f"{self.name}-ranks-0"
+
+    @property
+    def first_host(self) -> str:
+        """Host name of the first pod within the namespace."""
+        return f"{self.first_job}-0.{self.name}"
+
+
+def job_states(jobs: Iterable[str]) -> dict[str, Job]:
+    """Return the jobs with these ids, one request per job; ids of other backends are omitted."""
+    names = [name for name in map(JobName.parse, jobs) if name is not None]
+    if not names:
+        return {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return {job.id: job for job in pool.map(_state, names)}
+
+
+def stop_job(name: JobName) -> bool:
+    """Delete a job, and return whether the cluster accepted the request. Raises ConfigError if it does not answer."""
+    arguments = ["-n", name.namespace, "delete", _resource(name.workload), name.name, "--wait=false"]
+    return run_kubectl(name.context, arguments).status == 0
+
+
+def stop_command(name: JobName) -> str:
+    """Return the shell command that deletes a job."""
+    return name.command("delete", name.workload, name.name)
+
+
+def adopt_submission(run_dir: Path) -> str | None:
+    """Return the job id of a run directory, after recording the job of an unconfirmed submission.
+
+    Raises ConfigError if there is such a submission and the cluster does not answer.
+    """
+    file, job = run_dir / SUBMISSION, submitted_job(run_dir)
+    if job is None and file.exists():
+        name = JobName.parse(file.read_text().strip())
+        if name is not None and exists(name):
+            record_job(run_dir, str(name))
+            return str(name)
+    return job
+
+
+def submitted_job(run_dir: Path) -> str | None:
+    """Return the recorded job id of a run directory; None if there is none, or one of another backend."""
+    job = recorded_job(run_dir)
+    return job if job is not None and JobName.parse(job) else None
+
+
+def exists(name: JobName) -> bool:
+    """Return whether the cluster has a job. Raises ConfigError if it does not answer, or not this user."""
+    answer = get(name.context, name.path)
+    if answer.status and answer.reason != "NotFound":
+        raise ConfigError(f"cluster.kind=k8s: the job {name} cannot be queried: {answer.message}")
+    return answer.status == 0
+
+
+def _state(name: JobName) -> Job:
+    try:
+        answer = get(name.context, name.path)
+    except ConfigError as error:
+        return Job(str(name), "Kubernetes", JobState.unknown, _UNKNOWN, over=False, doubt=str(error))
+    if answer.reason == "NotFound":
+        return Job(str(name), "Kubernetes", JobState.gone, _GONE, over=True)
+    if answer.status:
+        return Job(str(name), "Kubernetes", JobState.unknown, _UNKNOWN, over=False, doubt=answer.message)
+    state, reported, over = describe_status(answer.json(), name.workload)
+    return Job(str(name), "Kubernetes", state, reported, over=over)
+
+
+def describe_status(job: dict[str, Any], workload: Workload) -> tuple[JobState, str, bool]:
+    """Return the state of a Job or JobSet object, the cluster's words for it, and whether it has ended for good."""
+    status, deleted = job.get("status") or {}, "deletionTimestamp" in (job.get("metadata") or {})
+    conditions = {each.get("type"): each for each in status.get("conditions") or () if each.get("status") == "True"}
+    for ending in ("Complete", "Completed"):
+        if ending in conditions:
+            return JobState.ended, ending, True
+    if "Failed" in conditions:
+        reason = conditions["Failed"].get("reason") or ""
+        state = JobState.timeout if reason == "DeadlineExceeded" else JobState.failed
+        return state, f"Failed ({reason})" if reason else "Failed", True
+    if deleted:
+        return JobState.running, "Terminating", False
+    if "Suspended" in conditions:
+        return JobState.submitted, "Suspended", False
+    if workload == Workload.jobset:
+        parts = status.get("replicatedJobsStatus") or [{}]
+        active, ready = (sum(part.get(key) or 0 for part in parts) for key in ("active", "ready"))
+    else:
+        active, ready = status.get("active") or 0, status.get("ready") or 0
+    if ready:
+        return JobState.running, "Running", False
+    return JobState.submitted, "Pending" if active else "Created", False
+
+
+def _resource(workload: Workload) -> str:
+    """Return the name of a workload's resource for kubectl, which is unambiguous on any cluster."""
+    return "jobs.batch" if workload == Workload.job else "jobsets.jobset.x-k8s.io"
