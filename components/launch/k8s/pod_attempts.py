@@ -19,6 +19,7 @@ from pathlib import Path
 from components.config.schema.cluster import ClusterConfig
 from components.launch.run_directory.directory import point_latest
 from components.launch.slurm.requeue import CHECKPOINTS_BEFORE, JOB, attempts_of_job, lack_of_progress
+from components.protocol.failures import Kind
 from components.protocol.run_files import (
     CHECKPOINTS,
     FIRST_STEP,
@@ -131,7 +132,7 @@ def reason_not_to_restart(run_dir: Path, attempt: int, cluster: ClusterConfig, *
     policy, section = cluster.requeue, "cluster.requeue"
     if hung and (not attempts or not attempts[-1].progressed):
         return "the attempt published no checkpoint before it hung, so it would likely hang again"
-    if hung and sum(each.hung for each in attempts) > policy.hang:
+    if hung and sum(each.status == Kind.hung for each in attempts) > policy.hang:
         return f"the limit of {policy.hang} restarts after a hang is reached ({section}.hang)"
     if len(attempts) > policy.max:
         return f"the limit of {policy.max} restarts is reached ({section}.max)"
