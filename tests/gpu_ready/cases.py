@@ -24,6 +24,8 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
 from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
+from components.planning.dry_run.storage_tracker import StorageTracker
+from components.resilience.gc import GarbageCollection
 from tests.distributed.packed import ROWS, SEQ_LEN
 from tests.gpu_ready import objectives
 from tests.gpu_ready.device import FakeCuda, Record
@@ -79,14 +81,17 @@ def config_of(
 
 @contextmanager
 def fake_run(
-    cfg: FinetuneConfig, world: int = 1, rank: int = 0, objective: str = "next_token", rows: Any = None
-) -> Iterator[FakeRun]:
+    cfg: FinetuneConfig, world: int = 1, rank: int = 0, objective: str = "next_token", rows: Any = None,
+    tracker: StorageTracker | None = None,
+) -> Iterator[FakeRun]:  # fmt: skip
     """Build a run in the order of the recipes, on the fake device; its collectives return immediately.
 
-    rows: The dataset of `training.micro_batch_size` and `global_batch_size`; None: small rows of the objective.
+    rows: The dataset of `training.micro_batch_size` and `global_batch_size`, the latter for each dp rank; None: small
+        rows of the objective.
+    tracker: Follows the memory of the device.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    with FakeCuda():
+    with FakeCuda(), tracker or nullcontext():
         mesh = distributed.build_mesh(cfg.parallelism, "cuda")
         prepared = _prepared(cfg, mesh, objectives.LABELS.get(objective))
         teacher = None
@@ -170,26 +175,41 @@ def values_read() -> Iterator[list[torch.Tensor]]:
 
 def step(
     axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
-    pack: bool = False, optimizer: str = "adamw", objective: str = "next_token",
+    pack: bool = False, optimizer: str = "adamw", objective: str = "next_token", rows: Any = None,
+    evaluate: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Run two optimizer steps, the first of which creates the optimizer state; return the record of the second.
 
     objective: "next_token", or one of objectives.py; distillation needs model.loss=chunked.
+    rows: Tokens of full rows, rows of a micro-batch and micro-batches of a step; None: small rows of random length.
     """
     eager: AbstractContextManager[Any] = nullcontext()
     if optimizer == "adamw8bit":
         find_optional()  # torchao
         eager = torch.compiler.set_stance("force_eager")  # the compiler needs a device
-    with eager, fake_run(config_of(model or {}, axes, peft, pack, optimizer), world, rank, objective) as run:
+    cfg, full_rows, tracker, seq_len = config_of(model or {}, axes, peft, pack, optimizer), None, None, SEQ_LEN
+    if rows:
+        seq_len, micro_batch_size, count = rows
+        cfg.training.seq_len, cfg.training.micro_batch_size = seq_len, micro_batch_size
+        cfg.training.global_batch_size = count * micro_batch_size
+        full_rows, tracker = objectives.rows_of(objective, pack, seq_len), StorageTracker(device_type="cuda")
+    with eager, fake_run(cfg, world, rank, objective, full_rows, tracker) as run:
         dtypes = {f"{each.dtype} {each.requires_grad}" for each in run.model.module.parameters()}
         reported = training.check_kernels(run.model, run.cfg.model, run.batches.at)
+        first = run.batches.at(0)
+        # One micro-batch is enough, to save time; a pipeline needs the number that it was built for.
+        few = 1 if rows and cfg.parallelism.pp == 1 else len(first)
         with static_pipeline_shapes():
-            training.train_step(run.model, run.batches.at(0), run.optimizer, run.objective)
+            training.train_step(run.model, first[:few], run.optimizer, run.objective)
         micro_batches = run.batches.at(1)
-        with Record(SEQ_LEN) as record:
+        if tracker is not None:
+            tracker.restart()
+        with GarbageCollection(every=1), Record(seq_len) as record:
             numbers = training.train_step(run.model, micro_batches, run.optimizer, run.objective)
-        with Record(SEQ_LEN) as eval_record, values_read() as read:
-            training.evaluate(run.model, micro_batches, run.objective)
+        peak = None if tracker is None else tracker.peak
+        with Record(seq_len) as eval_record, values_read() as read:
+            if evaluate:
+                training.evaluate(run.model, micro_batches[:few], run.objective)
         optimizers = list_optimizers(run.optimizer)
         states = [each for optimizer in optimizers for state in optimizer.state.values() for each in state.values()]
         trained = [each for optimizer in optimizers for each in optimizer.param_groups[0]["params"]]
@@ -210,7 +230,9 @@ def step(
         "micro_batches": len(micro_batches),
         "launches": dict(record.launches),
         "moved": dict(record.moved),
-        "seq": SEQ_LEN,
+        "seq": seq_len,
+        "peak": None if peak is None else peak.bytes,
+        "peak_operator": None if peak is None else peak.operator,
     }
 
 

@@ -39,12 +39,12 @@ def build_stub(folder: Path) -> Path:
 
 
 @contextmanager
-def started_server(stub: Path) -> Iterator[Run]:
-    """Yield a function that runs a case on fake CUDA tensors in a separate process."""
+def started_server(stub: Path, root: Path = SOURCE.parents[2]) -> Iterator[Run]:
+    """Yield a function that runs a case on fake CUDA tensors in a separate process, with the code in `root`."""
     command = [sys.executable, "-m", "tests.gpu_ready.server", str(stub)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=SOURCE.parents[2]
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root
     ) as server:
 
         def run(case: str, **arguments: Any) -> Any:

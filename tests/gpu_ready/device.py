@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+MEMORY = 85_000_000_000
+"""Bytes of the device's memory, those of an H100."""
 HOST_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
 """Operators whose result the host must read from the device."""
 
@@ -128,16 +132,31 @@ class _Silu(torch.autograd.Function):
         return _silu_backward(grad, ctx.saved_tensors[0])
 
 
+_torch_silu = torch.nn.functional.silu
+
+
+def _silu(values: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return _Silu.apply(values)
+
+
+@contextmanager
+def decomposed_silu() -> Iterator[None]:
+    """Let torch decompose SiLU's backward into six operators, as it does for fake tensors only."""
+    torch.nn.functional.silu = _torch_silu
+    yield
+    torch.nn.functional.silu = _silu
+
+
 def install() -> None:
     """Patch torch's Python code to accept the device. Call once, after all imports and before the first fake tensor."""
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.Tensor.pin_memory = lambda self, *_: self
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(total_memory=85_000_000_000)
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(total_memory=MEMORY)
     torch.cuda.get_rng_state = lambda device=0: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda state, device=0: None
-    torch.nn.functional.silu = lambda values, inplace=False: _Silu.apply(values)
+    torch.nn.functional.silu = _silu
     dist.all_gather_object = _gather_copies
     cpu = torch.cpu
     cpu.Stream.record_event = lambda self, event=None: event or cpu.Event()  # type: ignore[method-assign]

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.scheduler import Scheduler
+from torch._inductor.select_algorithm import extern_kernels
 
 from components import models
 from components.config.schema import ModelConfig, PeftConfig
@@ -24,6 +28,23 @@ from tests.gpu_ready.roofline import MODELS
 TOKENS = (128, 256)
 FUSED = {"SchedulerNode", "FusedSchedulerNode", "OuterLoopFusedSchedulerNode"}
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Generate kernels, but compile and run neither them nor matmuls, which would take most of the time."""
+
+    def do_nothing(*arguments: Any, **options: Any) -> None:
+        pass
+
+    changed = [(AsyncCompile, "cpp_pybinding"), *((extern_kernels, name) for name in ("mm", "addmm", "bmm"))]
+    originals = [getattr(each, name) for each, name in changed]
+    AsyncCompile.cpp_pybinding = lambda self, argument_types, source: do_nothing  # type: ignore[method-assign]
+    for each, name in changed[1:]:
+        setattr(each, name, do_nothing)
+    yield
+    for (each, name), original in zip(changed, originals, strict=True):
+        setattr(each, name, original)
 
 
 class Bytes:
@@ -82,7 +103,7 @@ def loss_bytes(vocabulary: int) -> float:
 def main(name: str, peft: str) -> None:
     """Print the bytes per token of a layer and of the loss as JSON."""
     config = MODELS[name]
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(force_disable_caches=True), without_kernels():
         print(json.dumps({"layer": layer_bytes(config, peft), "loss": loss_bytes(config["vocab_size"])}))
 
 

@@ -1,19 +1,16 @@
-"""Levers and layouts of a step on fake CUDA tensors, and the table of what a layer launches, moves and sends.
-
-python -m tests.gpu_ready.matrix       # every lever on every layout: outputs/gpu_ready/table.md (about 10 minutes)
-"""
+"""Levers and layouts of a step on fake CUDA tensors, and what a layer launches, moves and sends."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from tests.gpu_ready.conftest import Run, build_stub, started_server
+from components.planning.formulas.memory import MemoryEstimate, rank_memory
+from components.planning.formulas.workload import build_workload
+from tests.gpu_ready.conftest import Run
+from tests.gpu_ready.device import MEMORY
 
-TABLE = Path(__file__).resolve().parents[2] / "outputs" / "gpu_ready" / "table.md"
 Layout = tuple[dict[str, Any], int]
 """The section `parallelism`, and the number of ranks."""
 
@@ -28,17 +25,25 @@ LAYOUTS: dict[str, Layout] = {
     "pp": ({"pp": 2, "dp_shard": 2}, 4),
 }
 EXPERT_LAYOUTS: dict[str, Layout] = {**LAYOUTS, "ep": ({"ep": 2, "dp_shard": 2}, 4)}
-MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-WIDE = {"hidden_size": 128, "intermediate_size": 256}
-"""Layers whose inputs two tp ranks share in whole blocks of 64 values, which NF4 scales together."""
+SEQ_LEN = 3072
+"""Tokens of a row: the size of no weight, so that matrices of all token pairs are recognized."""
+ROWS, MICRO_BATCHES = 2, 2
+"""Rows of a micro-batch, which are pairs for DPO, and micro-batches of a step."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+"""Layers of Llama 3.2 1B."""
+MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 1024, "num_experts": 8, "num_experts_per_tok": 2}
 BF16 = {"dtype": "bfloat16"}
 MIXED: dict[str, Any] = {"dtype": "float32", "compute_dtype": "bfloat16"}
 LEVERS: dict[str, dict[str, Any]] = {
     "bfloat16": {"model": BF16},
     "autocast": {"model": MIXED},
     "packed": {"model": MIXED, "pack": True},
+    "bfloat16, packed": {"model": BF16, "pack": True},
     "LoRA": {"model": BF16, "peft": "lora", "pack": True},
-    "QLoRA": {"model": {**BF16, "config": WIDE}, "peft": "qlora", "pack": True},
+    "QLoRA": {"model": BF16, "peft": "qlora", "pack": True},
     "selective recompute": {"model": BF16, "pack": True, "policy": "selective"},
     "full recompute": {"model": BF16, "pack": True, "policy": "full"},
     "experts": {"model": {**BF16, "config": MOE}, "pack": True},
@@ -49,6 +54,18 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `cases.step`; policy: activation checkpointing."""
 PAIRS = [(lever, layout) for lever in LEVERS for layout in (EXPERT_LAYOUTS if lever == "experts" else LAYOUTS)]
+PEAK_TOLERANCE = 0.1
+"""Largest relative difference of the planner's peak memory."""
+UNPLANNED = {("selective recompute", "pp"): 0.15}
+"""Pairs with a larger one: the formulas add all activations of a recomputed layer to all gradients of a stage, which do
+not exist together."""
+
+
+def peak_tolerance(lever: str, layout: str) -> float:
+    """Return the largest relative difference of the planner's peak memory for a pair."""
+    return UNPLANNED.get((lever, layout), PEAK_TOLERANCE)
+
+
 ATTENTION = ("_varlen_attn", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
              "_scaled_dot_product_cudnn_attention")  # fmt: skip
 COLLECTIVES = {
@@ -60,16 +77,21 @@ COLLECTIVES = {
 }
 
 
-def arguments(lever: str, layout: str, layers: int | None = None) -> dict[str, Any]:
-    """Return the arguments of `cases.step` for a pair."""
+def arguments(lever: str, layout: str, layers: int = 2) -> dict[str, Any]:
+    """Return the arguments of `cases.step` for a pair. layers: Those of a rank."""
     axes, world = EXPERT_LAYOUTS[layout]
     values = dict(LEVERS[lever])
     if policy := values.pop("policy", None):
         axes = {**axes, "activation_checkpointing": policy}
-    if layers is not None:
-        model = values["model"]
-        values["model"] = {**model, "config": {**model.get("config", {}), "num_hidden_layers": layers}}
-    return {**values, "axes": axes, "world": world}
+    model = values["model"]
+    config = {**SIZES, **model.get("config", {}), "num_hidden_layers": layers * axes.get("pp", 1)}
+    return {
+        **values,
+        "model": {**model, "config": config},
+        "axes": axes,
+        "world": world,
+        "rows": [SEQ_LEN, ROWS, MICRO_BATCHES],
+    }
 
 
 def ranks(layout: str) -> list[int]:
@@ -84,38 +106,39 @@ def collectives(record: dict[str, Any]) -> Counter[str]:
     return Counter({kind: number for kind, number in found.items() if number})
 
 
-def per_layer(fake_cuda: Run, lever: str, layout: str) -> dict[str, float]:
-    """Return what one more layer launches, moves (MB) and sends in a micro-batch, by the difference of two models."""
-    shorter, longer = (
-        fake_cuda("step", **arguments(lever, layout, layers)) for layers in ((4, 8) if layout == "pp" else (2, 3))
-    )
-    layers = 2 if layout == "pp" else 1  # of a rank
-    share = shorter["micro_batches"] * layers
-    sums = {name: sum(longer[name].values()) - sum(shorter[name].values()) for name in ("launches", "moved")}
+def planned_memory(lever: str, layout: str, rank: int) -> MemoryEstimate:
+    """Return the planner's estimate of the memory of a rank in the step of `arguments`."""
+    from tests.gpu_ready.cases import config_of
+
+    values = arguments(lever, layout)
+    objective = values.get("objective")
+    options = {name: values[name] for name in ("peft", "pack", "optimizer") if name in values}
+    cfg = config_of(values["model"], values["axes"], **options)
+    cfg.training.seq_len, cfg.training.micro_batch_size = SEQ_LEN, ROWS
+    mesh = cfg.parallelism.resolve(values["world"])
+    cfg.training.global_batch_size = MICRO_BATCHES * ROWS * mesh.dp
+    work = build_workload(cfg, mesh, on_gpu=True, device_memory=MEMORY)
+    if objective == "dpo":
+        work = replace(work, micro_batch=2 * ROWS, rows_per_unit=2)
+    if objective == "distillation":
+        work = replace(work, frozen=work.architecture, frozen_bytes=work.stored_bytes)
+    return rank_memory(work, rank * mesh.pp // mesh.world, "cuda")
+
+
+def difference(shorter: dict[str, Any], longer: dict[str, Any]) -> dict[str, Any]:
+    """Return what one more layer launches, moves (GB) and sends in a micro-batch, from the records of two steps."""
+    share = shorter["micro_batches"]
+    launches, moved = (sum(longer[name].values()) - sum(shorter[name].values()) for name in ("launches", "moved"))
     sent = collectives(longer)
     sent.subtract(collectives(shorter))
     return {
-        "launches": sums["launches"] / share,
-        "MB": sums["moved"] / share / 1e6,
-        **{kind: number / share for kind, number in sent.items() if number},
+        "launches": launches / share,
+        "GB": round(moved / share / 1e9, 3),
+        "collectives": {kind: number / share for kind, number in sent.items() if number},
     }
 
 
-def main() -> None:
-    """Write the table."""
-    rows = ["| lever | layout | launches | MB | collectives | host syncs |", "|---" * 6 + "|"]
-    with tempfile.TemporaryDirectory() as folder, started_server(build_stub(Path(folder))) as fake_cuda:
-        for lever, layout in PAIRS:
-            found = per_layer(fake_cuda, lever, layout)
-            record = fake_cuda("step", **arguments(lever, layout))
-            launches, megabytes = found.pop("launches"), found.pop("MB")
-            sent = ", ".join(f"{number:g} {kind}" for kind, number in found.items()) or "-"
-            waits = sum(record["waits"].values()) + ("one per layer" if layout == "ep" else "")
-            rows.append(f"| {lever} | {layout} | {launches:.1f} | {megabytes:.2f} | {sent} | {waits} |")
-            print(rows[-1], flush=True)
-    TABLE.parent.mkdir(parents=True, exist_ok=True)
-    TABLE.write_text("\n".join(rows) + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def per_layer(run: Run, lever: str, layout: str, **more: Any) -> dict[str, Any]:
+    """Return the `difference` of one and two layers of a rank. more: Further arguments of `cases.step`."""
+    shorter, longer = (run("step", **arguments(lever, layout, layers), **more) for layers in (1, 2))
+    return difference(shorter, longer)

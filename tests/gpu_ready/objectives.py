@@ -25,6 +25,8 @@ from tests.distributed.packed import SEQ_LEN, unpacked
 
 LABELS = {"classification": ["a", "b", "c"], "reward": ["reward"]}
 """Outputs of the score head by objective; the others train a causal LM."""
+DOCUMENTS = 8
+"""Documents of a full packed row."""
 PREFERENCES = {
     "dpo": DPOConfig(reference=Reference.precomputed),
     "dpo_adapters_off": DPOConfig(reference=Reference.adapters_off),
@@ -53,11 +55,18 @@ class StoredZeros:
         }
 
 
-def rows_of(name: str, pack: bool) -> Any:
-    """Return the samples, labeled texts or pairs that an objective is trained on."""
-    samples = data.Dataset([*unpacked(count=200)], PadOnlyTokenizer(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
+def rows_of(name: str, pack: bool, seq_len: int = 0) -> Any:
+    """Return the samples, labeled texts or pairs that an objective is trained on.
+
+    seq_len: Tokens of full rows of eight documents if packed, of one otherwise; 0: small rows of random length.
+    """
+    samples = (
+        full_samples(seq_len, DOCUMENTS if pack else 1)
+        if seq_len
+        else data.Dataset([*unpacked(count=200)], PadOnlyTokenizer(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
+    )
     if name in ("next_token", "distillation", "stored_distillation"):
-        return data.PackedDataset(samples, SEQ_LEN) if pack else samples
+        return data.PackedDataset(samples, seq_len or SEQ_LEN) if pack else samples
     pairs = [(first, first + 1) for first in range(0, len(samples), 2)]
     if name == "classification":
         return data.LabeledTexts(samples, torch.arange(len(samples)).numpy() % 3, LABELS[name])
@@ -67,14 +76,18 @@ def rows_of(name: str, pack: bool) -> Any:
     made = data.PairDataset(samples, samples, pairs).with_values(DESIRABLE, known)
     if name != "dpo_adapters_off":
         made = made.with_values(REFERENCE, known)
-    return data.pack_pairs(made.to_be_packed(SEQ_LEN)) if pack else made
+    return data.pack_pairs(made.to_be_packed(seq_len or SEQ_LEN)) if pack else made
+
+
+def full_samples(seq_len: int, documents: int) -> data.Dataset:
+    """Return equally long samples, `documents` to a row, whose tokens are all targets."""
+    example = data.Example([1] * (seq_len // documents), [1] * (seq_len // documents))
+    return data.Dataset([example] * (64 * documents), PadOnlyTokenizer(), facts=Facts("here"), seq_len=seq_len)  # type: ignore[arg-type]
 
 
 def full_rows(seq_len: int, documents: int) -> data.PackedDataset:
-    """Return packed rows of equally long documents whose tokens are all targets."""
-    example = data.Example([1] * (seq_len // documents), [1] * (seq_len // documents))
-    samples = data.Dataset([example] * (64 * documents), PadOnlyTokenizer(), facts=Facts("here"), seq_len=seq_len)  # type: ignore[arg-type]
-    return data.PackedDataset(samples, seq_len)
+    """Return packed rows of `full_samples`."""
+    return data.PackedDataset(full_samples(seq_len, documents), seq_len)
 
 
 def build(name: str, cfg: ModelConfig, model: training.Prepared, teacher: training.Prepared | None) -> Any:

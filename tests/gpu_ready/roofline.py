@@ -1,6 +1,6 @@
 """Predicted time of a training step on a GPU, from the operators that it launches.
 
-    python -m tests.gpu_ready.roofline            # 1B full, 8B LoRA and 8B QLoRA on H200 and H100
+    python -m tests.gpu_ready.roofline            # 1B full, 8B LoRA and 8B QLoRA on H200 and H100: speeds.json
 
 Every operator of the real `train_step` on fake CUDA tensors takes the longest of its bytes at the memory's bandwidth,
 its FLOPs at the rate of its kind, and `LAUNCH_SECONDS`. For compiled layers, the elementwise bytes are those of
@@ -13,8 +13,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.gpu_ready.device import _is_cuda, _only_describes
 
+Run = Callable[..., Any]
 LAUNCH_SECONDS = 2e-6
 GEMM, ATTENTION, HEAD, LOSS, VOCABULARY, OPTIMIZER, NF4, LAYERS = (
     "GEMM of layers", "attention", "head GEMM", "loss elementwise", "embedding and head weights", "optimizer",
@@ -72,7 +76,7 @@ class Costs(TorchDispatchMode):
         if _only_describes(func) or not any(map(_is_cuda, tensors)):
             return result
         name = func.overloadpacket.__name__
-        moved = sum(each.numel() * each.element_size() for each in tensors if _is_cuda(each))
+        moved = _bytes([each for each in tensors if _is_cuda(each)], name)
         self.operators[self._kind(name, tensors)][name, moved, _flops(func, name, args, kwargs, result)] += 1
         return result
 
@@ -91,6 +95,15 @@ class Costs(TorchDispatchMode):
 
 
 MATMULS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
+INDEXED = {"gather", "scatter_add_", "embedding"}
+"""Operators that read or write only the entries of their largest tensor that an index names."""
+
+
+def _bytes(tensors: list[torch.Tensor], name: str) -> int:
+    sizes = [each.numel() * each.element_size() for each in tensors]
+    if name not in INDEXED:
+        return sum(sizes)
+    return 2 * sum(size for size in sizes if size < max(sizes))
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
@@ -148,19 +161,35 @@ class Work:
         """Tokens of a step."""
         return 4096 * self.rows
 
-    def arguments(self, fused: str) -> dict[str, Any]:
+    def arguments(self, fused: str, layers: int) -> dict[str, Any]:
         """Return the arguments of `cases.costs`."""
+        config = {**MODELS[self.model], "num_hidden_layers": layers}
         return {
-            "model": {"dtype": "bfloat16", "config": MODELS[self.model], "fused": fused}, "peft": self.peft,
+            "model": {"dtype": "bfloat16", "config": config, "fused": fused}, "peft": self.peft,
             "micro_batch_size": self.micro_batch, "global_batch_size": self.rows,
         }  # fmt: skip
 
 
+PLAYED_LAYERS = (2, 3)
+Step = list[dict[str, list[list[Any]]]]
+"""What `cases.costs` returned for each of PLAYED_LAYERS."""
 WORK = {
     "1B full": Work("1B", "none", 4, 8),
     "8B LoRA": Work("8B", "lora", 2, 2),
     "8B QLoRA": Work("8B", "qlora", 2, 2),
 }
+
+
+def costs(run: Run, work: Work, fused: str, **more: Any) -> Step:
+    """Return the operators of the step of two and of three layers. more: Further arguments of `cases.costs`."""
+    return [run("costs", **work.arguments(fused, layers), **more) for layers in PLAYED_LAYERS]
+
+
+def step_seconds(work: Work, step: Step, device: Device) -> dict[str, float]:
+    """Return the predicted seconds of each kind of operators, which grow by the same with each layer."""
+    few, more = (seconds(each, device) for each in step)
+    others = MODELS[work.model]["num_hidden_layers"] - PLAYED_LAYERS[0]
+    return {kind: value + others * (more[kind] - value) for kind, value in few.items()}
 
 
 def compiled_seconds(
@@ -177,32 +206,53 @@ def compiled_seconds(
     return {**eager, LAYERS: per_token["layer"] * layers * scale, LOSS: per_token["loss"] * scale}
 
 
+def predict(run: Run, name: str, device: Device, *, flash3: bool = False) -> float:
+    """Return the tokens per second of compiled layers and loss."""
+    work = WORK[name]
+    chosen = device.with_flash3() if flash3 else device
+    eager = step_seconds(work, costs(run, work, "all"), chosen)
+    return work.tokens / sum(compiled_seconds(work, eager, inductor_bytes(work), device).values())
+
+
+def inductor_bytes(work: Work) -> dict[str, float]:
+    """Return what inductor_bytes.py prints."""
+    command = [sys.executable, "-m", "tests.gpu_ready.inductor_bytes", work.model, work.peft]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
 def main() -> None:
-    """Print the predictions as a table."""
-    import tempfile
-    from pathlib import Path
-
+    """Record the predictions in speeds.json: milliseconds of each kind of operators."""
+    from tests.gpu_ready.before import server_before
     from tests.gpu_ready.conftest import build_stub, started_server
+    from tests.gpu_ready.table import SPEEDS
 
-    with tempfile.TemporaryDirectory() as folder, started_server(build_stub(Path(folder))) as run:
-        for name, work in WORK.items():
-            command = [sys.executable, "-m", "tests.gpu_ready.inductor_bytes", work.model, work.peft]
-            per_token = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            before, after = (run("costs", **work.arguments(fused)) for fused in ("none", "all"))
-            for kind, device in DEVICES.items():
-                eager = seconds(after, device)
-                flash3 = seconds(after, device.with_flash3())
-                rows = {
-                    "transformers' layers": seconds(before, device),
-                    "fused layers": eager,
-                    "compiled": compiled_seconds(work, eager, per_token, device),
-                    "compiled, FlashAttention 3": compiled_seconds(work, flash3, per_token, device),
-                }
-                for label, times in rows.items():
-                    total = sum(times.values())
-                    terms = ", ".join(f"{term} {1e3 * value:.0f}" for term, value in times.items())
-                    rate = f"{work.tokens / total:,.0f} tokens/s, {1e3 * total:.0f} ms"
-                    print(f"{name} on {kind}, {label}: {rate} ({terms})")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as old:
+        stub = build_stub(Path(folder))
+        with started_server(stub) as run, server_before(stub, Path(old)) as run_before:
+            for name, work in WORK.items():
+                per_token, after = inductor_bytes(work), costs(run, work, "all")
+                before, dispatched = costs(run_before, work, "none"), None
+                if name == "1B full":
+                    dispatched = costs(run_before, work, "none", whole_silu=False)
+                for kind, device in DEVICES.items():
+                    eager = step_seconds(work, after, device)
+                    flash3 = step_seconds(work, after, device.with_flash3())
+                    columns = {
+                        "before": step_seconds(work, before, device),
+                        "now, not compiled": eager,
+                        "now, compiled": compiled_seconds(work, eager, per_token, device),
+                        "now, compiled, FlashAttention 3": compiled_seconds(work, flash3, per_token, device),
+                    }
+                    if dispatched is not None:
+                        columns = {"before, as dispatched": step_seconds(work, dispatched, device), **columns}
+                    milliseconds = {
+                        column: {term: round(1e3 * value, 1) for term, value in times.items()}
+                        for column, times in columns.items()
+                    }
+                    rows.append({"work": name, "device": kind, "tokens": work.tokens, "milliseconds": milliseconds})
+                    print(rows[-1], flush=True)
+    SPEEDS.write_text("[\n" + ",\n".join(f" {json.dumps(row)}" for row in rows) + "\n]\n")
 
 
 if __name__ == "__main__":

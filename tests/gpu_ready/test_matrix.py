@@ -1,14 +1,31 @@
 """Each lever on each layout: no host sync, the attention kernel that the banner reports, no matrix of all token pairs,
-and collectives as planned. CI runs the riskiest pairs, `make parity PART=gpu_ready` all of them."""
+memory and collectives as planned.
+
+CI runs the riskiest pairs, `make parity PART=gpu_ready` all of them. The latter also compares the launches and bytes of
+a layer with counts.json, which may only go down, and writes what it found to outputs/gpu_ready/counts.jsonl, from which
+`python -m tests.gpu_ready.table` makes both.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from typing import Any
 
 import pytest
 
 from tests.gpu_ready.conftest import Run
-from tests.gpu_ready.matrix import ATTENTION, PAIRS, arguments, per_layer, ranks
+from tests.gpu_ready.matrix import (
+    ATTENTION,
+    PAIRS,
+    arguments,
+    difference,
+    peak_tolerance,
+    per_layer,
+    planned_memory,
+    ranks,
+)
+from tests.gpu_ready.table import COUNTS, FOUND, recorded
 from tests.optional import need_torchao
 
 ALL = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
@@ -16,8 +33,6 @@ RISKY = [
     ("autocast", "cp by all_gather"), ("packed", "hsdp"), ("LoRA", "tp with sequence parallelism"),
     ("QLoRA", "dp_shard"), ("selective recompute", "tp"), ("full recompute", "pp"), ("experts", "ep"),
 ]  # fmt: skip
-SYNCS = {("experts", "ep"): "expert.py reads the token counts once per layer; on fake tensors it assumes equal ones"}
-"""Pairs whose step waits for the device, where and why."""
 
 
 @pytest.mark.parametrize(("lever", "layout"), PAIRS if ALL else RISKY)
@@ -25,19 +40,40 @@ def test_step_neither_waits_nor_holds_all_token_pairs(fake_cuda: Run, lever: str
     """Tensors on two devices in one operator would raise an error."""
     if lever == "adamw8bit":
         need_torchao()
-    for rank in ranks(layout):
-        record = fake_cuda("step", **arguments(lever, layout), rank=rank)
-        assert record["waits"] == {}
-        assert record["evaluation_waits"] == {}
-        assert record["devices"] == ["cuda"]
-        assert record["masks"] == {}
-        assert record["square"] == {}
-        kernels = [each for each in ATTENTION if each in record["operators"]]
-        assert len(kernels) == 1
-        assert (
-            f"observed as torch's {kernels[0].removeprefix('_scaled_dot_product_').removeprefix('_')} "
-            in (record["reported"])
-        )
+    longer = [fake_cuda("step", **arguments(lever, layout), rank=rank) for rank in ranks(layout)]
+    found = {}
+    if ALL:
+        shorter = fake_cuda("step", **arguments(lever, layout, 1), evaluate=False)
+        found = difference(shorter, longer[0])
+    peaks = [[rank, record["peak"]] for rank, record in zip(ranks(layout), longer, strict=True)]
+    _write({"lever": lever, "layout": layout, **found, "waits": longer[0]["waits"], "peaks": peaks})
+    for rank, record in zip(ranks(layout), longer, strict=True):
+        _check_step(record)
+        planned = planned_memory(lever, layout, rank)
+        assert planned.peak == pytest.approx(record["peak"], rel=peak_tolerance(lever, layout)), planned
+    limit = recorded(COUNTS).get((lever, layout))
+    if found and limit is not None:
+        assert found["launches"] <= limit["launches"]
+        assert found["GB"] <= 1.001 * limit["GB"]
+
+
+def _check_step(record: dict[str, Any]) -> None:
+    assert record["waits"] == {}
+    assert record["evaluation_waits"] == {}
+    assert record["devices"] == ["cuda"]
+    assert record["masks"] == {}
+    assert record["square"] == {}
+    kernels = [each for each in ATTENTION if each in record["operators"]]
+    assert len(kernels) == 1
+    kernel = kernels[0].removeprefix("_scaled_dot_product_").removeprefix("_")
+    assert f"observed as torch's {kernel} " in record["reported"]
+
+
+def _write(row: dict[str, Any]) -> None:
+    """Append a row to outputs/gpu_ready/counts.jsonl."""
+    FOUND.parent.mkdir(parents=True, exist_ok=True)
+    with FOUND.open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 PLANNED: dict[str, dict[str, float]] = {
@@ -56,13 +92,11 @@ two norms once per step. cp: queries, keys and values there, outputs back."""
 
 @pytest.mark.parametrize("layout", PLANNED if ALL else ["tp with sequence parallelism"])
 def test_a_layer_sends_what_is_planned(fake_cuda: Run, layout: str) -> None:
-    found = per_layer(fake_cuda, "packed", layout)
-    assert {kind: number for kind, number in found.items() if kind not in ("launches", "MB")} == PLANNED[layout]
+    assert per_layer(fake_cuda, "packed", layout)["collectives"] == PLANNED[layout]
 
 
 def test_a_layer_with_sharded_experts_sends_what_is_planned(fake_cuda: Run) -> None:
     """The number of tokens of each expert, the tokens there and back, and the reverse in the backward. Experts and the
     rest of a layer are FSDP2 units of their own."""
-    found = per_layer(fake_cuda, "experts", "ep")
-    sent = {kind: number for kind, number in found.items() if kind not in ("launches", "MB")}
+    sent = per_layer(fake_cuda, "experts", "ep")["collectives"]
     assert sent == {"all-gathers": 4, "reduce-scatters": 1, "all-to-alls": 5}

@@ -7,14 +7,15 @@ import os
 import pytest
 
 from tests.gpu_ready.conftest import Run
-from tests.gpu_ready.roofline import DEVICES, WORK, seconds
+from tests.gpu_ready.roofline import DEVICES, WORK, costs, step_seconds
 
 needs_all = pytest.mark.skipif("MESHBOOK_ALL_PARITY" not in os.environ, reason="make parity: plays steps of 8B models")
 
 
 def predicted(run: Run, name: str, device: str) -> float:
     """Return the tokens per second without compiled layers."""
-    return WORK[name].tokens / sum(seconds(run("costs", **WORK[name].arguments("all")), DEVICES[device]).values())
+    work = WORK[name]
+    return work.tokens / sum(step_seconds(work, costs(run, work, "all"), DEVICES[device]).values())
 
 
 def test_fused_layers_are_predicted_to_reach_a_rate(fake_cuda: Run) -> None:

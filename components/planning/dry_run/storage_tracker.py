@@ -52,16 +52,17 @@ def gloo_copy_bytes(operator: str, args: tuple[Any, ...], output: Any) -> int:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Dispatch mode that sums up the bytes of all storages on the CPU while they exist.
+    """Dispatch mode that sums up the bytes of all storages on one type of device while they exist.
 
     It refers to storages weakly, so that it does not prolong their lives. Storages that existed before are counted
     from the first operator that returns them. Inside of DTensor's shape propagation nothing is counted:
     it runs operators on fake tensors of the global shape, which no rank allocates.
     """
 
-    def __init__(self, *, with_gloo_copies: bool = False) -> None:
+    def __init__(self, *, with_gloo_copies: bool = False, device_type: str = "cpu") -> None:
         """`with_gloo_copies`: Add the buffers that the backend of CPU ranks allocates, see `gloo_copy_bytes`."""
         super().__init__()
+        self._device_type = device_type
         self._with_gloo_copies = with_gloo_copies
         self.phase: Callable[[], str] = str
         """Returns the name of the current part of the step, for `Peak.phase`."""
@@ -127,7 +128,7 @@ class StorageTracker(TorchDispatchMode):
         return output
 
     def _add(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
+        if tensor.device.type != self._device_type:
             return
         storage = tensor.untyped_storage()
         key = id_of(storage)

@@ -131,6 +131,8 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
     )
     waiting = _waiting_gradients(w, rank, gradients)
     activations, recomputed, in_flight = _activation_terms(w, rank)
+    if w.mesh.pp > 1 and in_flight >= w.micro_batches:
+        waiting = []  # no backward has run while all micro-batches are in flight
     moments = {
         "the head is gathered": [
             *state,
@@ -433,17 +435,23 @@ def _loss_term(w: Workload, device: str) -> Term:
     chunk = max(1, (chunk_logits(w.device_memory or 0) if known else CHUNK_LOGITS[device]) // vocabulary)
     wide = c + 8 + (4 if c < 4 else 0)
     head = 0.0 if w.peft.adapts else vocabulary * hidden * (c + (4 if c < 4 else 0))
-    if w.loss is LossMethod.logits or (w.loss is LossMethod.auto and tokens <= chunk):
-        first, second = tokens * vocabulary * wide, tokens * vocabulary * c + head
+    # A run chooses by its configured batch size, which counts pairs.
+    if w.loss is LossMethod.logits or (w.loss is LossMethod.auto and tokens // w.rows_per_unit <= chunk):
+        logits = w.architecture.vocab  # tp ranks gather them
+        wide = max(4, c) + 8  # logits below float32 are freed before the backward
+        first, second = tokens * logits * wide, tokens * logits * c + head
         if first > second:
-            return Term("loss", first, f"{tokens:,} tokens x {vocabulary:,} logits x {wide} B")
-        return Term("loss", second, f"gradients of {tokens:,} x {vocabulary:,} logits and of the head")
-    rows, models = min(tokens, chunk), 1 + (w.frozen is not None)
+            return Term("loss", first, f"{tokens:,} tokens x {logits:,} logits x {wide} B")
+        return Term("loss", second, f"gradients of {tokens:,} x {logits:,} logits and of the head")
+    chunks = -(-tokens // chunk)
+    rows = -(-tokens // chunks)  # chunks are equally long
+    if w.frozen is not None:  # the student's logits and log-probabilities, and the teacher's
+        wide = 2 * (c + max(4, c)) + (8 if c < 4 else 0)
     gradient = 0.0 if w.peft.adapts else 4.0 * vocabulary * hidden
     return Term(
         "loss",
-        rows * vocabulary * wide * models + gradient + tokens * hidden * c,
-        f"chunk of {rows:,} tokens x {vocabulary:,} logits x {wide * models} B, gradients of the hidden states"
+        rows * vocabulary * wide + gradient + tokens * hidden * c,
+        f"chunk of {rows:,} tokens x {vocabulary:,} logits x {wide} B, gradients of the hidden states"
         + ("" if w.peft.adapts else f" and of the head (4 B x {vocabulary:,} x {hidden:,})"),
     )
 

@@ -1,0 +1,46 @@
+"""The recorded counts and predictions, and the pages made of them: see table.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu_ready import table
+from tests.gpu_ready.matrix import PAIRS, peak_tolerance, planned_memory
+
+
+def test_recorded_pairs_are_pairs_of_the_matrix() -> None:
+    assert set(table.recorded(table.COUNTS)) <= set(PAIRS)
+    assert set(table.recorded(table.BEFORE)) <= set(PAIRS)
+
+
+@pytest.mark.parametrize("lever", table.LIMITS)
+def test_layers_launch_no_more_kernels_than_acceptable(lever: str) -> None:
+    assert table.recorded(table.COUNTS)[lever, "single"]["launches"] <= table.LIMITS[lever]
+
+
+def test_planner_agrees_with_the_recorded_peaks() -> None:
+    """Formulas against the sum of all live storages on fake CUDA tensors."""
+    for key, row in table.recorded(table.COUNTS).items():
+        for rank, counted in row["peaks"]:
+            planned = planned_memory(*key, rank)
+            assert planned.peak == pytest.approx(counted, rel=peak_tolerance(*key)), (key, rank, planned)
+
+
+def test_predictions_reach_their_targets() -> None:
+    """The assumed rates of a GPU still give the speed that was first predicted with them, within 2 %."""
+    if not table.SPEEDS.exists():
+        pytest.skip("run python -m tests.gpu_ready.roofline")
+    found = table.speeds()
+    assert found["1B full", "H200"]["before, as dispatched"] == pytest.approx(table.NOTED, rel=0.02)
+    fastest = {key: columns["now, compiled, FlashAttention 3"] for key, columns in found.items()}
+    for key, target in table.TARGETS.items():
+        assert fastest[key] >= target
+    for device in ("H200", "H100"):
+        for column in ("now, not compiled", "now, compiled", "now, compiled, FlashAttention 3"):
+            assert found["8B LoRA", device][column] / found["8B QLoRA", device][column] <= 1.1
+
+
+def test_pages_are_current() -> None:
+    """Run python -m tests.gpu_ready.table."""
+    assert table.PAGE.read_text() == table.page()
+    assert table.RESULTS.read_text() == table.results()
