@@ -56,11 +56,12 @@ class Batch:
 
     @classmethod
     def from_labels(cls, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Batch:
-        """Return a batch from labels (rows, seq) that are aligned with the inputs, as in Hugging Face datasets.
+        """Return a batch from labels that are aligned with the inputs, as in Hugging Face datasets.
 
+        Labels have the shape of the inputs, (rows, seq), or one more column: the labels of the tokens after the rows.
         The targets are counted for labels on the CPU only, where counting does not make the host wait for a device.
         """
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        targets = F.pad(labels[:, 1:], (0, input_ids.shape[1] + 1 - labels.shape[1]), value=IGNORED)
         count = int((targets != IGNORED).sum()) if labels.device.type == "cpu" else None
         return cls(input_ids=input_ids, targets=targets, target_count=count, **others)
 

@@ -32,6 +32,7 @@ from components.config.schema.data import (
     PreferencesDataConfig,
     SftDataConfig,
     TextDataConfig,
+    TokensDataConfig,
 )
 from components.config.schema.model import CausalLMConfig, ModelKind
 from components.config.schema.objective import (
@@ -69,6 +70,7 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
         DataKind.mixture: MixtureDataConfig,
         DataKind.preferences: PreferencesDataConfig,
         DataKind.labels: LabelsDataConfig,
+        DataKind.tokens: TokensDataConfig,
     },
     "model": {ModelKind.causal_lm: CausalLMConfig},
     "objective": {

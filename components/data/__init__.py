@@ -8,8 +8,9 @@ dataset.py    Dataset: samples of one split in memory or in the token cache, and
 packing.py    PackedDataset: several samples per row, and the planning of rows
 labels.py     LabeledTexts, ScoredPairs: texts and pairs with a target at their last token
 pairs.py      PairDataset: a chosen and a rejected answer to each prompt; packed_pairs.py: several pairs per row
+token_store/  TokenRows: rows of a corpus that was tokenized before, in many shards that a manifest lists
 mixture.py    MixtureDataset: several sources, sampled by weight
-order.py      SampleOrder: the shuffle, a pure function of (seed, position)
+order.py      SampleOrder, BlockOrder: shuffles that are pure functions of (seed, position)
 batches.py    TrainBatches, EvalBatches: the rows of this rank, padding, the cursor for resuming
 preflight.py  check_files: checks before launch that need neither torch nor pyarrow
 """
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from components.data.labels import LabeledTexts, ScoredPairs, build_scored, scored_example
     from components.data.loading import build_dataset
     from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
-    from components.data.order import SampleOrder
+    from components.data.order import BlockOrder, SampleOrder
     from components.data.packed_pairs import PackedPairs, pack_pairs
     from components.data.packing import PackedDataset
     from components.data.pairs import PairDataset, PairedRows, RowPair, build_pairs
     from components.data.preflight import check_files
     from components.data.sources.rows import Conversation, Message
+    from components.data.token_store.manifest import Manifest, read_manifest
+    from components.data.token_store.rows import TokenRows
 else:
     __getattr__ = lazy.attach(__name__)

@@ -14,11 +14,12 @@ from components.config.errors import ConfigError
 from components.config.schema.training import TrainingConfig
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.mixture import MixtureDataset, MixtureFacts, MixtureOrder
-from components.data.order import SampleOrder
+from components.data.mixture import MixtureDataset, MixtureFacts
+from components.data.order import Order, SampleOrder
 from components.data.packed_pairs import PackedPairRow, PackedPairs
 from components.data.packing import PackedDataset
 from components.data.pairs import EMPTY_EXAMPLE, PairedRows, RowPair
+from components.data.token_store.rows import TokenRows
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from components.batch import Batch
 
 Row = Example | PackedRow | RowPair | PackedPairRow
-Rows = Dataset | PackedDataset | MixtureDataset | PairedRows | PackedPairs
+Rows = Dataset | PackedDataset | TokenRows | MixtureDataset | PairedRows | PackedPairs
 
 CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
@@ -91,7 +92,7 @@ class Padding:
         padding = self
         if isinstance(dataset, Rows) and dataset.pad_token_id is not None:
             padding = replace(padding, token_id=dataset.pad_token_id)
-        if not isinstance(dataset, PackedDataset | MixtureDataset | PackedPairs) or not dataset.documents:
+        if not isinstance(dataset, PackedDataset | TokenRows | MixtureDataset | PackedPairs) or not dataset.documents:
             return padding
         return replace(padding, length=dataset.seq_len, documents=dataset.documents)
 
@@ -191,7 +192,7 @@ class BatchPlan:
             reached, start = reached + size * (until - start), until
         return max(step, start - (reached - wanted) // self.global_batch_size)
 
-    def facts(self, dataset: Dataset | PackedDataset | MixtureDataset) -> Facts | MixtureFacts:
+    def facts(self, dataset: Dataset | PackedDataset | TokenRows | MixtureDataset) -> Facts | MixtureFacts:
         """Return the statistics of a dataset, including the epochs over it in the whole run."""
         return dataset.facts.with_passes(self.samples_before(self.steps))
 
@@ -225,8 +226,8 @@ class TrainBatches:
         self._token_values = token_values
         self._plan = plan
         self._padding = plan.padding.of(dataset)
-        if isinstance(dataset, MixtureDataset):
-            self._order: SampleOrder | MixtureOrder = dataset.order(seed)
+        if isinstance(dataset, MixtureDataset | TokenRows):
+            self._order: Order = dataset.order(seed)
         else:
             self._order = SampleOrder(len(dataset), seed)
         self._sample = self._step = 0
@@ -441,10 +442,12 @@ def _collate_rows(rows: Sequence[Example | PackedRow], padding: Padding) -> Batc
         )
     length = padding.length_of(longest)
     input_ids = torch.full((len(rows), length), padding.token_id, dtype=torch.int64)  # (micro_batch, seq)
-    labels = torch.full_like(input_ids, IGNORED)  # (micro_batch, seq)
+    labels = torch.full((len(rows), length + 1), IGNORED, dtype=torch.int64)  # (micro_batch, seq + 1)
     for i, row in enumerate(rows):
         input_ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids, dtype=torch.int64)
         labels[i, : len(row.labels)] = torch.tensor(row.labels, dtype=torch.int64)
+        if isinstance(row, PackedRow):
+            labels[i, len(row.labels)] = row.next_label
     if not padding.documents:
         return Batch.from_labels(input_ids, labels)
     position_ids = torch.arange(length).repeat(len(rows), 1)  # (micro_batch, seq)

@@ -42,6 +42,7 @@ class PackedRow(NamedTuple):
     input_ids: list[int]  # (seq,)
     labels: list[int]  # (seq,)
     ends: list[int]  # exclusive end of each sample, (documents,)
+    next_label: int = IGNORED  # label of the token after the row: the target at the row's last token
 
     @property
     def examples(self) -> list[Example]:

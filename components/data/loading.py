@@ -19,6 +19,7 @@ from components.config.schema.data import (
     DataConfig,
     MixtureDataConfig,
     RowsDataConfig,
+    TokensDataConfig,
     UnusedKeys,
 )
 from components.data.cache import tokenize
@@ -36,6 +37,7 @@ from components.data.sources.split import (
     split_mask,
     split_of,
 )
+from components.data.token_store.rows import TokenRows, build_rows
 from components.data.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 def build_dataset(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seq_len: int, split: Literal["train", "eval"]
-) -> Dataset | PackedDataset | MixtureDataset:
+) -> Dataset | PackedDataset | TokenRows | MixtureDataset:
     """Read and tokenize the samples of the train or eval split; pack them into rows if `data.pack` is set.
 
     The result depends only on the arguments and the files: every process calls this function and gets the same
@@ -81,7 +83,9 @@ def build_dataset(
 
 def _build_source(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, is_eval: bool
-) -> Dataset | PackedDataset:
+) -> Dataset | PackedDataset | TokenRows:
+    if isinstance(cfg, TokensDataConfig):
+        return build_rows(cfg, tokenizer, seq_len=seq_len, is_eval=is_eval)
     facts = Facts(source=describe(cfg, is_eval))
     examples: Iterable[Example] | Tokens
     prompts: list[str] = []

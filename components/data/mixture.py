@@ -14,10 +14,11 @@ import xxhash
 
 from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import Example, PackedRow
-from components.data.order import SampleOrder
+from components.data.order import BlockOrder
 from components.data.packing import PackedDataset
+from components.data.token_store.rows import TokenRows
 
-Part = Dataset | PackedDataset
+Part = Dataset | PackedDataset | TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Shares:
 class MixtureOrder:
     """Infinite stream of row indices of a `MixtureDataset`, a pure function of (seed, position).
 
-    `Shares` selects the source at a position. Each source has its own `SampleOrder`, which depends only on the seed and
+    `Shares` selects the source at a position. Each source has its own `BlockOrder`, which depends only on the seed and
     the source's name, and starts a new epoch when all its rows were used. So no row repeats within an epoch of its
     source, any position costs microseconds, and a source's order does not depend on the other sources.
     """
@@ -71,6 +72,8 @@ class MixtureOrder:
     """Order of the sources."""
     seed: int
     """Any integer; equal seeds give equal streams."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Rows of a block and blocks of a window of each source (`BlockOrder`); empty: all rows are shuffled."""
 
     @property
     def size(self) -> int:
@@ -80,7 +83,8 @@ class MixtureOrder:
     def at(self, position: int) -> int:
         """Return the row index at `position` (0-based); indices run over the concatenated sources."""
         source, offset = self.shares.at(position)
-        order = SampleOrder(self.sizes[source], _hashed(self.seed, self.names[source]))
+        block, window = self.blocks[source] if self.blocks else (1, 1)
+        order = BlockOrder(self.sizes[source], _hashed(self.seed, self.names[source]), block, window)
         return sum(self.sizes[:source]) + order.at(offset)
 
     def indices(self, start: int, count: int) -> list[int]:
@@ -125,8 +129,6 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
         self.parts = dict(sorted(parts.items()))
         self._weights = None if weights is None else integer_weights([weights[name] for name in self.parts])
         self._ends = list(accumulate(map(len, self.parts.values())))
-        self.prompts = [prompt for part in self.parts.values() for prompt in part.prompts]
-        """Raw prompts of all sources."""
         self.pad_token_id = next(iter(self.parts.values())).pad_token_id
         """Input id at padded positions."""
 
@@ -139,6 +141,11 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
         return list(self.parts.values())[number][index - [0, *self._ends][number]]
 
     @property
+    def prompts(self) -> list[str]:
+        """Raw prompts of all sources."""
+        return [prompt for part in self.parts.values() for prompt in part.prompts]
+
+    @property
     def facts(self) -> MixtureFacts:
         """Statistics and share of each source."""
         shares = None if self._weights is None else [weight / sum(self._weights) for weight in self._weights]
@@ -147,12 +154,12 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
     @property
     def documents(self) -> int:
         """Size of per-document tensors; 0: rows are not packed."""
-        return max(part.documents if isinstance(part, PackedDataset) else 0 for part in self.parts.values())
+        return max(part.documents if isinstance(part, PackedDataset | TokenRows) else 0 for part in self.parts.values())
 
     @property
     def seq_len(self) -> int:
         """Length of a packed row in tokens; 0: rows are not packed."""
-        return max(part.seq_len if isinstance(part, PackedDataset) else 0 for part in self.parts.values())
+        return max(part.seq_len if isinstance(part, PackedDataset | TokenRows) else 0 for part in self.parts.values())
 
     @property
     def fingerprint(self) -> str:
@@ -163,7 +170,9 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
     def order(self, seed: int) -> MixtureOrder:
         """Return the training order of the rows."""
         weights = self._weights or (1,) * len(self.parts)
-        return MixtureOrder(tuple(map(len, self.parts.values())), tuple(self.parts), Shares(weights, seed), seed)
+        sizes = tuple(map(len, self.parts.values()))
+        blocks = tuple(part.blocks if isinstance(part, TokenRows) else (1, 1) for part in self.parts.values())
+        return MixtureOrder(sizes, tuple(self.parts), Shares(weights, seed), seed, blocks)
 
     def show(self, index: int) -> str:
         """Return the text of an example row, alternating between sources, with the loss spans in [[ ]]."""

@@ -13,8 +13,10 @@ from components.config.schema.data import (
     MixtureDataConfig,
     PreferencesDataConfig,
     RowsDataConfig,
+    TokensDataConfig,
     UnusedKeys,
 )
+from components.config.schema.model import ModelConfig
 from components.data.sources.files import Location, check_columns, columns_of, files_of_split, is_local
 from components.data.sources.preference_rows import answer_configs
 from components.data.sources.rows import (
@@ -24,6 +26,8 @@ from components.data.sources.rows import (
     train_location,
     unused_problem,
 )
+from components.data.token_store.manifest import read_manifest, shard_problems, vocabulary_problems
+from components.data.token_store.vocabulary import hash_of_files
 
 _PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file
 
@@ -49,6 +53,35 @@ def check_files(cfg: DataConfig) -> list[str]:
             except ConfigError as error:
                 problems += error.problems
     return list(dict.fromkeys(problems))
+
+
+def check_token_stores(cfg: DataConfig, model: ModelConfig, vocabulary_size: int | None) -> list[str]:
+    """Return the problems of the token stores of `cfg`, one message each.
+
+    The manifest must be readable, every shard must exist and have its size, and the ids must be those of the model's
+    tokenizer and below `vocabulary_size`, as far as these are known before the model is loaded.
+    """
+    if isinstance(cfg, MixtureDataConfig):
+        return [
+            problem
+            for name, source in cfg.sources.items()
+            for problem in of_source(name, check_token_stores(source, model, vocabulary_size))
+        ]
+    if not isinstance(cfg, TokensDataConfig):
+        return []
+    problems, tokenizer_hash = list[str](), hash_of_files(model)
+    for key, path in (("data.path", cfg.path), ("data.eval_path", cfg.eval_path)):
+        if path is None:
+            continue
+        try:
+            manifest = read_manifest(path, key)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        setting = f"{key}={path}"
+        problems += shard_problems(manifest, setting)
+        problems += vocabulary_problems(manifest, setting, size=vocabulary_size, tokenizer_hash=tokenizer_hash)
+    return problems
 
 
 def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:

@@ -23,7 +23,7 @@ from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.teacher_files import check_stored_teacher
 from components.config.validate import validate
-from components.data.preflight import check_files
+from components.data.preflight import check_files, check_token_stores
 from components.launch.deterministic_kernels import determinism_problems
 from components.protocol.run_files import CHECKPOINTS, CONFIG
 
@@ -60,6 +60,8 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
     problems = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape) + problems
     problems += determinism_problems(cfg.run, os.environ)
     problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg) + _task_problems(cfg)
+    if not affects(rejected, MODEL_KEYS | {"model.tokenizer"}):
+        problems += check_token_stores(cfg.data, cfg.model, shape.vocab)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.config.schema.data import DataConfig, RowsDataConfig
+from components.config.schema.data import DataConfig, RowsDataConfig, TokensDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.stored_run import model_name
@@ -67,7 +67,7 @@ class LossPlot:
 
 def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
     """Return the title of a run's plot: model, data and mesh."""
-    source = Path(str((data.path if isinstance(data, RowsDataConfig) else None) or data.kind)).name
+    source = Path(str((data.path if isinstance(data, RowsDataConfig | TokensDataConfig) else None) or data.kind)).name
     return f"{model_name(model.path, model.config)} on {source}, {mesh.summary}"
 
 

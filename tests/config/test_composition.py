@@ -45,7 +45,7 @@ RECIPES: dict[str, type[RecipeConfig]] = {
 GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
 SAMPLED_MODELS = {"llama3_1_8b", "qwen3_30b_a3b", "gpt_oss_20b"}
 """Options of hub models that take part here; test_ready_configs.py composes all of them, at less cost."""
-NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text", "data=preferences", "data=labels"}
+NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text", "data=preferences", "data=labels", "data=tokens"}
 REQUIRED = {
     "dpo": ["data.path=mine.jsonl"],
     "classify": ["data.path=mine.jsonl", "data.num_labels=2"],

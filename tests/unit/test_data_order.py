@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 
 import pytest
 
 from components.config.errors import ConfigError
-from components.data.order import SampleOrder
+from components.data.order import BlockOrder, SampleOrder
 
 
 def epoch(size: int, seed: int, number: int = 0) -> list[int]:
@@ -87,3 +88,50 @@ def test_order_has_no_serial_correlation_or_trend(size):
 def test_empty_dataset_is_rejected():
     with pytest.raises(ConfigError, match="a dataset of 0 samples cannot be shuffled"):
         SampleOrder(0, 1)
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64])
+@pytest.mark.parametrize("window", [1, 3, 50])
+def test_every_epoch_of_a_block_order_is_a_permutation(block, window):
+    for size in [*range(1, 20), 63, 64, 65, 127, 500]:
+        order = BlockOrder(size, 3, block, window)
+        for number in range(2):
+            assert sorted(order.indices(number * size, size)) == list(range(size))
+
+
+def test_positions_of_a_window_are_those_of_its_blocks():
+    """With 1,000 samples in blocks of 8: any 5 x 8 positions of a window are 5 whole blocks, in mixed order."""
+    order = BlockOrder(1000, 7, 8, 5)
+    epochs = [order.indices(number * 1000, 1000) for number in range(2)]
+    for positions in epochs:
+        windows = [positions[start : start + 40] for start in range(0, 1000, 40)]
+        blocks = [Counter(index // 8 for index in window) for window in windows]
+        assert all(set(counts.values()) == {8} for counts in blocks)
+        assert sorted(number for counts in blocks for number in counts) == list(range(125))
+        assert sum(abs(a - b) == 1 for a, b in itertools.pairwise(positions)) < 100  # 40 x 25 neighbors, mostly mixed
+        assert [number for counts in blocks for number in sorted(counts)] != list(range(125))
+    assert sum(a == b for a, b in zip(*epochs, strict=True)) < 10
+
+
+def test_the_shorter_last_block_is_anywhere():
+    places = {BlockOrder(65, seed, 8, 1).indices(0, 65).index(64) // 8 for seed in range(100)}
+    assert places == set(range(9))
+
+
+def test_blocks_of_one_sample_are_the_sample_order_and_block_orders_are_pinned():
+    """Pinned on purpose: a cursor must mean the same samples in every version and on every machine."""
+    assert BlockOrder(97, 5, 1, 9).indices(50, 97) == SampleOrder(97, 5).indices(50, 97)
+    assert BlockOrder(10, 1234, 2, 2).indices(0, 10) == [7, 6, 9, 8, 0, 5, 4, 1, 3, 2]
+    assert BlockOrder(10**12 + 7, 7, 256, 256).indices(10**12, 3) == [854653503634, 854653503558, 69204978134]
+
+
+def test_block_order_of_a_trillion_samples_takes_microseconds_per_position():
+    order = BlockOrder(10**12 + 7, 1, 256, 256)
+    began = time.process_time()
+    order.indices(10**12, 100)
+    assert time.process_time() - began < 0.1  # 1 ms each; measured: 0.05 ms
+
+
+def test_an_empty_dataset_has_no_block_order():
+    with pytest.raises(ConfigError, match="a dataset of 0 samples"):
+        BlockOrder(0, 1, 8, 8)

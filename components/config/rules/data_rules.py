@@ -15,6 +15,7 @@ from components.config.schema.data import (
     PreferencesDataConfig,
     RowsDataConfig,
     TextDataConfig,
+    TokensDataConfig,
 )
 from components.config.schema.model import LossMethod, ModelConfig
 from components.config.schema.objective import (
@@ -70,7 +71,9 @@ def data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = F
         problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; remove it")
     sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}
     if any(
-        each.eval_fraction or each.eval_split is not None or (isinstance(each, RowsDataConfig) and each.eval_path)
+        each.eval_fraction
+        or each.eval_split is not None
+        or (isinstance(each, RowsDataConfig | TokensDataConfig) and each.eval_path)
         for each in sources.values()
     ):
         return problems
@@ -82,6 +85,7 @@ def data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = F
         )
     else:
         other = "data.eval_split or data.eval_path" if isinstance(data, RowsDataConfig) else "data.eval_split"
+        other = "data.eval_path" if isinstance(data, TokensDataConfig) else other
         problems.append(f"data.eval_fraction={data.eval_fraction}: {rule}; set it above 0, or set {other}")
     return problems
 
@@ -93,9 +97,9 @@ def ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
     sources = data.sources.values() if isinstance(data, MixtureDataConfig) else [data]
     return [
         f"training.seq_len_ramp={training.seq_len_ramp}: cuts rows into shorter ones, which would separate answers "
-        f"from their prompts under data.kind={each.kind}; use data=text, or remove the ramp"
+        f"from their prompts under data.kind={each.kind}; use data=text or data=tokens, or remove the ramp"
         for each in sources
-        if not isinstance(each, TextDataConfig)
+        if not isinstance(each, TextDataConfig | TokensDataConfig)
     ]
 
 

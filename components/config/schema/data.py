@@ -16,7 +16,7 @@ IGNORED = -100
 class DataKind(StrEnum):
     """docs: Python's documentation; sft: prompts and responses; chat: conversations; text: plain documents; custom:
     your own function; mixture: several sources; preferences: prompts with a chosen and a rejected answer; labels: texts
-    with a class."""
+    with a class; tokens: a token store."""
 
     docs = "docs"
     sft = "sft"
@@ -26,6 +26,7 @@ class DataKind(StrEnum):
     mixture = "mixture"
     preferences = "preferences"
     labels = "labels"
+    tokens = "tokens"
 
 
 class Overlong(StrEnum):
@@ -322,6 +323,48 @@ class TextDataConfig(RowsDataConfig):
         if self.overlong is not Overlong.truncate:
             problems.append(
                 f"data.overlong={self.overlong}: documents are cut into samples of training.seq_len tokens, so none "
+                "is longer; remove data.overlong"
+            )
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class TokensDataConfig(DataConfig):
+    """Token store: shards of token ids that a manifest lists, in the format of Meshbook, Megatron, nanoGPT, OLMo or
+    datatrove. A row is seq_len consecutive tokens of a shard and predicts the token after each. Batch sizes and sample
+    limits count rows. With pack=false, tokens attend to earlier documents of their row. cache has no effect: nothing is
+    tokenized."""
+
+    kind: DataKind = DataKind.tokens
+    """tokens."""
+    path: str
+    """Folder of the store, or its manifest.json."""
+    eval_path: str | None = None
+    """Folder of a store with the held-out rows; null: hold out `eval_fraction` of path, in chunks of up to 16 rows at
+    equal distances."""
+    block_rows: int = 256
+    """Rows of a block, which are next to each other on disk. An epoch permutes the blocks, and then the rows of each
+    `window_blocks` blocks. 1: shuffle all rows, which reads a random place for each row."""
+    window_blocks: int = 256
+    """Blocks whose rows are shuffled together, at least 1."""
+
+    def _problems(self) -> list[str]:
+        problems = [
+            *DataConfig._problems(self),
+            *at_least("data.block_rows", self.block_rows, 1),
+            *at_least("data.window_blocks", self.window_blocks, 1),
+        ]
+        for key, place in (("path", self.path), ("eval_path", self.eval_path)):
+            if place == "":
+                problems.append(f"data.{key}='': is empty; set data.{key} to the folder of a token store")
+        if self.eval_split is not None:
+            problems.append(
+                f"data.eval_split={self.eval_split}: a token store has no splits; set data.eval_path to another store, "
+                "or data.eval_fraction"
+            )
+        if self.overlong is not Overlong.truncate:
+            problems.append(
+                f"data.overlong={self.overlong}: rows are cut out of the store with training.seq_len tokens, so none "
                 "is longer; remove data.overlong"
             )
         return problems

@@ -23,6 +23,7 @@ from components.config.schema.data import (
     LabelsDataConfig,
     RowsDataConfig,
     TextDataConfig,
+    TokensDataConfig,
 )
 from components.data.examples import IGNORED, Example
 from components.data.sources import pydocs
@@ -250,7 +251,7 @@ def first_prompts(split: SourceSplit, count: int) -> list[str]:
 
 def held_out_by_hash(cfg: DataConfig) -> bool:
     """Return whether the held-out samples are selected from the training source by `eval_fraction`."""
-    return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig) and cfg.eval_path)
+    return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig | TokensDataConfig) and cfg.eval_path)
 
 
 def holds_out(cfg: DataConfig) -> bool:

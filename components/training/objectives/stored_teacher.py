@@ -23,7 +23,7 @@ from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOK
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Rows = data.Dataset | data.PackedDataset | data.MixtureDataset
+Rows = data.Dataset | data.PackedDataset | data.TokenRows | data.MixtureDataset
 DTYPES = {TOKEN_IDS: ("I32", np.int32), LOG_PROBS: ("F32", np.float32), TARGET_LOG_PROB: ("F32", np.float32)}
 """Dtype of each tensor of a file, in a safetensors header and in numpy. float32: bfloat16 would round log-probabilities
 by up to 0.4 %, which is more than the difference between good students."""

@@ -188,7 +188,11 @@ class TargetSlots(NamedTuple):
     @classmethod
     def of(cls, dataset: Rows) -> TargetSlots:
         """Count the targets of all rows."""
-        counts = [np.count_nonzero(np.asarray(row.labels[1:]) != IGNORED) for row in dataset]
+        counts = [
+            np.count_nonzero(np.asarray(row.labels[1:]) != IGNORED)
+            + (isinstance(row, data.PackedRow) and row.next_label != IGNORED)
+            for row in dataset
+        ]
         return cls(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
     @property

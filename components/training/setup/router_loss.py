@@ -147,6 +147,10 @@ def sequence_weights(targets: torch.Tensor, bounds: torch.Tensor | None = None) 
     position = torch.arange(seq, device=targets.device).repeat(rows, 1)
     sequence_of = torch.searchsorted(ends.contiguous(), position, right=True)  # (batch, seq)
     matters = before.gather(1, ends).gather(1, sequence_of) > before[:, :seq]  # this token or a later one is a target
+    # The last token may predict the one after the row, as in rows of token stores: one more target of its sequence.
+    last, predicts = sequence_of[:, -1:], targets[:, -1:] != IGNORED  # (batch, 1)
+    counts = counts.scatter_add(1, last, predicts.long())
+    matters |= predicts & (sequence_of == last)
     at_first = torch.zeros_like(is_target).scatter_add_(1, starts, counts)[:, :seq]
     return torch.stack([at_first, torch.where(matters, sequence_of, -1)], dim=-1)
 

@@ -1,0 +1,237 @@
+"""The manifest of a token store: everything that a start needs, without opening a shard. Imports no numpy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from components.config.errors import ConfigError
+from components.protocol.run_files import atomic_write
+
+MANIFEST = "manifest.json"
+"""File name of the manifest in the folder of a store."""
+_FORMAT = "meshbook token store"
+_VERSION = 1
+_WINDOW_BITS = range(4, 25)
+DENSEST_WINDOWS = tuple(1 << bits for bits in _WINDOW_BITS)
+"""Lengths in tokens of the windows in which a shard's document ends are counted."""
+
+
+class ShardFormat(StrEnum):
+    """Where a shard's document ends come from. meshbook: a tensor of the file; megatron: the .idx file; datatrove: the
+    .ds.index file; raw: ids only (nanoGPT, llm.c, OLMo, .npy), each document ends with `Manifest.document_end`."""
+
+    meshbook = "meshbook"
+    megatron = "megatron"
+    datatrove = "datatrove"
+    raw = "raw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """One shard of a store."""
+
+    path: str
+    """Path of the file with the ids, relative to the manifest's folder or absolute."""
+    format: ShardFormat
+    bytes: int
+    """Size of the file."""
+    offset: int
+    """Byte of the first id."""
+    id_bytes: int
+    """Bytes of an id, little-endian and unsigned: 2, 3 or 4."""
+    tokens: int
+    """Number of ids."""
+    documents: int
+    """Number of documents that are not empty."""
+    max_id: int
+    """Largest id."""
+    hash: str
+    """xxh3_128 of the bytes of all ids, then of all document ends as int64."""
+    densest: Sequence[int]
+    """Largest number of document ends in any window of each length in `DENSEST_WINDOWS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Vocabulary of the tokenizer that a store was written with."""
+
+    tokenizer: str
+    """Name or path of the tokenizer, for messages."""
+    hash: str
+    """Hash of its tokens and their ids (`vocabulary.hash_of_tokens`)."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All shards of a store in reading order."""
+
+    shards: Sequence[ShardEntry]
+    vocabulary: Vocabulary | None
+    """None: unknown, for shards that another program wrote."""
+    document_end: int | None
+    """Id that ends each document of raw shards; None: each raw shard is one document."""
+    folder: Path
+    """Folder that relative paths of shards start from."""
+
+    @property
+    def tokens(self) -> int:
+        """Ids of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        """Documents of all shards that are not empty."""
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def max_id(self) -> int:
+        """Largest id of all shards."""
+        return max(shard.max_id for shard in self.shards)
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of the content of all shards in their order, computed from the hashes of the shards."""
+        content = [[shard.hash, shard.tokens, shard.id_bytes] for shard in self.shards]
+        return xxhash.xxh3_128(json.dumps([content, self.document_end]).encode()).hexdigest()
+
+    def max_documents(self, seq_len: int) -> int:
+        """Return an upper bound on the documents that any `seq_len` consecutive tokens belong to."""
+        window = next((i for i, length in enumerate(DENSEST_WINDOWS) if length >= seq_len), None)
+        if window is None:
+            windows = -(-seq_len // DENSEST_WINDOWS[-1])
+            ends = windows * max(shard.densest[-1] for shard in self.shards)
+        else:
+            ends = max(shard.densest[window] for shard in self.shards)
+        return min(ends + 1, seq_len)
+
+    def file_of(self, shard: ShardEntry) -> Path:
+        """Return the path of a shard's file."""
+        return self.folder / shard.path
+
+
+def manifest_file(path: str) -> Path:
+    """Return the manifest that a config's path names: a file, or the folder that holds it."""
+    expanded = Path(os.path.expanduser(path))
+    return expanded / MANIFEST if expanded.is_dir() else expanded
+
+
+def read_manifest(path: str, key: str = "data.path") -> Manifest:
+    """Read the manifest of the store at `path`. Raises ConfigError, naming `key`, if there is none or it is damaged."""
+    file = manifest_file(path)
+    write = "docs/data.md shows how to write it"
+    if not file.is_file():
+        raise ConfigError(f"{key}={path}: there is no {MANIFEST}; give the folder of a token store; {write}")
+    try:
+        stored = json.loads(file.read_text())
+        if stored["format"] != _FORMAT or stored["version"] != _VERSION:
+            raise ConfigError(
+                f"{key}={path}: {file.name} is a {stored['format']!r} of version {stored['version']}; this version of "
+                f"Meshbook reads a {_FORMAT!r} of version {_VERSION}"
+            )
+        shards = [entry_of(values) for values in stored["shards"]]
+        vocabulary = None if stored["vocabulary"] is None else Vocabulary(**stored["vocabulary"])
+        manifest = Manifest(shards, vocabulary, stored["document_end"], file.resolve().parent)
+    except OSError as error:
+        raise ConfigError(f"{key}={path}: {file} cannot be read: {error.strerror or error}") from error
+    except ConfigError:
+        raise
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{key}={path}: {file} is damaged or not a manifest ({error!r}); {write}") from error
+    if not shards:
+        raise ConfigError(f"{key}={path}: the store has no shards; {write}")
+    if stored["hash"] != manifest.hash:
+        raise ConfigError(f"{key}={path}: {file} is damaged: its hash is not that of its shards; {write}")
+    return manifest
+
+
+def write_manifest(manifest: Manifest) -> Path:
+    """Write a manifest into its folder, atomically, and return the file. Raises OSError.
+
+    Paths of shards within the folder become relative to it, so that the store may be moved.
+    """
+    folder = manifest.folder.resolve()
+    shards = [
+        replace(shard, path=str(path.relative_to(folder) if path.is_relative_to(folder) else path))
+        for shard in manifest.shards
+        for path in [manifest.file_of(shard).resolve()]
+    ]
+    values = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "vocabulary": None if manifest.vocabulary is None else asdict(manifest.vocabulary),
+        "document_end": manifest.document_end,
+        "tokens": manifest.tokens,
+        "documents": manifest.documents,
+        "hash": manifest.hash,
+    }
+    head = json.dumps(values, indent=1)[:-2]  # one line per shard, so that two manifests can be compared with diff
+    lines = ",\n".join(f"  {json.dumps(asdict(shard))}" for shard in shards)
+    file = manifest.folder / MANIFEST
+    atomic_write(file, f'{head},\n "shards": [\n{lines}\n ]\n}}\n')
+    return file
+
+
+def entry_of(values: dict[str, Any]) -> ShardEntry:
+    """Return a manifest entry from its JSON values. Raises ValueError, LookupError or TypeError if they are invalid."""
+    names = {each.name for each in fields(ShardEntry)}
+    entry = ShardEntry(**{name: values[name] for name in names} | {"format": ShardFormat(values["format"])})
+    sizes = (entry.bytes, entry.offset, entry.id_bytes, entry.tokens, entry.documents, entry.max_id, *entry.densest)
+    if not all(isinstance(size, int) and size >= 0 for size in sizes) or len(entry.densest) != len(DENSEST_WINDOWS):
+        raise ValueError(f"invalid numbers of shard {entry.path!r}")
+    return entry
+
+
+def shard_problems(manifest: Manifest, key: str) -> list[str]:
+    """Return the problems of a store's files: those that are missing or have another size than in the manifest."""
+    missing, changed = list[str](), list[str]()
+    for shard in manifest.shards:
+        file = manifest.file_of(shard)
+        try:
+            size = os.stat(file).st_size
+        except OSError as error:
+            missing.append(f"{file} ({error.strerror})")
+            continue
+        if size != shard.bytes:
+            changed.append(f"{file} has {size:,} bytes, the manifest {shard.bytes:,}")
+    total, again = len(manifest.shards), "or write the manifest again"
+    problems = []
+    if missing:
+        problems.append(
+            f"{key}: {len(missing):,} of {total:,} shards cannot be read, such as {missing[0]}; restore them, {again}"
+        )
+    if changed:
+        problems.append(
+            f"{key}: {len(changed):,} of {total:,} shards were changed, such as {changed[0]}; restore them, {again}"
+        )
+    return problems
+
+
+def vocabulary_problems(manifest: Manifest, key: str, *, size: int | None, tokenizer_hash: str | None) -> list[str]:
+    """Return the problems of a store's ids with a model and its tokenizer; None: unknown, not compared.
+
+    Args:
+        key: KEY=PATH of the store, for messages.
+        size: Size of the vocabulary: ids are below it.
+    """
+    vocabulary, problems = manifest.vocabulary, list[str]()
+    if vocabulary is not None and tokenizer_hash is not None and tokenizer_hash != vocabulary.hash:
+        problems.append(
+            f"{key}: was written with the tokenizer {vocabulary.tokenizer}, whose ids mean other tokens than those of "
+            f"this run's tokenizer; set model.tokenizer={vocabulary.tokenizer}, or tokenize the corpus again"
+        )
+    elif size is not None and manifest.max_id >= size:
+        shard = next(each for each in manifest.shards if each.max_id >= size)
+        problems.append(
+            f"{key}: holds the id {shard.max_id:,} ({shard.path}), but the vocabulary has {size:,} tokens; choose the "
+            "model that the store was tokenized for, or tokenize the corpus again"
+        )
+    return problems

@@ -1,0 +1,261 @@
+"""Rows of a token store: `seq_len` consecutive tokens of a shard and the token after them, by shard and offset."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import ceil, floor
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from components.config.errors import ConfigError
+from components.config.schema.data import TokensDataConfig
+from components.data.dataset import Facts, ItemSequence
+from components.data.examples import IGNORED, Example, PackedRow, render_example
+from components.data.order import BlockOrder
+from components.data.packing import documents_size
+from components.data.token_store.manifest import Manifest, read_manifest, vocabulary_problems
+from components.data.token_store.shards import ShardFiles
+from components.data.token_store.vocabulary import hash_of_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_HELD_OUT_TOGETHER = 16  # rows: consecutive ones share documents with the train split only at both ends
+_PROMPTS = 8
+_PROMPT_CHARACTERS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """The rows of one split, ascending: chunks at equal distances are held out, all others are trained on.
+
+    A pure function of these values, without a table: held-out chunk j is the first chunk c with
+    floor((c + 1) x fraction) = j + 1, and train chunk j is floor(j / (1 - fraction)) (complementary Beatty sequences).
+    """
+
+    rows: int
+    """Rows of the whole store."""
+    fraction: Fraction
+    """Share of the rows to hold out, in [0, 1)."""
+    is_eval: bool
+    """Whether to select the held-out rows."""
+    limit: int | None = None
+    """Use only the first this many rows; None: all."""
+
+    @property
+    def chunk(self) -> int:
+        """Consecutive rows that are held out together."""
+        return max(1, min(_HELD_OUT_TOGETHER, int(self.rows * self.fraction)))
+
+    def __len__(self) -> int:
+        if not self.fraction:
+            count = 0 if self.is_eval else self.rows
+        else:
+            chunks = -(-self.rows // self.chunk)
+            held_out = int(chunks * self._share)
+            count = held_out * self.chunk
+            if self._at_chunk(held_out - 1, is_eval=True) == chunks - 1:
+                count -= chunks * self.chunk - self.rows  # the last chunk is shorter
+            count = count if self.is_eval else self.rows - count
+        return count if self.limit is None else min(count, self.limit)
+
+    def at(self, index: int) -> int:
+        """Return the row of the store at `index` of the split."""
+        if not self.fraction:
+            return index
+        number, within = divmod(index, self.chunk)
+        return self._at_chunk(number, self.is_eval) * self.chunk + within
+
+    @property
+    def _share(self) -> Fraction:
+        """Share of the chunks to hold out: at least one of them."""
+        return max(self.fraction, Fraction(1, -(-self.rows // self.chunk)))
+
+    def _at_chunk(self, number: int, is_eval: bool) -> int:
+        share = self._share
+        return ceil((number + 1) / share) - 1 if is_eval else floor(number / (1 - share))
+
+
+class StoreSplit(NamedTuple):
+    """Which rows of a store to use; see `RowSelection`."""
+
+    fraction: float = 0.0
+    is_eval: bool = False
+    limit: int | None = None
+
+
+@dataclass(slots=True)
+class StoreFacts(Facts):
+    """Statistics of the rows of a split. Those of the whole store are from its manifest."""
+
+    shards: int = 0
+    """Shards of the store."""
+    store_tokens: int = 0
+    """Tokens of the store."""
+    store_documents: int = 0
+    """Documents of the store."""
+    shuffle: str = ""
+    """Description of the order of the rows."""
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.source}: {self.shards:,} shards, {self.store_tokens:,} tokens, {self.store_documents:,} documents",
+            f"{self.rows:,} rows of {self.row_tokens:,} tokens",
+        ]
+        if self.max_documents:
+            parts.append(f"documents do not attend to each other (at most {self.max_documents:,} in a row)")
+        parts += [self.shuffle] if self.shuffle else []
+        parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
+        return "; ".join(parts)
+
+
+class TokenRows(ItemSequence[PackedRow]):
+    """Rows of a token store. Only the manifest is read at the start; a row is read from its shard when it is used.
+
+    Row r of a shard has the tokens from r x seq_len on, and its last target is the first token of row r + 1. So each
+    token of a shard except the first is a target once per epoch. The last row of a shard may be shorter. If `pack` is
+    set, the documents of a row are those of packed samples: no token attends to another document or predicts its first
+    token. A document that continues in the next row starts anew there. Otherwise a row is one document.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seq_len: int,
+        source: str,
+        pack: bool = True,
+        split: StoreSplit | None = None,
+        blocks: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Build the rows of a split.
+
+        Args:
+            source: Description of the store, for logs.
+            split: The split; None: all rows, to train on.
+            blocks: Rows of a block and blocks of a window (`BlockOrder`).
+        """
+        self.pad_token_id: int | None = tokenizer.pad_token_id
+        self.seq_len = seq_len
+        self._manifest, self._tokenizer, self._pack = manifest, tokenizer, pack
+        self._files = ShardFiles(manifest)
+        tokens = np.asarray([shard.tokens for shard in manifest.shards], np.int64)
+        self._ends = np.cumsum(-(-np.maximum(tokens - 1, 0) // seq_len))  # rows up to the end of each shard
+        split = split or StoreSplit()
+        exact = Fraction(str(split.fraction))  # 0.1 is 1/10
+        self._selection = RowSelection(int(self._ends[-1]), exact, split.is_eval, split.limit)
+        self.blocks = blocks
+        """Rows of a block and blocks of a window (`BlockOrder`)."""
+        max_documents = manifest.max_documents(seq_len) if pack else 0
+        self.documents = documents_size(max_documents) if pack else 0
+        """Size of per-document tensors; 0: documents are not separated."""
+        self.facts = StoreFacts(
+            source=source,
+            rows=len(self),
+            row_tokens=seq_len,
+            max_documents=max_documents,
+            samples=len(self),
+            tokens=len(self) * seq_len,
+            target_tokens=len(self) * seq_len,
+            shards=len(manifest.shards),
+            store_tokens=manifest.tokens,
+            store_documents=manifest.documents,
+            shuffle="" if split.is_eval else self._describe_order(),
+        )
+
+    def __len__(self) -> int:
+        return len(self._selection)
+
+    def item(self, index: int) -> PackedRow:
+        """Return the row at `index` of the split. Raises OSError if its shard cannot be read."""
+        row = self._selection.at(index)
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        start = (row - int(self._ends[number - 1]) if number else row) * self.seq_len
+        stop = min(start + self.seq_len, self._manifest.shards[number].tokens)
+        shard = self._files.open(number)
+        ids = shard.ids(start, min(stop + 1, self._manifest.shards[number].tokens))
+        inputs, following = ids[: stop - start].tolist(), ids[stop - start :].tolist()
+        ends = [end - start for end in shard.ends(start, ids[: stop - start])] if self._pack else []
+        next_label = following[0] if following and len(inputs) not in ends else IGNORED
+        ends = ends if ends and ends[-1] == len(inputs) else [*ends, len(inputs)]
+        labels = list(inputs)
+        for first in (0, *ends[:-1]):
+            labels[first] = IGNORED
+        return PackedRow(inputs, labels, ends, next_label)
+
+    def order(self, seed: int) -> BlockOrder:
+        """Return the training order of the rows."""
+        return BlockOrder(len(self), seed, *self.blocks)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the content of the store, from its manifest, of the selection of rows, and of their order."""
+        selection = self._selection
+        parts = [self._manifest.hash, self.seq_len, self._pack, *self.blocks]
+        parts += [str(selection.fraction), selection.is_eval, selection.limit]
+        return xxhash.xxh3_128(json.dumps(parts).encode()).hexdigest()
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """Openings of a few rows, to generate from; read on first use."""
+        numbers = range(0, len(self), max(1, len(self) // _PROMPTS))
+        texts = [self._text(self[number].input_ids[:_PROMPT_CHARACTERS]) for number in numbers[:_PROMPTS]]
+        lines = [text.strip().partition("\n")[0][:_PROMPT_CHARACTERS] for text in texts]
+        return [line for line in lines if line]
+
+    def show(self, index: int) -> str:
+        """Return the texts of a row's documents, separated by a line, with the targets in [[ ]]."""
+        return "\n--- next document ---\n".join(
+            render_example(self._tokenizer, Example(each.input_ids, each.labels)) for each in self[index].examples
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _describe_order(self) -> str:
+        block, window = self.blocks
+        if block == 1 or block * window >= len(self):
+            return "shuffled"
+        return f"blocks of {block:,} rows shuffled, then rows within {window:,} blocks"
+
+
+def build_rows(cfg: TokensDataConfig, tokenizer: PreTrainedTokenizerBase, *, seq_len: int, is_eval: bool) -> TokenRows:
+    """Return the rows of the train or the held-out split of a store.
+
+    Raises ConfigError if the manifest cannot be read, was written with another tokenizer, holds ids beyond the
+    tokenizer's vocabulary, or leaves no row.
+    """
+    is_separate = is_eval and cfg.eval_path is not None
+    key, path = ("data.eval_path", str(cfg.eval_path)) if is_separate else ("data.path", cfg.path)
+    manifest = read_manifest(path, key)
+    problems = vocabulary_problems(
+        manifest, f"{key}={path}", size=len(tokenizer), tokenizer_hash=hash_of_tokenizer(tokenizer)
+    )
+    if problems:
+        raise ConfigError(problems)
+    rows = TokenRows(
+        manifest,
+        tokenizer,
+        seq_len=seq_len,
+        source=f"held out of {path}" if is_eval and not is_separate else path,
+        pack=cfg.pack,
+        split=StoreSplit(
+            fraction=0.0 if cfg.eval_path is not None else cfg.eval_fraction,
+            is_eval=is_eval and not is_separate,
+            limit=cfg.max_eval_samples if is_eval else cfg.max_samples,
+        ),
+        blocks=(cfg.block_rows, cfg.window_blocks),
+    )
+    if len(rows) == 0:
+        needs = "a train and a held-out row" if cfg.eval_path is None and cfg.eval_fraction else "a row"
+        raise ConfigError(
+            f"{key}={path}: its {manifest.tokens:,} tokens are too few for {needs} of training.seq_len={seq_len} "
+            "tokens; shorten the rows, add shards, or set data.eval_path"
+        )
+    return rows

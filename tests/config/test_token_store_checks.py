@@ -1,0 +1,108 @@
+"""Checks of token stores before launch: one message with the key, exit status 2, and torch is not imported."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from components.data.token_store.manifest import Vocabulary, write_manifest
+from components.data.token_store.vocabulary import HASH_OF_BYTES, hash_of_tokenizer
+from components.models.tokenizer import byte_tokenizer
+from tests.config.commands import REPOSITORY, Commands, Ended
+from tests.config.test_wrong_configurations import assert_rejected
+from tests.unit.token_shards import documents_of, store_of
+
+PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"
+
+
+def store(folder: Path, tokenizer_hash: str = HASH_OF_BYTES, ids: int = 256) -> Path:
+    """Write a store of two shards below `folder` and return its folder."""
+    shards = [documents_of(seed, 80, ids=ids) for seed in (1, 2)]
+    write_manifest(store_of(folder / "store", shards, vocabulary=Vocabulary("some/model", tokenizer_hash)))
+    return folder / "store"
+
+
+def run(commands: Commands, folder: Path, *arguments: str) -> Ended:
+    given = ("data=tokens", "data.path=store", "model=tiny", "training.seq_len=64", "training.global_batch_size=8")
+    return commands.run(PRETRAIN, [*given, *arguments], folder)
+
+
+def test_missing_and_changed_shards_are_reported(commands: Commands, tmp_path: Path) -> None:
+    folder = store(tmp_path)
+    (folder / "0.safetensors").unlink()
+    ended = run(commands, tmp_path)
+    assert_rejected(ended, ["data.path=store: 1 of 2 shards cannot be read, such as", "0.safetensors"], tmp_path)
+    folder = store(tmp_path)
+    os.truncate(folder / "1.safetensors", 100)
+    ended = run(commands, tmp_path)
+    assert_rejected(ended, ["data.path=store: 1 of 2 shards were changed", "100 bytes, the manifest"], tmp_path)
+    mixture = ("data=mixture", "+data@data.sources.web=tokens", "data.sources.web.path=store", "data.pack=true")
+    ended = commands.run(PRETRAIN, [*mixture, "model=tiny"], tmp_path)
+    assert_rejected(ended, ["data.sources.web.path=store: 1 of 2 shards were changed"], tmp_path)
+
+
+def test_other_tokenizer_is_reported(commands: Commands, tmp_path: Path) -> None:
+    store(tmp_path, "0")
+    parts = ["data.path=store: was written with the tokenizer some/model", "set model.tokenizer=some/model"]
+    assert_rejected(run(commands, tmp_path), parts, tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "same")
+    stored = json.loads((tmp_path / "same" / "tokenizer.json").read_text())
+    ids = stored["model"]["vocab"]
+    assert hash_of_tokenizer(tokenizer) == HASH_OF_BYTES
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    tokenizer.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(stored))
+    store(tmp_path)
+    assert_rejected(run(commands, tmp_path, "model.tokenizer=./other"), parts, tmp_path)
+    ended = run(commands, tmp_path, "model.tokenizer=./same", "cluster.dry_run=true")
+    assert "was written with" not in ended.errors
+
+
+def test_ids_beyond_the_vocabulary_are_reported(commands: Commands, tmp_path: Path) -> None:
+    store(tmp_path, ids=300)
+    ended = run(commands, tmp_path, "model.vocab=260")
+    assert_rejected(
+        ended, ["data.path=store: holds the id 299 (", "0.safetensors), but the vocabulary has 260 tokens"], tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "data.path=store: there is no manifest.json"),
+        ("{", "is damaged or not a manifest"),
+        ('{"format": "x", "version": 1}', "is a 'x' of version 1; this version of Meshbook reads"),
+    ],
+)
+def test_unreadable_manifest_is_reported(commands: Commands, tmp_path: Path, content: str | None, message: str) -> None:
+    file = store(tmp_path) / "manifest.json"
+    file.unlink() if content is None else file.write_text(content)
+    assert_rejected(run(commands, tmp_path), [message], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("data.eval_split=test", "data.eval_split=test: a token store has no splits; set data.eval_path"),
+        ("data.overlong=drop", "data.overlong=drop: rows are cut out of the store"),
+        ("data.block_rows=0", "data.block_rows=0"),
+        ("data.eval_fraction=0", "data.eval_fraction=0.0: nothing is held out"),
+        ("data.eval_path=none", "data.eval_path=none: there is no manifest.json"),
+    ],
+)
+def test_settings_without_a_meaning_are_reported(
+    commands: Commands, tmp_path: Path, argument: str, message: str
+) -> None:
+    store(tmp_path)
+    assert_rejected(run(commands, tmp_path, argument), [message], tmp_path)
+
+
+def test_manifest_of_another_order_has_another_hash(tmp_path: Path) -> None:
+    manifest = store_of(tmp_path / "store", [documents_of(seed, 80) for seed in (1, 2)])
+    other = replace(manifest, shards=list(reversed(manifest.shards)))
+    assert manifest.hash != other.hash

@@ -1,0 +1,214 @@
+"""Shards of every format against numpy: ids, document ends, counts, and files that are damaged or not supported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from components.data.token_store.formats import layout_of
+from components.data.token_store.manifest import DENSEST_WINDOWS, ShardFormat
+from components.data.token_store.shards import Shard, ShardFiles
+from components.data.token_store.writer import densest_windows, read_entry, write_shard
+from tests.unit.token_shards import (
+    EOS,
+    documents_of,
+    flat,
+    manifest_of,
+    scanned,
+    write_datatrove,
+    write_llmc,
+    write_megatron,
+)
+
+DOCUMENTS = documents_of(1, 700)
+FORMATS = (
+    *("ours2", "ours3", "ours4", "megatron_int16", "megatron_int32", "megatron_uint16", "megatron_pieces"),
+    *("nanogpt", "llmc", "npy_uint16", "npy_int32", "olmo", "datatrove2", "datatrove4"),
+)
+
+
+def write(folder: Path, format: str, documents: list[list[int]] = DOCUMENTS) -> tuple[Path, int | None]:
+    """Write a shard and return its path, and the bytes of an id if its format does not store them."""
+    ids, id_bytes = flat(documents), None
+    if format.startswith("ours"):
+        path = folder / "shard.safetensors"
+        write_shard(path, [documents[:100], [], documents[100:]], int(format[-1]), {"a": 1})
+    elif format.startswith("megatron"):
+        path = folder / "shard.bin"
+        dtype = {"int16": np.int16, "int32": np.int32}.get(format.partition("_")[2], np.uint16)
+        write_megatron(path, documents, dtype, pieces=3 if format.endswith("pieces") else 1)
+    elif format == "nanogpt":
+        path = folder / "shard.bin"
+        np.asarray(ids, np.uint16).tofile(path)
+    elif format == "llmc":
+        path = folder / "shard.bin"
+        write_llmc(path, documents)
+    elif format.startswith("npy"):
+        path = folder / "shard.npy"
+        np.save(path, np.asarray(ids, format.partition("_")[2]))
+    elif format == "olmo":
+        path, id_bytes = folder / "shard.npy", 4
+        np.asarray(ids, np.uint32).tofile(path)
+    else:
+        path = folder / "shard.ds"
+        write_datatrove(path, documents, int(format[-1]))
+    return path, id_bytes
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_ids_and_document_ends_equal_numpy(format: str, tmp_path: Path) -> None:
+    path, id_bytes = write(tmp_path, format)
+    entry = scanned(path, id_bytes)
+    ids = np.asarray(flat(DOCUMENTS))
+    ends = np.cumsum([len(document) for document in DOCUMENTS])
+    assert (entry.tokens, entry.documents, entry.max_id) == (len(ids), len(DOCUMENTS), ids.max())
+    shard = Shard(entry, path, EOS)
+    random = np.random.default_rng(0)
+    for start, length in [
+        (0, len(ids)),
+        *zip(random.integers(0, len(ids), 60), random.integers(0, 300, 60), strict=True),
+    ]:
+        stop = min(start + length, len(ids))
+        part = shard.ids(int(start), int(stop))
+        assert part.dtype == np.int64
+        assert np.array_equal(part, ids[start:stop])
+        assert shard.ends(int(start), part) == ends[(ends > start) & (ends <= stop)].tolist()
+
+
+def test_three_byte_ids_hold_large_vocabularies(tmp_path: Path) -> None:
+    documents = [[0, 128_255, 255, 256, 65_535, 65_536, (1 << 24) - 1], [7]]
+    write_shard(tmp_path / "a.safetensors", [documents], 3, {})
+    entry = scanned(tmp_path / "a.safetensors")
+    assert Shard(entry, tmp_path / "a.safetensors", None).ids(0, 8).tolist() == flat(documents)
+    stored = load_file(tmp_path / "a.safetensors")
+    assert stored["ids"].shape == (8, 3)
+    assert stored["ends"].tolist() == [7, 8]
+    with pytest.raises(ValueError, match="the id 65,536 does not fit into 2 bytes"):
+        write_shard(tmp_path / "b.safetensors", [[[65_536]]], 2, {})
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_header_of_a_written_shard_equals_a_scan_of_it(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, "ours2")
+    write_datatrove(tmp_path / "shard.ds", DOCUMENTS, 2)
+    found = read_entry(path)
+    assert found is not None
+    entry, settings = found
+    other = scanned(tmp_path / "shard.ds")
+    assert settings == {"a": 1}
+    for name in ("tokens", "documents", "max_id", "hash", "densest"):
+        assert getattr(entry, name) == getattr(other, name)
+    assert read_entry(tmp_path / "none.safetensors") is None
+
+
+def test_densest_windows_are_the_largest_counts_of_any_window() -> None:
+    random = np.random.default_rng(3)
+    ends = np.unique(random.integers(1, 3000, 400))
+    counted = [max(((ends >= start) & (ends < start + length)).sum() for start in range(3000)) for length in (16, 256)]
+    assert [densest_windows(ends)[DENSEST_WINDOWS.index(length)] for length in (16, 256)] == counted
+    assert densest_windows(ends)[-1] == len(ends)
+
+
+def test_hash_depends_on_ids_and_document_ends(tmp_path: Path) -> None:
+    hashes = set()
+    for number, documents in enumerate(([[1, 2], [3]], [[1], [2, 3]], [[1, 2], [4]])):
+        write_shard(tmp_path / f"{number}.safetensors", [documents], 2, {})
+        hashes.add(scanned(tmp_path / f"{number}.safetensors").hash)
+    assert len(hashes) == 3
+
+
+def damage(folder: Path, kind: str) -> tuple[Path, int | None]:
+    """Write a shard that is damaged or not supported."""
+    path, id_bytes = write(folder, "megatron_int32")
+    index = path.with_suffix(".idx").read_bytes()
+    if kind == "odd":
+        np.arange(3, dtype=np.uint8).tofile(folder / "odd.bin")
+        return folder / "odd.bin", None
+    if kind == "bare_npy":
+        return write(folder, "olmo")[0], None
+    if kind in ("float_npy", "npy_2d", "npy_int64"):
+        arrays = {
+            "float_npy": np.zeros(4, np.float32),
+            "npy_2d": np.zeros((2, 2), np.int32),
+            "npy_int64": np.zeros(4, int),
+        }
+        np.save(folder / "a.npy", arrays[kind])
+        return folder / "a.npy", None
+    if kind == "cut_npy":
+        path, _ = write(folder, "npy_int32")
+        os.truncate(path, path.stat().st_size - 4)
+        return path, None
+    if kind == "loss_mask":
+        path, _ = write(folder, "datatrove2")
+        Path(f"{path}.loss").write_bytes(b"\0")
+        return path, None
+    if kind == "ds_without_metadata":
+        path, _ = write(folder, "datatrove2")
+        Path(f"{path}.metadata").unlink()
+        return path, None
+    if kind == "ends_beyond":
+        path, _ = write(folder, "datatrove2")
+        np.asarray([10**9], "<u8").tofile(f"{path}.index")
+        return path, None
+    changed = {
+        "magic": b"X" + index[1:], "int64_ids": index[:17] + b"\x05" + index[18:], "cut_index": index[:-8],
+        "cut_bin": index, "empty_index": b"",
+    }[kind]  # fmt: skip
+    path.with_suffix(".idx").write_bytes(changed)
+    if kind == "cut_bin":
+        os.truncate(path, path.stat().st_size - 4)
+    return path, id_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("odd", "3 bytes, not a multiple of the 2 bytes of an id"),
+        ("bare_npy", "no NumPy header.*give id_bytes"),
+        ("float_npy", "dtype float32; must be one-dimensional, of integers with 2 or 4 bytes"),
+        ("npy_2d", r"shape \(2, 2\)"),
+        ("npy_int64", "dtype int64"),
+        ("cut_npy", "its header declares"),
+        ("loss_mask", "loss mask"),
+        ("ds_without_metadata", "shard.ds.metadata.*give id_bytes"),
+        ("ends_beyond", "document ends are not ascending, or not within"),
+        ("magic", "is not a Megatron index of version 1"),
+        ("int64_ids", r"dtype code 5; supported are int16 \(3\)"),
+        ("cut_index", "shard.idx: has .* bytes, its header declares"),
+        ("cut_bin", "shard.bin: has .* tokens, shard.idx declares"),
+        ("empty_index", "truncated"),
+    ],
+)
+def test_damaged_and_unsupported_shards_are_rejected(kind: str, message: str, tmp_path: Path) -> None:
+    path, id_bytes = damage(tmp_path, kind)
+    with pytest.raises((ValueError, OSError), match=message):
+        scanned(path, id_bytes)
+
+
+def test_shard_that_changed_after_the_manifest_is_reported_when_it_is_opened(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, "nanogpt")
+    files = ShardFiles(manifest_of([scanned(path)], tmp_path))
+    os.truncate(path, 10)
+    with pytest.raises(OSError, match="token shard has 10 bytes, the manifest .*; restore the file"):
+        files.open(0)
+
+
+def test_only_a_limited_number_of_shards_is_open(tmp_path: Path) -> None:
+    entries = []
+    for number in range(300):
+        path = tmp_path / f"{number}.bin"
+        np.asarray([number], np.uint16).tofile(path)
+        entries.append(scanned(path))
+    files = ShardFiles(manifest_of(entries, tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    assert [int(files.open(number).ids(0, 1)[0]) for number in range(300)] == list(range(300))
+    assert len(os.listdir("/proc/self/fd")) - before <= 128
+
+
+def test_layout_of_a_megatron_shard_is_that_of_its_index(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, "megatron_int32")
+    assert layout_of(path, 2) == (ShardFormat.megatron, 0, 4, len(flat(DOCUMENTS)))

@@ -1,0 +1,281 @@
+"""Rows of token stores: every token is a target once, masks as in packing, held-out rows, cursor and cost at scale."""
+
+from __future__ import annotations
+
+import resource
+import time
+from fractions import Fraction
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from components.batch import Batch
+from components.config.errors import ConfigError
+from components.config.schema.data import MixtureDataConfig, TokensDataConfig
+from components.data.batches import BatchPlan, EvalBatches, TrainBatches, collate
+from components.data.examples import IGNORED, PackedRow
+from components.data.loading import build_dataset
+from components.data.token_store.manifest import Manifest, Vocabulary, read_manifest, write_manifest
+from components.data.token_store.rows import RowSelection, StoreSplit, TokenRows
+from components.data.token_store.vocabulary import HASH_OF_BYTES, hash_of_tokenizer
+from components.models.tokenizer import byte_tokenizer
+from components.training.setup.router_loss import sequence_weights
+from tests.unit.token_shards import (
+    EOS,
+    documents_of,
+    flat,
+    manifest_of,
+    scanned,
+    sparse_store,
+    store_of,
+    write_datatrove,
+)
+
+TOKENIZER = byte_tokenizer()
+SHARDS = [documents_of(1, 40), documents_of(2, 1), documents_of(3, 90)]
+SEQ = 64
+
+
+def rows_of(manifest: Manifest, **values: Any) -> TokenRows:
+    return TokenRows(manifest, TOKENIZER, source="store", **{"seq_len": SEQ, **values})
+
+
+def batch_of(rows: TokenRows, indices: Any) -> Batch:
+    plan = BatchPlan(global_batch_size=1, micro_batch_size=1)
+    return collate([rows[index] for index in indices], plan.padding.of(rows))
+
+
+def bounds_of(batch: Batch) -> torch.Tensor:
+    assert batch.document_bounds is not None
+    return batch.document_bounds
+
+
+def pairs(ids: list[int], ends: set[int]) -> list[tuple[int, int]]:
+    """Return (token, next token) of a shard, without those whose next token begins another document."""
+    return [(ids[i], ids[i + 1]) for i in range(len(ids) - 1) if i + 1 not in ends]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_token_is_a_target_once_and_documents_are_those_of_the_shard(pack: bool, tmp_path: Path) -> None:
+    rows = rows_of(store_of(tmp_path, SHARDS), pack=pack)
+    expected = []
+    for documents in SHARDS:
+        ends = np.cumsum([len(each) for each in documents]).tolist() if pack else []
+        expected += pairs(flat(documents), set(ends))
+    found = []
+    for index in range(len(rows)):
+        batch = batch_of(rows, [index])
+        kept = batch.targets != IGNORED
+        found += list(zip(batch.input_ids[kept].tolist(), batch.targets[kept].tolist(), strict=True))
+        assert batch.target_count == kept.sum()
+        if pack:
+            bounds, row = bounds_of(batch)[0].tolist(), rows[index]
+            assert bounds[: len(row.ends) + 1] == [0, *row.ends]
+            starts = torch.tensor([0, *row.ends[:-1]])
+            assert (batch.position_ids[0, starts] == 0).all()  # type: ignore[index]
+    assert found == expected
+    assert rows.facts.store_tokens == sum(len(flat(documents)) for documents in SHARDS)
+    assert max(len(rows[index].ends) for index in range(len(rows))) <= rows.facts.max_documents or not pack
+
+
+def test_rows_without_stored_ends_use_the_end_token(tmp_path: Path) -> None:
+    np.asarray(flat(SHARDS[0]), np.uint16).tofile(tmp_path / "a.bin")
+    raw = rows_of(manifest_of([scanned(tmp_path / "a.bin")], tmp_path))
+    stored = rows_of(store_of(tmp_path / "own", SHARDS[:1]))
+    assert list(raw) == list(stored)
+    one = rows_of(manifest_of([scanned(tmp_path / "a.bin", document_end=None)], tmp_path, document_end=None))
+    assert all(row.ends == [len(row.input_ids)] for row in one)
+
+
+def test_router_weights_count_the_target_after_the_row(tmp_path: Path) -> None:
+    rows = rows_of(store_of(tmp_path, SHARDS))
+    batch = batch_of(rows, range(len(rows)))
+    assert (batch.targets[:, -1] != IGNORED).any()
+    weights = sequence_weights(batch.targets, batch.document_bounds)
+    assert weights[..., 0].sum() == (batch.targets != IGNORED).sum()
+
+
+def test_shorter_rows_of_a_length_ramp_keep_every_target(tmp_path: Path) -> None:
+    for pack in (True, False):
+        batch = batch_of(rows_of(store_of(tmp_path, SHARDS), pack=pack), range(4))
+        assert (batch.cut_rows(16).targets != IGNORED).sum() == (batch.targets != IGNORED).sum()
+
+
+@pytest.mark.parametrize("fraction", ["0", "0.001", "0.01", "0.05", "0.3", "0.5", "0.9"])
+def test_train_and_held_out_rows_are_a_partition(fraction: str) -> None:
+    for rows in (1, 2, 3, 10, 15, 16, 17, 100, 333, 1000):
+        train, held_out = (RowSelection(rows, Fraction(fraction), is_eval) for is_eval in (False, True))
+        selected = [[split.at(index) for index in range(len(split))] for split in (train, held_out)]
+        assert sorted(selected[0] + selected[1]) == list(range(rows))
+        assert all(indices == sorted(indices) for indices in selected)
+        assert len(held_out) >= (fraction != "0")
+        if rows >= 100:
+            assert abs(len(held_out) - rows * float(fraction)) <= 16
+
+
+def count_epoch(folder: Path, results: Any) -> None:
+    """Report what a rank needs for 2,000 sparse shards, and whether an epoch of a smaller store has each row once."""
+    manifest_file = folder / "big"
+    before, began = peak_mib(), time.perf_counter()
+    rows = TokenRows(
+        read_manifest(str(manifest_file)), TOKENIZER, source="", seq_len=SEQ, split=StoreSplit(0.001), blocks=(256, 256)
+    )  # fmt: skip
+    batches = TrainBatches(rows, BatchPlan(global_batch_size=8, micro_batch_size=8), seed=1)
+    took = time.perf_counter() - began
+    grown = peak_mib() - before
+    began = time.perf_counter()
+    row = rows[rows.order(1).at(10**12)]
+    at = time.perf_counter() - began
+    results.put((took, grown, at, len(rows), len(row.input_ids), next(batches)[0].input_ids.shape))
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def test_two_thousand_shards_of_a_billion_rows_start_at_once(tmp_path: Path) -> None:
+    """2e12 rows, 1.28e14 virtual tokens (2.6e14 bytes of sparse files)."""
+    write_manifest(sparse_store(tmp_path / "big", 2000, 10**9, SEQ))
+    context = get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=count_epoch, args=(tmp_path, results))
+    process.start()
+    took, grown, at, length, tokens, shape = results.get(timeout=60)
+    process.join()
+    print(f"start {took:.3f} s, {grown:.1f} MiB; row at position 1e12: {1e3 * at:.3f} ms")
+    assert length == 1_998_000_000_000
+    assert (tokens, tuple(shape)) == (SEQ, (8, SEQ))
+    assert took < 1 * LOADED
+    assert grown < 300
+    assert at < 1e-3 * LOADED
+
+
+LOADED = 20
+"""Factor on limits of wall time: other processes use the cores too."""
+
+
+def test_an_epoch_reads_each_row_once_on_ranks_that_change(tmp_path: Path) -> None:
+    """Ranks are stopped at steps 7 and 19 and go on as another number of ranks, until the epoch ends."""
+    shards = [[[256 * number + position for position in range(250)]] for number in range(40)]  # each id occurs once
+    manifest = store_of(tmp_path, shards)
+    used, state, step = list[int](), None, 0
+    for dp, until in ((1, 7), (4, 19), (2, 10**9)):
+        datasets = [rows_of(manifest, blocks=(4, 3), seq_len=10) for _ in range(dp)]
+        ranks = [
+            TrainBatches(
+                dataset, BatchPlan(global_batch_size=8, micro_batch_size=2, dp_rank=rank, dp_size=dp), seed=3,
+                fingerprint=dataset.fingerprint,
+            )
+            for rank, dataset in enumerate(datasets)
+        ]  # fmt: skip
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        while step < min(until, len(datasets[0]) // 8):
+            for rank in ranks:
+                used += [int(first) for batch in next(rank) for first in batch.input_ids[:, 0]]
+            step += 1
+        state = ranks[0].state_dict()
+    assert len(used) == 40 * 25
+    assert sorted(used) == sorted(256 * number + 10 * row for number in range(40) for row in range(25))
+    order = rows_of(manifest, blocks=(4, 3), seq_len=10).order(3).indices(0, len(used))
+    assert used == [256 * (row // 25) + 10 * (row % 25) for row in order]
+
+
+def test_resume_with_another_store_or_block_size_is_rejected(tmp_path: Path) -> None:
+    first = rows_of(store_of(tmp_path / "a", SHARDS))
+    changed = store_of(tmp_path / "b", [SHARDS[0], SHARDS[1], documents_of(3, 90, ids=255)])
+    plan = BatchPlan(global_batch_size=1, micro_batch_size=1)
+    state = TrainBatches(first, plan, seed=1, fingerprint=first.fingerprint).state_dict()
+    moved = store_of(tmp_path / "c", SHARDS)
+    assert rows_of(moved).fingerprint == first.fingerprint
+    for other in (rows_of(changed), rows_of(moved, blocks=(2, 1)), rows_of(moved, pack=False)):
+        with pytest.raises(ConfigError, match="samples differ from the"):
+            TrainBatches(other, plan, seed=1, fingerprint=other.fingerprint).load_state_dict(state)
+
+
+def config(folder: Path, **values: Any) -> TokensDataConfig:
+    return TokensDataConfig(**{"path": str(folder), "pack": True, "eval_fraction": 0.1, **values})
+
+
+def written(folder: Path, seed: int = 1, **values: Any) -> Path:
+    write_manifest(store_of(folder, [documents_of(seed, 200), documents_of(seed + 1, 100)], **values))
+    return folder
+
+
+def test_config_selects_train_and_held_out_rows(tmp_path: Path) -> None:
+    cfg = config(written(tmp_path / "a"), max_samples=50, max_eval_samples=3)
+    train, held_out = (build_dataset(cfg, TOKENIZER, seq_len=SEQ, split=split) for split in ("train", "eval"))
+    assert (len(train), len(held_out)) == (50, 3)
+    assert not {tuple(row.input_ids) for row in train} & {tuple(row.input_ids) for row in held_out}
+    assert "2 shards" in str(train.facts)
+    assert f"held out of {tmp_path / 'a'}" in str(held_out.facts)
+    assert held_out.prompts
+    assert train.show(0).count("[[") >= 1
+    other = written(tmp_path / "b", 7)
+    separate = config(tmp_path / "a", eval_path=str(other))
+    whole = build_dataset(separate, TOKENIZER, seq_len=SEQ, split="train")
+    assert len(whole) == len(rows_of(read_manifest(str(tmp_path / "a"))))
+    assert list(build_dataset(separate, TOKENIZER, seq_len=SEQ, split="eval")) == list(
+        rows_of(read_manifest(str(other)))
+    )
+
+
+def test_mixture_of_stores_has_its_shares_and_reads_each_row_once_per_epoch(tmp_path: Path) -> None:
+    sources = {
+        name: config(written(tmp_path / name, seed), weight=weight)
+        for name, seed, weight in (("a", 1, 0.25), ("b", 5, 0.75))
+    }
+    cfg = MixtureDataConfig(sources=sources, pack=True)
+    mixture = build_dataset(cfg, TOKENIZER, seq_len=SEQ, split="train")
+    sizes = [len(build_dataset(each, TOKENIZER, seq_len=SEQ, split="train")) for each in sources.values()]
+    assert len(mixture) == sum(sizes)
+    batches = TrainBatches(mixture, BatchPlan(global_batch_size=4, micro_batch_size=4), seed=1)
+    rows = [index for step in range(sizes[1] // 3) for index in batches.global_batch(step)]
+    second = [index for index in rows if index >= sizes[0]]
+    assert abs(len(second) - 0.75 * len(rows)) <= 1
+    assert len(set(second)) == len(second)
+    assert next(batches)[0].document_bounds is not None
+    held_out = build_dataset(cfg, TOKENIZER, seq_len=SEQ, split="eval")
+    assert len(list(EvalBatches(held_out, BatchPlan(global_batch_size=1, micro_batch_size=1)))) == len(held_out)
+
+
+def test_ranks_reject_another_tokenizer_and_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
+    assert hash_of_tokenizer(TOKENIZER) == HASH_OF_BYTES
+    build_dataset(
+        config(written(tmp_path / "a", vocabulary=Vocabulary("bytes", HASH_OF_BYTES))),
+        TOKENIZER,
+        seq_len=SEQ,
+        split="train",
+    )
+    other = config(written(tmp_path / "b", vocabulary=Vocabulary("some/model", "0")))
+    with pytest.raises(
+        ConfigError, match=r"data.path=.*b: was written with the tokenizer some/model.*set model.tokenizer=some/model"
+    ):
+        build_dataset(other, TOKENIZER, seq_len=SEQ, split="train")
+    write_datatrove(tmp_path / "c.ds", [[1, 2, 300] * 200], 2)
+    (tmp_path / "c").mkdir()
+    write_manifest(manifest_of([scanned(tmp_path / "c.ds")], tmp_path / "c"))
+    with pytest.raises(ConfigError, match="holds the id 300 .*but the vocabulary has 260 tokens"):
+        build_dataset(config(tmp_path / "c"), TOKENIZER, seq_len=SEQ, split="eval")
+
+
+def test_store_without_enough_rows_is_rejected(tmp_path: Path) -> None:
+    write_manifest(store_of(tmp_path / "a", [[[1, 2, 3]]]))
+    with pytest.raises(ConfigError, match="its 3 tokens are too few for a train and a held-out row"):
+        build_dataset(config(tmp_path / "a"), TOKENIZER, seq_len=SEQ, split="train")
+    with pytest.raises(ConfigError, match=r"data.path=.*: there is no manifest.json; .*docs/data.md shows how"):
+        build_dataset(config(tmp_path / "none"), TOKENIZER, seq_len=SEQ, split="train")
+    file = tmp_path / "a" / "manifest.json"
+    file.write_text(file.read_text().replace('"tokens": 3', '"tokens": 4'))
+    with pytest.raises(ConfigError, match="is damaged: its hash is not that of its shards"):
+        build_dataset(config(tmp_path / "a"), TOKENIZER, seq_len=SEQ, split="train")
+
+
+def test_end_token_is_that_of_the_byte_tokenizer() -> None:
+    assert TOKENIZER.eos_token_id == EOS
+    assert isinstance(PackedRow([], [], []).next_label, int)
