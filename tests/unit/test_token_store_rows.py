@@ -22,6 +22,7 @@ from components.data.loading import build_dataset
 from components.data.token_store.manifest import Manifest, Vocabulary, read_manifest, write_manifest
 from components.data.token_store.rows import RowSelection, StoreSplit, TokenRows
 from components.data.token_store.vocabulary import HASH_OF_BYTES, hash_of_tokenizer
+from components.data.token_store.writer import index_folder
 from components.models.tokenizer import byte_tokenizer
 from components.training.setup.router_loss import sequence_weights
 from tests.unit.token_shards import (
@@ -274,6 +275,24 @@ def test_store_without_enough_rows_is_rejected(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"tokens": 3', '"tokens": 4'))
     with pytest.raises(ConfigError, match="is damaged: its hash is not that of its shards"):
         build_dataset(config(tmp_path / "a"), TOKENIZER, seq_len=SEQ, split="train")
+
+
+def test_shards_of_a_folder_are_indexed_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest names shards relative to its own folder, so that the store can be moved."""
+    (tmp_path / "store").mkdir()
+    for number, shard in enumerate(SHARDS):
+        np.asarray(flat(shard), np.uint16).tofile(tmp_path / "store" / f"{number}.bin")
+    monkeypatch.chdir(tmp_path)
+    index_folder(Path("store"), TOKENIZER, document_end=EOS)
+    (tmp_path / "store").rename(tmp_path / "moved")
+    monkeypatch.chdir("/")
+    manifest = read_manifest(str(tmp_path / "moved"))
+    assert manifest.documents == sum(map(len, SHARDS))
+    assert manifest.vocabulary == Vocabulary(TOKENIZER.name_or_path, HASH_OF_BYTES)
+    rows = rows_of(manifest)
+    assert rows[0].input_ids == flat(SHARDS[0])[:SEQ]
+    with pytest.raises(ValueError, match="has no shards"):
+        index_folder(tmp_path, TOKENIZER)
 
 
 def test_end_token_is_that_of_the_byte_tokenizer() -> None:

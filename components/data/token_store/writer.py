@@ -1,4 +1,4 @@
-"""Writing of shards in Meshbook's format, and the manifest entries of existing shards."""
+"""Writing of shards in Meshbook's format, and of the manifest of existing shards."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import xxhash
 
-from components.data.token_store.manifest import DENSEST_WINDOWS, ShardEntry, ShardFormat, entry_of
+from components.data.token_store.formats import SUFFIXES, layout_of
+from components.data.token_store.manifest import (
+    DENSEST_WINDOWS,
+    Manifest,
+    ShardEntry,
+    ShardFormat,
+    Vocabulary,
+    entry_of,
+    write_manifest,
+)
 from components.data.token_store.shards import IdColumn, as_ids, open_ends, open_file, read_shard_header
+from components.data.token_store.vocabulary import hash_of_tokenizer
 from components.protocol.run_files import atomic_file
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
 
@@ -103,6 +114,33 @@ def scan_shard(
         raise ValueError(f"{path}: its document ends are not ascending, or not within its {tokens:,} tokens")
     where = {"path": str(path), "format": format, "bytes": file.size, "offset": offset, "id_bytes": id_bytes}
     return entry_of(summary.numbers(ends) | where)
+
+
+def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = None, id_bytes: int | None = None) -> Path:
+    """Write the manifest of the shards in a folder, sorted by name, and return its file. Reads every shard once.
+
+    Args:
+        tokenizer: The transformers tokenizer that the ids are of; runs compare its vocabulary with theirs.
+        document_end: Id that ends documents in shards that store no ends: nanoGPT's, llm.c's, OLMo's.
+        id_bytes: See `layout_of`.
+
+    Raises ValueError if a shard is damaged or not supported, or if there is none, or OSError.
+    """
+    folder = folder.resolve()
+    entries = []
+    for file in sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES):
+        if file.suffix == ".safetensors":
+            stored = read_entry(file)
+            entry = None if stored is None else stored[0]
+        else:
+            entry = scan_shard(file, **layout_of(file, id_bytes)._asdict(), document_end=document_end)
+        if entry is not None:
+            entries.append(replace(entry, path=file.name))
+    if not entries:
+        raise ValueError(f"{folder}: has no shards, files that end in {', '.join(SUFFIXES)}")
+    hashed = hash_of_tokenizer(tokenizer)
+    vocabulary = None if hashed is None else Vocabulary(tokenizer.name_or_path, hashed)
+    return write_manifest(Manifest(entries, vocabulary, document_end, folder))
 
 
 def write_shard(
