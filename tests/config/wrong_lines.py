@@ -23,7 +23,11 @@ UNKNOWN_KEY = [
     ("training={max_stepz:3}", "training={max_stepz:3}", "does not have"),
     (
         "data.path=x.jsonl",
-        *("the chosen option of data has no such key", "add data=jsonl", "data=NAME that has it (text, tokens, chat_jsonl, "),
+        *(
+            "the chosen option of data has no such key",
+            "add data=jsonl",
+            "data=NAME that has it (text, tokens, chat_jsonl, ",
+        ),
     ),
     (
         "data=pydocs data.prompt_column=q",
