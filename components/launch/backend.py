@@ -7,6 +7,7 @@ To add a backend, add its schema to components/config, its folder here, and a br
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +18,10 @@ from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write, read_regular
+
+
+class UnknownSubmission(Exception):
+    """The scheduler did not answer: it may or may not have accepted the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,11 @@ def recorded_job(run_dir: Path) -> str | None:
         return None
     except OSError as error:
         raise ConfigError(f"{run_dir / JOB_ID}: the id of the run's job cannot be read: {error.strerror}") from error
+
+
+def shown_run_dir(recipe: Recipe, cfg: RecipeConfig) -> Path:
+    """Return the run directory that `Backend.show` displays: TIME-HEX stands for the name of a new one."""
+    return Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
 
 
 def record_job(run_dir: Path, job: str) -> None:

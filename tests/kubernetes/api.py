@@ -1,4 +1,4 @@
-"""A stand-in for a Kubernetes API server: enough for kubectl, with objects checked against the official schemas.
+"""A test API server of Kubernetes: what kubectl needs, with objects checked against the official schemas.
 
     with ApiServer(tmp_path) as api:
         subprocess.run(["kubectl", "get", "jobs"], env=api.environment)

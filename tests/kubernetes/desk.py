@@ -1,4 +1,4 @@
-"""A user who submits runs to the API stand-in with the machine's kubectl."""
+"""A user who submits runs to the test API server with the machine's kubectl."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Desk:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Overrides for two CPU pods of one process each, in the namespace of the stand-in."""
+        """Overrides for two CPU pods of one process each, in the namespace of the test API server."""
         return (
             *("cluster=k8s", "cluster.nodes=2", "cluster.procs_per_node=1", "cluster.device=cpu"),
             *("cluster.k8s.namespace=train", "cluster.k8s.image=ghcr.io/me/meshbook:1"),

@@ -9,6 +9,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.config.schema.cluster import SlurmClusterConfig
+from components.launch.backend import UnknownSubmission
 from components.launch.slurm.jobs import (
     ENDED,
     GONE,
@@ -20,7 +21,7 @@ from components.launch.slurm.jobs import (
     recorded_job,
     to_job_state,
 )
-from components.launch.slurm.submit import QUERIES, UnknownSubmission, _submit_script
+from components.launch.slurm.submit import QUERIES, _submit_script
 
 
 @pytest.mark.parametrize(

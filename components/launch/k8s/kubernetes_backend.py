@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -14,7 +13,15 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
-from components.launch.backend import CheckedRun, Job, Recipe, record_job, recorded_job
+from components.launch.backend import (
+    CheckedRun,
+    Job,
+    Recipe,
+    UnknownSubmission,
+    record_job,
+    recorded_job,
+    shown_run_dir,
+)
 from components.launch.k8s.cluster_checks import job_problems, refusal
 from components.launch.k8s.kubectl import Unreachable, create, run_kubectl
 from components.launch.k8s.pod_jobs import (
@@ -45,10 +52,6 @@ TRIES, PAUSE = 3, 2.0
 """Number of attempts to create a job if the cluster does not answer, and the seconds between them."""
 
 
-class UnknownSubmission(Exception):
-    """The cluster answered no attempt to create the job: it may or may not have it."""
-
-
 class KubernetesBackend:
     """Backend that creates jobs with kubectl. Job ids are NAMESPACE/job/NAME or NAMESPACE/jobset/NAME, and @CONTEXT."""
 
@@ -62,8 +65,7 @@ class KubernetesBackend:
 
     def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
         """Print the manifest that `submit` would create."""
-        run_dir = Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
-        print_text(render(_manifest(recipe, cfg, run_dir)), end="")
+        print_text(render(_manifest(recipe, cfg, shown_run_dir(recipe, cfg))), end="")
         for note in (f"cluster.dry_run={cfg.cluster.dry_run}: would create these objects with kubectl", *notes):
             print_text(f"# {note}")
 

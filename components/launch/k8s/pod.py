@@ -1,8 +1,8 @@
 """The program of each pod: `python -m components.launch.k8s.pod RUN_DIR RECIPE`.
 
-Joins the job's next attempt, checks the node, starts this pod's ranks and forwards SIGTERM to them. The exit status
-tells the job what to do (podFailurePolicy of the manifest): 0, finished; EXIT_RESTART, replace the pod, and the run
-resumes in the next attempt; anything else, end all pods.
+Joins the job's next attempt, checks the node, starts this pod's ranks and forwards SIGTERM to them. The manifest's
+podFailurePolicy reads the exit status. 0: the run has finished. EXIT_RESTART: the job replaces the pod, and the run
+resumes in the next attempt. Any other status: the job fails and ends all its pods.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 import sys
@@ -14,7 +13,15 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
-from components.launch.backend import CheckedRun, Job, Recipe, record_job, recorded_job
+from components.launch.backend import (
+    CheckedRun,
+    Job,
+    Recipe,
+    UnknownSubmission,
+    record_job,
+    recorded_job,
+    shown_run_dir,
+)
 from components.launch.run_checks import affects
 from components.launch.slurm.commands import NoResponse, run_slurm
 from components.launch.slurm.job_checks import job_problems, refusal
@@ -40,10 +47,6 @@ QUERIES, PAUSE = 5, 2.0
 """Number of squeue queries for a job whose submission was not confirmed, and the seconds between them."""
 
 
-class UnknownSubmission(Exception):
-    """sbatch failed and squeue does not respond: Slurm may or may not have accepted the job."""
-
-
 class SlurmBackend:
     """Backend that submits jobs to Slurm with sbatch. Job ids are decimal numbers."""
 
@@ -57,8 +60,7 @@ class SlurmBackend:
 
     def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
         """Print the batch script that `submit` would submit."""
-        run_dir = Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
-        print_text(render(_batch_script(recipe, cfg, run_dir, 0)), end="")
+        print_text(render(_batch_script(recipe, cfg, shown_run_dir(recipe, cfg), 0)), end="")
         for note in (f"cluster.dry_run={cfg.cluster.dry_run}: would submit this script with sbatch", *notes):
             print_text(f"# {note}")
 
