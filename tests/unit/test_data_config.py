@@ -22,6 +22,7 @@ from components.config.schema.data import (
     PreferencesDataConfig,
     SftDataConfig,
     TextDataConfig,
+    TokensDataConfig,
 )
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "data"
@@ -57,6 +58,7 @@ def test_every_option_has_its_schema_and_is_complete_except_for_the_path():
         "custom": CustomDataConfig,
         "preferences": PreferencesDataConfig,
         "labels": LabelsDataConfig,
+        "tokens": TokensDataConfig,
     }
     assert {file.stem for file in OPTIONS.glob("*.yaml")} == set(kinds)
     for name, kind in kinds.items():
@@ -71,7 +73,7 @@ def test_every_option_has_its_schema_and_is_complete_except_for_the_path():
 
 
 def test_options_without_a_default_source_require_a_path():
-    for name in ("jsonl", "chat_jsonl", "text", "preferences", "labels"):
+    for name in ("jsonl", "chat_jsonl", "text", "preferences", "labels", "tokens"):
         assert OmegaConf.is_missing(OmegaConf.load(OPTIONS / f"{name}.yaml"), "path")
     gsm8k = option("gsm8k")
     assert (gsm8k.path, gsm8k.subset) == ("openai/gsm8k", "main")
@@ -90,6 +92,7 @@ def test_frozen_config_is_restored_by_its_kind(kind):
         CustomDataConfig: {"factory": "a:b"},
         PreferencesDataConfig: {"path": "x"},
         LabelsDataConfig: {"path": "x", "label_names": ["ham", "spam"]},
+        TokensDataConfig: {"path": "x"},
     }
     schema = KINDS["data"][kind]
     cfg = schema(**required.get(schema, {}), max_samples=3)
