@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,10 @@ GRACE_SECONDS = 5.0
 """How long a run that ends with an error waits for the checkpoint that is being written."""
 COLLECTIVE_SECONDS = 20.0
 """How much longer it waits if the writing thread is in a collective."""
+PINNED_BYTES = 2**30
+"""Bytes of one allocation of pinned memory: few calls, each of which blocks the GPU's launches only briefly."""
+ALIGNMENT = 512
+"""Bytes at which a buffer starts in its allocation; as PyTorch's allocator on a GPU."""
 
 
 class Saver:
@@ -157,7 +161,15 @@ class CopyBuffers:
 
     def allocate(self, tensors: Tensors) -> None:
         """Allocate buffers for a copy of `tensors`, and zero them: the first write to new pages is slow."""
-        self.copies = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+        shards = {name: _local(tensor) for name, tensor in tensors.items()}
+        missing = {name: shard for name, shard in shards.items() if not self._fits(name, shard)}
+        pinned = {name: shard for name, shard in missing.items() if shard.is_cuda}
+        empty = buffers_in_few_allocations(pinned, pin_memory=True) | {
+            name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in missing.items() if name not in pinned
+        }
+        for buffer in empty.values():
+            buffer.zero_()
+        self.copies = {name: self._copy(name, tensor, empty.get(name)) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def fill(self, tensors: Tensors) -> Tensors:
@@ -172,16 +184,57 @@ class CopyBuffers:
             torch.cuda.current_stream(device).synchronize()
         return self.copies
 
-    def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        shard, existing = _local(tensor), self.copies.get(name)
-        if existing is None or existing.dtype != shard.dtype or _local(existing).shape != shard.shape:
-            buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda).zero_()
-        elif _spec(existing) is _spec(tensor):
+    def _fits(self, name: str, shard: torch.Tensor) -> bool:
+        existing = self.copies.get(name)
+        return existing is not None and existing.dtype == shard.dtype and _local(existing).shape == shard.shape
+
+    def _copy(self, name: str, tensor: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
+        existing = self.copies.get(name)
+        if empty is None and existing is not None and _spec(existing) is _spec(tensor):
             return existing
-        else:
-            buffer = _local(existing)
+        buffer = _local(self.copies[name]) if empty is None else empty
         # Not DTensor.from_local, which would move the buffer to the GPU of the mesh.
         return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
+
+
+def buffers_in_few_allocations(shards: Tensors, pin_memory: bool) -> Tensors:
+    """Return buffers like `shards` in host memory, cut from few allocations.
+
+    PyTorch rounds every allocation of pinned memory up to a power of two: one for each tensor would take up to twice
+    the memory of the tensors.
+    """
+    buffers: Tensors = {}
+    for allocation, offsets in pinned_allocations({name: shard.nbytes for name, shard in shards.items()}):
+        memory = torch.empty(allocation, dtype=torch.uint8, pin_memory=pin_memory)
+        for name, offset in offsets.items():
+            shard = shards[name]
+            buffers[name] = memory[offset : offset + shard.nbytes].view(shard.dtype).view(shard.shape)
+    return buffers
+
+
+def pinned_allocations(sizes: Mapping[str, int]) -> list[tuple[int, dict[str, int]]]:
+    """Return allocations of powers of two that hold buffers of `sizes` bytes: each its bytes and its buffers' offsets.
+
+    An allocation has at most `PINNED_BYTES`, unless one buffer is larger. The largest buffers that fit come first.
+    """
+    left = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
+    allocations: list[tuple[int, dict[str, int]]] = []
+    while left:
+        largest, total = next(iter(left.values())), sum(left.values())
+        allocation = max(min(PINNED_BYTES, _power_of_two(total)), _power_of_two(2 * largest - 1), ALIGNMENT)
+        offsets: dict[str, int] = {}
+        end = 0
+        for name, size in left.items():
+            if end + size <= allocation:
+                offsets[name], end = end, end + size
+        left = {name: size for name, size in left.items() if name not in offsets}
+        allocations.append((allocation, offsets))
+    return allocations
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two that is at most `number`; 0 for a `number` below 1."""
+    return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
 class _Writing:
