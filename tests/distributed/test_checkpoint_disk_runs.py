@@ -141,6 +141,7 @@ def test_start_on_a_full_disk_is_rejected_and_leaves_the_run_resumable(tmp_path:
         disk.empty()
         again = command.start()
         assert again.wait(120) == 0, again.output()
+        assert "did not release it" not in again.output(), "waited for the heartbeats of a start that was rejected"
 
 
 def test_slow_disk_does_not_change_the_result(reference: dict[str, Any], tmp_path: Path) -> None:

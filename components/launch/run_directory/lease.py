@@ -120,9 +120,11 @@ class Lease:
                 self._write(self._holder)
 
     def _write(self, holder: Holder) -> None:
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_TRUNC)
+        # In place: on a full disk, a file that was truncated first would stay empty.
+        descriptor = os.open(self._file, os.O_WRONLY)
         with os.fdopen(descriptor, "w") as file:
             file.write(json.dumps(asdict(holder)))
+            file.truncate()
 
 
 def end_process(error: LeaseLost) -> None:
@@ -152,8 +154,12 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         except FileExistsError:
             continue  # another start was faster: check its lease
-        with os.fdopen(descriptor, "w") as opened:
-            opened.write(json.dumps(asdict(me)))
+        try:
+            with os.fdopen(descriptor, "w") as opened:
+                opened.write(json.dumps(asdict(me)))
+        except OSError:  # a full disk: an empty lease would make the next start wait for the heartbeats of nobody
+            file.unlink(missing_ok=True)
+            raise
         if _newest(folder) == int(file.name):
             break
         file.unlink(missing_ok=True)  # a later start already created a higher number: retry
