@@ -189,6 +189,7 @@ def test_destruction_restores_the_environment(implementation: str) -> None:
         assert os.environ["RANK"] == str(rank)  # as KempnerForge documents
         assert os.environ.get("LOCAL_WORLD_SIZE", "2") == "2"
         join_world()  # reads RANK and WORLD_SIZE
+        dist.barrier()  # a rank that leaves first would end a peer's connecting
         destroy()
         assert dict(os.environ) == before
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -95,14 +96,13 @@ class _Builder:
         for key in values:
             if key not in hints:
                 self._report_unknown(key, values[key], schema, annotation, prefix)
-        node = functools.cache(lambda: OmegaConf.structured(schema))  # takes milliseconds, and few values need it
         rejected = [name for name in hints if f"{prefix}{name}" in self.rejected]
         rejected += self._require(schema, values, prefix)
         arguments = {}
         for name, kind in hints.items():
             if name in values and name not in rejected:
                 found = len(self.problems)
-                arguments[name] = self._value(values[name], kind, node, f"{prefix}{name}")
+                arguments[name] = self._value(values[name], kind, schema, f"{prefix}{name}")
                 if len(self.problems) > found:
                     rejected.append(name)
         built = self._construct(schema, arguments, rejected, prefix)
@@ -150,7 +150,7 @@ class _Builder:
             self.problems += at_key(section, prefix.rstrip("."), problems) if section and prefix else problems
         return None
 
-    def _value(self, value: Any, kind: Any, node: Callable[[], DictConfig], key: str) -> Any:
+    def _value(self, value: Any, kind: Any, schema: type, key: str) -> Any:
         """Build a nested section, or convert a value to the type of its field by the rules of omegaconf, as Hydra
         does."""
         if value == UNSET:
@@ -169,11 +169,12 @@ class _Builder:
             self.problems.append(f"{key}={value}: must fit in 64 bits, at most {LARGEST}")
             return None
         if _has_type(value, kind):
-            return value
+            return copy.deepcopy(value)
         name = key.rpartition(".")[2]
+        node = _node(schema)
         try:
-            node()[name] = literal(value)  # interpolations are already resolved: a remaining ${ is text
-            converted = node()[name]
+            node[name] = literal(value)  # interpolations are already resolved: a remaining ${ is text
+            converted = node[name]
         except OmegaConfBaseException as error:
             self.problems.append(f"{key}={value}: {explain_value(error)}")
             return None
@@ -209,10 +210,29 @@ class _Builder:
         return missing
 
 
+@functools.cache
+def _node(schema: type) -> DictConfig:
+    """Return a config of `schema` whose fields convert values. It takes milliseconds to make; few values need it."""
+    node: DictConfig = OmegaConf.structured(schema)
+    return node
+
+
 def _has_type(value: Any, kind: Any) -> bool:
-    """Return whether a number, text, choice or null has exactly the type of its field and needs no conversion."""
+    """Return whether a number, text, choice or null, or a list or dict of those, has exactly the type of its field.
+
+    It needs no conversion then.
+    """
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if type(value) is list:
+        return any(get_origin(each) is list and _have_type(value, get_args(each)[0]) for each in kinds)
+    if type(value) is dict:
+        typed_keys = {each: get_args(each) for each in kinds if get_origin(each) is dict}
+        return any(_have_type(value, key) and _have_type(value.values(), of) for key, of in typed_keys.values())
     return type(value) in kinds and (value is None or isinstance(value, int | float | str | Enum))
+
+
+def _have_type(values: Iterable[Any], kind: Any) -> bool:
+    return all(each != UNSET and _has_type(each, kind) for each in values)
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
