@@ -162,7 +162,7 @@ def _families(found: Evidence) -> None:
 def _experts(found: Evidence) -> None:
     """Add mixtures of experts."""
     for level, everything in ((Level.ci, False), (Level.parity, True)):
-        with mock.patch.object(test_expert, "EVERYTHING", everything):
+        with mock.patch.object(test_expert, "PARITY", everything):
             for world in test_expert.SHAPES:
                 for dtype in grid.BOUNDS:
                     for case in test_expert.cases(world, dtype):

@@ -20,9 +20,9 @@ from components.models.weights.shards import fill, local_blocks, local_part
 from components.training.optimizers.optim import step_if_finite
 from tests.distributed.parity import MODELS, MOE_MODELS, Case, build, micro_batches, recipe_config
 from tests.distributed.test_muon import state_of
-from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
 from tests.optional import need_torchao
+from tests.suites import PARITY
 
 need_torchao()
 
@@ -172,7 +172,7 @@ MESHES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("mixtral", {**ONE, "ep": 2, "tp": 2}),
     ],
 }
-if EVERYTHING:
+if PARITY:
     MESHES[2] += [(name, FSDP2) for name in ("phi3", "gpt2", "mixtral")]
     MESHES[4] += [
         ("llama", FSDP2),
@@ -186,7 +186,7 @@ def differences(got: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
     return [name for name, value in got.items() if not torch.equal(value, reference[name])]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4] if PARITY else [4])
 def test_same_bits_as_torchao_on_whole_parameters(world: int) -> None:
     plain = {name: build(name, torch.float32, FAMILIES[name]) for name, _ in MESHES[world]}
     references = [expected(plain[name], axes) for name, axes in MESHES[world]]

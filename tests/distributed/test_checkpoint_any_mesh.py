@@ -8,7 +8,6 @@ with `make torture`.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpo
 from components.config.schema.checkpoint import CheckpointConfig
 from tests.distributed.tiny_runs import build, cell_named, global_order, start, whole
 from tests.harness import run_ranks
+from tests.suites import TORTURE
 
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 pytestmark = pytest.mark.timeout(3600)
 BEFORE, AFTER = 3, 5
 """Number of steps before and after the save."""

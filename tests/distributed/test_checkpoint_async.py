@@ -31,6 +31,7 @@ from components.protocol.loopback import reserve_loopback_port
 from tests.distributed import parity
 from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
 from tests.harness import run_ranks, start_ranks
+from tests.suites import TORTURE
 
 POLICY = CheckpointConfig(keep=9, async_save=True)
 HSDP = {"strategy": "fsdp2", "dp_replicate": 2, "dp_shard": 2}
@@ -44,8 +45,6 @@ CASES = {
     ],
     4: [parity.Case("llama_tied", HSDP), parity.Case("llama", {"strategy": "fsdp2", "dp_shard": 2, "tp": 2})],
 }
-
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 
 
 def build_on_mesh(case: parity.Case) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:

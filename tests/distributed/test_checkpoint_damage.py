@@ -22,8 +22,8 @@ from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 from tests.distributed.test_checkpoint_crash import assert_resumes_from, save, start
 from tests.harness import run_ranks
+from tests.suites import TORTURE
 
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 CORRUPTIONS = 1000 if TORTURE else 210
 
 

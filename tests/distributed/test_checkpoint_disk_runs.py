@@ -24,7 +24,8 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.resilience.faults import POINTS, VARIABLE
 from tests.distributed.disks import Disk, small_disk
 from tests.distributed.forked_runs import Attempt, Command, alive, stopped, until
-from tests.distributed.test_checkpoint_kills import ENDS_WITHIN, TORTURE, final_state, saving_run
+from tests.distributed.test_checkpoint_kills import ENDS_WITHIN, final_state, saving_run
+from tests.suites import TORTURE
 
 ALL_CASES = [(kind, point) for kind in ("full", "read-only", "eio") for point in POINTS]
 DEFAULT_CASES = [("full", "after_manifest"), ("read-only", "before_manifest")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from components.checkpoint.random_state import random_state
 from components.config.schema.checkpoint import CheckpointConfig
 from tests.distributed.tiny_runs import TinyRun, build, cell_named, start
 from tests.harness import run_ranks
+from tests.suites import TORTURE
 
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 pytestmark = pytest.mark.timeout(3600)
 RESUMES, AFTER = (20, 20) if TORTURE else (1, 4)
 """Number of resumes on each mesh, and of steps that are compared after each."""

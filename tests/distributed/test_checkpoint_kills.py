@@ -33,8 +33,8 @@ from components.resilience.faults import POINTS, VARIABLE
 from tests.distributed.forked_runs import Attempt, Command, alive, steps_logged, stopped, until
 from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
 from tests.harness import start_ranks
+from tests.suites import TORTURE
 
-TORTURE = bool(os.environ.get("MESHBOOK_TORTURE"))
 KILLS = int(os.environ.get("MESHBOOK_KILLS", "500" if TORTURE else "12"))
 STEPS = 12 if TORTURE else 8
 TARGETS = ("rank0", "rank1", "all", "launcher")

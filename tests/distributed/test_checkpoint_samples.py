@@ -19,8 +19,8 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.data.batches import BatchPlan, TrainBatches
 from components.data.examples import Example
 from tests.harness import start_ranks
+from tests.suites import TORTURE
 
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 pytestmark = pytest.mark.timeout(3600)
 SAMPLES, BATCH, KILLS = (1_000_000, 2_000, 50) if TORTURE else (20_000, 400, 4)
 STEPS = SAMPLES // BATCH

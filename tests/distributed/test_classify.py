@@ -19,8 +19,8 @@ from components.training.objectives.sequence import Classification, Reward
 from tests.distributed import grid
 from tests.distributed.curves import CP, DDP2, EP, FSDP2, HSDP, PP, TP, keep_first_gradients, plan_of, unclipped
 from tests.distributed.parity import Case, compute_in_float64, recipe_config
-from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 GLOBAL_BATCH, STEPS, LR, CLIP, CENTER = 8, 5, 5e-3, 1.0, 0.05
 CPU = torch.device("cpu")
@@ -152,20 +152,20 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {**TP, "sequence_parallel": True},
         CP,
         PP,
-        *([{**CP, "cp_attention": "all_gather"}, {**PP, "pp_schedule": "ZBVZeroBubble"}] if EVERYTHING else []),
-        *([DDP2] if EVERYTHING else []),
+        *([{**CP, "cp_attention": "all_gather"}, {**PP, "pp_schedule": "ZBVZeroBubble"}] if PARITY else []),
+        *([DDP2] if PARITY else []),
     ],
     4: [HSDP, {**FSDP2, "tp": 2}, {**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "cp": 2}, {**PP, "tp": 2}],
 }
 WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {2: [EP], 4: [{**EP, "tp": 2}, {**EP, "dp_shard": 2}]}
 RUNS = [(1, "llama"), (2, "llama")]
-if EVERYTHING:
+if PARITY:
     RUNS = [(world, model) for world in CASES for model in ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe")]
 
 
 @pytest.mark.parametrize(("world", "model"), RUNS)
 def test_every_mesh_has_the_gradients_of_transformers(world: int, model: str) -> None:
-    layers = 4 if EVERYTHING else 2  # ZBVZeroBubble has two stages on each of two ranks
+    layers = 4 if PARITY else 2  # ZBVZeroBubble has two stages on each of two ranks
     plain = {objective: reference_model(objective, model, torch.float64, layers) for objective in LABELS}
     curves = {objective: expected(objective, plain[objective], 1) for objective in LABELS}
     meshes = [*CASES[world], *(WITH_EXPERTS.get(world, []) if model in ("mixtral", "qwen3_moe") else [])]

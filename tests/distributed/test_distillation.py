@@ -39,8 +39,8 @@ from tests.distributed.curves import (
     unclipped,
 )
 from tests.distributed.parity import MODELS, SMALL, Case, build, recipe_config
-from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 GLOBAL_BATCH, STEPS, LR, CLIP = 8, 3, 5e-3, 1.0
 CPU = torch.device("cpu")
@@ -282,13 +282,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {**TP, "sequence_parallel": True},
         CP,
         PP,
-        *([{**CP, "cp_attention": "all_gather"}, {**PP, "pp_schedule": "ZBVZeroBubble"}] if EVERYTHING else []),
+        *([{**CP, "cp_attention": "all_gather"}, {**PP, "pp_schedule": "ZBVZeroBubble"}] if PARITY else []),
     ],
     4: [
         {**FSDP2, "tp": 2, "sequence_parallel": True},
         {**PP, "cp": 2},
-        *([{**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}, {**PP, "dp_shard": 2}] if EVERYTHING else []),
-        *([HSDP] if EVERYTHING else []),
+        *([{**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}, {**PP, "dp_shard": 2}] if PARITY else []),
+        *([HSDP] if PARITY else []),
     ],
 }
 OBJECTIVES = [
@@ -298,7 +298,7 @@ OBJECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4] if PARITY else [4])
 def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
     student = build("llama", torch.float64, STUDENT)
     sizes = [97, 101, 97]  # the second teacher's vocabulary is padded to more entries than the student's
@@ -309,7 +309,7 @@ def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
         problems = []
         for number, axes in enumerate(CASES[world]):
             for index, cfg in enumerate(OBJECTIVES):
-                if EVERYTHING or world == 1 or index == (number + 1) % len(OBJECTIVES):
+                if PARITY or world == 1 or index == (number + 1) % len(OBJECTIVES):
                     got = train(student, teachers[index], axes, cfg, micro_batch=1 + number % 2)
                     where = f"{cfg.divergence} {axes}"
                     problems += [f"{where}: {problem}" for problem in differences(got, curves[index])]
@@ -319,7 +319,7 @@ def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
     assert not problems, "\n".join(sorted(set(problems)))
 
 
-@pytest.mark.parametrize("world", [1, 2, *([4] if EVERYTHING else [])])
+@pytest.mark.parametrize("world", [1, 2, 4] if PARITY else [2])
 def test_stored_teacher_has_the_curve_of_the_formulas_on_every_mesh(world: int, tmp_path: Path) -> None:
     student = build("llama", torch.float64, STUDENT)
     teacher = build("gemma3", torch.float64, {**TEACHER, "vocab_size": 101}).eval()
@@ -329,10 +329,10 @@ def test_stored_teacher_has_the_curve_of_the_formulas_on_every_mesh(world: int, 
     def body(rank: int) -> list[str]:
         problems = []
         for number, axes in enumerate(CASES[world]):
-            if not EVERYTHING and world == 2 and axes not in (FSDP2, TP, PP):
+            if not PARITY and world == 2 and axes not in (FSDP2, TP, PP):
                 continue
             for index, cfg in enumerate(OBJECTIVES):
-                if EVERYTHING or world == 1 or index == number % len(OBJECTIVES):
+                if PARITY or world == 1 or index == number % len(OBJECTIVES):
                     where, micro_batch = f"{cfg.divergence} {axes}", 1 + (number + 1) % 2
                     got = train(student, plain[index], axes, cfg, micro_batch)
                     problems += [f"{where}: {problem}" for problem in differences(got, curves[index])]

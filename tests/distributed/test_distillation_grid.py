@@ -29,7 +29,7 @@ from tests.distributed.objective_grid import (
     problems_on_meshes,
 )
 from tests.distributed.test_distillation import OBJECTIVES, Curve, PlainTopK, differences, expected, train
-from tests.distributed.test_parity import EVERYTHING
+from tests.suites import PARITY, in_parity
 
 FORMULAS = {str(cfg.divergence): cfg for cfg in OBJECTIVES}
 TEACHER = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -87,7 +87,7 @@ def all_cases(world: int, model: str) -> list[DistillationCase]:
     return chosen
 
 
-CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for model in MODELS} if EVERYTHING else {
+CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for model in MODELS} if PARITY else {
     "2-mixtral": [
         DistillationCase("mixtral", "forward_kl", EP, packed=True),
         DistillationCase("mixtral", "jensen_shannon", FSDP2, packed=False, dtype=torch.float32, teacher="llama"),
@@ -101,6 +101,7 @@ CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for mo
 own."""
 
 
+@in_parity
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_distillation_grid_matches_one_process(chosen: str) -> None:

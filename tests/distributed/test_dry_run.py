@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from tests.distributed.dry_run_cases import (
     play_ranks,
     save_teacher,
 )
+from tests.suites import PARITY, in_parity
 
-EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 MIB = 2**20
 TOLERANCE = 0.03
 """Largest relative difference of a figure of a dry run."""
@@ -104,13 +103,14 @@ equal steps of a rank whose dry run has 331).
 QUICK = ("Llama dp_shard 2",)
 
 
-@pytest.mark.parametrize("name", CASES if EVERYTHING else QUICK)
+@in_parity
+@pytest.mark.parametrize("name", CASES if PARITY else QUICK)
 def test_dry_run_agrees_with_real_ranks_on_memory_and_traffic(name: str) -> None:
     world, config = CASES[name]
     _compare(name, config(world), world)
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="MESHBOOK_ALL_PARITY=1 runs it")
+@pytest.mark.skipif(not PARITY, reason="MESHBOOK_ALL_PARITY=1 runs it")
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_dry_run_counts_the_teacher(tmp_path: Path, axes: dict[str, int]) -> None:
     cfg = distill(world=2, teacher=save_teacher(tmp_path), **axes)

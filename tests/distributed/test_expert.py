@@ -20,8 +20,9 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.model import WeightInit
 from components.distributed.expert import ExpertParallel
 from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, reference, run_case
-from tests.distributed.test_parity import EVERYTHING, FSDP2, HSDP, SP, TP, check
+from tests.distributed.test_parity import FSDP2, HSDP, SP, TP, check
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 EP = {"strategy": "fsdp2", "dp_shard": 1, "ep": -1}
 FSDP2_EP2 = {"strategy": "fsdp2", "dp_shard": -1, "ep": 2}
@@ -42,10 +43,8 @@ def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
     exact = dtype == torch.float64
     return [
         Case(name, shape, 1 + index % 2, 1 if exact else 4, dtype)
-        for name in ((MOE_MODELS if EVERYTHING else ["olmoe"]) if exact else ["mixtral"])
-        for index, shape in enumerate(
-            SHAPES[world_size] if exact else SHAPES[world_size][-2 :: -4 if EVERYTHING else -8]
-        )
+        for name in ((MOE_MODELS if PARITY else ["olmoe"]) if exact else ["mixtral"])
+        for index, shape in enumerate(SHAPES[world_size] if exact else SHAPES[world_size][-2 :: -4 if PARITY else -8])
         if (name, shape, world_size) != ("olmoe", EP, 4)  # 6 experts cannot be sharded over 4
     ]
 
@@ -255,7 +254,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("experts", LAYOUTS if EVERYTHING else [6])
+@pytest.mark.parametrize("experts", LAYOUTS if PARITY else [6])
 def test_weights_are_initialized_loaded_saved_resumed_and_exported_on_every_mesh(experts: int, tmp_path: Path) -> None:
     scratch = ModelConfig(config={**SIZES, "num_local_experts": experts}, init=WeightInit.random, tokenizer="bytes")
     torch.manual_seed(0)

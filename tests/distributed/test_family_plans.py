@@ -20,8 +20,9 @@ from components.distributed.tensor.family_plans import FAMILY_PLANS
 from components.models.anatomy import read_anatomy
 from components.parity import reference as plain
 from tests.distributed.parity import SMALL, Case, build, reference, run_case
-from tests.distributed.test_parity import EVERYTHING, FSDP2_TP2, SP, TP, check
+from tests.distributed.test_parity import FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 PP_TP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "tp": 2}
 EP_TP = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2, "tp": 2}
@@ -47,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hunyuan_one_kv_head": {**FAMILIES["hunyuan_v1_dense"], **ONE_KV_HEAD},
     "lfm2_one_kv_head": {**FAMILIES["lfm2"], **ONE_KV_HEAD},
 }  # fmt: skip
-CHOSEN = FAMILIES | VARIANTS if EVERYTHING else FAMILIES
+CHOSEN = FAMILIES | VARIANTS if PARITY else FAMILIES
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 TRANSFORMERS_PLANS: dict[str, dict[str, Any]] = {
     "ministral": {"model_type": "ministral", "head_dim": 8, **ALTERNATING},
@@ -114,7 +115,7 @@ def test_norms_of_single_heads_without_a_plan_are_rejected(monkeypatch: pytest.M
         tp_plan.check_covered(model, plan, 2)
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.skipif(not PARITY, reason="make parity")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_families_match_one_process_on_products_of_four_ranks(dtype: torch.dtype) -> None:
     names, steps = [name for name in CHOSEN if "3_heads" not in name], 1 if dtype == torch.float64 else 5
@@ -122,13 +123,13 @@ def test_families_match_one_process_on_products_of_four_ranks(dtype: torch.dtype
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.skipif(not PARITY, reason="make parity")
 def test_families_with_a_plan_of_transformers_match_on_more_meshes() -> None:
     problems = deviations(4, [*PRODUCTS, WITH_CP], list(TRANSFORMERS_PLANS), torch.float64, 1)
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.skipif(not PARITY, reason="make parity")
 def test_families_match_one_process_for_five_steps_in_float32() -> None:
     problems = deviations(2, [TP, {**TP, **SP}], list(CHOSEN), torch.float32, 5)
     assert not problems, "\n".join(problems)

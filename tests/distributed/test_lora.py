@@ -9,7 +9,6 @@ float64: the first step's gradient of every adapter parameter within 1e-10; floa
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,9 +39,9 @@ from tests.distributed.adapted import (
     theirs,
 )
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 F32 = torch.float32
-EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 BIASES = {"attention_bias": True, "mlp_bias": True}
 DEFAULT_CASES = {
     1: [
@@ -113,7 +112,7 @@ def test_adapter_training_matches_the_peft_library(world: int) -> None:
     assert not problems, problems
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.skipif(not PARITY, reason="make parity")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", DENSE)
 def test_adapter_training_matches_the_peft_library_on_the_full_grid(world: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ from scripts.export import main as export
 from tests.distributed.adapted import DORA, QLORA, WIDE, Adapted, build, ours, rounded_to_nf4
 from tests.distributed.tiny_runs import TinyRun, cell_named, start, whole
 from tests.harness import run_ranks
+from tests.suites import TORTURE
 from tests.tiny_models import logits, reference, tiny_folder
 
 CASE = Adapted("llama", "", torch.float32, DORA)
 QUANTIZED = Adapted("llama", "", torch.float32, QLORA, config=WIDE)
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 MESHES = {4: ["dp_shard2_tp2", "pp2_tp2", "tp4"], 2: ["ddp2", "pp2"], 1: ["fsdp2"]} if TORTURE else {2: ["tp2", "pp2"]}
 KEEP = CheckpointConfig(keep=1)
 

@@ -27,9 +27,9 @@ from tests.distributed import grid
 from tests.distributed.adapted import ATTENTION, LORA, Adapted, adapter_values, build, lora_config, ours, problems_of
 from tests.distributed.parity import reference
 from tests.distributed.test_lora import place_on_mesh
-from tests.distributed.test_parity import EVERYTHING
 from tests.distributed.tiny_runs import cell_named, start, whole
 from tests.harness import run_ranks
+from tests.suites import PARITY
 from tests.tiny_models import logits
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -56,7 +56,7 @@ MORE_CASES = {
     ],
 }
 """Cases of `make parity`."""
-CHOSEN = {2: CASES[2] + MORE_CASES[2], 4: MORE_CASES[4]} if EVERYTHING else CASES
+CHOSEN = {2: CASES[2] + MORE_CASES[2], 4: MORE_CASES[4]} if PARITY else CASES
 
 
 def of_peft(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:

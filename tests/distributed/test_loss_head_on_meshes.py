@@ -6,7 +6,6 @@ holds only a few tokens, so that every case has several chunks.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.distributed import parity
 from tests.distributed.parity import SMALL, Case, build, reference, run_case
 from tests.distributed.test_parity import DDP, FSDP2, FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": parity.MODELS["llama"],
@@ -55,20 +55,19 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 }
 CHUNK = 300
 """Logits per chunk: three tokens with a vocabulary of 97, or six tokens with a half of it under tp."""
-EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 
 
 def cases(world: int) -> list[Case]:
-    chosen = CASES[world] if not EVERYTHING else [(name, mesh) for name in MODELS for _, mesh in CASES[world]]
+    chosen = CASES[world] if not PARITY else [(name, mesh) for name in MODELS for _, mesh in CASES[world]]
     found = []
     for index, (name, mesh) in enumerate(chosen):
         accumulation = 4 if mesh.get("pp_schedule") else 2
         aux = 0.1 if name == "mixtral" else 0.0
         case = Case(name, mesh, accumulation, steps=1, router_aux=aux, loss=LossMethod.chunked)
-        if EVERYTHING and (("pp" in mesh) != (name == "deep") or ("tp" in mesh and name == "phi")):
+        if PARITY and (("pp" in mesh) != (name == "deep") or ("tp" in mesh and name == "phi")):
             continue
         found.append(case)
-        if EVERYTHING or index == 0:
+        if PARITY or index == 0:
             found.append(replace(case, dtype=torch.float32, steps=3))
     return found
 

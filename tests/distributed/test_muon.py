@@ -27,8 +27,8 @@ from tests.distributed.parity import (
     recipe_config,
     samples_of_step,
 )
-from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -186,7 +186,7 @@ MESHES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("mixtral", {**ONE, "ep": 2, "pp": 2}),
     ],
 }
-if EVERYTHING:
+if PARITY:
     MESHES[2] += [
         ("llama", DDP),
         *((name, FSDP2) for name in ("phi3", "gpt2", "mixtral")),
@@ -208,7 +208,7 @@ if EVERYTHING:
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4] if PARITY else [4])
 def test_parameters_equal_those_of_one_process(world: int) -> None:
     """In float64; and with Newton-Schulz iterations in bfloat16, which every mesh rounds alike."""
     dtypes = [NewtonSchulzDtype.float64, NewtonSchulzDtype.bfloat16]
@@ -220,7 +220,7 @@ def test_parameters_equal_those_of_one_process(world: int) -> None:
         problems = []
         for name, axes in MESHES[world]:
             case = Case(name, axes, accumulation=2, steps=STEPS)
-            for dtype in dtypes if name == "llama" or EVERYTHING else dtypes[:1]:
+            for dtype in dtypes if name == "llama" or PARITY else dtypes[:1]:
                 got, by_muon = train(plain[name], case, configs[dtype])
                 reference = curves[name, dtype]
                 if by_muon != [each for each in got if is_matrix(each, reference[each])]:

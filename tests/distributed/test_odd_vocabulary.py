@@ -8,7 +8,6 @@ and applies the head to a few tokens at a time. The full matrix uses the default
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,8 @@ from components.training.objectives import chunked_loss
 from tests.distributed.packed import NoPadding, Step, differences, one_step
 from tests.distributed.parity import build
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
-EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 CPU = torch.device("cpu")
 HEAD_TOKENS = 512
 """Number of tokens to which the reference applies the head at a time."""
@@ -156,7 +155,7 @@ def compare(built: dict[Case, Any], expected: dict[Case, Step], tp: int, chunk: 
                 problems.append(f"tp={tp} rank {rank} {case}: computed in chunks: {in_chunks}")
         return problems
 
-    return [line for lines in run_ranks(tp, on_rank, timeout=1800 if EVERYTHING else 120) for line in lines]
+    return [line for lines in run_ranks(tp, on_rank, timeout=1800 if PARITY else 120) for line in lines]
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
@@ -165,7 +164,7 @@ def test_ranks_with_unequal_vocabulary_shards_use_equal_chunks(tp: int) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.skipif(not PARITY, reason="make parity")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("vocabulary", [32769, 50257, 49159])
 def test_odd_vocabularies_match_one_process_for_all_token_counts(vocabulary: int) -> None:

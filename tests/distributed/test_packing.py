@@ -27,8 +27,8 @@ from tests.distributed.packed import (
     reference,
 )
 from tests.distributed.parity import build
-from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 AUX = 0.5
 ONE = {"strategy": "fsdp2", "dp_shard": 1}
@@ -53,7 +53,7 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
     ],
 }  # fmt: skip
 """World size -> (parallelism, model, recompute policy of layers and whether they are compiled)."""
-WORLDS = (2, 4) if EVERYTHING else (2,)
+WORLDS = (2, 4) if PARITY else (2,)
 
 
 def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tuple[Step, float]:
@@ -108,7 +108,7 @@ def test_packed_rows_match_separate_documents_on_every_mesh(world_size: int) -> 
         assert seen == set(dict(built[name.split()[0]].named_parameters())), name
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="compiles on four ranks: make parity")
+@pytest.mark.skipif(not PARITY, reason="compiles on four ranks: make parity")
 def test_compiled_layers_with_gathered_keys_and_tp_match_one_process() -> None:
     """torch cannot compile the recomputation of this attention, so it stays outside the graphs of the layers."""
     model, rows = build("phi3", torch.float64), packed()

@@ -8,7 +8,6 @@ outputs/parity/grid.md.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tests.distributed.grid import Cell, Finding, cell, cells, run_cells
 from tests.distributed.grid_record import record
 from tests.distributed.parity import SMALL, Case, Curve, build, reference, relative, run_case
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 DDP = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": -1}
@@ -38,7 +38,6 @@ TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": -1}
 FSDP2_TP2 = {"strategy": "fsdp2", "dp_shard": -1, "tp": 2}
 SP = {"sequence_parallel": True}
 CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
-EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 MOE = ("mixtral", "qwen3_moe")
 MAX_MESHES = 40
 """Maximum number of meshes per world: each leaves its process groups behind."""
@@ -191,7 +190,7 @@ def test_every_pipeline_schedule_matches_one_process(world: int) -> None:
     names = {2: ["pp2"], 4: ["pp4", "pp2_dp_shard2", "pp2_cp2", "pp2_tp2_sp"]}[world]
     work = []
     for index, schedule in enumerate(PipelineSchedule):
-        for name in names if EVERYTHING else {names[0], names[index % len(names)]}:
+        for name in names if PARITY else {names[0], names[index % len(names)]}:
             layout = layout_of(name, ParallelismConfig(pp_schedule=schedule))
             each = cell("llama_tied" if world == 2 else "gemma3", world, layout)
             work.append((replace(each, name=f"{name} {schedule}"), torch.float64))
@@ -210,7 +209,7 @@ def test_cp_attention_methods_match_one_process() -> None:
     assert not problems, problems
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="compiles for a minute: make parity")
+@pytest.mark.skipif(not PARITY, reason="compiles for a minute: make parity")
 def test_compiled_layers_match_one_process_over_cp_and_tp() -> None:
     meshes = [
         *({**CP, "cp_attention": method} for method in (ContextAttention.ulysses, ContextAttention.all_gather)),
@@ -232,7 +231,7 @@ def test_parity_samples_leave_some_experts_idle() -> None:
     assert (largest > 0).any()
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.skipif(not PARITY, reason="make parity")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("model", grid.MODELS)
 @pytest.mark.parametrize("world", [2, 4, 8])

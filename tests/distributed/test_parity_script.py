@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.suites import PARITY, in_parity
+
 ROOT = Path(__file__).resolve().parents[2]
-EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 JOB = ["model=tiny", "data.max_samples=64", "training.seq_len=64", "training.global_batch_size=6", "cluster.device=cpu"]
 
 
@@ -33,7 +34,7 @@ def test_tiny_model_passes_and_writes_table_files(tmp_path: Path) -> None:
     assert (tmp_path / "table" / "parity.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.skipif(not PARITY, reason="make parity")
 def test_named_mesh_that_the_model_does_not_support_is_rejected(tmp_path: Path) -> None:
     """Detected from the config of a dense model, before any model is built."""
     completed = run(*JOB, "--processes", "2", "--steps", "1", "--meshes", "ep2", "--no-gradients", cwd=tmp_path)
@@ -41,6 +42,7 @@ def test_named_mesh_that_the_model_does_not_support_is_rejected(tmp_path: Path) 
     assert completed.stderr.startswith("--meshes ep2: parallelism.ep=2: the model is dense (no experts); set")
 
 
+@in_parity
 def test_deviating_and_crashing_meshes_fail(tmp_path: Path) -> None:
     """Uses a custom dataset that differs between ranks, and one that kills a rank."""
     (tmp_path / "mine.py").write_text(

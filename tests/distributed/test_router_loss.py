@@ -18,8 +18,8 @@ from components import distributed, models, training
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, relative, samples_of_step
-from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
+from tests.suites import PARITY, in_parity
 
 COEFFICIENT = 0.5  # large, so that the token loss does not hide an error
 CFG = ModelConfig(path="made here", router_aux_coef=COEFFICIENT)
@@ -112,7 +112,8 @@ class GradientRecorder(torch.optim.SGD):
 reference_of: dict[tuple[str, float], Step] = {}
 
 
-@pytest.mark.parametrize("world_size", SHAPES if EVERYTHING else [1, 2])
+@in_parity
+@pytest.mark.parametrize("world_size", SHAPES if PARITY else [1, 2])
 def test_router_loss_and_gradients_match_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     built = {}
     for name in ("mixtral", "qwen3_moe"):
@@ -124,7 +125,7 @@ def test_router_loss_and_gradients_match_one_process(world_size: int, monkeypatc
     def on_rank(rank: int) -> list[tuple[str, set[str], list[str]]]:
         found = []
         for index, (shape, accumulation, recompute) in enumerate(SHAPES[world_size]):
-            for name in built if EVERYTHING else [list(built)[index % 2]]:
+            for name in built if PARITY else [list(built)[index % 2]]:
                 case = Case(name, shape, accumulation, samples=samples)
                 step = on_mesh(built[name], case, recompute)
                 found.append((f"{case} {recompute}", set(step[1]), differences(reference_of[name, COEFFICIENT], step)))

@@ -6,7 +6,6 @@ The stages are built by hand: modules of the other stage are replaced by placeho
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -44,9 +43,8 @@ from components.models import (
 from components.models.weights.shards import fill, local_part
 from tests.distributed.test_models_sharded import TP_PLAN, fsdp
 from tests.harness import run_ranks
+from tests.suites import TORTURE
 from tests.tiny_models import reference, tiny_config
-
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 
 LAYERS = 3
 SPLITS = {"halves": ([0], [1, 2]), "interleaved": ([0, 2], [1])}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.suites import PARITY
 
 pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install installs it")
 import lm_eval
@@ -37,14 +38,13 @@ from tests.harness import run_ranks
 from tests.lm_eval_tasks import NAMES, write_tasks
 from tests.tiny_models import SIZES
 
-EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 CONTEXT, DOCUMENTS = 64, 5
 TOLERANCE = {DType.float64: 1e-9, DType.float32: 1e-5}
 MESHES: dict[int, list[dict[str, Any]]] = {
     1: [{"strategy": "single"}],
     2: [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}],
 }
-if not EVERYTHING:
+if not PARITY:
     MESHES = {2: MESHES[2][1:]}  # the recipe's test has one process and dp_shard=2
 else:
     MESHES[2] += [{"strategy": "ddp", "dp_replicate": 2}, {"tp": 2, "sequence_parallel": True}]
@@ -57,7 +57,7 @@ else:
         {"dp_replicate": 2, "dp_shard": 2},
     ]
 CASES = [(world, DType.float64, LossMethod.chunked) for world in MESHES]
-if EVERYTHING:
+if PARITY:
     CASES += [
         (world, dtype, loss)
         for world in MESHES

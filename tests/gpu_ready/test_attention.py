@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_ready.conftest import Run
+from tests.suites import PARITY, select
 
 LAYERS = 2
 MIXED: dict[str, Any] = {"dtype": "float32", "compute_dtype": "bfloat16"}
@@ -19,7 +20,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", select(LAYOUTS, ["tp", "cp by ulysses"], PARITY))
 def test_packed_rows_in_mixed_precision_use_varlen_without_mask(fake_cuda: Run, layout: str) -> None:
     axes, world = LAYOUTS[layout]
     record = fake_cuda("step", axes=axes, world=world, model=MIXED, pack=True)
@@ -36,7 +37,7 @@ def test_packed_rows_in_mixed_precision_use_varlen_without_mask(fake_cuda: Run, 
     assert {longest for each in record["longest"] for longest in each} <= {16, 32}
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pack", [False, True] if PARITY else [True])
 def test_gathered_keys_use_varlen_up_to_the_end_of_each_chunk(fake_cuda: Run, pack: bool) -> None:
     """Rank 0 of 2 holds the first and the last of four chunks: no mask, and no keys beyond the causal triangle.
 

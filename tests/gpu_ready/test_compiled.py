@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.gpu_ready.conftest import Run
 from tests.gpu_ready.matrix import LAYOUTS
+from tests.suites import PARITY, select
 
 GRAPHS = {"cp by all_gather": 7}
 """Largest number of graphs of two layers in training, by layout; others: 4, two for each of a first layer, whose input
@@ -15,13 +14,12 @@ needs no gradient under adapters, and the others."""
 
 
 EACH_COMMIT = [
-    ("single", "padded"), ("dp_shard", "adapters"), ("tp with sequence parallelism", "packed"),
-    ("cp by all_gather", "packed"), ("pp", "adapters"),
+    ("single", "padded"), ("tp with sequence parallelism", "packed"), ("pp", "adapters"),
 ]  # fmt: skip
 ALL = [(layout, rows) for layout in LAYOUTS for rows in ("packed", "padded", "adapters")]
 
 
-@pytest.mark.parametrize(("layout", "rows"), ALL if "MESHBOOK_ALL_PARITY" in os.environ else EACH_COMMIT)
+@pytest.mark.parametrize(("layout", "rows"), select(ALL, EACH_COMMIT, PARITY))
 def test_graphs_are_few_and_complete_after_the_first_step(fake_cuda: Run, layout: str, rows: str) -> None:
     """tp is compiled for packed rows only, because each row length is a graph there."""
     axes, world = LAYOUTS[layout]

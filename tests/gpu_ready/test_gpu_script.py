@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from scripts._gpu.verdict import Verdict, at_least, at_most
+from tests.suites import in_parity
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu.py"
 
@@ -38,6 +39,7 @@ def test_wrong_calls_end_with_one_message(tmp_path: Path, arguments: tuple[str, 
     assert not (tmp_path / "verdict").exists()
 
 
+@in_parity
 def test_checks_run_on_a_cpu_and_write_a_verdict(tmp_path: Path) -> None:
     ended = run("--device=cpu", "--small", "--only=packed,syncs,loss", folder=tmp_path)
     verdict = json.loads((tmp_path / "verdict" / "verdict.json").read_text())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_ready.conftest import Run
+from tests.suites import PARITY, select
 
 BF16 = {"dtype": "bfloat16"}
 SINGLE: dict[str, Any] = {"axes": {"strategy": "single"}, "model": BF16}
@@ -36,7 +37,7 @@ LIMITS = {"full, packed": 90, "LoRA, packed": 130, "QLoRA, packed": 150}
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", select(CASES, LIMITS, PARITY))
 def test_a_layer_launches_few_kernels_and_moves_few_bytes(fake_cuda: Run, case: str) -> None:
     """The optimizer's kernels for the layer are among them, shared by the two micro-batches."""
     arguments, kernels, megabytes = CASES[case]

@@ -9,7 +9,6 @@ a layer with counts.json, which may only go down, and writes what it found to ou
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
@@ -27,22 +26,22 @@ from tests.gpu_ready.matrix import (
 )
 from tests.gpu_ready.table import COUNTS, FOUND, recorded
 from tests.optional import need_torchao
+from tests.suites import PARITY
 
-ALL = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 RISKY = [
     ("autocast", "cp by all_gather"), ("packed", "hsdp"), ("LoRA", "tp with sequence parallelism"),
     ("QLoRA", "dp_shard"), ("selective recompute", "tp"), ("full recompute", "pp"), ("experts", "ep"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("lever", "layout"), PAIRS if ALL else RISKY)
+@pytest.mark.parametrize(("lever", "layout"), PAIRS if PARITY else RISKY)
 def test_step_neither_waits_nor_holds_all_token_pairs(fake_cuda: Run, lever: str, layout: str) -> None:
     """Tensors on two devices in one operator would raise an error."""
     if lever == "adamw8bit":
         need_torchao()
     longer = [fake_cuda("step", **arguments(lever, layout), rank=rank) for rank in ranks(layout)]
     found = {}
-    if ALL:
+    if PARITY:
         shorter = fake_cuda("step", **arguments(lever, layout, 1), evaluate=False)
         found = difference(shorter, longer[0])
     peaks = [[rank, record["peak"]] for rank, record in zip(ranks(layout), longer, strict=True)]
@@ -90,7 +89,7 @@ pp once per step, and reduces gradients once per step. tp: two each way, and wit
 two norms once per step. cp: queries, keys and values there, outputs back."""
 
 
-@pytest.mark.parametrize("layout", PLANNED if ALL else ["tp with sequence parallelism"])
+@pytest.mark.parametrize("layout", PLANNED if PARITY else ["tp with sequence parallelism"])
 def test_a_layer_sends_what_is_planned(fake_cuda: Run, layout: str) -> None:
     assert per_layer(fake_cuda, "packed", layout)["collectives"] == PLANNED[layout]
 

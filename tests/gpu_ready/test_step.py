@@ -6,11 +6,14 @@ import pytest
 
 from tests.gpu_ready.conftest import Run
 from tests.gpu_ready.matrix import LAYOUTS
-from tests.gpu_ready.test_matrix import ALL
 from tests.optional import need_torchao
+from tests.suites import PARITY, select
+
+EACH_COMMIT_LAYOUTS = [each for each in LAYOUTS if each not in ("dp_shard", "tp", "single")]
+"""The others train at each commit in the tests below, with adapters, objectives and other optimizers."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", select(LAYOUTS, EACH_COMMIT_LAYOUTS, PARITY))
 def test_training_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
     axes, world = LAYOUTS[layout]
     for rank in {0, world - 1} if "pp" in axes else {0}:
@@ -49,7 +52,13 @@ TEACHERS = {
 }
 
 
-@pytest.mark.parametrize(("objective", "layout"), [(name, each) for name in TEACHERS for each in TEACHERS[name]])
+EVERY_TEACHER = [(name, each) for name in TEACHERS for each in TEACHERS[name]]
+EACH_COMMIT_TEACHERS = [
+    ("distillation", "dp_shard"), ("distillation", "pp"), ("stored_distillation", "tp with sequence parallelism"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("objective", "layout"), select(EVERY_TEACHER, EACH_COMMIT_TEACHERS, PARITY))
 def test_distillation_step_has_no_host_sync(fake_cuda: Run, objective: str, layout: str) -> None:
     axes, world = LAYOUTS[layout]
     record = fake_cuda("step", axes=axes, world=world, rank=world - 1, model={"loss": "chunked"},
@@ -60,7 +69,7 @@ def test_distillation_step_has_no_host_sync(fake_cuda: Run, objective: str, layo
     assert record["evaluation_reads"] == 2  # sums, and the means of metrics
 
 
-@pytest.mark.parametrize("layout", ["single", "dp_shard", "tp with sequence parallelism"])
+@pytest.mark.parametrize("layout", select(["single", "dp_shard", "tp with sequence parallelism"], ["dp_shard"], PARITY))
 def test_lora_stores_frozen_weights_in_bfloat16_and_adapters_in_float32(fake_cuda: Run, layout: str) -> None:
     axes, world = LAYOUTS[layout]
     record = fake_cuda("step", axes=axes, world=world, peft="lora")
@@ -77,14 +86,13 @@ OBJECTIVES = {
     "kto": ["single", "pp"],
 }
 EACH_COMMIT = [
-    ("classification", "tp with sequence parallelism"), ("classification", "pp"), ("reward", "cp by all_gather"),
-    ("dpo", "dp_shard"), ("dpo", "cp by ulysses"), ("dpo", "pp"), ("dpo_adapters_off", "tp"),
+    ("classification", "tp with sequence parallelism"), ("reward", "cp by all_gather"), ("dpo", "cp by ulysses"),
     ("dpo_adapters_off", "pp"), ("kto", "single"),
 ]  # fmt: skip
 ALL_OBJECTIVES = [(name, each) for name in OBJECTIVES for each in OBJECTIVES[name]]
 
 
-@pytest.mark.parametrize(("objective", "layout"), ALL_OBJECTIVES if ALL else EACH_COMMIT)
+@pytest.mark.parametrize(("objective", "layout"), select(ALL_OBJECTIVES, EACH_COMMIT, PARITY))
 def test_step_with_objective_has_no_host_sync(fake_cuda: Run, objective: str, layout: str) -> None:
     """On the first and the last stage of a pipeline, of which only the last one scores rows."""
     axes, world = LAYOUTS[layout]
@@ -97,7 +105,7 @@ def test_step_with_objective_has_no_host_sync(fake_cuda: Run, objective: str, la
         assert record["evaluation_reads"] == 2  # sums, and the means of metrics
 
 
-@pytest.mark.parametrize("layout", ["single", "cp by ulysses", "pp"])
+@pytest.mark.parametrize("layout", select(["single", "cp by ulysses", "pp"], ["cp by ulysses"], PARITY))
 def test_step_with_packed_pairs_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
     axes, world = LAYOUTS[layout]
     mixed = {"dtype": "float32", "compute_dtype": "bfloat16"}
@@ -108,7 +116,10 @@ def test_step_with_packed_pairs_has_no_host_sync(fake_cuda: Run, layout: str) ->
     assert "_varlen_attn" in record["operators"]
 
 
-@pytest.mark.parametrize("layout", ["single", "hsdp", "tp with sequence parallelism", "pp"])
+OPTIMIZER_LAYOUTS = ["single", "hsdp", "tp with sequence parallelism", "pp"]
+
+
+@pytest.mark.parametrize("layout", select(OPTIMIZER_LAYOUTS, ["single", "pp"], PARITY))
 def test_step_with_8_bit_moments_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
     """Moments are on the device, and so is the decision to skip an update."""
     need_torchao()
@@ -119,7 +130,7 @@ def test_step_with_8_bit_moments_has_no_host_sync(fake_cuda: Run, layout: str) -
     assert sum(count for name, count in record["operators"].items() if "amax" in name) >= 10
 
 
-@pytest.mark.parametrize("layout", ["single", "hsdp", "tp with sequence parallelism", "pp"])
+@pytest.mark.parametrize("layout", select(OPTIMIZER_LAYOUTS, ["hsdp", "tp with sequence parallelism"], PARITY))
 def test_step_with_muon_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
     """Newton-Schulz iterations run on the device, and the exchange with owner ranks does not wait."""
     axes, world = LAYOUTS[layout]

@@ -14,8 +14,6 @@ from tests.config.commands import Commands
 from tests.kubernetes.api import ApiServer
 
 PROJECT = Path(__file__).resolve().parents[2]
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
-"""Whether to run the tests that take minutes."""
 FINETUNE = PROJECT / "recipes" / "finetune.py"
 QUICK = (
     *("model=tiny", "training.seq_len=64", "training.global_batch_size=4", "training.micro_batch_size=2"),

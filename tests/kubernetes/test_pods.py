@@ -12,7 +12,8 @@ import pytest
 
 from components.launch.k8s.pod import run_pod
 from tests.kubernetes.conftest import skip_or_fail
-from tests.kubernetes.desk import TORTURE, Desk
+from tests.kubernetes.desk import Desk
+from tests.suites import TORTURE
 
 STEPS = 40
 LONG = (f"training.max_steps={STEPS}", "parallelism=fsdp2", "checkpoint.every=5", "cluster.signal_lead_seconds=60")

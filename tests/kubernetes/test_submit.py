@@ -16,7 +16,8 @@ from components.launch.backend import JobState
 from components.launch.clusters import job_of, jobs_by_id, stop, stop_command
 from components.launch.k8s.cluster_checks import job_problems
 from tests.kubernetes.api import ApiServer
-from tests.kubernetes.desk import TORTURE, Desk, path_without_kubectl
+from tests.kubernetes.desk import Desk, path_without_kubectl
+from tests.suites import TORTURE
 
 SPACE = "/api/v1/namespaces/train"
 JOBS = "/apis/batch/v1/namespaces/train/jobs"

@@ -11,6 +11,7 @@ import pytest
 from components.checkpoint.manifest import Manifest
 from tests.distributed.test_checkpoint_async import contents
 from tests.recipes.test_finetune import ROOT, TINY, curve, result, run, start
+from tests.suites import in_torture
 
 STEPS = (4, 8, 12, 16)
 SETTINGS = (*TINY, "parallelism=fsdp2", "cluster=local_2proc", "checkpoint.every=4", "checkpoint.keep=9",
@@ -45,6 +46,7 @@ def test_async_saves_write_the_same_checkpoints(synchronous: Path, tmp_path: Pat
     assert result(tmp_path / "run")["status"] == "ok"
 
 
+@in_torture
 def test_preempted_run_completes_the_saves_it_has_started(synchronous: Path, tmp_path: Path) -> None:
     command = (*SETTINGS, "checkpoint.async_save=true", f"run.dir={tmp_path}/run")
     process = start(ROOT / "recipes" / "finetune.py", *command, cwd=tmp_path)

@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.launching import Bench
+from tests.suites import TORTURE
 
 PROJECT = Path(__file__).resolve().parents[2]
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 MINUTES = float(os.environ.get("MESHBOOK_CHAOS_MINUTES", "30"))
 PAUSE = 30.0
 """Seconds from one fault to the next."""

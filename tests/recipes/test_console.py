@@ -19,6 +19,7 @@ from components.config.schema.data import SftDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
 from components.observability.plot import LossPlot, _figure, run_title
+from tests.suites import in_torture
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("training", "evaluating", "generating", "saving")
@@ -80,6 +81,7 @@ def test_log_has_neither_bars_nor_padding_nor_wrapped_lines(tmp_path: Path) -> N
     assert not [part for part in PARTS if f"{part} " in output]
 
 
+@in_torture
 def test_quiet_run_prints_only_its_summary(tmp_path: Path) -> None:
     output = on_terminal(80, *FINETUNE, *SHORT, "--quiet", "checkpoint.last=false", f"run.dir={tmp_path}/run")
     lines = output.replace("\r", "").splitlines()

@@ -11,6 +11,7 @@ import pytest
 from components.models.tokenizer import byte_tokenizer
 from tests.recipes.launching import TWO, Bench, Done
 from tests.recipes.small_jobs import lines_of, write_teacher
+from tests.suites import in_torture
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "distill.py"
 SCRIPT = RECIPE.parents[1] / "scripts" / "teacher.py"
@@ -65,6 +66,7 @@ def run_script(bench: Bench, *arguments: str) -> Done:
     return done
 
 
+@in_torture
 def test_stored_teacher_has_the_curve_of_the_teacher_on_the_mesh_and_resumes_on_another(distill: Bench) -> None:
     """With as many tokens as the vocabulary has. The rows are packed."""
     done = run_script(distill, "data.pack=true", "teacher.top_k=264", "run.dir=stored", "parallelism=tp2", TWO)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import random
 import subprocess
 import sys
@@ -13,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.launching import Bench
+from tests.suites import TORTURE
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "dpo.py"
 EXPORT = RECIPE.parents[1] / "scripts" / "export.py"
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 SHORT = (
     *("data.path=pairs.jsonl", "training.global_batch_size=4", "training.micro_batch_size=2"),
     *("training.seq_len=64", "training.eval_every=2", "generation.samples=0", "checkpoint.every=2"),

@@ -23,6 +23,7 @@ from components.config.compose.frozen import read_section
 from components.config.schema import DataConfig, ModelConfig
 from components.training.objectives.contract import NOT_SHARDED
 from tests.recipes.test_finetune import ROOT, curve, result
+from tests.suites import TORTURE
 
 EXAMPLES = ROOT / "examples"
 TRAINED = ("own_data", "own_loss", "own_optimizer", "own_model_family", "own_recipe")
@@ -31,7 +32,6 @@ echo "$@" >> "$(dirname "$0")/arguments"
 echo "sbatch: Job 7 to start at 2030-01-01T12:00:00 using 8 processors on nodes n[1-2]" >&2
 """
 """Script that replaces `sbatch --test-only`, which only login nodes have, and accepts every job."""
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+from tests.suites import TORTURE
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("experiment=smoke", "training.max_steps=6", "data.max_samples=64", "data.max_eval_samples=8",
         "generation.max_new_tokens=4", "cluster.device=cpu")  # fmt: skip
@@ -80,7 +81,7 @@ def test_run_directory_has_the_documented_files(single_process: tuple[Path, str]
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("parallelism=fsdp2", "cluster=local_2proc"),
+        *([("parallelism=fsdp2", "cluster=local_2proc")] if TORTURE else []),
         ("parallelism=fsdp2_tp2_sp", "cluster=local_4proc", "model.loss=chunked"),
         *([("parallelism=ddp", "cluster=local_2proc", "training.micro_batch_size=2")] if TORTURE else []),
     ],

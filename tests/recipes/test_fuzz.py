@@ -1,4 +1,4 @@
-"""Ten fixed random configurations: the recipes against plain transformers. `make fuzz` draws new ones."""
+"""Fixed random configurations: the recipes against plain transformers. `make fuzz` draws new ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 from tests.fuzz.cases import draw_case
 from tests.fuzz.compare import run_case
+from tests.suites import TORTURE, select
 
-CASES = (0, 2, 4, 5, 10, 11, 14, 15, 21, 22)
+CASES = select((0, 2, 4, 5, 10, 11, 14, 15, 21, 22), (4, 10, 21), TORTURE)
 
 
 @pytest.mark.parametrize("index", CASES)

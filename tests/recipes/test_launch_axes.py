@@ -5,15 +5,14 @@ The recipe is a copy of recipes/finetune.py with a fault injected into the forwa
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.recipes.launching import TWO, Bench
+from tests.suites import TORTURE
 
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 BEFORE = "        optimizer = training.build_optimizer("
 PLANTED = """

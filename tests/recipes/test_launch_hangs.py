@@ -6,7 +6,6 @@ The recipe is a copy of recipes/finetune.py with a fault injected on one rank.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import time
@@ -17,8 +16,8 @@ import pytest
 
 from components.protocol.exit_codes import EXIT_HUNG
 from tests.recipes.launching import TWO, Bench, Done
+from tests.suites import TORTURE, in_torture
 
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 MODEL, OPTIMIZER = "        # Model: built on meta", "        optimizer = training.build_optimizer("
 LOOP = "        run.begin(model"
@@ -121,6 +120,7 @@ def test_stopped_rank_ends_the_run_and_is_named(rank: int, moment: str, bench: B
     assert_reported_missing(hang(bench, rank, moment, STOP.format(delay=0.0), TWO), rank, moment)
 
 
+@in_torture
 def test_rank_in_an_endless_loop_is_named_with_its_source_line(bench: Bench) -> None:
     """The rank still sends heartbeats; it is found because it has started fewer collectives than the others."""
     hung = hang(bench, 0, "evaluation", SPIN, TWO)
@@ -170,6 +170,7 @@ def test_hanging_evaluation_is_ended(bench: Bench) -> None:
     bench.assert_no_process_left()
 
 
+@in_torture
 def test_slow_run_that_makes_progress_is_not_ended(bench: Bench) -> None:
     """The start, a step, an evaluation and a save each take longer than the timeout, but make progress throughout."""
     inject_fault(bench, 1, "step", "pass")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.launching import TWO, WAIT_TIMEOUT, Bench, Started, until
+from tests.suites import TORTURE
 
 pytestmark = pytest.mark.new_interpreter
 
@@ -71,7 +72,7 @@ def test_rank_that_only_lost_its_peer_is_not_reported_as_the_cause(bench: Bench)
     bench.assert_no_process_left()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1] if TORTURE else [1])
 def test_exception_is_reported_once_with_rank_and_traceback(bench: Bench, rank: int) -> None:
     bench.write(f"if RANK == {rank}:\n    raise ValueError('no such luck')\n" + FOREVER)
     done = bench.run(TWO)
@@ -175,7 +176,7 @@ def test_child_processes_of_a_rank_end_with_the_run(bench: Bench) -> None:
     bench.assert_no_process_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGINT, signal.SIGUSR2] if TORTURE else [])])
 def test_signal_reaches_every_rank_once_and_they_save(bench: Bench, number: signal.Signals) -> None:
     bench.write(SAVES)
     started = bench.start(TWO)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.recipes.launching import TWO, Bench, Done
+from tests.suites import TORTURE
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 OPTIMIZER = "        optimizer = training.build_optimizer("
@@ -45,9 +45,6 @@ SHORT = (
     *("checkpoint.every=1", "checkpoint.keep=20", "checkpoint.export=false", "logging.plot=false"),
     *("training.eval_every=0", "training.stop_after_skipped=3", "training.seq_len=128", "run.dir=mine"),
 )
-
-
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 
 
 def start(bench: Bench, mesh: str, *poisoned: int) -> Done:

@@ -5,7 +5,6 @@ Two real processes per run, tiny models, three steps, packed rows; the reference
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,8 @@ from components.config.compose import read_frozen
 from components.config.schema import FinetuneConfig
 from tests.harness import run_ranks
 from tests.recipes.test_finetune import curve, result, run
+from tests.suites import TORTURE
 from tests.tiny_models import logits
-
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 
 STEPS, LONGER = 3, 5
 JOB = ("training.global_batch_size=8", "training.micro_batch_size=2", "training.seq_len=384", "data.pack=true",

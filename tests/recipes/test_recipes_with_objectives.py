@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
 
 import pytest
 
 from tests.recipes.launching import TWO, Bench, until
 from tests.recipes.small_jobs import job, lines_of, write_data
-
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+from tests.suites import TORTURE
 
 STEPS = 20
 
@@ -25,7 +23,7 @@ def prepared(bench: Bench, name: str) -> tuple[str, ...]:
     return arguments
 
 
-@pytest.mark.parametrize("name", ["dpo", "distill", "classify"] if TORTURE else ["dpo", "distill"])
+@pytest.mark.parametrize("name", ["dpo", "distill", "classify"] if TORTURE else ["distill"])
 def test_preempted_run_resumes_on_another_mesh_with_the_same_curve(bench: Bench, name: str) -> None:
     command = (
         *prepared(bench, name),
@@ -58,7 +56,7 @@ def test_preempted_run_resumes_on_another_mesh_with_the_same_curve(bench: Bench,
 
 @pytest.mark.parametrize(
     ("name", "key", "values", "judged_by"),
-    [("distill", "optimizer.lr", "1e-4,1e-2", "eval_loss"),
+    [*([("distill", "optimizer.lr", "1e-4,1e-2", "eval_loss")] if TORTURE else []),
      ("reward", "objective.center_weight", "0,0.5", "eval_accuracy")],
 )  # fmt: skip
 def test_sweep_is_judged_by_held_out_results(bench: Bench, name: str, key: str, values: str, judged_by: str) -> None:

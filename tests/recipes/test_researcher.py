@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.recipes.launching import Bench
+from tests.suites import TORTURE, select
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 SHORT = (
@@ -19,7 +19,6 @@ SHORT = (
 OPTIMIZER = "        optimizer = training.build_optimizer(model, cfg.optimizer)\n"
 OBJECTIVE = "        objective = training.NextToken(cfg.objective)\n"
 STEP = "            step.done("
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 CHANGES = {
     "objective": [
         (
@@ -62,7 +61,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES if TORTURE else [each for each in CHANGES if each != "sgd"])
+@pytest.mark.parametrize("change", select(CHANGES, [*CHANGES][-2:], TORTURE))
 def test_changed_recipe_trains_saves_and_resumes(change: str, bench: Bench) -> None:
     text, lines = RECIPE.read_text(), 0
     for before, after in CHANGES[change]:

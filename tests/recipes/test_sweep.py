@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.recipes.launching import Bench, Done
+from tests.suites import in_torture
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = """# @package _global_
@@ -97,6 +98,7 @@ def test_sweep_reports_ok_invalid_and_oom_runs(bench: Bench) -> None:
     bench.assert_no_process_left()
 
 
+@in_torture
 def test_sweep_continues_after_a_run_fails_in_any_way(bench: Bench) -> None:
     bench.write(
         RESULT
@@ -122,6 +124,7 @@ if seed == 7 and RANK == 1: raise ValueError("on the other rank")
     bench.assert_no_process_left()
 
 
+@in_torture
 def test_killed_sweep_leaves_no_process_and_is_retried(bench: Bench) -> None:
     bench.write(
         RESULT
@@ -242,6 +245,7 @@ def test_run_that_ignores_ctrl_c_is_killed_by_the_third(bench: Bench) -> None:
     bench.assert_no_process_left()
 
 
+@in_torture
 def test_sweep_is_judged_by_speed_and_by_any_metric(bench: Bench) -> None:
     """The keys of the sweep are in no run's config; the report judges the same points by other metrics as well."""
     bench.recipe.write_text((ROOT / "recipes" / "finetune.py").read_text())

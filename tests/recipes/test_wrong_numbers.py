@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 
 import pytest
@@ -11,8 +10,8 @@ import pytest
 from tests.recipes.launching import Bench
 from tests.recipes.small_jobs import RECIPES
 from tests.recipes.test_launch_attached import srun
+from tests.suites import TORTURE
 
-TORTURE = bool(os.environ.get("MESHBOOK_TORTURE"))
 SHORT = (
     *("training.max_steps=8", "training.global_batch_size=6", "training.micro_batch_size=2", "training.seq_len=64"),
     *("data.max_samples=32", "data.max_eval_samples=2", "generation.samples=0", "cluster.device=cpu"),

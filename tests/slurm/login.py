@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,9 +20,6 @@ FINETUNE = PROJECT / "recipes" / "finetune.py"
 
 CPU = ("cluster.device=cpu", "cluster.exclusive=false", "cluster.mem=null", "cluster.env.OMP_NUM_THREADS=1")
 """Overrides that run an option such as cluster=slurm_2node on nodes without GPUs."""
-
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
-"""Whether to run the tests that take minutes."""
 
 QUICK = (
     *("model=tiny", "training.seq_len=64", "training.global_batch_size=4", "training.micro_batch_size=2"),

@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 from tests.slurm import processes
 from tests.slurm.cluster import IDENTITIES, Cluster, ClusterError, ClusterInUse, until
 from tests.slurm.configuration import GPUS, NODES, job_ids
-from tests.slurm.login import TORTURE
+from tests.suites import TORTURE
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,8 +14,9 @@ import pytest
 from components.config.compose import read_frozen
 from components.config.schema import FinetuneConfig
 from tests.config.commands import Commands, served
-from tests.slurm.login import CPU, PROJECT, QUICK, TORTURE, CommandResult, Login, result_of
+from tests.slurm.login import CPU, PROJECT, QUICK, CommandResult, Login, result_of
 from tests.slurm.strings import CANARY, HOSTILE, UNSTORABLE, quoted
+from tests.suites import TORTURE
 
 ONE_NODE = ("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK)
 HELD_JOB = (*ONE_NODE, "+cluster.sbatch_extra.hold=''", "cluster.snapshot=false")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import until
-from tests.slurm.login import CPU, QUICK, TORTURE, Login, log_of, result_of
+from tests.slurm.login import CPU, QUICK, Login, log_of, result_of
+from tests.suites import TORTURE, in_torture
 
 RUN = (
     *("cluster=slurm_2node", "cluster.procs_per_node=1", "parallelism=fsdp2", *CPU, *QUICK),
@@ -19,6 +20,7 @@ RUN = (
 )
 
 
+@in_torture
 def test_run_is_requeued_without_the_crashed_node(login: Login) -> None:
     """It resumes from its last checkpoint, on nodes that are up."""
     submission = login.run(*RUN, "training.max_steps=100")
@@ -78,6 +80,7 @@ def _job_log(run: Path) -> str:
     return (run / "logs" / "job.log").read_text()
 
 
+@in_torture
 def test_hung_run_is_requeued_without_the_node_of_the_hung_rank(login: Login) -> None:
     """A rank is stopped after the first checkpoint: the others end the run, which is requeued on other nodes."""
     submission = login.run(*RUN, "training.max_steps=60", "training.step_timeout_seconds=4")

@@ -13,8 +13,9 @@ import pytest
 
 from tests.recipes.small_jobs import job, lines_of, write_data
 from tests.slurm.cluster import WAIT_TIMEOUT
-from tests.slurm.login import CPU, PROJECT, TORTURE, Login, log_of, result_of
+from tests.slurm.login import CPU, PROJECT, Login, log_of, result_of
 from tests.slurm.test_stops import await_step, by_a_higher_priority_job
+from tests.suites import TORTURE, in_torture
 
 STEPS = 60
 TWO_NODES = ("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU)
@@ -29,6 +30,7 @@ def run_locally(login: Login, recipe: Path, *command: str) -> None:
     )
 
 
+@in_torture
 @pytest.mark.parametrize("name", ["dpo", "distill", "classify"] if TORTURE else ["dpo"])
 def test_preempted_job_resumes_with_the_losses_of_a_local_run(login: Login, name: str) -> None:
     """The local run has two processes and the same mesh, so that its losses are bitwise equal."""
@@ -52,6 +54,7 @@ def test_preempted_job_resumes_with_the_losses_of_a_local_run(login: Login, name
     assert len(lines_of(run)) == STEPS
 
 
+@in_torture
 def test_teacher_that_one_job_stores_trains_a_student_in_another(login: Login) -> None:
     """With every token of the vocabulary stored, the losses are those of a local run with the teacher on its mesh."""
     write_data(login.folder)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, until
-from tests.slurm.login import CPU, QUICK, TORTURE, CommandResult, Login, log_of, result_of, steps_of
+from tests.slurm.login import CPU, QUICK, CommandResult, Login, log_of, result_of, steps_of
+from tests.suites import TORTURE, in_torture
 
 STEPS = 160
 RUN = (
@@ -198,6 +199,7 @@ def test_run_stopped_at_any_moment_resumes_with_the_same_losses(
     _stop_and_compare(login, undisturbed, _stop(login, kind, moment, number), *options)
 
 
+@in_torture
 def test_job_without_progress_ends_after_three_attempts(login: Login) -> None:
     """A run that is preempted after a step without a save: three attempts, then an error with the limit."""
     recipe = login.write_recipe(

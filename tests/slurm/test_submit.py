@@ -13,6 +13,7 @@ import pytest
 
 from tests.slurm.cluster import until
 from tests.slurm.login import CPU, FINETUNE, QUICK, Login, log_of, result_of, steps_of
+from tests.suites import in_torture
 
 VALID = ("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, "training.global_batch_size=144")
 """Valid apart from the error that a test adds. A batch of 144 sequences is divisible by 2, 8, 9 and 18 processes."""
@@ -132,6 +133,7 @@ def test_killed_rank_is_named_by_srun(login: Login) -> None:
     until(lambda: not any(map(login.cluster.processes, ("n1", "n2"))), lambda: "processes are left")
 
 
+@in_torture
 def test_run_directory_of_an_active_job_is_rejected(login: Login) -> None:
     recipe = login.write_recipe("import time; time.sleep(600)")
     arguments = ("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, "run.dir=mine")

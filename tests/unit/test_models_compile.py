@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +14,9 @@ from components.batch import Batch
 from components.config.schema import ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing, PipelineSchedule
+from tests.suites import TORTURE
 from tests.tiny_models import SIZES, VOCAB
 
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 WINDOW = 16
 GEMMA3: dict[str, Any] = {
     **SIZES, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": WINDOW,
