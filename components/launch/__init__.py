@@ -10,6 +10,8 @@ backend.py        the backend interface and its data types
 clusters.py       the backend of each cluster.kind
 local.py          the local backend: start, monitor and stop ranks on this machine
 slurm/            the Slurm backend
+k8s/              the Kubernetes backend
+schedulers/       what the backends of both schedulers share
 sweep/            -m: many runs from one command line, reported in one table
 attached.py       ranks started by the user's own torchrun or srun
 rank.py           main on one rank, and its failure report

@@ -25,6 +25,7 @@ GROUPS = (
         "This machine, the run directory and sweeps",
         ("launch", "launch/run_directory", "launch/sweep", "config/secrets"),
     ),
+    ("Slurm and Kubernetes", ("launch/schedulers",)),
     ("Slurm", ("launch/slurm",)),
     ("Kubernetes", ("launch/k8s",)),
     ("Data", ("data", "data/sources")),

@@ -23,7 +23,7 @@ from components.launch.k8s.pod_manifest import (
     pod_resources,
     render,
 )
-from components.launch.slurm.job_checks import LOCAL_FILE_SYSTEMS, file_system, named_paths
+from components.launch.schedulers.shared_paths import LOCAL_FILE_SYSTEMS, file_system, named_paths
 
 Findings = tuple[list[str], list[str]]
 """Problems, and notes for the user."""

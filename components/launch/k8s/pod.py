@@ -22,7 +22,7 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device
 from components.launch.k8s.pod_attempts import DONE, RESTART, Pod, Refused, join_attempt, reason_not_to_restart
 from components.launch.local import RankProcesses, allocator_defaults, rank_defaults
-from components.launch.slurm.node_check import node_problems
+from components.launch.schedulers.node_problems import node_problems
 from components.project import PROJECT
 from components.protocol.exit_codes import EXIT_HUNG, EXIT_INVALID, EXIT_RESTART
 from components.protocol.failures import (

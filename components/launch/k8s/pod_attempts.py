@@ -18,7 +18,13 @@ from pathlib import Path
 
 from components.config.schema.cluster import ClusterConfig
 from components.launch.run_directory.directory import point_latest
-from components.launch.slurm.requeue import CHECKPOINTS_BEFORE, JOB, attempts_of_job, lack_of_progress
+from components.launch.schedulers.job_attempts import (
+    CHECKPOINTS_BEFORE,
+    JOB,
+    Remedies,
+    attempts_of_job,
+    lack_of_progress,
+)
 from components.protocol.failures import Kind
 from components.protocol.run_files import (
     CHECKPOINTS,
@@ -42,6 +48,11 @@ POLL = 0.5
 """Polling interval for files of other pods, in seconds."""
 REPORT_EVERY = 60.0
 """Seconds between messages of a pod that waits."""
+
+REMEDIES = Remedies(
+    longer_save="cluster.signal_lead_seconds, the grace period of the pods",
+    longer_attempt="set cluster.k8s.priority_class to a class that is preempted less",
+)
 
 
 class Refused(Exception):
@@ -136,7 +147,7 @@ def reason_not_to_restart(run_dir: Path, attempt: int, cluster: ClusterConfig, *
         return f"the limit of {policy.hang} restarts after a hang is reached ({section}.hang)"
     if len(attempts) > policy.max:
         return f"the limit of {policy.max} restarts is reached ({section}.max)"
-    return lack_of_progress(run_dir, attempts)
+    return lack_of_progress(run_dir, attempts, REMEDIES)
 
 
 def _missing(pod: Pod) -> list[int]:

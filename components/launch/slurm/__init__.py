@@ -8,6 +8,6 @@ commands.py    Slurm commands as child processes, in a clean environment
 jobs.py        the job of a run directory, job states, scancel
 snapshot.py    a copy of the code in the run directory
 node_check.py  checks on every node before the ranks start
-requeue.py     the requeue policy: limits on requeues, on hangs and on attempts without progress
+requeue.py     the requeue policy: limits on requeues, hangs, corruption and attempts without progress
 conclude.py    the end of the batch script: result.json, the first failure, the exit status
 """

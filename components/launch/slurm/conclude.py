@@ -11,12 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from components.launch.slurm.requeue import (
-    attempts_of_job,
-    reason_not_after_corruption,
-    reason_not_after_hang,
-    reason_to_stop,
-)
+from components.launch.schedulers.job_attempts import attempts_of_job
+from components.launch.slurm.requeue import reason_not_after_corruption, reason_not_after_hang, reason_to_stop
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import Failure, Kind, RankExit, first_failure, print_failure, read_reports
 from components.protocol.run_files import (

@@ -11,17 +11,14 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.cluster import ClusterConfig
-from components.config.schema.data import MixtureDataConfig
 from components.config.schema.recipes import RecipeConfig, named_models
 from components.config.schema.schedulers.slurm import ContainerRuntime
 from components.launch.hub_access import hub_cache, is_offline
+from components.launch.schedulers.shared_paths import LOCAL_FILE_SYSTEMS, file_system, named_paths
 from components.launch.slurm.commands import run_slurm
 from components.launch.slurm.options import as_argument, resource_options
 from components.launch.slurm.script import setup_problems
 from components.launch.slurm.snapshot import ROOT
-
-LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
-"""Types of file systems that other machines cannot access, unless this one exports them."""
 
 UNREACHABLE = (
     *("cannot stat file", "configuration source", "configuration file", "Unable to contact slurm controller"),
@@ -175,27 +172,3 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
     if not local:
         return []
     return [f"the nodes need access to {', '.join(local)}, but these file systems look local to this machine"]
-
-
-def named_paths(cfg: RecipeConfig) -> dict[str, str | None]:
-    """Return the paths that a config names, by key; a model's may be a name on the hub."""
-    sources = cfg.data.sources if isinstance(cfg.data, MixtureDataConfig) else {}
-    return {
-        "run.dir": cfg.run.dir or str(Path.cwd()),
-        **named_models(cfg),
-        "data.path": getattr(cfg.data, "path", None),
-        **{f"data.sources.{name}.path": getattr(each, "path", None) for name, each in sources.items()},
-    }
-
-
-def _mounts() -> dict[str, str]:
-    """Return the file system type of each mount point."""
-    table = Path("/proc/self/mounts")
-    lines = table.read_text().splitlines() if table.exists() else []
-    return {entry[1].replace("\\040", " "): entry[2] for entry in map(str.split, lines) if len(entry) > 2}
-
-
-def file_system(path: Path) -> str | None:
-    """Return the type of the file system that contains a path; None if unknown."""
-    absolute, mounts = path.absolute(), _mounts()
-    return next((mounts[str(folder)] for folder in (absolute, *absolute.parents) if str(folder) in mounts), None)

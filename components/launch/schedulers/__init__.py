@@ -1,0 +1,6 @@
+"""What the backends of all schedulers, Slurm and Kubernetes, share. Imports no torch.
+
+job_attempts.py   attempts of a job, and the limits on attempts without progress
+node_problems.py  checks of a node or pod before its ranks start
+shared_paths.py   the paths that a config names, and whether other machines can access them
+"""

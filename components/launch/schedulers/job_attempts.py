@@ -1,0 +1,107 @@
+"""Attempts of a job, and the limits on attempts without progress, on Slurm and Kubernetes.
+
+An attempt makes progress if it publishes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.config.compose.frozen import read_section
+from components.config.errors import ConfigError
+from components.config.schema.cluster import ClusterConfig
+from components.config.schema.schedulers.slurm import RequeueConfig
+from components.protocol.run_files import CHECKPOINTS, CONFIG, FIRST_STEP, LOGS, attempt_logs, read_result
+
+JOB, CHECKPOINTS_BEFORE = "job", "checkpoints"
+"""Files in an attempt's logs: the job id, and the entries of checkpoints/ at the start. Slurm's batch script or the
+first pod writes them."""
+
+_PUBLISHED = re.compile(r"step_\d+(\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class JobAttempt:
+    """One attempt of a job."""
+
+    stepped: bool
+    """Whether it finished an optimizer step."""
+    progressed: bool
+    """Whether it published a checkpoint."""
+    status: str
+    """Status in its result.json; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedies:
+    """What to change if attempts make no progress, in the terms of a scheduler; each completes a sentence."""
+
+    longer_save: str
+    """How to give a save more time."""
+    longer_attempt: str
+    """How to get attempts that last until their first step."""
+
+
+def lack_of_progress(run_dir: Path, attempts: list[JobAttempt], remedies: Remedies) -> str | None:
+    """Return why these attempts count as stuck, naming the limit and remedies; None if another one may start."""
+    policy, section = requeue_policy(run_dir), "cluster.requeue"
+    with_steps = without_steps = 0
+    for attempt in reversed(attempts):
+        if attempt.progressed:
+            break
+        with_steps, without_steps = with_steps + attempt.stepped, without_steps + (not attempt.stepped)
+    if with_steps >= policy.without_progress:
+        return (
+            f"{with_steps} attempts in a row took steps and published no newer checkpoint "
+            f"({section}.without_progress={policy.without_progress}): save more often (checkpoint.every, "
+            f"checkpoint.every_minutes), give a save more time ({remedies.longer_save}), or raise the limit"
+        )
+    if without_steps >= policy.before_first_step:
+        return (
+            f"{without_steps} attempts in a row were stopped before their first step "
+            f"({section}.before_first_step={policy.before_first_step}): {remedies.longer_attempt}, or raise the limit"
+        )
+    return None
+
+
+def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
+    """Return the attempts of the job that runs attempt number `attempt`, oldest first, up to that one.
+
+    Empty if a batch script of the user's own does not write the files that this needs.
+    """
+    job = _lines(attempt_logs(run_dir, attempt) / JOB)
+    numbers = [number for number in range(attempt + 1) if _lines(attempt_logs(run_dir, number) / JOB) == job]
+    if not job:
+        return []
+    starts = [_published(_lines(attempt_logs(run_dir, number) / CHECKPOINTS_BEFORE)) for number in numbers]
+    folder = run_dir / CHECKPOINTS
+    starts.append(_published([path.name for path in folder.iterdir()] if folder.is_dir() else []))
+    return [
+        JobAttempt(
+            stepped=(logs / FIRST_STEP).exists() or (number == attempt and (run_dir / LOGS / FIRST_STEP).exists()),
+            progressed=bool(after - before),
+            status=str(read_result(run_dir if number == attempt else logs).get("status", "")),
+        )
+        for number, before, after in zip(numbers, starts[:-1], starts[1:], strict=True)
+        for logs in [attempt_logs(run_dir, number)]
+    ]
+
+
+def requeue_policy(run_dir: Path) -> RequeueConfig:
+    """Return the requeue policy in a run's config; the defaults if the config cannot be read."""
+    try:
+        return read_section(run_dir / CONFIG, "cluster", ClusterConfig).requeue
+    except ConfigError:
+        return RequeueConfig()
+
+
+def _published(names: list[str]) -> set[str]:
+    """Return the names of published checkpoints, without temporary folders."""
+    return {name for name in names if _PUBLISHED.fullmatch(name)}
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the complete lines of a file; none if it does not exist."""
+    return file.read_text().split("\n")[:-1] if file.exists() else []
