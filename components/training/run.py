@@ -67,6 +67,8 @@ class Run(Attempt):
         """Optimizer steps of the whole run. With training.epochs it is 0 until `begin`, which knows the data."""
         self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume)
         self._step_contexts = ExitStack()
+        self._comparison_is_due = False
+        """Whether the replicas are still to be compared after the last step (checkpoint.check_replicas)."""
         self._evaluated_step: int | None = None
         """Number of steps before the last evaluation of this attempt."""
 
@@ -194,6 +196,8 @@ class Run(Attempt):
         self._read_all()
 
     def _begin_step(self, batches: ReadAhead) -> Step:
+        if self._comparison_is_due:  # the recipe did not make the save that was due
+            self._compare_replicas()
         began, number = time.perf_counter(), self.state.step + 1
         for optimizer in checkpoint.list_optimizers(self._optimizer):
             set_learning_rate(optimizer, self.cfg.optimizer, self.state.step, self.total_steps)
@@ -262,7 +266,7 @@ class Run(Attempt):
         if is_new and (self.cfg.checkpoint.last or self.stopped):
             self._save(checkpoint.Mark(None if self.stopped else self.eval_loss), last=True)
         elif is_new:
-            self._replicas.compare(self.state.step)  # the export must not hold wrong numbers either
+            self._compare_replicas()  # the export must not hold wrong numbers either
         self._saver.wait()
         if self._planned() is not None:
             self._draw_mesh(observability.peak_memory_bytes(self.device))
@@ -284,7 +288,7 @@ class Run(Attempt):
             self.print(f"exported {folder}")
 
     def _save(self, mark: checkpoint.Mark, last: bool = False) -> None:
-        self._replicas.compare(self.state.step)
+        self._compare_replicas()
         has_average = self._average is not None
         extra = {"state": self.state.to_dict(), "data": self._batches.state_dict(), "has_average": has_average}
         if self._model.stored_dtype is not None:
@@ -303,13 +307,21 @@ class Run(Attempt):
         self._record(arrived)
         if self._stop.update(arrived):
             return
-        if self._replicas.due(step.number):
-            self._replicas.compare(step.number)
         by_time = any(each.must_save for each in arrived)
         if by_time:
             self._read_all()
-        if step.number < self.total_steps:
+        is_last = step.number >= self.total_steps
+        if not is_last:
             step.due_eval, step.save_is_scheduled, step.save_is_late = evaluates, saves, by_time
+        # Where a save follows, `_save` compares right before it: after an evaluation, and only once.
+        self._comparison_is_due = self._replicas.due(step.number)
+        if self._comparison_is_due and not step.due_save and not is_last:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """Compare the replicas after the last step. A collective; raises CorruptRank."""
+        self._comparison_is_due = False
+        self._replicas.compare(self.state.step)
 
     def _read_all(self) -> None:
         self._record(self._reader.flush())

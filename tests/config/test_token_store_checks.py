@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from components.data.token_store.manifest import Vocabulary, write_manifest
+from components.data.token_store.manifest import Vocabulary, shard_problems, write_manifest
 from components.data.token_store.vocabulary import HASH_OF_BYTES, hash_of_tokenizer
 from components.models.tokenizer import byte_tokenizer
 from tests.config.commands import REPOSITORY, Commands, Ended
@@ -106,3 +106,30 @@ def test_manifest_of_another_order_has_another_hash(tmp_path: Path) -> None:
     manifest = store_of(tmp_path / "store", [documents_of(seed, 80) for seed in (1, 2)])
     other = replace(manifest, shards=list(reversed(manifest.shards)))
     assert manifest.hash != other.hash
+
+
+def test_sizes_of_shards_come_from_one_listing_per_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only files that the listing lacks, or whose links lead nowhere, take a request of their own."""
+    folder, other = tmp_path / "store", tmp_path / "other"
+    manifest = store_of(folder, [documents_of(seed, 80) for seed in (1, 2, 3, 4)])
+    other.mkdir()
+    (folder / "3.safetensors").rename(other / "3.safetensors")
+    *inside, last = manifest.shards
+    manifest = replace(manifest, shards=[*inside, replace(last, path=str(other / "3.safetensors"))])
+    asked, stat = list[str](), os.stat
+
+    def counted(path: str, **options: bool) -> os.stat_result:
+        asked.append(str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", counted)
+    assert shard_problems(manifest, "data.path=store") == []
+    assert asked == []
+    (folder / "0.safetensors").unlink()
+    (folder / "1.safetensors").unlink()
+    (folder / "1.safetensors").symlink_to("nowhere")
+    assert shard_problems(manifest, "data.path=store") == [
+        f"data.path=store: 2 of 4 shards cannot be read, such as {folder}/0.safetensors (No such file or directory); "
+        "restore them, or write the manifest again"
+    ]
+    assert asked == [f"{folder}/0.safetensors", f"{folder}/1.safetensors"]

@@ -20,11 +20,28 @@ SHORT = (
 )
 FAULT = {"MESHBOOK_FAULT": "flip=7:weights:rank1:5"}
 """One bit of rank 1's weights is flipped after the update of step 5, before the comparison."""
+COUNTED = """
+from components.checkpoint.replica_check import ReplicaCheck
+
+compare = ReplicaCheck.compare
+
+
+def counted(check: ReplicaCheck, step: int) -> None:
+    print(f"comparison after step {step}", flush=True)
+    compare(check, step)
+
+
+if compare.__name__ == "compare":  # a forked process may run these lines twice
+    ReplicaCheck.compare = counted
+"""
+"""Lines of a recipe with which every comparison of replicas is printed."""
 
 
 def test_wrong_rank_of_three_ends_the_run_and_the_command_resumes(bench: Bench) -> None:
-    bench.recipe.write_text((RECIPES / "finetune.py").read_text())
-    command = (*SHORT, "cluster.procs_per_node=3")
+    """The replicas are compared after every step, and once where a save follows."""
+    text = (RECIPES / "finetune.py").read_text()
+    bench.recipe.write_text(text.replace("\n\n\n@recipe", f"\n{COUNTED}\n\n@recipe"))
+    command = (*SHORT, "cluster.procs_per_node=3", "checkpoint.check_replicas=1")
     done = bench.start(*command, environment=FAULT).wait()
     assert done.status == 76, done.errors
     run = bench.folder / "mine"
@@ -40,10 +57,14 @@ def test_wrong_rank_of_three_ends_the_run_and_the_command_resumes(bench: Bench) 
     )
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["step_2", "step_4"]
     assert not (run / "export").exists()
+    log = (run / "logs" / "attempt_0" / "rank_1.log").read_text()
+    assert re.findall(r"comparison after step (\d+)", log) == ["1", "2", "3", "4", "5"]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "loss" in line] == [1, 2, 3, 4]
     if TORTURE:
         assert bench.start(*command).wait().status == 0
+        log = (run / "logs" / "attempt_1" / "rank_1.log").read_text()
+        assert re.findall(r"comparison after step (\d+)", log) == ["5", "6", "7", "8"]
         assert json.loads((run / "result.json").read_text())["status"] == "ok"
         assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["step_6", "step_8"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -193,10 +194,11 @@ def entry_of(values: dict[str, Any]) -> ShardEntry:
 def shard_problems(manifest: Manifest, key: str) -> list[str]:
     """Return the problems of a store's files: those that are missing or have another size than in the manifest."""
     missing, changed = list[str](), list[str]()
-    for shard in manifest.shards:
-        file = manifest.file_of(shard)
+    files = [os.path.join(manifest.folder, shard.path) for shard in manifest.shards]
+    sizes = _listed_sizes(files)
+    for file, shard in zip(files, manifest.shards, strict=True):
         try:
-            size = os.stat(file).st_size
+            size = sizes[file] if file in sizes else os.stat(file).st_size
         except OSError as error:
             missing.append(f"{file} ({error.strerror})")
             continue
@@ -213,6 +215,22 @@ def shard_problems(manifest: Manifest, key: str) -> list[str]:
             f"{key}: {len(changed):,} of {total:,} shards were changed, such as {changed[0]}; restore them, {again}"
         )
     return problems
+
+
+def _listed_sizes(files: Sequence[str]) -> dict[str, int]:
+    """Return the sizes of files in bytes, from one listing of each folder.
+
+    A network file system returns attributes with a listing (NFS: READDIRPLUS), so that the sizes take no request per
+    file. Files that a listing lacks, and all of a folder that cannot be listed, are left out.
+    """
+    wanted, sizes = set(files), dict[str, int]()
+    for folder in {os.path.dirname(file) for file in files}:
+        with suppress(OSError), os.scandir(folder) as entries:
+            for each in entries:
+                if each.path in wanted:
+                    with suppress(OSError):  # the caller's own request reports why
+                        sizes[each.path] = each.stat().st_size
+    return sizes
 
 
 def vocabulary_problems(manifest: Manifest, key: str, *, size: int | None, tokenizer_hash: str | None) -> list[str]:
