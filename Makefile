@@ -60,7 +60,7 @@ test-unit: install
 	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/unit tests/config,unit and config)
 
 test-distributed: install
-	$(call lap,$(PYTEST) -n $(WORKERS) --dist loadfile tests/distributed,distributed)
+	$(call lap,$(PYTEST) -n $(WORKERS) --dist loadfile tests/distributed tests/storage,distributed)
 
 test-gpu-ready: install
 	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/gpu_ready,gpu ready)

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from components.checkpoint.folders import FOLDER
 from components.config.errors import ConfigError
-from scripts._export.options import add_output_options, check_output_options, new_folder, run_export
+from scripts._export.object_output import output_folder, upload_output
+from scripts._export.options import add_output_options, check_output_options, run_export
 from scripts._export.sources import find_sources, open_sources, read_average
 
 
@@ -42,7 +43,8 @@ def average(options: Namespace) -> Path:
     """Export the average and return the new folder. Raises ConfigError."""
     paths = find_sources(options.sources, options.steps)
     weights = _shares(options.weights, paths)
-    folder = new_folder(options.out or _default_folder(paths))
+    default = paths[0].parent if options.out else _default_folder(paths)
+    folder = output_folder(options.out, default, paths[0].parent.parent)
 
     import torch
 
@@ -103,7 +105,15 @@ def _card(paths: Sequence[Path], weights: Sequence[float]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Export the average, and print the folder and its size; return the exit status."""
-    return run_export(lambda: average(read_options(arguments)))
+    out: str | None = None
+
+    def check_and_average() -> Path:
+        nonlocal out
+        options = read_options(arguments)
+        out = options.out
+        return average(options)
+
+    return run_export(check_and_average, lambda folder: upload_output(folder, out))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python scripts/export.py outputs/finetune/RUN --dtype bfloat16 --shard-size 2GB
 python scripts/export.py outputs/finetune/RUN --adapter                        # only the LoRA adapters, in PEFT format
 python scripts/export.py outputs/finetune/RUN --averaged                       # the average of training.ema_decay
 python scripts/export.py outputs/finetune/RUN --push me/my-model               # also upload it to the Hugging Face hub
+python scripts/export.py outputs/finetune/RUN --out s3://bucket/my-model       # to an object store: s3, gs, az or hf
 
 Runs in one process without a GPU. The checkpoint is verified first. The weights are then copied block by block, so that
 the model need not fit into memory, and LoRA adapters are merged into the base weights from model.path. The folder
@@ -26,7 +27,8 @@ from components.config.schema.parallelism import describe_processes
 from components.terminal import print_text
 from scripts._export.checkpoints import OpenCheckpoint, RunSections, read_run
 from scripts._export.hub import HubTarget, find_target, upload
-from scripts._export.options import add_output_options, check_output_options, new_folder, run_export
+from scripts._export.object_output import output_folder, upload_output
+from scripts._export.options import add_output_options, check_output_options, run_export
 
 
 def read_options(arguments: list[str]) -> Namespace:
@@ -55,7 +57,7 @@ def export(options: Namespace) -> Path:
     checkpoint = choose_checkpoint(options.source.expanduser().resolve())
     run_dir = checkpoint.parent.parent
     kind = f"{'adapter' if options.adapter else 'export'}{'-averaged' if options.averaged else ''}"
-    folder = new_folder(options.out or run_dir / f"{kind}-{checkpoint.name}")
+    folder = output_folder(options.out, run_dir / f"{kind}-{checkpoint.name}", run_dir)
     cfg = _config_of(run_dir, options)
     source = OpenCheckpoint(checkpoint, cfg, averaged=options.averaged, exports_adapter=options.adapter)
     stored, model, tokenizer = source.stored, source.model, source.tokenizer
@@ -98,10 +100,12 @@ def _config_of(run_dir: Path, options: Namespace) -> RunSections:
 def main(arguments: list[str]) -> int:
     """Export the checkpoint, print the folder and its size, and upload it if asked to; return the exit status."""
     target: HubTarget | None = None
+    out: str | None = None
 
     def check_and_export() -> Path:
-        nonlocal target
+        nonlocal target, out
         options = read_options(arguments)
+        out = options.out
         if options.push is not None:
             target = find_target(options.push, is_public=options.public)
         return export(options)
@@ -109,6 +113,7 @@ def main(arguments: list[str]) -> int:
     def upload_if_asked(folder: Path) -> None:
         if target is not None:
             print_text(f"uploaded {upload(folder, target)}")
+        upload_output(folder, out)
 
     return run_export(check_and_export, upload_if_asked)
 

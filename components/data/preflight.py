@@ -18,6 +18,7 @@ from components.config.schema.data import (
 )
 from components.config.schema.model import ModelConfig
 from components.data.sources.files import Location, check_columns, columns_of, files_of_split, is_local
+from components.data.sources.objects import object_problems
 from components.data.sources.preference_rows import answer_configs
 from components.data.sources.rows import (
     columns_optional,
@@ -28,6 +29,7 @@ from components.data.sources.rows import (
 )
 from components.data.token_store.manifest import read_manifest, shard_problems, vocabulary_problems
 from components.data.token_store.vocabulary import hash_of_files
+from components.storage.urls import is_url
 
 _PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file
 
@@ -36,8 +38,8 @@ def check_files(cfg: DataConfig) -> list[str]:
     """Return the problems of the local files (or the factory) of `cfg`, one message each.
 
     The files of each split must exist, be readable and not empty. The first rows of the first file must
-    parse and have the configured columns; of Parquet files only the magic bytes are checked. Hub datasets are
-    not checked.
+    parse and have the configured columns; of Parquet files only the magic bytes are checked. Objects of a store must
+    exist and not be empty. Hub datasets are not checked.
     """
     if isinstance(cfg, MixtureDataConfig):
         return [problem for name, source in cfg.sources.items() for problem in of_source(name, check_files(source))]
@@ -85,6 +87,8 @@ def check_token_stores(cfg: DataConfig, model: ModelConfig, vocabulary_size: int
 
 
 def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
+    if is_url(location.path):
+        return object_problems(location)
     files = files_of_split(location)
     problems = [problem for file in files for problem in _check_content(file, location)]
     if problems or files[0].suffix == ".parquet":

@@ -13,6 +13,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
 from components.config.rules.run_rules import harness_problems, tracker_problems
+from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
 from components.config.schema.model import CausalLMConfig, Float8, Qat, TeacherConfig, TopKTeacherConfig, WeightInit
 from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
@@ -26,6 +27,7 @@ from components.config.validate import validate
 from components.data.preflight import check_files, check_token_stores
 from components.launch.deterministic_kernels import determinism_problems
 from components.protocol.run_files import CHECKPOINTS, CONFIG
+from components.storage.urls import package_problems
 
 MESH_KEYS = frozenset(
     ["cluster.kind", "cluster.nodes", "cluster.procs_per_node", "cluster.device", "cluster.oversubscribe"]
@@ -85,6 +87,7 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
         if path is not None and importlib.util.find_spec(package) is None:
             problems.append(f"{key}={path}: no module named {package!r}; install it, or put it next to the recipe")
     if cfg.cluster.has_same_packages:  # otherwise each rank checks its own
+        problems += _storage_problems(cfg)
         problems += tracker_problems(cfg.logging)
         if (tasks := section(cfg, TasksConfig)) is not None:
             problems += harness_problems(tasks)
@@ -95,6 +98,18 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
         if cfg.model.float8 != Float8.none:
             problems += torchao_problems(f"model.float8={cfg.model.float8}")
     return problems
+
+
+def _storage_problems(cfg: RecipeConfig) -> list[str]:
+    """Require the packages of the object stores that a config names, which are optional, to be installed."""
+    sources = {"data": cfg.data}
+    if isinstance(cfg.data, MixtureDataConfig):
+        sources = {f"data.sources.{name}": source for name, source in cfg.data.sources.items()}
+    urls: dict[str, str | None] = {}
+    for key, source in sources.items():
+        if isinstance(source, RowsDataConfig | TokensDataConfig):
+            urls |= {f"{key}.path": source.path, f"{key}.eval_path": source.eval_path}
+    return [problem for key, url in urls.items() for problem in package_problems(key, url)]
 
 
 def _task_problems(cfg: RecipeConfig) -> list[str]:

@@ -23,7 +23,7 @@ def add_output_options(parser: ArgumentParser, default_folder: str, default_dtyp
     Args:
         default_folder, default_dtype: Descriptions of the defaults, for --help.
     """
-    parser.add_argument("--out", type=Path, help=f"new folder (default: {default_folder})")
+    parser.add_argument("--out", help=f"new folder, or a URL such as s3://BUCKET/NAME (default: {default_folder})")
     parser.add_argument("--shard-size", default="4GB", help="maximum size of a weight file (default: 4GB)")
     parser.add_argument("--dtype", help=f"dtype to write: {', '.join(DTYPES)} (default: {default_dtype})")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's repository")

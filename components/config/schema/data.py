@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from components.config.schema.checks import at_least, field_values, own_kind, raise_all
+from components.storage.urls import is_url, url_problems
 
 IGNORED = -100
 """Label or target of a position without loss: the `ignore_index` of PyTorch and Hugging Face."""
@@ -104,6 +105,15 @@ class DataConfig:
             )
         return problems
 
+    def _object_problems(self, paths: Mapping[str, str | None]) -> list[str]:
+        """Return the problems of the paths that are URLs of object stores, by key."""
+        problems = []
+        for key, path in paths.items():
+            problems += url_problems(f"data.{key}", path)
+            if self.cache is None and path is not None and is_url(path):
+                problems.append(f"data.cache=null: objects of {path} are copied to it; set data.cache to a folder")
+        return problems
+
 
 @dataclass(kw_only=True, slots=True)
 class DocsDataConfig(DataConfig):
@@ -128,10 +138,11 @@ class RowsDataConfig(DataConfig):
     """Keys shared by the kinds whose data are rows of a file, a folder of files or a hub dataset."""
 
     path: str
-    """JSONL, JSON, CSV, TSV or Parquet file, a folder with a file per split (train.jsonl, test.jsonl), or the name of a
-    hub dataset."""
+    """JSONL, JSON, CSV, TSV or Parquet file, a folder with a file per split (train.jsonl, test.jsonl), a URL of either
+    (s3://, gs://, az://, hf://), which is copied to `cache`, or the name of a hub dataset."""
     eval_path: str | None = None
-    """File, folder or hub dataset with the held-out rows, split eval_split (or split if that is null); null: path."""
+    """File, folder, URL or hub dataset with the held-out rows, split eval_split (or split if that is null); null:
+    path."""
     subset: str | None = None
     """Configuration of a hub dataset, such as main; null for local files."""
     revision: str | None = None
@@ -148,7 +159,7 @@ class RowsDataConfig(DataConfig):
         for key, place in (("path", self.path), ("eval_path", self.eval_path)):
             if place == "":
                 problems.append(f"data.{key}='': is empty; set data.{key} to a file, a folder or a hub name")
-        return problems
+        return problems + self._object_problems({"path": self.path, "eval_path": self.eval_path})
 
 
 @dataclass(kw_only=True, slots=True)

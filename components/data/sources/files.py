@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from components.config.errors import ConfigError
+from components.storage.urls import is_url
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 """Suffixes of readable files. A .txt file is one row with the column `text`."""
@@ -48,6 +49,8 @@ class Location(NamedTuple):
     """Name of the split."""
     is_further_split: bool = False
     """Whether this is another split of data.path than the training split, so that data.path cannot be a single file."""
+    cache: str | None = None
+    """Folder that objects of a store are copied to; None: `path` is not a URL."""
 
 
 STDLIB = "python:stdlib"
@@ -60,8 +63,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def is_local(path: str) -> bool:
-    """Return whether `path` is a local file or folder (exists or looks like one) rather than a hub name."""
-    return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or Path(path).exists()
+    """Return whether `path` is a URL, or a local file or folder (exists or looks like one), not a hub name."""
+    return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or is_url(path) or Path(path).exists()
 
 
 def files_of_split(location: Location) -> list[Path]:
@@ -69,22 +72,19 @@ def files_of_split(location: Location) -> list[Path]:
 
     The split of a file is the prefix of its name or of its folder's name: train.jsonl,
     test-00000-of-00002.parquet, train/part-1.csv. If no file name has such a prefix, all files belong to train. A
-    path to a single file is one split, whatever its name.
+    path to a single file is one split, whatever its name. Files of an object store are copied to `location.cache`,
+    unless they are there.
 
     Raises ConfigError, with `location.key`, if there are no readable files of the split.
     """
+    if is_url(location.path):
+        from components.data.sources.objects import copies_of_split
+
+        return copies_of_split(location)
     folder = Path(os.path.expanduser(location.path))
     setting = f"{location.key}={location.path}"
     if folder.is_file():
-        if folder.suffix not in SUFFIXES:
-            raise ConfigError(
-                f"{setting}: files with suffix {folder.suffix!r} are not supported; use {_listed(SUFFIXES)}"
-            )
-        if location.is_further_split:
-            raise ConfigError(
-                f"data.eval_split={location.split}: data.path={location.path} is a single file, which has no other "
-                "split; set data.eval_path to a file, or data.eval_split=null to hold out data.eval_fraction"
-            )
+        check_single_file(location, folder.suffix)
         return [folder]
     if not folder.is_dir():
         raise ConfigError(
@@ -92,10 +92,29 @@ def files_of_split(location: Location) -> list[Path]:
             "folder of them, or the name of a hub dataset (owner/name)"
         )
     found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-    visible = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    return [folder / name for name in names_of_split(location, [file.relative_to(folder) for file in found])]
+
+
+def check_single_file(location: Location, suffix: str) -> None:
+    """Require a supported suffix of a path that is one file, and no other split of it. Raises ConfigError."""
+    if suffix not in SUFFIXES:
+        raise ConfigError(
+            f"{location.key}={location.path}: files with suffix {suffix!r} are not supported; use {_listed(SUFFIXES)}"
+        )
+    if location.is_further_split:
+        raise ConfigError(
+            f"data.eval_split={location.split}: data.path={location.path} is a single file, which has no other "
+            "split; set data.eval_path to a file, or data.eval_split=null to hold out data.eval_fraction"
+        )
+
+
+def names_of_split(location: Location, found: Sequence[Path]) -> list[Path]:
+    """Return the files of a folder that belong to a split; paths are relative to the folder. Raises ConfigError."""
+    setting = f"{location.key}={location.path}"
+    visible = [file for file in found if not any(part.startswith(".") for part in file.parts)]
     if not visible:
         raise ConfigError(f"{setting}: the folder contains no file of a supported format ({_listed(SUFFIXES)})")
-    splits = {file: _split_of(file.relative_to(folder), location.split) for file in visible}
+    splits = {file: _split_of(file, location.split) for file in visible}
     if not any(splits.values()):
         splits = dict.fromkeys(visible, "train")
     chosen = [file for file, name in splits.items() if name == location.split]

@@ -94,15 +94,15 @@ class BadRowError(ValueError):
 
 def train_location(cfg: RowsDataConfig) -> Location:
     """Return the location of the training rows."""
-    return Location("data.path", cfg.path, cfg.split)
+    return Location("data.path", cfg.path, cfg.split, cache=cfg.cache)
 
 
 def eval_location(cfg: RowsDataConfig) -> Location | None:
     """Return the location of the held-out rows, or None if they are part of the training rows (`eval_fraction`)."""
     if cfg.eval_path is not None:
-        return Location("data.eval_path", cfg.eval_path, cfg.eval_split or cfg.split)
+        return Location("data.eval_path", cfg.eval_path, cfg.eval_split or cfg.split, cache=cfg.cache)
     if cfg.eval_split is not None:
-        return Location("data.path", cfg.path, cfg.eval_split, is_further_split=True)
+        return Location("data.path", cfg.path, cfg.eval_split, is_further_split=True, cache=cfg.cache)
     return None
 
 

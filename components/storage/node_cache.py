@@ -1,0 +1,121 @@
+"""Objects and parts of objects on this node's disk, below a limit in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from components.storage.object_store import ObjectStore, StoredObject
+from components.storage.urls import name_of
+
+FOLDER = "objects"
+"""Folder below data.cache."""
+_TEMPORARY = ".tmp-"
+_TEMPORARY_SECONDS = 24 * 3600  # a temporary file this old was left by a process that died
+_HASH_BYTES = 16
+
+
+class NodeCache:
+    """Folder that the processes of a node share. Entries appear by a rename and are never changed."""
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+        """`limit_bytes`: The least recently used parts are removed beyond this total; None: no limit."""
+        self._folder, self._limit = folder, limit_bytes
+        self._unmeasured, self._is_new = 0, True
+
+    def object(self, store: ObjectStore, source: StoredObject) -> Path:
+        """Return a local copy of an object, which is downloaded unless it exists; other processes wait for it.
+
+        Another version of the object is another entry. Raises OSError.
+        """
+        file = self._folder / self._key(source) / name_of(source.url)
+        if not _has_size(file, source.bytes):
+            with _locked(file.parent):
+                if not _has_size(file, source.bytes):
+                    for killed in file.parent.glob(f"*{_TEMPORARY}*"):
+                        killed.unlink()
+                    temporary = file.with_name(f"{file.name}{_TEMPORARY}{secrets.token_hex(8)}")
+                    store.download(source, temporary)
+                    os.replace(temporary, file)
+        with contextlib.suppress(OSError):
+            os.utime(file)
+        return file
+
+    def part(self, source: StoredObject, start: int, read: Callable[[], bytes]) -> bytes:
+        """Return a part of an object, which `read` returns unless it is cached. Raises OSError of `read`.
+
+        A cached part is verified by its hash, and read again if it is damaged. A disk that cannot be written is no
+        error: the part is returned and not kept.
+        """
+        file = self._folder / self._key(source) / f"{start:016x}.part"
+        with contextlib.suppress(OSError):
+            stored = file.read_bytes()
+            data = stored[_HASH_BYTES:]
+            if stored[:_HASH_BYTES] == xxhash.xxh3_128_digest(data):
+                os.utime(file)
+                return data
+        data = read()
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary = file.with_name(f"{file.name}{_TEMPORARY}{secrets.token_hex(8)}")
+            temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
+            os.replace(temporary, file)
+            self._account(len(data))
+        return data
+
+    def has_part(self, source: StoredObject, start: int) -> bool:
+        """Return whether a part is cached."""
+        return (self._folder / self._key(source) / f"{start:016x}.part").exists()
+
+    def _key(self, source: StoredObject) -> str:
+        return xxhash.xxh3_128(f"{source.url} {source.version} {source.bytes}".encode()).hexdigest()
+
+    def _account(self, added: int) -> None:
+        """Remove the least recently used parts if the total approaches the limit.
+
+        Each process measures the folder after 1/64 of the limit that it has added, and an eighth of the limit is left
+        free, so eight processes that add parts at the same time stay below it.
+        """
+        if self._limit is None:
+            return
+        self._unmeasured += added
+        if self._unmeasured < self._limit // 64 and not self._is_new:
+            return
+        self._unmeasured, self._is_new = 0, False
+        parts = []
+        for file in self._folder.glob("*/*.part*"):
+            with contextlib.suppress(OSError):  # removed by another process
+                status = file.stat()
+                if _TEMPORARY not in file.name:
+                    parts.append((status.st_mtime, status.st_size, file))
+                elif time.time() - status.st_mtime > _TEMPORARY_SECONDS:
+                    file.unlink()
+        total = sum(size for _, size, _ in parts)
+        if total <= self._limit * 7 // 8:
+            return
+        for _, size, file in sorted(parts):
+            with contextlib.suppress(OSError):
+                file.unlink()
+            total -= size
+            if total <= self._limit * 3 // 4:
+                return
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock between the processes that use a folder, which is created."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # samples may be confidential
+    with (folder / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size

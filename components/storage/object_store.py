@@ -1,0 +1,259 @@
+"""Reads and writes of objects, verified, and repeated a bounded number of times if they fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from components.storage.urls import name_of, scheme_of
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+ATTEMPTS = 6
+"""How often an operation is tried. On S3, each request of an operation is tried `_REQUEST_ATTEMPTS` times."""
+READ_BYTES = 32 * 1024**2
+"""Bytes per request of a download."""
+PART_BYTES = 64 * 1024**2
+"""Bytes per part of a multi-part upload."""
+_REQUEST_ATTEMPTS = 5
+_FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between attempts: doubled each time, times a random factor
+_PARALLEL = 4  # requests of one download at a time
+_CONNECT_SECONDS, _SILENT_SECONDS = 10, 30
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "LastModified", "mtime")
+_PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class StorageError(OSError):
+    """An operation on an object store failed, with its reason; repeating it did not help."""
+
+
+class StoredObject(NamedTuple):
+    """An object in a store."""
+
+    url: str
+    bytes: int
+    version: str
+    """Changes with the content: its ETag, generation, hash or time, whichever the store has."""
+
+
+@dataclass(slots=True)
+class _Repeats:
+    """Requests and operations that failed and were repeated."""
+
+    reasons: Counter[str]
+    seconds: float = 0.0
+    """Time in failed operations and in waiting after them."""
+
+
+class ObjectStore:
+    """Objects of one scheme; safe to use from several threads, not after a fork.
+
+    Credentials and endpoints are those that the backend finds in the environment, such as AWS_ACCESS_KEY_ID,
+    AWS_PROFILE and AWS_ENDPOINT_URL. All methods raise StorageError once `ATTEMPTS` attempts have failed, or at once
+    for an error that another attempt cannot change, and FileNotFoundError for an object that does not exist.
+    """
+
+    def __init__(self, url: str, attempts: int = ATTEMPTS) -> None:
+        """Open the store that a URL belongs to. Nothing is requested yet."""
+        self._attempts = attempts
+        self.scheme = scheme_of(url)
+        self._place = f"{self.scheme}://{url.partition('://')[2].partition('/')[0]}"
+        self._repeats = _Repeats(Counter())
+        self._lock = threading.Lock()
+        self._fs = self._open()
+
+    def stat(self, url: str) -> StoredObject:
+        """Return the size and version of an object."""
+        return self._retry(f"look up {url}", lambda: self._described(self._fs.info(url)))
+
+    def list(self, url: str) -> list[StoredObject]:
+        """Return all objects below `url`, in folders too, sorted by name; empty if there are none."""
+
+        def find() -> list[StoredObject]:
+            found = self._fs.find(url.rstrip("/") + "/", detail=True)
+            return [self._described(each) for _, each in sorted(found.items())]
+
+        try:
+            return self._retry(f"list {url}", find)
+        except FileNotFoundError:
+            return []
+
+    def read(self, url: str) -> bytes:
+        """Return the content of a small object."""
+
+        def read() -> bytes:
+            size = int(self._fs.info(url)["size"])
+            return _of_length(self._fs.cat_file(url), size)
+
+        return self._retry(f"read {url}", read)
+
+    def read_range(self, url: str, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to `stop` of an object."""
+        if start >= stop:
+            return b""
+        return self._retry(
+            f"read {url}", lambda: _of_length(self._fs.cat_file(url, start=start, end=stop), stop - start)
+        )
+
+    def download(self, source: StoredObject, file: Path) -> None:
+        """Copy an object to a new file, and fsync it. Raises OSError, in which case the file is removed."""
+        try:
+            with file.open("xb") as output, ThreadPoolExecutor(_PARALLEL) as pool:
+                descriptor = output.fileno()
+                os.ftruncate(descriptor, source.bytes)
+
+                def copy(start: int) -> None:
+                    data = self.read_range(source.url, start, min(start + READ_BYTES, source.bytes))
+                    written = 0
+                    while written < len(data):
+                        written += os.pwrite(descriptor, data[written:], start + written)
+
+                list(pool.map(copy, range(0, source.bytes, READ_BYTES)))
+                os.fsync(descriptor)
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
+
+    def upload(self, file: Path, url: str) -> None:
+        """Copy a file to an object, in parts if it is large, and compare their sizes."""
+        options = {"chunksize": PART_BYTES} if self.scheme == "s3" else {}
+        size = file.stat().st_size
+
+        def put() -> None:
+            self._fs.put_file(str(file), url, **options)
+            stored = int(self._fs.info(url)["size"])
+            if stored != size:
+                raise OSError(f"{stored:,} bytes were stored instead of {size:,}")
+
+        self._retry(f"write {url}", put)
+
+    def write(self, url: str, content: bytes) -> None:
+        """Write a small object, and compare what the store returns with it."""
+
+        def put() -> None:
+            self._fs.pipe_file(url, content)
+            if self._fs.cat_file(url) != content:
+                raise OSError("the store returns another content than was written")
+
+        self._retry(f"write {url}", put)
+
+    def remove(self, urls: Iterable[str]) -> None:
+        """Remove objects, one after another in this order; one that does not exist is not an error."""
+        for url in urls:
+            try:
+                self._retry(f"remove {url}", lambda url=url: self._fs.rm_file(url))  # type: ignore[misc]
+            except FileNotFoundError:
+                continue
+
+    def repeats(self) -> str | None:
+        """Return a line about the requests that were repeated since the last call; None if there were none."""
+        with self._lock:
+            repeats, self._repeats = self._repeats, _Repeats(Counter())
+        if not repeats.reasons:
+            return None
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in repeats.reasons.most_common())
+        lost = f", {repeats.seconds:.1f} s lost" if repeats.seconds >= 0.1 else ""
+        return f"{self._place}: {repeats.reasons.total()} failed requests were repeated ({reasons}{lost})"
+
+    def _open(self) -> Any:
+        import fsspec
+        from fsspec.config import conf
+
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if self.scheme != "s3":
+            return fsspec.filesystem(self.scheme, **options)
+        timeouts = {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _SILENT_SECONDS,
+            "retries": {"mode": "standard", "total_max_attempts": _REQUEST_ATTEMPTS},
+        }
+        # The user's own settings (FSSPEC_S3_CONFIG_KWARGS, ~/.config/fsspec) take precedence.
+        options["config_kwargs"] = timeouts | dict(conf.get("s3", {}).get("config_kwargs", {}))
+        fs = fsspec.filesystem("s3", **options)
+        # One attempt of its own: requests are repeated by botocore, which covers all errors, and operations here.
+        fs.retries = 1
+        return fs
+
+    def _observe(self) -> None:
+        """Count the requests that botocore repeats, which it reports nowhere. Its client exists once s3fs connects."""
+        if self.scheme != "s3" or self._fs._s3 is not None:
+            return
+        with self._lock:
+            if self._fs._s3 is None:
+                self._fs.connect()
+                self._fs.s3.meta.events.register("needs-retry.s3", self._after_request)
+
+    def _after_request(self, response: Any, caught_exception: Any, attempts: int, **_: object) -> None:
+        status = None if response is None else response[0].status_code
+        if attempts < _REQUEST_ATTEMPTS and (caught_exception is not None or status == 429 or (status or 0) >= 500):
+            with self._lock:
+                self._repeats.reasons[str(status or type(caught_exception).__name__)] += 1
+
+    def _described(self, info: dict[str, Any]) -> StoredObject:
+        version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
+        return StoredObject(f"{self.scheme}://{info['name']}", int(info["size"] or 0), version.strip('"'))
+
+    def _retry(self, what: str, operation: Callable[[], Result]) -> Result:
+        attempt = 0
+        while True:
+            attempt += 1
+            began = time.monotonic()
+            try:
+                self._observe()
+                return operation()
+            except FileNotFoundError:
+                raise
+            # Backends and their HTTP clients have no common base of their errors. Each is raised in the end.
+            except Exception as error:
+                if type(error).__module__ == "builtins" and not isinstance(error, OSError):
+                    raise  # a mistake in the code
+                if attempt == self._attempts or isinstance(error, _PERMANENT) or "Credentials" in type(error).__name__:
+                    times = f" ({attempt} attempts)" if attempt > 1 else ""
+                    raise StorageError(f"cannot {what}: {describe(error)}{times}") from error
+                reason = type(error).__name__
+            time.sleep(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.5, 1.0))
+            with self._lock:
+                self._repeats.reasons[reason] += 1
+                self._repeats.seconds += time.monotonic() - began
+
+
+def _of_length(data: bytes, length: int) -> bytes:
+    """Return `data`. Raises OSError if it has another length, as after a connection that was cut."""
+    if len(data) != length:
+        raise OSError(f"{len(data):,} bytes were received instead of {length:,}")
+    return data
+
+
+def describe(error: Exception) -> str:
+    """Return an error on one line, without the queries of URLs, which may hold signatures."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {re.sub(r'[?][^ ]*', '', text)}" if text else type(error).__name__
+
+
+def upload_folder(folder: Path, url: str, last: str) -> list[str]:
+    """Upload the files of a folder, in subfolders too, and return the lines to report.
+
+    Args:
+        last: Name of the file to write last: without it, readers reject the folder.
+    """
+    store = ObjectStore(url)
+    files = sorted(each for each in folder.rglob("*") if each.is_file())
+    files.sort(key=lambda each: each.name == last)
+    if any(name_of(each.url) == last for each in store.list(url)):
+        store.remove([f"{url.rstrip('/')}/{last}"])
+    for file in files:
+        store.upload(file, f"{url.rstrip('/')}/{file.relative_to(folder).as_posix()}")
+    repeats = store.repeats()
+    return [] if repeats is None else [repeats]

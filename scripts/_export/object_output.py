@@ -1,0 +1,48 @@
+"""--out URL: an export that is written to a local folder first and then uploaded to an object store."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+from components.config.errors import ConfigError
+from components.storage.object_store import ObjectStore, describe, upload_folder
+from components.storage.urls import is_url, name_of, package_problems, url_problems
+from components.terminal import print_text
+from scripts._export.options import new_folder
+
+LAST = "config.json"
+"""File that is uploaded last: transformers rejects a folder without it."""
+
+
+def output_folder(out: str | None, default: Path, beside: Path) -> Path:
+    """Return the new folder to write to: `out`, `default` without it, or a temporary one in `beside` if `out` is a URL.
+
+    Raises ConfigError if the folder exists, or if objects below the URL do, or its store cannot be read.
+    """
+    if out is None or not is_url(out):
+        return new_folder(Path(out) if out else default)
+    if problems := [*url_problems("--out", out), *package_problems("--out", out)]:
+        raise ConfigError(problems)
+    try:
+        exists = bool(ObjectStore(out, attempts=2).list(out))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {describe(error)}") from error
+    if exists:
+        raise ConfigError(f"--out {out}: there are objects below it; choose another one, or remove them")
+    return new_folder(beside / f".upload-{secrets.token_hex(4)}" / name_of(out))
+
+
+def upload_output(folder: Path, out: str | None) -> None:
+    """Upload the folder and remove it, if `out` is a URL. Raises ConfigError, and keeps the folder then."""
+    if out is None or not is_url(out):
+        return
+    try:
+        repeats = upload_folder(folder, out, LAST)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {describe(error)}; the export in {folder} is complete") from error
+    for line in repeats:
+        print_text(line)
+    shutil.rmtree(folder.parent)
+    print_text(f"uploaded {out}")
