@@ -10,6 +10,7 @@ manifest.py          the manifest: files, sizes and hashes; written last
 listing.py           the checkpoints of a run directory, without torch
 tensors.py           model and optimizer state as named tensors, stored as safetensors by torch.distributed.checkpoint
 planners.py          the blocks of each tensor that a rank writes and reads
+remote/              Mirror: copies of the checkpoints in an object store (checkpoint.remote)
 base_fingerprint.py  fingerprint of the base weights of a LoRA run, which are not saved
 random_state.py      random number generator states as JSON
 folders.py           names in run_dir/checkpoints
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         verify,
     )
     from components.checkpoint.reader import StoredWeights, choose_checkpoint
+    from components.checkpoint.remote.mirror import Mirror
     from components.checkpoint.replica_check import ReplicaCheck
     from components.checkpoint.save import Mark, save_checkpoint
     from components.checkpoint.saver import Saver

@@ -20,6 +20,8 @@ from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, candi
 from components.checkpoint.listing import newest_complete
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
+from components.checkpoint.remote.fetch import fetch_checkpoint
+from components.checkpoint.remote.mirror import Mirror
 from components.checkpoint.save import mesh_of
 from components.checkpoint.tensors import (
     AVERAGE,
@@ -38,6 +40,7 @@ from components.config.safe_yaml import load_yaml
 from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.models.weights.shards import local_part
 from components.resilience.faults import fault_point
+from components.storage.urls import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ SHOWN = 8
 """Names listed in an error."""
 
 
-def find_checkpoint(run_dir: Path | str, resume: str) -> Path | None:
+def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = None) -> Path | None:
     """Return the checkpoint to resume from, fully verified and the same on every rank; None to start from scratch.
 
     Rank 0 orders the candidates by their manifests; the ranks share the work of verifying the hashes. A collective.
@@ -57,17 +60,28 @@ def find_checkpoint(run_dir: Path | str, resume: str) -> Path | None:
         resume: "auto": the newest complete checkpoint of `run_dir`; a damaged one is skipped with a warning that names
             the file. "never": None. Otherwise the path of a checkpoint to start from; checkpoints that `run_dir` has
             saved since it started from that path take precedence, so that a requeued job continues.
+        mirror: The run's copies in an object store. One that is newer than all intact checkpoints of `run_dir` is
+            copied there, verified and returned; a damaged one is skipped like others.
 
     Raises:
+        CheckpointError: On every rank, if the store of `mirror` cannot be read.
         ConfigError: `resume` is the path of something that is not a complete checkpoint.
     """
     if resume == NEVER:
         return None
-    for path in map(Path, broadcast_json([str(each) for each in _newest_first(Path(run_dir) / FOLDER, resume)])):
-        problems = verify(path)
+    folder = Path(run_dir) / FOLDER
+    found: list[str] = []
+    with fail_together(f"the checkpoints of {run_dir} could not be listed"):
+        if this_rank() == 0:
+            found = _newest_first(folder, resume, mirror)
+    for place in broadcast_json(found):
+        if mirror is not None and is_url(place):
+            path, problems = fetch_checkpoint(mirror, place, folder, verify)
+        else:
+            path, problems = Path(place), verify(Path(place))
         if not problems:
             return path
-        _warn(path, problems)
+        _warn(place, problems)
     if resume == AUTO:
         return None
     path = Path(resume).expanduser()
@@ -219,27 +233,41 @@ def holds_average(stored: Iterable[str]) -> bool:
     return any(name.startswith(AVERAGE) for name in stored)
 
 
-def _newest_first(folder: Path, resume: str) -> list[Path]:
-    """Return rank 0's candidates for resuming, newest first; warn about those without a valid manifest."""
-    if this_rank() != 0:
-        return []
-    usable: list[tuple[int, Path]] = []
+def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> list[str]:
+    """Return the candidates for resuming, newest first, as paths and URLs; warn about those without a valid manifest.
+
+    A checkpoint of the folder precedes its copy.
+    """
+    usable: list[tuple[int, bool, str]] = []
     for path in candidates(folder):
         try:
             serial = Manifest.read(path).serial
-            if resume == AUTO or _same_path(_began_from(path), resume):
-                usable.append((serial, path))
+            if resume == AUTO or _same_path(_began_from(_text(path / STATE)), resume):
+                usable.append((serial, True, str(path)))
         except ManifestError as error:
             _warn(path, [str(error)])
-    return [path for _, path in sorted(usable, reverse=True)]
+    for each in [] if mirror is None else mirror.copies():
+        if mirror is None or each.manifest is None:
+            continue
+        state = b"" if resume == AUTO or STATE not in each.objects else mirror.store.read(each.objects[STATE].url)
+        if resume == AUTO or _same_path(_began_from(state), resume):
+            usable.append((each.manifest.serial, False, each.url))
+    return [place for _, _, place in sorted(usable, reverse=True)]
 
 
-def _began_from(path: Path) -> str | None:
-    """Return the run.resume of the run that saved a checkpoint; None if its state does not contain it."""
+def _text(path: Path) -> str:
     try:
-        config = json.loads((path / STATE).read_text())["config"]
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _began_from(state: str | bytes) -> str | None:
+    """Return the run.resume of the run that saved a checkpoint; None if its state.json does not contain it."""
+    try:
+        config = json.loads(state)["config"]
         return load_yaml(config or "")["run"]["resume"]
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+    except (ValueError, LookupError, TypeError, yaml.YAMLError):
         return None
 
 
@@ -295,6 +323,6 @@ def _check_average(path: Path, local: Tensors, stored: dict[str, TensorStorageMe
         raise ConfigError(problems)
 
 
-def _warn(path: Path, problems: list[str]) -> None:
+def _warn(path: Path | str, problems: list[str]) -> None:
     if this_rank() == 0:
         logger.warning("checkpoint %s is skipped: %s", path, "; ".join(problems))

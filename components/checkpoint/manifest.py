@@ -81,17 +81,26 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read and validate the manifest of `folder`. Raises ManifestError."""
         try:
-            written = json.loads(read_regular(folder / MANIFEST))
+            text = read_regular(folder / MANIFEST).decode()
+        except FileNotFoundError as error:
+            missing = f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
+            raise ManifestError(missing) from error
+        except (OSError, ValueError) as error:
+            raise ManifestError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+        return cls.parse(text)
+
+    @classmethod
+    def parse(cls, text: str) -> Manifest:
+        """Validate the text of a manifest. Raises ManifestError."""
+        try:
+            written = json.loads(text)
             body = written["body"]
             if written["sha256"] != _digest(body):
                 raise ManifestError(f"{MANIFEST} does not match its own hash")
             if body.pop("format") != FORMAT:
                 raise ManifestError(f"{MANIFEST} has a format that this version of Meshbook cannot read")
             manifest = cls.from_body(body)
-        except FileNotFoundError as error:
-            missing = f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
-            raise ManifestError(missing) from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ManifestError):
                 raise
             raise ManifestError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error

@@ -124,11 +124,16 @@ def take_snapshot(
 
 
 def write_snapshot(
-    run_dir: Path | str, snapshot: Snapshot, policy: CheckpointConfig, group: dist.ProcessGroup | None = None
+    run_dir: Path | str,
+    snapshot: Snapshot,
+    policy: CheckpointConfig,
+    group: dist.ProcessGroup | None = None,
+    after: int = 0,
 ) -> Path:
     """Write and publish the snapshots of all ranks, as described in `save_checkpoint`; a collective.
 
     Args:
+        after: Its serial is above this one and those in the folder.
         group: Process group of all ranks; None: the default group. A background thread needs a group that only it uses:
             collectives of two threads in one group could start in a different order on each rank.
     """
@@ -149,7 +154,7 @@ def write_snapshot(
         final = folder
         with fail_together(failure, group):
             if this_rank() == 0:
-                final = _publish(tmp, snapshot, records)
+                final = _publish(tmp, snapshot, records, after)
     except BaseException:
         if this_rank() == 0:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -190,7 +195,7 @@ def _free_bytes(tmp: Path) -> int | None:
         return None
 
 
-def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord]) -> Path:
+def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord], after: int = 0) -> Path:
     missing = sorted(name for name in records if not (tmp / name).is_file())
     if missing:
         raise OSError(
@@ -206,7 +211,7 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord]) -> P
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,
-        serial=1 + max((manifest.serial for _, manifest in earlier), default=0),
+        serial=1 + max((after, *(manifest.serial for _, manifest in earlier))),
         mesh=snapshot.mesh,
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
         files=dict(sorted(records.items())),

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from components.checkpoint.base_fingerprint import base_fingerprint
 from components.checkpoint.checkpoint_error import CheckpointError, fail_together
+from components.checkpoint.remote.mirror import Mirror
 from components.checkpoint.save import Mark, Snapshot, take_snapshot, write_snapshot
 from components.checkpoint.tensors import Optimizers, Tensors, list_optimizers, model_tensors, optimizer_tensors
 from components.config.schema.checkpoint import CheckpointConfig
@@ -57,6 +58,7 @@ class Saver:
         policy: CheckpointConfig,
         report: Callable[[str], object] = logger.info,
         average: Tensors | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """Create the process group of the background mode; a collective then.
 
@@ -64,10 +66,11 @@ class Saver:
             policy: The mode (`async_save`) and the complete checkpoints to keep.
             report: Called with each line to show, on every rank; in the background mode also by the writing thread.
             average: `WeightAverage.tensors`; None: no average is saved.
+            mirror: Copies each checkpoint to checkpoint.remote; None: there are no copies.
         """
         self.buffers = CopyBuffers()
         self._run_dir, self._model, self._optimizer, self._policy = run_dir, model, optimizer, policy
-        self._report, self._average = report, average
+        self._report, self._average, self._mirror = report, average, mirror
         self._group = create_gloo_group() if policy.async_save else None
         self._writing: _Writing | None = None
         self._allocating: threading.Thread | None = None
@@ -102,9 +105,9 @@ class Saver:
             try:
                 self.wait()
             except CheckpointError:
-                self._save_now(step, extra, mark)
+                self._save_now(step, extra, mark, last)
                 raise
-            self._save_now(step, extra, mark)
+            self._save_now(step, extra, mark, last)
             return
         self.wait()
         waited = time.perf_counter() - began
@@ -137,8 +140,8 @@ class Saver:
         self._allocating = _thread("buffers for checkpoints", lambda: self.buffers.allocate(tensors))
         self._allocating.start()
 
-    def _save_now(self, step: int, extra: dict[str, Any], mark: Mark | None) -> None:
-        self._write(self._snapshot(step, extra, mark), group=None)
+    def _save_now(self, step: int, extra: dict[str, Any], mark: Mark | None, last: bool) -> None:
+        self._write(self._snapshot(step, extra, mark), None, last)
 
     def _snapshot(self, step: int, extra: dict[str, Any], mark: Mark | None) -> Snapshot:
         return take_snapshot(step, self._model, self._optimizer, extra, mark, self._base_fingerprint, self._average)
@@ -147,10 +150,28 @@ class Saver:
     def _base_fingerprint(self) -> str | None:
         return base_fingerprint(self._model)
 
-    def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> Path:
-        path = write_snapshot(self._run_dir, snapshot, self._policy, group)
+    def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None, last: bool = False) -> Path:
+        after = 0 if self._mirror is None else self._mirror.newest_serial
+        path = write_snapshot(self._run_dir, snapshot, self._policy, group, after)
         self._report(f"saved {path}")
+        if self._mirror is not None:
+            self._copy(self._mirror, path, group, last)
         return path
+
+    def _copy(self, mirror: Mirror, path: Path, group: dist.ProcessGroup | None, last: bool) -> None:
+        """Copy a checkpoint to the mirror. A failure ends the run only if no later save can make up for it."""
+        began = time.perf_counter()
+        try:
+            url = mirror.upload(path, group)
+        except CheckpointError as error:
+            if last:
+                raise
+            self._report(f"{error}; training continues, and the next save is copied again")
+        else:
+            self._report(f"copied to {url} in {time.perf_counter() - began:.1f} s")
+        finally:
+            if (repeats := mirror.repeats()) is not None:
+                logger.warning(repeats)
 
 
 class CopyBuffers:

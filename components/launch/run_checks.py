@@ -13,6 +13,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
 from components.config.rules.run_rules import harness_problems, tracker_problems
+from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
 from components.config.schema.model import CausalLMConfig, Float8, Qat, TeacherConfig, TopKTeacherConfig, WeightInit
 from components.config.schema.objective import DistillationConfig
@@ -105,7 +106,8 @@ def _storage_problems(cfg: RecipeConfig) -> list[str]:
     sources = {"data": cfg.data}
     if isinstance(cfg.data, MixtureDataConfig):
         sources = {f"data.sources.{name}": source for name, source in cfg.data.sources.items()}
-    urls: dict[str, str | None] = {}
+    training = section(cfg, CheckpointConfig)
+    urls = {} if training is None else {"checkpoint.remote": training.remote}
     for key, source in sources.items():
         if isinstance(source, RowsDataConfig | TokensDataConfig):
             urls |= {f"{key}.path": source.path, f"{key}.eval_path": source.eval_path}

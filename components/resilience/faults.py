@@ -8,9 +8,9 @@ MESHBOOK_FAULT=flip=7:weights:rank1:3           # step 3 of this attempt leaves 
 
 A fault is KIND:POINT, optionally followed by the rank (rankN or all, the default) and the occurrence (a number counted
 from 1, the default, or * for every one). Points are those of POINTS, of which only rank 0 reaches those from
-before_manifest to while_pruning, and of STEP_POINTS, which are reached once per optimizer step. Kinds: kill (SIGKILL),
-stop (SIGSTOP), enospc, eio, erofs (the errors of a full, a failing and a read-only disk), slow=SECONDS, and at the
-points of STEP_POINTS flip=SEED, a bit drawn at random.
+before_manifest to while_pruning, of REMOTE_POINTS, and of STEP_POINTS, which are reached once per step. Kinds:
+kill (SIGKILL), stop (SIGSTOP), enospc, eio, erofs (the errors of a full, a failing and a read-only disk), slow=SECONDS,
+and at the points of STEP_POINTS flip=SEED, a bit drawn at random.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ POINTS = (
     "at_load",
 )
 """In the order of a save; at_load: before the first file of a checkpoint is read."""
+REMOTE_POINTS = ("while_copying", "before_remote_manifest", "after_remote_manifest")
+"""In the order of a copy to checkpoint.remote: before each file, and on rank 0 around the write of the manifest."""
 STEP_POINTS = ("reduced_gradients", "weights", "optimizer_state")
 """In the order of a step, each with the tensors that a bit is flipped in: the first before the update, others after."""
 
@@ -113,12 +115,12 @@ def _parse(text: str) -> _Fault:
     valid_ranks = fault.ranks == _ALL or (fault.ranks.startswith("rank") and fault.ranks.removeprefix("rank").isdigit())
     valid_occurrence = fault.occurrence == _EVERY or (fault.occurrence.isdigit() and int(fault.occurrence) > 0)
     valid_kind = _is_number(number) if kind in _NUMBERED else not number and (kind in _SIGNALS or kind in _ERRORS)
-    valid_point = point in STEP_POINTS or (point in POINTS and kind != "flip")
+    valid_point = point in STEP_POINTS or (point in (*POINTS, *REMOTE_POINTS) and kind != "flip")
     if text.count(":") > 3 or not (valid_kind and valid_point and valid_ranks and valid_occurrence):
         raise ConfigError(
             f"{VARIABLE}={text}: must be KIND:POINT[:rankN or all[:number or *]], KIND one of "
-            f"{', '.join([*_SIGNALS, *_ERRORS])}, slow=SECONDS or flip=SEED, POINT one of {', '.join(POINTS)}, or for "
-            f"flip and others {', '.join(STEP_POINTS)}; unset it"
+            f"{', '.join([*_SIGNALS, *_ERRORS])}, slow=SECONDS or flip=SEED, POINT one of "
+            f"{', '.join([*POINTS, *REMOTE_POINTS])}, or for flip and others {', '.join(STEP_POINTS)}; unset it"
         )
     return fault
 

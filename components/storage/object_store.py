@@ -21,17 +21,18 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-ATTEMPTS = 6
+ATTEMPTS = 4
 """How often an operation is tried. On S3, each request of an operation is tried `_REQUEST_ATTEMPTS` times."""
 READ_BYTES = 32 * 1024**2
 """Bytes per request of a download."""
 PART_BYTES = 64 * 1024**2
 """Bytes per part of a multi-part upload."""
-_REQUEST_ATTEMPTS = 5
+_REQUEST_ATTEMPTS = 4
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between attempts: doubled each time, times a random factor
 _PARALLEL = 4  # requests of one download at a time
 _CONNECT_SECONDS, _SILENT_SECONDS = 10, 30
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "LastModified", "mtime")
+_REPEATED_CODES = ("RequestTimeout", "RequestTimeTooSkewed", "SlowDown", "Throttling", "ThrottlingException")
 _PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 
@@ -72,6 +73,7 @@ class ObjectStore:
         self._place = f"{self.scheme}://{url.partition('://')[2].partition('/')[0]}"
         self._repeats = _Repeats(Counter())
         self._lock = threading.Lock()
+        self._random = random.Random()  # the state of the global one belongs to the run
         self._fs = self._open()
 
     def stat(self, url: str) -> StoredObject:
@@ -177,29 +179,45 @@ class ObjectStore:
         timeouts = {
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _SILENT_SECONDS,
-            "retries": {"mode": "standard", "total_max_attempts": _REQUEST_ATTEMPTS},
+            "retries": {"mode": "standard", "total_max_attempts": 1},
         }
         # The user's own settings (FSSPEC_S3_CONFIG_KWARGS, ~/.config/fsspec) take precedence.
         options["config_kwargs"] = timeouts | dict(conf.get("s3", {}).get("config_kwargs", {}))
         fs = fsspec.filesystem("s3", **options)
-        # One attempt of its own: requests are repeated by botocore, which covers all errors, and operations here.
-        fs.retries = 1
+        fs.retries = 1  # requests are repeated as `_seconds_to_repeat` decides, and operations by `_retry`
         return fs
 
-    def _observe(self) -> None:
-        """Count the requests that botocore repeats, which it reports nowhere. Its client exists once s3fs connects."""
+    def _connect(self) -> None:
+        """Take over the repeats of S3 requests from botocore, once s3fs has made its client.
+
+        botocore neither counts them nor reports them, and draws its waits from Python's global random numbers, whose
+        state belongs to the run.
+        """
         if self.scheme != "s3" or self._fs._s3 is not None:
             return
         with self._lock:
             if self._fs._s3 is None:
                 self._fs.connect()
-                self._fs.s3.meta.events.register("needs-retry.s3", self._after_request)
+                self._fs.s3.meta.events.register("needs-retry.s3", self._seconds_to_repeat)
 
-    def _after_request(self, response: Any, caught_exception: Any, attempts: int, **_: object) -> None:
-        status = None if response is None else response[0].status_code
-        if attempts < _REQUEST_ATTEMPTS and (caught_exception is not None or status == 429 or (status or 0) >= 500):
-            with self._lock:
-                self._repeats.reasons[str(status or type(caught_exception).__name__)] += 1
+    def _seconds_to_repeat(
+        self, response: tuple[Any, dict[str, Any]] | None, caught_exception: Any, attempts: int, **_: object
+    ) -> float | None:
+        """Return how long to wait before a request is sent again; None: it succeeded, or is not repeated."""
+        status, code = 0, ""
+        if response is not None:
+            status, code = response[0].status_code, response[1].get("Error", {}).get("Code", "")
+        has_failed = caught_exception is not None or status >= 500 or status == 429 or code in _REPEATED_CODES
+        if not has_failed or attempts >= _REQUEST_ATTEMPTS:
+            return None
+        wait = self._wait_after(attempts)
+        with self._lock:
+            self._repeats.reasons[str(status or type(caught_exception).__name__)] += 1
+            self._repeats.seconds += wait
+        return wait
+
+    def _wait_after(self, attempt: int) -> float:
+        return min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * self._random.uniform(0.5, 1.0)
 
     def _described(self, info: dict[str, Any]) -> StoredObject:
         version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
@@ -211,7 +229,7 @@ class ObjectStore:
             attempt += 1
             began = time.monotonic()
             try:
-                self._observe()
+                self._connect()
                 return operation()
             except FileNotFoundError:
                 raise
@@ -223,7 +241,7 @@ class ObjectStore:
                     times = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise StorageError(f"cannot {what}: {describe(error)}{times}") from error
                 reason = type(error).__name__
-            time.sleep(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.5, 1.0))
+            time.sleep(self._wait_after(attempt))
             with self._lock:
                 self._repeats.reasons[reason] += 1
                 self._repeats.seconds += time.monotonic() - began

@@ -65,7 +65,8 @@ class Run(Attempt):
         """Assignment of the global batch's rows to dp ranks and micro-batches."""
         self.total_steps = cfg.training.max_steps or 0
         """Optimizer steps of the whole run. With training.epochs it is 0 until `begin`, which knows the data."""
-        self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume)
+        self._mirror = checkpoint.Mirror.open(cfg.checkpoint, self.dir)
+        self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume, self._mirror)
         self._step_contexts = ExitStack()
         self._comparison_is_due = False
         """Whether the replicas are still to be compared after the last step (checkpoint.check_replicas)."""
@@ -133,7 +134,9 @@ class Run(Attempt):
         self._reader, self._clock = StepReader(LAG), SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
         self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.print)
-        self._saver = checkpoint.Saver(self.dir, model.module, optimizer, cfg.checkpoint, self.print, self._average)
+        self._saver = checkpoint.Saver(
+            self.dir, model.module, optimizer, cfg.checkpoint, self.print, self._average, self._mirror
+        )
         self._gc = GarbageCollection(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
 
@@ -286,6 +289,9 @@ class Run(Attempt):
             folders = models.export_run(self._model.module, tokenizer, self.dir, cfg.model, cfg.peft, card)
         for folder in folders:
             self.print(f"exported {folder}")
+        if self._mirror is not None:
+            with self.status("copying the export"):
+                self._mirror.upload_export(folders)
 
     def _save(self, mark: checkpoint.Mark, last: bool = False) -> None:
         self._compare_replicas()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from components.config.schema.checks import at_least, raise_all
+from components.storage.urls import is_url, url_problems
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +33,10 @@ class CheckpointConfig:
     """Optimizer steps between comparisons of the replicas of weights and optimizer state bit by bit, which find a rank
     that computes wrong numbers without an error; they are also compared before every checkpoint and at the end. Such a
     run ends with exit status 76, names the rank and its host, and saves nothing. 0: never compare."""
+    remote: str | None = None
+    """URL in an object store (s3://, gs://, az://, hf://) below which each checkpoint and the export are copied; each
+    run needs its own. keep, keep_every and keep_best apply there too. A resumed run whose directory lacks the newest
+    checkpoint copies it back. null: no copies."""
     export: bool = True
     """Export the model to RUN_DIR/export at the end, a folder that transformers loads."""
     export_average: bool = True
@@ -45,6 +50,9 @@ class CheckpointConfig:
             *at_least("checkpoint.check_replicas", self.check_replicas, 0),
             *at_least("checkpoint.keep_every", self.keep_every, 0),
         ]
+        problems += url_problems("checkpoint.remote", self.remote)
+        if self.remote is not None and not is_url(self.remote):
+            problems.append(f"checkpoint.remote={self.remote}: must be a URL such as s3://BUCKET/NAME, or null")
         if self.keep_every > 0 and (self.every <= 0 or self.keep_every % self.every):
             problems.append(
                 f"checkpoint.keep_every={self.keep_every}: must be a multiple of checkpoint.every={self.every}, the "

@@ -1,0 +1,168 @@
+"""Copies of checkpoints in an object store: manifest last, retention, damage, and a run that lost its directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from components.checkpoint import Mirror, Saver, find_checkpoint, load_checkpoint, save_checkpoint
+from components.checkpoint.checkpoint_error import CheckpointError
+from components.config.errors import ConfigError
+from components.config.schema.checkpoint import CheckpointConfig
+from components.storage import object_store
+from tests.distributed.test_checkpoint_crash import start
+from tests.harness import run_ranks
+from tests.storage.conftest import S3
+
+URL = "s3://bucket/run"
+POLICY = CheckpointConfig(keep=2, remote=URL)
+
+
+def opened(run_dir: Path, policy: CheckpointConfig = POLICY) -> Mirror:
+    """Return the mirror of a run."""
+    mirror = Mirror.open(policy, run_dir)
+    assert mirror is not None
+    return mirror
+
+
+def save(run_dir: Path, step: int, mirror: Mirror) -> Path:
+    """Save a step and copy it."""
+    path = save_checkpoint(run_dir, step, *start(float(step)), {"step": step}, POLICY)
+    mirror.upload(path)
+    return path
+
+
+def resumed_step(run_dir: Path, mirror: Mirror | None) -> int | None:
+    """Return the step that a run resumes from."""
+    found = find_checkpoint(run_dir, "auto", mirror)
+    return None if found is None else int(load_checkpoint(found, *start())["step"])
+
+
+def steps(s3: S3) -> list[str]:
+    """Return the names of the copies that have a manifest."""
+    return sorted(name.split("/")[1] for name in s3.names("run/step_") if name.endswith("/manifest.json"))
+
+
+def test_copies_follow_the_retention_policy_and_outlive_the_directory(s3: S3, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    mirror = opened(run_dir)
+    for step in (1, 2, 3):
+        last = save(run_dir, step, mirror)
+    assert steps(s3) == ["step_2", "step_3"]
+    times = s3.times("run/step_3/")
+    assert times["run/step_3/manifest.json"] == max(times.values())
+    assert {name.split("/")[-1] for name in s3.names("run/step_3")} == {each.name for each in last.iterdir()}
+    s3.put("run/step_9/random-00000.json", b"{}")  # a copy that was killed
+    shutil.rmtree(run_dir)
+    assert resumed_step(run_dir, opened(run_dir)) == 3
+    assert [each.name for each in (run_dir / "checkpoints").iterdir()] == ["step_3"]
+    save(run_dir, 4, opened(run_dir))
+    assert steps(s3) == ["step_3", "step_4"]
+    assert s3.names("run/step_9") == []
+
+
+def test_damaged_copies_are_named_and_skipped(s3: S3, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = tmp_path / "run"
+    mirror = opened(run_dir)
+    names = {}
+    for step in (1, 2):
+        names[step] = save(run_dir, step, mirror)
+    weights = next(name for name in s3.names("run/step_2") if name.endswith(".safetensors"))
+    intact = s3.get(weights)
+
+    def damaged(key: str, content: bytes | None) -> str:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        caplog.clear()
+        kept = s3.get(key)
+        s3.delete(key) if content is None else s3.put(key, content)
+        assert resumed_step(run_dir, opened(run_dir)) == 1
+        s3.put(key, kept)
+        assert not list((run_dir / "checkpoints").glob("*.tmp-*"))
+        return caplog.text
+
+    flipped = intact[:-1] + bytes([intact[-1] ^ 1])
+    assert f"step_2 is skipped: {Path(weights).name} is damaged" in damaged(weights, flipped)
+    assert f"step_2 is skipped: {Path(weights).name} has" in damaged(weights, intact[:-1])
+    assert f"step_2 is skipped: {Path(weights).name} is missing" in damaged(weights, None)
+    manifest = s3.get("run/step_2/manifest.json")
+    assert "does not match its own hash" in damaged(
+        "run/step_2/manifest.json", manifest.replace(b'"step": 2', b'"step": 7')
+    )
+    damaged("run/step_2/manifest.json", None)
+    shutil.rmtree(run_dir)
+    assert resumed_step(run_dir, opened(run_dir)) == 2
+
+
+def test_ranks_share_the_copies(s3: S3, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def body(rank: int) -> int | None:
+        save(run_dir, 5, opened(run_dir))
+        return None
+
+    run_ranks(2, body)
+    shutil.rmtree(run_dir)
+
+    def resume(rank: int) -> int | None:
+        return resumed_step(run_dir, opened(run_dir))
+
+    assert run_ranks(2, resume) == [5, 5]
+
+
+def test_a_store_that_fails_is_no_damage(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    save(run_dir, 1, opened(run_dir))
+    mirror = opened(tmp_path / "run")
+    monkeypatch.setattr(mirror, "store", SimpleNamespace(list=_fail, repeats=lambda: None))
+    with pytest.raises(CheckpointError, match="could not be listed: rank 0: StorageError: out of service"):
+        find_checkpoint(run_dir, "auto", mirror)
+    with pytest.raises(CheckpointError, match=f"could not be copied to {URL}: rank 0: StorageError: out of service"):
+        mirror.upload(run_dir / "checkpoints" / "step_1")
+
+
+def _fail(*_: object) -> None:
+    raise object_store.StorageError("out of service")
+
+
+def test_a_url_belongs_to_one_run(s3: S3, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    save(run_dir, 1, opened(run_dir))
+    assert json.loads(s3.get("run/run.json")) == {"run": str(run_dir)}
+    with pytest.raises(ConfigError, match=f"{URL}: holds the checkpoints of the run {run_dir}; set it to another URL"):
+        opened(tmp_path / "other")
+    # Another run that starts over in the same directory continues the order of the copies.
+    shutil.rmtree(run_dir)
+    model, optimizer = start(7.0)
+    with Saver(run_dir, model, optimizer, POLICY, mirror=opened(run_dir)) as saver:
+        saver.save(1, {"step": 7}, last=True)
+    assert steps(s3) == ["step_1", "step_1.1"]
+    shutil.rmtree(run_dir)
+    assert resumed_step(run_dir, opened(run_dir)) == 7
+
+
+def test_only_the_last_copy_must_succeed(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_FIRST_WAIT", 0.01)
+    lines: list[str] = []
+    model, optimizer = start(1.0)
+    mirror = opened(tmp_path / "run")
+    monkeypatch.setattr(mirror, "store", SimpleNamespace(list=_fail, repeats=lambda: None))
+    with Saver(tmp_path / "run", model, optimizer, POLICY, lines.append, mirror=mirror) as saver:
+        saver.save(1, {"step": 1})
+        assert lines[-1].endswith("out of service; training continues, and the next save is copied again")
+        with pytest.raises(CheckpointError, match="out of service"):
+            saver.save(2, {"step": 2}, last=True)
+    assert resumed_step(tmp_path / "run", None) == 2
+
+
+def test_wrong_urls_are_config_errors() -> None:
+    for value, rule in {
+        "/tmp/x": "must be a URL",
+        "ftp://x/y": "not supported",
+        "s3://": "must be s3://BUCKET",
+    }.items():
+        with pytest.raises(ConfigError, match=rule):
+            CheckpointConfig(remote=value)
