@@ -5,6 +5,7 @@ python recipes/distill.py teacher.path=Qwen/Qwen3-8B model=qwen3_0_6b data=jsonl
 python recipes/distill.py teacher.path=T model.config.num_hidden_layers=4 model.init=random   # a student from scratch
 python recipes/distill.py teacher.path=T objective.divergence=reverse_kl objective.temperature=2
 python recipes/distill.py teacher.path=T objective.cross_entropy_weight=0.5             # half of the loss from the data
+python recipes/distill.py teacher.path=T evaluation.tasks=[hellaswag] evaluation.every=500  # lm-eval on the student
 python recipes/distill.py teacher.path=T parallelism=fsdp2_tp2 cluster=local_4proc      # another mesh, the same curve
 
 python scripts/teacher.py teacher.path=T run.dir=outputs/teacher/mine                   # run the teacher once, and then
@@ -27,6 +28,7 @@ def main(cfg: DistillConfig) -> None:
     """Train on this rank. The launcher calls it in every process."""
     with training.Run(cfg) as run:
         tokenizer = models.load_tokenizer(cfg.model)
+        tasks = training.load_tasks(cfg.evaluation, tokenizer)  # benchmarks for the student; none by default
         student = training.prepare(cfg, run, len(tokenizer))
         distillation = training.build_distillation(cfg, run, student, tokenizer)  # loads the teacher
         optimizer = training.build_optimizer(student, cfg.optimizer)
@@ -48,14 +50,16 @@ def main(cfg: DistillConfig) -> None:
             step.done(training.train_step(student, step.batches, optimizer, distillation, step.requests))
             if step.due_eval:
                 run.report_eval(training.evaluate(student, held_out, distillation, run))
+            if tasks.due(step):
+                tasks.evaluate(student, run)
             if step.due_save:
                 run.save(step)
         if run.due_eval:
             run.report_eval(training.evaluate(student, held_out, distillation, run))
         run.finish()
-        if not run.stopped:
-            training.show_generations(student, tokenizer, texts["eval"], cfg.generation, run)
-            run.export(tokenizer)
+        training.show_generations(student, tokenizer, texts["eval"], cfg.generation, run)
+        tasks.evaluate(student, run)  # a run that was stopped neither generates, evaluates nor exports
+        run.export(tokenizer)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ python recipes/dpo.py data.path=pairs.jsonl objective.label_smoothing=0.1       
 python recipes/dpo.py data.path=pairs.jsonl objective=simpo             # without a reference model
 python recipes/dpo.py data.path=rated.jsonl objective=kto               # rows of prompt, completion, label
 python recipes/dpo.py data.path=pairs.jsonl parallelism=fsdp2_tp2 cluster=local_4proc   # another mesh, the same curve
+python recipes/dpo.py data.path=pairs.jsonl evaluation.tasks=[hellaswag]            # tasks of lm-eval, at the end
 python recipes/dpo.py data.path=pairs.jsonl run.dir=outputs/mine        # the same command again resumes the run
 
 Batch sizes count pairs. Logged metrics are means over pairs. Under DPO, "margin" is beta x (log-ratio of the chosen
@@ -27,6 +28,7 @@ def main(cfg: DpoConfig) -> None:
     """Train on this rank. The launcher calls it in every process."""
     with training.Run(cfg) as run:
         tokenizer = models.load_tokenizer(cfg.model)
+        tasks = training.load_tasks(cfg.evaluation, tokenizer)  # of lm-eval; none by default
         model = training.prepare(cfg, run, len(tokenizer))
         preference = training.build_preference(cfg, run, model, len(tokenizer))
 
@@ -45,14 +47,16 @@ def main(cfg: DpoConfig) -> None:
             step.done(training.train_step(model, step.batches, optimizer, preference, step.requests))
             if step.due_eval:
                 run.report_eval(training.evaluate(model, held_out, preference, run))
+            if tasks.due(step):
+                tasks.evaluate(model, run)
             if step.due_save:
                 run.save(step)
         if run.due_eval:
             run.report_eval(training.evaluate(model, held_out, preference, run))
         run.finish()
-        if not run.stopped:
-            training.show_generations(model, tokenizer, pairs["eval"], cfg.generation, run)
-            run.export(tokenizer)
+        training.show_generations(model, tokenizer, pairs["eval"], cfg.generation, run)
+        tasks.evaluate(model, run)  # neither generations, tasks nor an export in a run that was stopped
+        run.export(tokenizer)
 
 
 if __name__ == "__main__":

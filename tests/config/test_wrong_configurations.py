@@ -289,6 +289,7 @@ LABELS = [
     ("data=preferences objective=reward data.label_column=good", "data.label_column=good", "remove it"),
     ("data=preferences objective=reward objective.center_weight=-1", "objective.center_weight=-1", "at least 0"),
     ("data.num_labels=2 model.loss=chunked", "model.loss=chunked: there is no LM head", "model.loss=auto"),
+    ("data.num_labels=2 evaluation.tasks=[arc]", "evaluation.tasks=[arc]: this recipe evaluates no benchmark tasks"),
     ("data.num_labels=2 generation.samples=2", "generation: a model with a score head generates no text"),
 ]
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from components.models.tokenizer import byte_tokenizer
+from tests.harness import run_ranks
 from tests.lm_eval_tasks import write_tasks
 from tests.recipes.launching import TWO, Bench
+from tests.recipes.small_jobs import write_teacher
 
 pytest.importorskip("lm_eval.evaluator", reason="the extra `evaluation` is not installed; make install installs it")
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -49,3 +52,51 @@ def test_tasks_are_logged_during_training_and_equal_those_of_the_checkpoint(benc
     again = bench.start("run=run", *TASKS, *SHORT[3:5], "run.dir=evaluated", model="tiny", environment=OFFLINE).wait()
     assert again.status == 0, again.errors
     assert json.loads((bench.folder / "evaluated" / "result.json").read_text())["tasks"] == scores[-1]
+
+
+OTHERS = {
+    "dpo": ("data.path=pairs.jsonl", "parallelism=tp2", TWO),
+    "distill": ("data=jsonl", "data.path=train.jsonl", "teacher.path=teacher", "parallelism=single"),
+}
+"""Recipe -> its options."""
+
+
+def scores_of_hflm(export: Path, tasks: Path) -> dict[str, float]:
+    """Return the scores of lm-eval's own backend. In a process of its own: the test's process forks runs."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = HFLM(pretrained=str(export), tokenizer=byte_tokenizer(), device="cpu", dtype="float32")
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    found = lm_eval.simple_evaluate(model, tasks=["pick", "texts"], task_manager=manager, bootstrap_iters=0)
+    return {
+        f"{task}/{key.removesuffix(',none')}": value
+        for task, values in found["results"].items()
+        for key, value in values.items()
+        if isinstance(value, float) and key.endswith(",none")
+    }
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_scores_of_other_recipes_equal_those_of_hflm_on_the_export(bench: Bench, name: str) -> None:
+    """Of the trained model, and of the student: not of a reference or a teacher."""
+    rows = [{"prompt": f"{number}?", "chosen": " yes" * (1 + number % 3), "rejected": " no"} for number in range(1, 9)]
+    (bench.folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_teacher(bench.folder / "teacher")
+    bench.recipe.write_text((RECIPES / f"{name}.py").read_text())
+    training = ("training.max_steps=2", "training.global_batch_size=4", "training.seq_len=64", "optimizer.lr=1e-2")
+    every = ("evaluation.every=1", "training.eval_every=0", "optimizer.warmup_steps=0", "data.max_eval_samples=2")
+    tasks = ("evaluation.tasks=[pick,texts]", "evaluation.task_path=tasks")
+    given = (*SHORT[3:], *OTHERS[name], *tasks, *training, *every)
+    ended = bench.start(*given, environment=OFFLINE).wait()
+    assert ended.status == 0, ended.errors
+    run = bench.folder / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, last = [line for line in lines if "pick/acc" in line]
+    assert (first["step"], last["step"]) == (1, 2)
+    scores = json.loads((run / "result.json").read_text())["tasks"]
+    assert first["texts/byte_perplexity"] != scores["texts/byte_perplexity"] == last["texts/byte_perplexity"]
+
+    (expected,) = run_ranks(1, lambda rank: scores_of_hflm(run / "export", bench.folder / "tasks"))
+    assert scores == pytest.approx(expected, rel=1e-5)

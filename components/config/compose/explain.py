@@ -43,6 +43,11 @@ HOME = re.compile(r"(?<![^,\[])~/")
 """~ at the start of a value, or of one of several; shells do not expand it after KEY=."""
 SOURCES = "data.sources"
 NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data with kind mixture"
+TASKS = "evaluation."
+NO_TASKS = (
+    "this recipe evaluates no benchmark tasks, which need an LM head's probabilities of tokens; remove it, and for a "
+    "score head use scripts/score.py on the export"
+)
 TOP_K = "teacher.top_k"
 NOT_STORING = "belongs to scripts/teacher.py, which stores the most likely tokens; remove it here, and set it there"
 
@@ -78,6 +83,8 @@ def unknown_key(key: str, value: object, existing: Iterable[str]) -> str:
     if key == TOP_K:
         return f"{shown}: {NOT_STORING}"
     names = list(existing)
+    if key.startswith(TASKS) and not any(name.startswith(TASKS) for name in names):
+        return f"{shown}: {NO_TASKS}"
     if key.startswith(SOURCES) and not any(name.startswith(f"{SOURCES}.") for name in names):
         return f"{shown}: {NOT_A_MIXTURE}"
     return f"{shown}: no such key{did_you_mean(nearest_key(key, names))}"

@@ -84,6 +84,8 @@ class DpoConfig(TrainConfig):
     """Preference pairs, or labeled answers for objective=kto."""
     objective: PreferenceConfig = field(default_factory=DPOConfig)
     """Training loss."""
+    evaluation: TrainingTasksConfig = field(default_factory=TrainingTasksConfig)
+    """Benchmark tasks that measure the model during training."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,6 +106,8 @@ class DistillConfig(TrainConfig):
     """The model whose distribution the trained model learns."""
     objective: DistillationConfig = field(default_factory=DistillationConfig)
     """Training loss."""
+    evaluation: TrainingTasksConfig = field(default_factory=TrainingTasksConfig)
+    """Benchmark tasks that measure the student during training."""
 
 
 @dataclass(kw_only=True, slots=True)
