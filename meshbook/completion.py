@@ -28,8 +28,15 @@ ZSH = f"""\
 _{COMMAND}() {{
     local -a found
     found=("${{(@f)$({COMMAND} complete "${{(@)words[2,CURRENT]}}" 2>/dev/null)}}")
-    if [[ -n $found ]]; then compadd -S "" -- $found; else _files; fi
+    if [[ -n $found ]]; then
+        compadd -S "" -- ${{(M)found:#*[=.]}}  # a key and a section go on: no space
+        compadd -- ${{found:#*[=.]}}
+    else
+        compset -P "*="
+        _files
+    fi
 }}
+(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit }}
 compdef _{COMMAND} {COMMAND}"""
 SCRIPTS = {"bash": BASH, "zsh": ZSH}
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from components.project import PROJECT
+from components.project import HELP, PROJECT
 
 COMMAND = "meshbook"
+_STARTED_BY_PYTHON = re.compile(r"python (?:recipes|scripts)/(\w+)\.py")
 OTHER_COMMANDS = {
     "sweep": "Run a recipe for several values: meshbook sweep RECIPE KEY=A,B",
     "copy": "Copy a recipe: meshbook copy RECIPE FILE",
@@ -56,10 +58,10 @@ def _programs(folder: Path) -> dict[str, Program]:
 
 
 def start_recipe(recipe: Program, arguments: list[str]) -> NoReturn:
-    """Run a recipe as `python recipes/NAME.py ARGUMENTS` does, and exit with its status."""
+    """Run a recipe as `python recipes/NAME.py ARGUMENTS` does, with this command in its help; exit with its status."""
     sys.argv = [str(recipe.file), *arguments]
     sys.path[0] = str(recipe.file.parent)
-    runpy.run_path(str(recipe.file), run_name="__main__")
+    runpy.run_path(str(recipe.file), {HELP: with_command(recipe.documentation)}, run_name="__main__")
     sys.exit()
 
 
@@ -70,5 +72,10 @@ def start_tool(tool: Program, arguments: list[str]) -> int:
     if hasattr(module.main, "__wrapped__"):  # decorated with @recipe: its ranks start from the file
         start_recipe(tool, arguments)
     sys.argv = [f"{COMMAND} {tool.name}", *arguments]
-    module.__doc__ = (module.__doc__ or "").replace(f"python scripts/{tool.name}.py", f"{COMMAND} {tool.name}")
+    module.__doc__ = with_command(module.__doc__ or "")
     return module.main(arguments)
+
+
+def with_command(text: str) -> str:
+    """Return a docstring in which this command starts the recipes and tools, instead of python."""
+    return _STARTED_BY_PYTHON.sub(rf"{COMMAND} \1", text)

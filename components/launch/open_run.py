@@ -26,6 +26,7 @@ from components.launch.rank import restrict_new_files
 from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
 from components.launch.run_directory.provenance import start_record
+from components.project import HELP
 from components.terminal import print_text
 
 
@@ -60,7 +61,8 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         return backend_problems + problems
 
     with _planned_command_line(recipe, world_size), _evaluated_run(recipe) as folders:
-        description = recipe.main.__globals__["__doc__"] or ""
+        names = recipe.main.__globals__
+        description = names.get(HELP) or names["__doc__"] or ""
         cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check, folders, description)
     if cfg is None:
         return None
