@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from components.terminal import print_text  # only the standard library
 from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, last_line, run_command, shorten
 from scripts._doctor.environment import INSTALL, check_packages, check_project, check_python, check_weights
+from scripts._doctor.kubernetes import check_k8s
 from scripts._doctor.machine import check_disk, check_driver, check_machine, check_network
 from scripts._doctor.services import check_hub, check_slurm, check_wandb
 
@@ -55,7 +56,7 @@ def check_torch() -> list[Check]:
 
 CHECKS: tuple[Callable[[], list[Check]], ...] = (
     check_project, check_python, check_packages, check_weights, check_machine, check_disk, check_hub, check_wandb,
-    check_slurm, check_network, check_driver, check_torch,
+    check_slurm, check_k8s, check_network, check_driver, check_torch,
 )  # fmt: skip
 
 

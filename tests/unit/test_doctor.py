@@ -24,7 +24,7 @@ DOCTOR = ROOT / "scripts" / "doctor.py"
 BARE = (sys.executable, "-S")
 """Command of this interpreter without installed packages."""
 TOPICS = {"project", "config", "python", "packages", "weights", "cpus", "memory", "/dev/shm", "outputs", "tmp", "hub",
-          "wandb", "slurm", "network", "driver"}  # fmt: skip
+          "wandb", "slurm", "k8s", "network", "driver"}  # fmt: skip
 CANARY = "canary0123456789"
 TOKENS = {"HF_TOKEN": f"hf_{CANARY}", "WANDB_API_KEY": CANARY, "HUGGING_FACE_HUB_TOKEN": CANARY}
 

@@ -115,8 +115,8 @@ def _paths_outside(cfg: RecipeConfig) -> list[str]:
 def _ask(cluster: ClusterConfig, workload: dict[str, Any]) -> Findings:
     """Query the cluster with several kubectl commands at once."""
     checks: list[Callable[[ClusterConfig], Findings]] = [
-        _namespace_problems,
-        _permission_problems,
+        namespace_problems,
+        permission_problems,
         _quota_problems,
         _account_problems,
     ]
@@ -140,7 +140,7 @@ def _ask(cluster: ClusterConfig, workload: dict[str, Any]) -> Findings:
     return list(dict.fromkeys(problems)), notes
 
 
-def _namespace_problems(cluster: ClusterConfig) -> Findings:
+def namespace_problems(cluster: ClusterConfig) -> Findings:
     k8s = cluster.k8s
     answer = get(k8s.context, f"/api/v1/namespaces/{k8s.namespace}")
     if answer.reason == "NotFound":
@@ -151,7 +151,7 @@ def _namespace_problems(cluster: ClusterConfig) -> Findings:
     return [], []  # many users may not read namespaces: then the other checks decide
 
 
-def _permission_problems(cluster: ClusterConfig) -> Findings:
+def permission_problems(cluster: ClusterConfig) -> Findings:
     """Check that this user may create, query and delete the job, as `kubectl auth can-i` does."""
     k8s = cluster.k8s
     group, resource = ("batch", "jobs") if k8s.workload == Workload.job else ("jobset.x-k8s.io", "jobsets")
