@@ -12,7 +12,7 @@ import numpy as np
 
 from components.config.errors import ConfigError
 from components.config.schema.training import TrainingConfig
-from components.data.dataset import Dataset, Facts
+from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.mixture import MixtureDataset, MixtureFacts
 from components.data.order import Order, SampleOrder
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Row = Example | PackedRow | RowPair | PackedPairRow
 Rows = Dataset | PackedDataset | TokenRows | MixtureDataset | PairedRows | PackedPairs
 
+PREFETCHED_STEPS = 8
+"""Optimizer steps whose rows are fetched from an object store before they are used."""
 CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
 
@@ -316,15 +318,23 @@ class TrainBatches:
         self._step = state.get("step", self._sample // self._plan.global_batch_size)
 
     def _assembled(self, sample: int, steps: range) -> Iterator[list[Batch]]:
+        remote = self.dataset if isinstance(self.dataset, ItemSequence) and self.dataset.is_remote else None
+        ahead_sample, ahead = sample, steps.start
         for step in steps:
+            while remote is not None and ahead < min(step + PREFETCHED_STEPS, steps.stop):
+                remote.prefetch(self._indices(ahead_sample, ahead))
+                ahead_sample, ahead = ahead_sample + self._plan.size_of(ahead), ahead + 1
             yield self._from(sample, step)
             sample += self._plan.size_of(step)
 
+    def _indices(self, sample: int, step: int) -> list[int]:
+        """Return the dataset indices of this rank's rows of step `step` (0-based), whose first sample is `sample`."""
+        count = self._plan.size_of(step) // self._plan.dp_size
+        return self._order.indices(sample + self._plan.dp_rank * count, count)
+
     def _from(self, sample: int, step: int) -> list[Batch]:
         """Return this rank's micro-batches of step `step` (0-based), whose first sample is `sample`."""
-        plan = self._plan
-        count = plan.size_of(step) // plan.dp_size
-        indices = self._order.indices(sample + plan.dp_rank * count, count)
+        plan, indices = self._plan, self._indices(sample, step)
         size = plan.micro_batch_size
         parts = [indices[i : i + size] for i in range(0, len(indices), size)]
         batches = [collate([self.dataset[index] for index in part], self._padding) for part in parts]

@@ -86,6 +86,14 @@ class ItemSequence(Sequence[Item]):
     item_name: ClassVar[str] = "row"
     """Name of an item in errors."""
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether items are read from an object store, so that `prefetch` is useful."""
+        return False
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        """Begin to fetch items that are used soon, in this order; does nothing for items on disk."""
+
     @abstractmethod
     def item(self, index: int) -> Item:
         """Return the item at `index`, which is at least 0 and below the length."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from hashlib import blake2b
@@ -137,8 +137,23 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
 
     def item(self, index: int) -> Example | PackedRow:
         """Return the row at `index` of the concatenation."""
+        part, row = self._place_of(index)
+        return part[row]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows of any source are read from an object store."""
+        return any(part.is_remote for part in self.parts.values())
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        """Begin to fetch rows of object stores that are used soon, in this order."""
+        for index in indices:
+            part, row = self._place_of(index)
+            part.prefetch([row])
+
+    def _place_of(self, index: int) -> tuple[Part, int]:
         number = bisect_right(self._ends, index)
-        return list(self.parts.values())[number][index - [0, *self._ends][number]]
+        return list(self.parts.values())[number], index - [0, *self._ends][number]
 
     @property
     def prompts(self) -> list[str]:

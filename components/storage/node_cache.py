@@ -20,6 +20,8 @@ FOLDER = "objects"
 _TEMPORARY = ".tmp-"
 _TEMPORARY_SECONDS = 24 * 3600  # a temporary file this old was left by a process that died
 _HASH_BYTES = 16
+_LOCKS = 256
+_FRESH_SECONDS = 1.0  # a time of last use this recent is not written again
 
 
 class NodeCache:
@@ -29,6 +31,8 @@ class NodeCache:
         """`limit_bytes`: The least recently used parts are removed beyond this total; None: no limit."""
         self._folder, self._limit = folder, limit_bytes
         self._unmeasured, self._is_new = 0, True
+        self._verified: dict[Path, int] = {}
+        """Inodes of the parts whose hash this process has compared."""
 
     def object(self, store: ObjectStore, source: StoredObject) -> Path:
         """Return a local copy of an object, which is downloaded unless it exists; other processes wait for it.
@@ -48,31 +52,59 @@ class NodeCache:
             os.utime(file)
         return file
 
-    def part(self, source: StoredObject, start: int, read: Callable[[], bytes]) -> bytes:
-        """Return a part of an object, which `read` returns unless it is cached. Raises OSError of `read`.
+    def part(
+        self, source: StoredObject, start: int, read: Callable[[], bytes], first: int = 0, last: int | None = None
+    ) -> bytes:
+        """Return the bytes from `first` to `last` of a part of an object, which `read` returns unless it is cached.
 
-        A cached part is verified by its hash, and read again if it is damaged. A disk that cannot be written is no
+        Processes and threads that need the same part wait for the one that reads it. A cached part is verified by its
+        hash when this process first uses it, and read again if it is damaged. A disk that cannot be written is no
         error: the part is returned and not kept.
+
+        Args:
+            start: Byte of the object at which the part begins.
+
+        Raises OSError of `read`.
         """
         file = self._folder / self._key(source) / f"{start:016x}.part"
-        with contextlib.suppress(OSError):
-            stored = file.read_bytes()
-            data = stored[_HASH_BYTES:]
-            if stored[:_HASH_BYTES] == xxhash.xxh3_128_digest(data):
-                os.utime(file)
-                return data
-        data = read()
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary = file.with_name(f"{file.name}{_TEMPORARY}{secrets.token_hex(8)}")
-            temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
-            os.replace(temporary, file)
-            self._account(len(data))
-        return data
+        if (found := self._cached(file, first, last)) is not None:
+            return found
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(
+                    _locked(self._folder, f".lock-{xxhash.xxh3_64_intdigest(str(file).encode()) % _LOCKS:03}")
+                )
+            if (found := self._cached(file, first, last)) is not None:
+                return found
+            data = read()
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                temporary = file.with_name(f"{file.name}{_TEMPORARY}{secrets.token_hex(8)}")
+                temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
+                os.replace(temporary, file)
+                self._account(len(data))
+        return data[first:last]
 
-    def has_part(self, source: StoredObject, start: int) -> bool:
-        """Return whether a part is cached."""
-        return (self._folder / self._key(source) / f"{start:016x}.part").exists()
+    def _cached(self, file: Path, first: int, last: int | None) -> bytes | None:
+        """Return bytes of a cached part; None if it does not exist, is damaged or cannot be read."""
+        try:
+            with file.open("rb") as stored:
+                status = os.fstat(stored.fileno())
+                if self._verified.get(file) == status.st_ino and last is not None:
+                    stored.seek(_HASH_BYTES + first)
+                    data = stored.read(last - first)
+                    if len(data) < last - first:
+                        return None
+                else:
+                    digest, whole = stored.read(_HASH_BYTES), stored.read()
+                    if digest != xxhash.xxh3_128_digest(whole):
+                        return None
+                    self._verified[file], data = status.st_ino, whole[first:last]
+            if time.time() - status.st_mtime > _FRESH_SECONDS:
+                os.utime(file)  # mtime is the time of last use
+        except OSError:
+            return None
+        return data
 
     def _key(self, source: StoredObject) -> str:
         return xxhash.xxh3_128(f"{source.url} {source.version} {source.bytes}".encode()).hexdigest()
@@ -109,10 +141,10 @@ class NodeCache:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock between the processes that use a folder, which is created."""
+def _locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Hold an exclusive lock between the processes and threads that use a folder, which is created."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # samples may be confidential
-    with (folder / ".lock").open("a") as file:
+    with (folder / name).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

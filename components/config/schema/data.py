@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, field_values, own_kind, raise_all
+from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
 from components.storage.urls import is_url, url_problems
 
 IGNORED = -100
@@ -343,13 +343,13 @@ class TextDataConfig(RowsDataConfig):
 class TokensDataConfig(DataConfig):
     """Token store: shards of token ids that a manifest lists, in the format of Meshbook, Megatron, nanoGPT, OLMo or
     datatrove. A row is seq_len consecutive tokens of a shard and predicts the token after each. Batch sizes and sample
-    limits count rows. With pack=false, tokens attend to earlier documents of their row. cache has no effect: nothing is
-    tokenized."""
+    limits count rows. With pack=false, tokens attend to earlier documents of their row. cache is used only for parts of
+    a store behind a URL: nothing is tokenized."""
 
     kind: DataKind = DataKind.tokens
     """tokens."""
     path: str
-    """Folder of the store, or its manifest.json."""
+    """Folder of the store, or its manifest.json, or a URL of either (s3://, gs://, az://, hf://)."""
     eval_path: str | None = None
     """Folder of a store with the held-out rows; null: hold out `eval_fraction` of path, in chunks of up to 16 rows at
     equal distances."""
@@ -358,12 +358,17 @@ class TokensDataConfig(DataConfig):
     `window_blocks` blocks. 1: shuffle all rows, which reads a random place for each row."""
     window_blocks: int = 256
     """Blocks whose rows are shuffled together, at least 1."""
+    cache_gib: float = 64
+    """GiB on each node for parts of a store behind a URL, in `cache`; those not used for longest are deleted. Should
+    hold the rows of several windows."""
 
     def _problems(self) -> list[str]:
         problems = [
             *DataConfig._problems(self),
             *at_least("data.block_rows", self.block_rows, 1),
             *at_least("data.window_blocks", self.window_blocks, 1),
+            *above("data.cache_gib", self.cache_gib, 0),
+            *self._object_problems({"path": self.path, "eval_path": self.eval_path}),
         ]
         for key, place in (("path", self.path), ("eval_path", self.eval_path)):
             if place == "":

@@ -15,7 +15,7 @@ DEFINING_KEYS = (
     "peft.rslora", "peft.dora",
 )  # fmt: skip
 """Keys, and the section `data`, that define the experiment; a resume that changes one is rejected."""
-HARMLESS_KEYS = ("data.cache", "data.unused_keys")
+HARMLESS_KEYS = ("data.cache", "data.cache_gib", "data.unused_keys")
 """Keys within `data` that may change on resume."""
 
 

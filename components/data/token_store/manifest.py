@@ -16,6 +16,8 @@ import xxhash
 
 from components.config.errors import ConfigError
 from components.protocol.run_files import atomic_write
+from components.storage.object_store import ObjectStore
+from components.storage.urls import is_url, join
 
 MANIFEST = "manifest.json"
 """File name of the manifest in the folder of a store."""
@@ -82,6 +84,8 @@ class Manifest:
     """Id that ends each document of raw shards; None: each raw shard is one document."""
     folder: Path
     """Folder that relative paths of shards start from."""
+    url: str | None = None
+    """URL of the folder, in an object store; None: it is on disk."""
 
     @property
     def tokens(self) -> int:
@@ -127,12 +131,11 @@ def manifest_file(path: str) -> Path:
 
 def read_manifest(path: str, key: str = "data.path") -> Manifest:
     """Read the manifest of the store at `path`. Raises ConfigError, naming `key`, if there is none or it is damaged."""
-    file = manifest_file(path)
+    url = _url_of_manifest(path) if is_url(path) else None
+    file = Path(MANIFEST) if url else manifest_file(path)
     write = "docs/data.md shows how to write it"
-    if not file.is_file():
-        raise ConfigError(f"{key}={path}: there is no {MANIFEST}; give the folder of a token store; {write}")
     try:
-        stored = json.loads(file.read_text())
+        stored = json.loads(file.read_bytes() if url is None else ObjectStore(url).read(url))
         if stored["format"] != _FORMAT or stored["version"] != _VERSION:
             raise ConfigError(
                 f"{key}={path}: {file.name} is a {stored['format']!r} of version {stored['version']}; this version of "
@@ -140,7 +143,10 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
             )
         shards = [entry_of(values) for values in stored["shards"]]
         vocabulary = None if stored["vocabulary"] is None else Vocabulary(**stored["vocabulary"])
-        manifest = Manifest(shards, vocabulary, stored["document_end"], file.resolve().parent)
+        folder = None if url is None else url.rpartition("/")[0]
+        manifest = Manifest(shards, vocabulary, stored["document_end"], file.resolve().parent, folder)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise ConfigError(f"{key}={path}: there is no {MANIFEST}; give the folder of a token store; {write}") from error
     except OSError as error:
         raise ConfigError(f"{key}={path}: {file} cannot be read: {error.strerror or error}") from error
     except ConfigError:
@@ -191,12 +197,26 @@ def entry_of(values: dict[str, Any]) -> ShardEntry:
     return entry
 
 
+def _url_of_manifest(path: str) -> str:
+    return path if path.endswith(".json") else join(path, MANIFEST)
+
+
 def shard_problems(manifest: Manifest, key: str) -> list[str]:
     """Return the problems of a store's files: those that are missing or have another size than in the manifest."""
     missing, changed = list[str](), list[str]()
-    files = [os.path.join(manifest.folder, shard.path) for shard in manifest.shards]
-    sizes = _listed_sizes(files)
+    if manifest.url is not None:
+        try:
+            sizes = {each.url: each.bytes for each in ObjectStore(manifest.url).list(manifest.url)}
+        except OSError as error:
+            return [f"{key}: its shards cannot be listed: {error}"]
+        files = [join(manifest.url, shard.path) for shard in manifest.shards]
+    else:
+        files = [str(manifest.file_of(shard)) for shard in manifest.shards]
+        sizes = _listed_sizes(files)
     for file, shard in zip(files, manifest.shards, strict=True):
+        if manifest.url is not None and file not in sizes:
+            missing.append(f"{file} (no such object)")
+            continue
         try:
             size = sizes[file] if file in sizes else os.stat(file).st_size
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -19,6 +20,7 @@ from components.data.examples import IGNORED, Example, PackedRow, render_example
 from components.data.order import BlockOrder
 from components.data.packing import documents_size
 from components.data.token_store.manifest import Manifest, read_manifest, vocabulary_problems
+from components.data.token_store.remote_shards import Prefetch, RemoteShards, remote_shards
 from components.data.token_store.shards import ShardFiles
 from components.data.token_store.vocabulary import hash_of_tokenizer
 
@@ -145,6 +147,8 @@ class TokenRows(ItemSequence[PackedRow]):
         self.seq_len = seq_len
         self._manifest, self._tokenizer, self._pack = manifest, tokenizer, pack
         self._files = ShardFiles(manifest)
+        self._remote: RemoteShards | None = None
+        self._prefetch = Prefetch(self.item)
         tokens = np.asarray([shard.tokens for shard in manifest.shards], np.int64)
         self._ends = np.cumsum(-(-np.maximum(tokens - 1, 0) // seq_len))  # rows up to the end of each shard
         split = split or StoreSplit()
@@ -188,6 +192,21 @@ class TokenRows(ItemSequence[PackedRow]):
         for first in (0, *ends[:-1]):
             labels[first] = IGNORED
         return PackedRow(inputs, labels, ends, next_label)
+
+    def read_from(self, remote: RemoteShards) -> None:
+        """Read the shards from the object store of the manifest's URL."""
+        self._remote, self._files = remote, ShardFiles(self._manifest, remote.open)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows are read from an object store, so that `prefetch` is useful."""
+        return self._remote is not None
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        """Begin to fetch rows of an object store that are used soon, in this order."""
+        if self._remote is not None:
+            self._prefetch.add(indices)
+            self._remote.report()
 
     def order(self, seed: int) -> BlockOrder:
         """Return the training order of the rows."""
@@ -252,6 +271,8 @@ def build_rows(cfg: TokensDataConfig, tokenizer: PreTrainedTokenizerBase, *, seq
         ),
         blocks=(cfg.block_rows, cfg.window_blocks),
     )
+    if (remote := remote_shards(manifest, cfg)) is not None:
+        rows.read_from(remote)
     if len(rows) == 0:
         needs = "a train and a held-out row" if cfg.eval_path is None and cfg.eval_fraction else "a row"
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -143,11 +144,14 @@ def open_file(path: Path) -> OpenFile:
     return OpenFile(path, "token shard", _REMEDY)
 
 
-def open_ends(format: ShardFormat, path: Path, file: OpenFile, tokens: int) -> Ends | None:
+def open_ends(
+    format: ShardFormat, path: Path, file: OpenFile, tokens: int, open: Callable[[Path], OpenFile] = open_file
+) -> Ends | None:
     """Open the document ends that are stored for the shard at `path`; None for raw shards.
 
     Args:
         file: The open file of the ids.
+        open: Opens other files of the shard.
 
     Raises ValueError if their format is not supported, or OSError.
     """
@@ -155,10 +159,10 @@ def open_ends(format: ShardFormat, path: Path, file: OpenFile, tokens: int) -> E
         header = read_shard_header(file, path)
         return StoredColumn(file, np.int64, header.ends_at, header.documents)
     if format is ShardFormat.megatron:
-        index_file = open_file(path.with_suffix(".idx"))
+        index_file = open(path.with_suffix(".idx"))
         return _MegatronEnds(index_file, read_megatron_index(index_file, path.with_suffix(".idx")), tokens)
     if format is ShardFormat.datatrove:
-        index_file = open_file(datatrove_index(path))
+        index_file = open(datatrove_index(path))
         return StoredColumn(index_file, np.int64, 0, index_file.size // 8)
     return None
 
@@ -171,9 +175,19 @@ def datatrove_index(path: Path) -> Path:
 class Shard:
     """An open shard."""
 
-    def __init__(self, entry: ShardEntry, path: Path, document_end: int | None) -> None:
-        """Open the shard at `path`. Raises OSError if it is missing or has another size than in the manifest."""
-        file = open_file(path)
+    def __init__(
+        self,
+        entry: ShardEntry,
+        path: Path,
+        document_end: int | None,
+        open: Callable[[Path], OpenFile] = open_file,
+    ) -> None:
+        """Open the shard at `path`. Raises OSError if it is missing or has another size than in the manifest.
+
+        Args:
+            open: Opens a file of the shard.
+        """
+        file = open(path)
         if file.size != entry.bytes:
             raise OSError(
                 errno.EIO, f"token shard has {file.size:,} bytes, the manifest {entry.bytes:,}; {_REMEDY}", str(path)
@@ -181,7 +195,7 @@ class Shard:
         self._ids = IdColumn(file, entry.offset, entry.id_bytes, entry.tokens)
         self._document_end = document_end
         try:
-            self._ends = open_ends(entry.format, path, file, entry.tokens)
+            self._ends = open_ends(entry.format, path, file, entry.tokens, open)
         except ValueError as error:
             raise OSError(errno.EIO, f"{error}; {_REMEDY}", str(path)) from error
 
@@ -224,11 +238,13 @@ def ends_within(ends: Ends, start: int, stop: int) -> list[int]:
 class ShardFiles:
     """The shards of a store, each opened on first use. The least recently used ones are closed."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, manifest: Manifest, open: Callable[[Path], OpenFile] = open_file) -> None:
+        """`open`: Opens a file of a shard, by its path or, in an object store, by its path below the manifest's URL."""
+        self._manifest, self._open_file = manifest, open
         self.open = lru_cache(maxsize=_OPEN_SHARDS)(self._open)
         """Return the shard with a number, open. Raises OSError."""
 
     def _open(self, number: int) -> Shard:
         entry = self._manifest.shards[number]
-        return Shard(entry, self._manifest.file_of(entry), self._manifest.document_end)
+        path = self._manifest.file_of(entry) if self._manifest.url is None else Path(entry.path)
+        return Shard(entry, path, self._manifest.document_end, self._open_file)
