@@ -106,12 +106,14 @@ def _storage_problems(cfg: RecipeConfig) -> list[str]:
     sources = {"data": cfg.data}
     if isinstance(cfg.data, MixtureDataConfig):
         sources = {f"data.sources.{name}": source for name, source in cfg.data.sources.items()}
-    training = section(cfg, CheckpointConfig)
-    urls = {} if training is None else {"checkpoint.remote": training.remote}
+    checkpoint = section(cfg, CheckpointConfig)
+    remote = None if checkpoint is None else checkpoint.remote
+    urls: dict[str, str | None] = {}
     for key, source in sources.items():
         if isinstance(source, RowsDataConfig | TokensDataConfig):
             urls |= {f"{key}.path": source.path, f"{key}.eval_path": source.eval_path}
-    return [problem for key, url in urls.items() for problem in package_problems(key, url)]
+    problems = [problem for key, url in urls.items() for problem in package_problems(key, url)]
+    return problems + package_problems("checkpoint.remote", remote, "set it to null")
 
 
 def _task_problems(cfg: RecipeConfig) -> list[str]:

@@ -64,9 +64,13 @@ def url_problems(key: str, url: str | None) -> list[str]:
     return []
 
 
-def package_problems(key: str, url: str | None) -> list[str]:
-    """Return the missing package that a URL needs, one message at most; other strings and None pass."""
+def package_problems(key: str, url: str | None, otherwise: str = "use a local path") -> list[str]:
+    """Return the missing package that a URL needs, one message at most; other strings and None pass.
+
+    Args:
+        otherwise: What to do without the package, for the message.
+    """
     backend = BACKENDS.get(scheme_of(url or ""))
     if backend is None or importlib.util.find_spec(backend.package) is not None:
         return []
-    return [f"{key}={url}: {backend.package} is not installed; run {backend.install}, or use a local path"]
+    return [f"{key}={url}: {backend.package} is not installed; run {backend.install}, or {otherwise}"]

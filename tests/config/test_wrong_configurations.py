@@ -481,6 +481,21 @@ def test_missing_lm_eval_is_reported_with_the_extra_to_install(monkeypatch: pyte
         )
 
 
+@pytest.mark.parametrize(
+    ("key", "url", "package", "extra"),
+    [("data.path", "gs://bucket/x.jsonl", "gcsfs", "gcs"), ("checkpoint.remote", "az://box/run", "adlfs", "azure")],
+)
+def test_missing_package_of_an_object_store_is_reported_with_the_extra_to_install(
+    commands: Commands, finetune: Path, tmp_path: Path, key: str, url: str, package: str, extra: str
+) -> None:
+    if PathFinder.find_spec(package, sys.path) is not None:
+        pytest.skip(f"{package} is installed")
+    ended = commands.run(finetune, ["model=tiny", "data=jsonl", f"data.path={__file__}", f"{key}={url}"], tmp_path)
+    assert f"{key}={url}: {package} is not installed; run pip install 'meshbook[{extra}]', or" in ended.errors
+    assert ended.status == 2
+    assert not ended.imported_torch
+
+
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:
     arguments = ["model=tiny", "cluster.procs_per_node=2"]
     ended = commands.run(finetune, arguments, tmp_path, CUDA_VISIBLE_DEVICES="0")
