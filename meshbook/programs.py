@@ -22,11 +22,13 @@ OTHER_COMMANDS = {
     "completion": "Print the completion script of a shell: meshbook completion bash",
 }
 """Commands that are neither a recipe nor a tool."""
+_SHORT_NAMES = {"tokenize_corpus": "tokenize"}
+"""Commands of tools by file. A file tokenize.py would hide the standard library's module from its neighbors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A recipe (recipes/NAME.py) or a tool (scripts/NAME.py)."""
+    """A recipe (recipes/NAME.py) or a tool (scripts/NAME.py, but see `_SHORT_NAMES`)."""
 
     name: str
     file: Path
@@ -54,7 +56,8 @@ def tools() -> dict[str, Program]:
 
 def _programs(folder: Path) -> dict[str, Program]:
     files = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
-    return {file.stem: Program(file.stem, file) for file in files}
+    names = {file: _SHORT_NAMES.get(file.stem, file.stem) for file in files}
+    return {name: Program(name, file) for file, name in names.items()}
 
 
 def start_recipe(recipe: Program, arguments: list[str]) -> NoReturn:
@@ -68,11 +71,12 @@ def start_recipe(recipe: Program, arguments: list[str]) -> NoReturn:
 def start_tool(tool: Program, arguments: list[str]) -> int:
     """Run a tool as `python scripts/NAME.py ARGUMENTS` does, with this command in its help; return the exit status."""
     sys.path[0] = str(PROJECT)  # so that `scripts` is this project's, not a folder of the user's
-    module = importlib.import_module(f"scripts.{tool.name}")
+    module = importlib.import_module(f"scripts.{tool.file.stem}")
     if hasattr(module.main, "__wrapped__"):  # decorated with @recipe: its ranks start from the file
         start_recipe(tool, arguments)
     sys.argv = [f"{COMMAND} {tool.name}", *arguments]
-    module.__doc__ = with_command(module.__doc__ or "")
+    text = (module.__doc__ or "").replace(f"scripts/{tool.file.name}", f"scripts/{tool.name}.py")
+    module.__doc__ = with_command(text)
     return module.main(arguments)
 
 

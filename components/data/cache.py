@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -58,6 +58,9 @@ _PROMPTS_KEPT = 100  # raw prompts stored to generate sample answers from
 _NOT_IN_KEY = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples",
               "unused_keys")  # fmt: skip
 """Config keys without an effect on the tokens, or with their effect already in the key (a path's content)."""
+
+
+SomeRecord = TypeVar("SomeRecord", Conversation, Document, LabeledText, Record)
 
 
 class TokenizedSplit(NamedTuple):
@@ -191,7 +194,7 @@ def _encode_batches(encoder: _Encoder) -> Iterator[Iterable[Example]]:
     split, left = encoder.split, encoder.max_samples
     is_short = len(split) <= _ENCODED_AT_ONCE and split.characters <= _CHARACTERS_AT_ONCE
     with _progress(len(split), hidden=is_short) as advance:
-        for batch in _batches(split):
+        for batch in batches_of(split):
             samples = encoder.encode(batch)
             if left is not None:
                 samples = list(islice(samples, left))
@@ -202,10 +205,10 @@ def _encode_batches(encoder: _Encoder) -> Iterator[Iterable[Example]]:
             advance(len(batch))
 
 
-def _batches(split: SourceSplit) -> Iterator[list[Record]]:
+def batches_of(records: Iterable[SomeRecord]) -> Iterator[list[SomeRecord]]:
     """Yield conversations or documents in batches of bounded count and size."""
-    batch, size = list[Record](), 0
-    for record in split:
+    batch, size = list[SomeRecord](), 0
+    for record in records:
         batch.append(record)
         size += characters_of(record)
         if len(batch) == _ENCODED_AT_ONCE or size >= _CHARACTERS_AT_ONCE:

@@ -1,1 +1,1 @@
-"""Tools for work on this repository: size budgets and code metrics."""
+"""Tools for work on this repository: size budgets, code metrics, and the pairs of a result in RESULTS.md."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import subprocess
@@ -34,6 +35,11 @@ ROWS = [
 
 def write(file: Path, rows: list[dict]) -> Path:
     """Write rows with the standard library or tool of each format."""
+    if file.suffix == ".gz":
+        plain = write(file.with_suffix(""), rows)
+        file.write_bytes(gzip.compress(plain.read_bytes()))
+        plain.unlink()
+        return file
     match file.suffix:
         case ".jsonl":
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -77,7 +83,7 @@ def same_problems(cfg: DataConfig, split: str = "train") -> list[str]:
 # Formats
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.tsv", "x.parquet"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.tsv", "x.parquet", "x.jsonl.gz", "x.tsv.gz"])
 def test_every_format_gives_the_same_samples(tmp_path, name):
     file = write(tmp_path / name, ROWS)
     cfg = sft_config(file, eval_fraction=0)
@@ -90,6 +96,19 @@ def test_json_lines_with_a_byte_order_mark_and_blank_lines_are_read(tmp_path):
     (tmp_path / "x.json").write_text("\n" + lines + "\n\n", encoding="utf-8-sig")
     assert len(sample_texts(sft_config(tmp_path / "x.json", eval_fraction=0))) == 3
     assert [row.where[-2:] for row in read_rows(tmp_path / "x.json")] == [":2", ":3", ":4"]
+
+
+def test_damaged_compressed_file_is_reported(tmp_path):
+    file = write(tmp_path / "x.jsonl.gz", ROWS)
+    whole = file.read_bytes()
+    for content, message in (
+        (whole[:-12], "x.jsonl.gz: is damaged: its compressed data is incomplete or invalid"),
+        (b"plain", "x.jsonl.gz: cannot be read: Not a gzipped file"),
+    ):
+        file.write_bytes(content)
+        assert message in same_problems(sft_config(file))[0]
+    file = write(tmp_path / "y.parquet", ROWS).rename(tmp_path / "y.parquet.gz")
+    assert "files with suffix '.gz' are not supported; use .jsonl" in same_problems(sft_config(file))[0]
 
 
 def test_csv_with_a_very_long_field_does_not_change_the_global_field_limit(tmp_path):
@@ -141,7 +160,7 @@ def test_missing_file_and_empty_folder_are_reported(tmp_path):
     ]
     assert same_problems(sft_config(tmp_path)) == [
         f"data.path={tmp_path}: the folder contains no file of a supported format "
-        "(.jsonl, .json, .csv, .tsv, .parquet, .txt)"
+        "(.jsonl, .json, .csv, .tsv, .parquet, .txt, or compressed with gzip, such as .jsonl.gz)"
     ]
     file = write(tmp_path / "x.jsonl", ROWS)
     (problem,) = same_problems(sft_config(file, eval_path=str(tmp_path / "y.csv")), "eval")
@@ -152,7 +171,7 @@ def test_unsupported_format_is_reported(tmp_path):
     (tmp_path / "x.xlsx").write_text("x")
     assert same_problems(sft_config(tmp_path / "x.xlsx")) == [
         f"data.path={tmp_path}/x.xlsx: files with suffix '.xlsx' are not supported; "
-        "use .jsonl, .json, .csv, .tsv, .parquet, .txt"
+        "use .jsonl, .json, .csv, .tsv, .parquet, .txt, or compressed with gzip, such as .jsonl.gz"
     ]
 
 

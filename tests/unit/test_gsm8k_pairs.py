@@ -1,4 +1,4 @@
-"""scripts/gsm8k_pairs.py: both answers have one form, and the numbers alone do not tell them apart."""
+"""scripts/dev/gsm8k_pairs.py: both answers have one form, and the numbers alone do not tell them apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gsm8k_pairs.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "dev" / "gsm8k_pairs.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

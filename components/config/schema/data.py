@@ -138,8 +138,9 @@ class RowsDataConfig(DataConfig):
     """Keys shared by the kinds whose data are rows of a file, a folder of files or a hub dataset."""
 
     path: str
-    """JSONL, JSON, CSV, TSV or Parquet file, a folder with a file per split (train.jsonl, test.jsonl), a URL of either
-    (s3://, gs://, az://, hf://), which is copied to `cache`, or the name of a hub dataset."""
+    """JSONL, JSON, CSV, TSV or Parquet file (.jsonl.gz: compressed), a folder with a file per split (train.jsonl,
+    test.jsonl), a URL of either (s3://, gs://, az://, hf://), which is copied to `cache`, or the name of a hub
+    dataset."""
     eval_path: str | None = None
     """File, folder, URL or hub dataset with the held-out rows, split eval_split (or split if that is null); null:
     path."""

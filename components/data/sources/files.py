@@ -9,20 +9,25 @@ report neither the file nor the line, only a row number that starts at 0 and ski
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from components.config.errors import ConfigError
 from components.storage.urls import is_url
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 """Suffixes of readable files. A .txt file is one row with the column `text`."""
+_GZIP = ".gz"
+"""Further suffix of a compressed file, such as .jsonl.gz; Parquet files have their own compression."""
+_SUPPORTED = f"{', '.join(SUFFIXES)}, or compressed with gzip, such as .jsonl{_GZIP}"
 
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
 _ROWS_FOR_COLUMNS = 100  # rows scanned for column names, because JSON rows may have different keys
@@ -64,7 +69,14 @@ def is_hub_name(path: str) -> bool:
 
 def is_local(path: str) -> bool:
     """Return whether `path` is a URL, or a local file or folder (exists or looks like one), not a hub name."""
-    return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or is_url(path) or Path(path).exists()
+    return path.startswith((".", "/", "~")) or is_url(path) or bool(format_of(Path(path))) or Path(path).exists()
+
+
+def format_of(file: Path) -> str:
+    """Return the suffix of a file's format, without that of its compression; "" if it is not supported."""
+    suffix = Path(file.stem).suffix if file.suffix == _GZIP else file.suffix
+    is_readable = suffix in SUFFIXES and not (file.suffix == _GZIP and suffix == ".parquet")
+    return suffix if is_readable else ""
 
 
 def files_of_split(location: Location) -> list[Path]:
@@ -84,22 +96,22 @@ def files_of_split(location: Location) -> list[Path]:
     folder = Path(os.path.expanduser(location.path))
     setting = f"{location.key}={location.path}"
     if folder.is_file():
-        check_single_file(location, folder.suffix)
+        check_single_file(location, folder)
         return [folder]
     if not folder.is_dir():
         raise ConfigError(
             f"{setting}: no such file or folder; set {location.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
             "folder of them, or the name of a hub dataset (owner/name)"
         )
-    found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    found = sorted(file for file in folder.rglob("*") if format_of(file) and file.is_file())
     return [folder / name for name in names_of_split(location, [file.relative_to(folder) for file in found])]
 
 
-def check_single_file(location: Location, suffix: str) -> None:
+def check_single_file(location: Location, file: Path) -> None:
     """Require a supported suffix of a path that is one file, and no other split of it. Raises ConfigError."""
-    if suffix not in SUFFIXES:
+    if not format_of(file):
         raise ConfigError(
-            f"{location.key}={location.path}: files with suffix {suffix!r} are not supported; use {_listed(SUFFIXES)}"
+            f"{location.key}={location.path}: files with suffix {file.suffix!r} are not supported; use {_SUPPORTED}"
         )
     if location.is_further_split:
         raise ConfigError(
@@ -113,7 +125,7 @@ def names_of_split(location: Location, found: Sequence[Path]) -> list[Path]:
     setting = f"{location.key}={location.path}"
     visible = [file for file in found if not any(part.startswith(".") for part in file.parts)]
     if not visible:
-        raise ConfigError(f"{setting}: the folder contains no file of a supported format ({_listed(SUFFIXES)})")
+        raise ConfigError(f"{setting}: the folder contains no file of a supported format ({_SUPPORTED})")
     splits = {file: _split_of(file, location.split) for file in visible}
     if not any(splits.values()):
         splits = dict.fromkeys(visible, "train")
@@ -154,12 +166,13 @@ def check_columns(wanted: dict[str, str], columns: Sequence[str], where: str) ->
 def read_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a file; from Parquet, read only `columns`. Raises ConfigError with file and line."""
     with readable(file):
-        if file.suffix == ".parquet":
+        if format_of(file) == ".parquet":
             yield from _parquet_rows(file, columns)
-        elif file.suffix in (".csv", ".tsv"):
+        elif format_of(file) in (".csv", ".tsv"):
             yield from _csv_rows(file)
-        elif file.suffix == ".txt":
-            yield Row(str(file), {"text": file.read_text(encoding="utf-8-sig")})
+        elif format_of(file) == ".txt":
+            with _open_text(file) as text:
+                yield Row(str(file), {"text": text.read()})
         else:
             yield from _json_rows(file)
 
@@ -173,14 +186,22 @@ def readable(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start}); convert it to UTF-8") from error
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise ConfigError(f"{file}: is damaged: its compressed data is incomplete or invalid ({error})") from error
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{file}: is damaged or has another format: {error}") from error
 
 
+def _open_text(file: Path, newline: str | None = None) -> TextIO:
+    if file.suffix == _GZIP:
+        return gzip.open(file, "rt", encoding="utf-8-sig", newline=newline)
+    return file.open(encoding="utf-8-sig", newline=newline)
+
+
 def _json_rows(file: Path) -> Iterator[Row]:
-    with file.open(encoding="utf-8-sig") as lines:
+    with _open_text(file) as lines:
         first = next((line for line in lines if line.strip()), "")
         lines.seek(0)
         if first.lstrip().startswith("["):
@@ -217,8 +238,8 @@ def _object_row(where: str, values: Any) -> Row:
 def _csv_rows(file: Path) -> Iterator[Row]:
     previous = csv.field_size_limit(2**31 - 1)  # global setting: a long document is one field
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+        with _open_text(file, newline="") as lines:
+            reader = csv.DictReader(lines, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
             for values in reader:
                 where = f"{file}:{reader.line_num}"
                 if None in values:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.data.sources.files import SUFFIXES, Location, check_single_file, names_of_split
+from components.data.sources.files import Location, check_single_file, format_of, names_of_split
 from components.storage.node_cache import FOLDER, NodeCache
 from components.storage.object_store import ObjectStore, StoredObject, describe
 from components.storage.urls import join, package_problems
@@ -60,13 +60,12 @@ def _open(location: Location, attempts: int | None = None) -> ObjectStore:
 
 def _objects_of_split(store: ObjectStore, location: Location) -> list[StoredObject]:
     """Return the objects of a split. Raises ConfigError if there are none, or OSError."""
-    suffix = PurePosixPath(location.path).suffix
-    if suffix in SUFFIXES:
-        check_single_file(location, suffix)
+    if format_of(Path(location.path)):
+        check_single_file(location, Path(location.path))
         return [store.stat(location.path)]
     prefix = join(location.path, "")
     found = {Path(each.url.removeprefix(prefix)): each for each in store.list(location.path)}
-    names = [name for name in found if name.suffix in SUFFIXES]
+    names = [name for name in found if format_of(name)]
     return [found[name] for name in names_of_split(location, names)]
 
 

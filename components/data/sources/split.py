@@ -34,6 +34,7 @@ from components.data.sources.files import (
     check_columns,
     columns_of,
     files_of_split,
+    format_of,
     is_local,
     read_rows,
     readable,
@@ -101,7 +102,7 @@ class SourceSplit:
                 while block := content.read(_READ_AT_ONCE):
                     digest.update(block)
                     size += len(block)
-            digest.update(f"{file.suffix} {size}".encode())
+            digest.update(f"{format_of(file)} {size}".encode())
         for record in () if files else self._all_records():
             text = json.dumps(_as_json(record), default=str).encode()
             digest.update(text)

@@ -29,18 +29,22 @@ def stdlib_rows(column: str) -> Iterator[Row]:
                 yield Row(str(name), {column: text})
 
 
+def document_tokens(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> Iterator[list[int]]:
+    """Tokenize documents. The end-of-text token, if the tokenizer has one, ends every document."""
+    end = tokenizer.eos_token_id
+    texts = [document.text for document in documents]
+    for ids in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
+        yield ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
 def encode_documents(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], seq_len: int
 ) -> Iterator[Example]:
     """Cut each document into samples of at most `seq_len` tokens that overlap by one token.
 
-    Every token except the first of a document is therefore a target exactly once. The end-of-text token, if the
-    tokenizer has one, ends every document.
+    Every token except the first of a document is therefore a target exactly once.
     """
-    texts = [document.text for document in documents]
-    for ids in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
-        end = tokenizer.eos_token_id
-        tokens = ids if end is None or ids[-1:] == [end] else [*ids, end]
+    for tokens in document_tokens(tokenizer, documents):
         for first in range(0, max(len(tokens) - 1, 1), max(seq_len - 1, 1)):
             piece = tokens[first : first + seq_len]
             yield trimmed(Example(piece, piece))

@@ -1,7 +1,7 @@
 """Preference pairs from GSM8K: worked answers that stop before the last result, with the right and a wrong result.
 
-python scripts/gsm8k_pairs.py gsm8k/train.jsonl pairs.jsonl                  # all problems with whole-number results
-python scripts/gsm8k_pairs.py gsm8k/train.jsonl pairs.jsonl --pairs 600 --max-length 400
+python scripts/dev/gsm8k_pairs.py gsm8k/train.jsonl pairs.jsonl      # all problems with whole-number results
+python scripts/dev/gsm8k_pairs.py gsm8k/train.jsonl pairs.jsonl --pairs 600 --max-length 400
 python recipes/dpo.py data.path=pairs.jsonl peft=lora
 
 Both answers of a pair are the problem's own reasoning up to the last equals sign, then "#### RESULT". The rejected one

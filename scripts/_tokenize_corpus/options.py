@@ -1,0 +1,108 @@
+"""The command line of scripts/tokenize_corpus.py."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from components.config.errors import ConfigError
+from components.config.schema.data import BadRows
+from components.data.sources.files import Location, files_of_split
+from components.data.token_store.corpus import SHARD, InputFile
+from components.launch.machine import usable_cores
+
+_KEYS = {
+    "data.text_column=": "--text-column ",
+    "data.bad_rows=": "--bad-rows ",
+    "model.tokenizer=": "--tokenizer ",
+    "model.tokenizer": "--tokenizer",
+}
+"""Options that replace the keys of a recipe in messages."""
+
+
+def read_options(arguments: list[str], documentation: str | None) -> Namespace:
+    """Parse the options and find the input files, as `files`. Raises ConfigError with all problems."""
+    parser = ArgumentParser(description=documentation, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="file, or folder with a file per split")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the token store")
+    parser.add_argument("--tokenizer", help="as model.tokenizer: a hub name, a folder, a .gguf file, or bytes")
+    parser.add_argument("--text-column", default="text", help="as data.text_column (default: text)")
+    parser.add_argument("--bad-rows", choices=list(BadRows), default=BadRows.refuse, help="as data.bad_rows")
+    parser.add_argument("--split", default="train", help="split of folders, as data.split (default: train)")
+    parser.add_argument("--workers", type=int, help="files tokenized at the same time (default: the usable cores)")
+    parser.add_argument("--shard", metavar="I/N", help="only every N-th file, from the I-th on: a task of an array")
+    parser.add_argument("--index", action="store_true", help="without INPUT: only write the manifest of FOLDER")
+    options = parser.parse_args(arguments)
+    options.bad_rows = BadRows(options.bad_rows)
+    options.workers = usable_cores() if options.workers is None else options.workers
+    problems = [] if options.workers >= 1 else [f"--workers {options.workers}: must be at least 1"]
+    if os.path.lexists(options.out) and not options.out.is_dir():
+        problems.append(f"--out {options.out}: is not a folder; choose another one")
+    if options.inputs and options.tokenizer is None:
+        problems.append("--tokenizer: needed; give the model.tokenizer of the runs that will use the store")
+    if not options.inputs and not options.index:
+        problems.append("INPUT: needed; give the files of the corpus, or --index for the manifest of existing shards")
+    if not options.inputs and options.shard is not None:
+        problems.append(f"--shard {options.shard}: selects input files; give them too")
+    if options.index and options.shard is not None:
+        problems.append(
+            f"--shard {options.shard}: other tasks may still write shards; give --index in a command of its own, once "
+            "all tasks have ended"
+        )
+    options.files = []
+    try:
+        found = find_files(options.inputs, options.split, options.out)
+        options.files = found if options.shard is None else select_files(found, options.shard)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def find_files(inputs: Sequence[str], split: str, out: Path) -> list[InputFile]:
+    """Return the input files with the paths of their shards, sorted by shard. Raises ConfigError.
+
+    A shard is named after its file, with the folders below the given one.
+    """
+    found: dict[str, Path] = {}
+    problems = list[str]()
+    for given in inputs:
+        path = Path(given).expanduser()
+        if not path.exists():
+            problems.append(f"{given}: no such file or folder")
+            continue
+        try:
+            files = files_of_split(Location("INPUT", str(path), split))
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        for file in files:
+            name = "__".join(file.relative_to(path).parts) if path.is_dir() else file.name
+            other = found.setdefault(name, file)
+            if other != file:
+                problems.append(
+                    f"{file}: its shard would have the name of that of {other}; rename one, or give the folder that "
+                    "holds both"
+                )
+    if problems:
+        raise ConfigError(problems)
+    return [InputFile(found[name], out / f"{name}{SHARD}") for name in sorted(found)]
+
+
+def select_files(files: list[InputFile], shard: str) -> list[InputFile]:
+    """Return every N-th file from the I-th on, for I/N; I counts from 1. Raises ConfigError."""
+    index, slash, count = shard.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise ConfigError(f"--shard {shard}: must be I/N with I from 1 to N, such as 3/16 for the third of 16 tasks")
+    return files[int(index) - 1 :: int(count)]
+
+
+def as_options(problems: Sequence[str]) -> list[str]:
+    """Return messages about keys of a recipe with the options of this command in their place."""
+    found = list(problems)
+    for key, option in _KEYS.items():
+        found = [problem.replace(key, option) for problem in found]
+    return found
