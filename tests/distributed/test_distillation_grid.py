@@ -17,19 +17,17 @@ import torch
 
 from tests.distributed import adapted
 from tests.distributed.adapted import Adapted
-from tests.distributed.curves import CP, EP, FSDP2, PP
 from tests.distributed.objective_grid import (
     LR,
     MESHES,
     MODELS,
     STEPS,
-    ZBV,
     ObjectiveCase,
     kinds_of_training,
     problems_on_meshes,
 )
 from tests.distributed.test_distillation import OBJECTIVES, Curve, PlainTopK, differences, expected, train
-from tests.suites import PARITY, in_parity
+from tests.suites import in_parity
 
 FORMULAS = {str(cfg.divergence): cfg for cfg in OBJECTIVES}
 TEACHER = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -87,16 +85,7 @@ def all_cases(world: int, model: str) -> list[DistillationCase]:
     return chosen
 
 
-CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for model in MODELS} if PARITY else {
-    "2-mixtral": [
-        DistillationCase("mixtral", "forward_kl", EP, packed=True),
-        DistillationCase("mixtral", "jensen_shannon", FSDP2, packed=False, dtype=torch.float32, teacher="llama"),
-    ],
-    "2-gemma3": [
-        DistillationCase("gemma3", "reverse_kl", CP, packed=True, stored=True),
-        DistillationCase("gemma3", "jensen_shannon", {**PP, **ZBV}, packed=False, lora=True, micro_batch=2),
-    ],
-}  # fmt: skip
+CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for model in MODELS}
 """Cases by number of processes and student. Each mesh leaves its process groups behind, so they have processes of their
 own."""
 

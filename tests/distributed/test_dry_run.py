@@ -26,7 +26,7 @@ from tests.distributed.dry_run_cases import (
     play_ranks,
     save_teacher,
 )
-from tests.suites import PARITY, in_parity
+from tests.suites import in_parity
 
 MIB = 2**20
 TOLERANCE = 0.03
@@ -100,17 +100,16 @@ CASES: dict[str, tuple[int, Make]] = {
 Without parallelism.defer_grad_sync=false: its many reductions leave the profiler's sum too far off (343 to 378 MiB in
 equal steps of a rank whose dry run has 331).
 """
-QUICK = ("Llama dp_shard 2",)
 
 
 @in_parity
-@pytest.mark.parametrize("name", CASES if PARITY else QUICK)
+@pytest.mark.parametrize("name", CASES)
 def test_dry_run_agrees_with_real_ranks_on_memory_and_traffic(name: str) -> None:
     world, config = CASES[name]
     _compare(name, config(world), world)
 
 
-@pytest.mark.skipif(not PARITY, reason="MESHBOOK_ALL_PARITY=1 runs it")
+@in_parity
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_dry_run_counts_the_teacher(tmp_path: Path, axes: dict[str, int]) -> None:
     cfg = distill(world=2, teacher=save_teacher(tmp_path), **axes)

@@ -22,7 +22,7 @@ from components.parity import reference as plain
 from tests.distributed.parity import SMALL, Case, build, reference, run_case
 from tests.distributed.test_parity import FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
-from tests.suites import PARITY
+from tests.suites import PARITY, in_parity
 
 PP_TP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "tp": 2}
 EP_TP = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2, "tp": 2}
@@ -115,7 +115,7 @@ def test_norms_of_single_heads_without_a_plan_are_rejected(monkeypatch: pytest.M
         tp_plan.check_covered(model, plan, 2)
 
 
-@pytest.mark.skipif(not PARITY, reason="make parity")
+@in_parity
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_families_match_one_process_on_products_of_four_ranks(dtype: torch.dtype) -> None:
     names, steps = [name for name in CHOSEN if "3_heads" not in name], 1 if dtype == torch.float64 else 5
@@ -123,13 +123,13 @@ def test_families_match_one_process_on_products_of_four_ranks(dtype: torch.dtype
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.skipif(not PARITY, reason="make parity")
+@in_parity
 def test_families_with_a_plan_of_transformers_match_on_more_meshes() -> None:
     problems = deviations(4, [*PRODUCTS, WITH_CP], list(TRANSFORMERS_PLANS), torch.float64, 1)
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.skipif(not PARITY, reason="make parity")
+@in_parity
 def test_families_match_one_process_for_five_steps_in_float32() -> None:
     problems = deviations(2, [TP, {**TP, **SP}], list(CHOSEN), torch.float32, 5)
     assert not problems, "\n".join(problems)

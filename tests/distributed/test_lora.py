@@ -39,7 +39,7 @@ from tests.distributed.adapted import (
     theirs,
 )
 from tests.harness import run_ranks
-from tests.suites import PARITY
+from tests.suites import in_parity
 
 F32 = torch.float32
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -112,7 +112,7 @@ def test_adapter_training_matches_the_peft_library(world: int) -> None:
     assert not problems, problems
 
 
-@pytest.mark.skipif(not PARITY, reason="make parity")
+@in_parity
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", DENSE)
 def test_adapter_training_matches_the_peft_library_on_the_full_grid(world: int) -> None:

@@ -25,7 +25,7 @@ from components.training.objectives import chunked_loss
 from tests.distributed.packed import NoPadding, Step, differences, one_step
 from tests.distributed.parity import build
 from tests.harness import run_ranks
-from tests.suites import PARITY
+from tests.suites import PARITY, in_parity
 
 CPU = torch.device("cpu")
 HEAD_TOKENS = 512
@@ -164,7 +164,7 @@ def test_ranks_with_unequal_vocabulary_shards_use_equal_chunks(tp: int) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.skipif(not PARITY, reason="make parity")
+@in_parity
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("vocabulary", [32769, 50257, 49159])
 def test_odd_vocabularies_match_one_process_for_all_token_counts(vocabulary: int) -> None:

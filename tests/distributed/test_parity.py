@@ -29,7 +29,7 @@ from tests.distributed.grid import Cell, Finding, cell, cells, run_cells
 from tests.distributed.grid_record import record
 from tests.distributed.parity import SMALL, Case, Curve, build, reference, relative, run_case
 from tests.harness import run_ranks
-from tests.suites import PARITY
+from tests.suites import PARITY, in_parity
 
 FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 DDP = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": -1}
@@ -231,7 +231,7 @@ def test_parity_samples_leave_some_experts_idle() -> None:
     assert (largest > 0).any()
 
 
-@pytest.mark.skipif(not PARITY, reason="make parity")
+@in_parity
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("model", grid.MODELS)
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.suites import PARITY, in_parity
+from tests.suites import in_parity
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ["model=tiny", "data.max_samples=64", "training.seq_len=64", "training.global_batch_size=6", "cluster.device=cpu"]
@@ -34,7 +34,7 @@ def test_tiny_model_passes_and_writes_table_files(tmp_path: Path) -> None:
     assert (tmp_path / "table" / "parity.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
-@pytest.mark.skipif(not PARITY, reason="make parity")
+@in_parity
 def test_named_mesh_that_the_model_does_not_support_is_rejected(tmp_path: Path) -> None:
     """Detected from the config of a dense model, before any model is built."""
     completed = run(*JOB, "--processes", "2", "--steps", "1", "--meshes", "ep2", "--no-gradients", cwd=tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,12 +16,13 @@ from components.models.build import load_config
 from components.planning.dry_run.played_run import buildable
 from components.planning.formulas.workload import architecture_of
 from tests.config.commands import REPOSITORY
+from tests.suites import PARITY
 
 HUB = {"path": "someone/not-on-this-machine", "family": "qwen3", "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64,
        "vocab": 512, "mlp": 128, "head_dim": 16, "tied": True}  # fmt: skip
 
 
-@pytest.mark.skipif("MESHBOOK_ALL_PARITY" not in os.environ, reason="starts a child for each played rank: make parity")
+@pytest.mark.skipif(not PARITY, reason="starts a child for each played rank: make parity")
 def test_the_best_rows_are_played_at_their_world_size() -> None:
     """A hub model that is not on this machine is built from its stated sizes."""
     sizes = [f"model.{name}={str(value).lower()}" for name, value in HUB.items()]

@@ -13,19 +13,17 @@ import pytest
 import torch
 
 from tests.distributed import adapted
-from tests.distributed.curves import EP, TP
 from tests.distributed.objective_grid import (
     LR,
     MESHES,
     MODELS,
-    SP,
     STEPS,
     ObjectiveCase,
     kinds_of_training,
     problems_on_meshes,
 )
 from tests.distributed.test_preferences import OBJECTIVES, Curve, differences, expected, train
-from tests.suites import PARITY, in_parity
+from tests.suites import in_parity
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,7 @@ def all_cases(world: int, model: str) -> list[PreferenceCase]:
     return chosen
 
 
-CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for model in MODELS} if PARITY else {
-    "2-mixtral": [
-        PreferenceCase("mixtral", "dpo", EP, packed=True),
-        PreferenceCase("mixtral", "kto", {**TP, **SP}, packed=True, lora=True),
-    ]
-}  # fmt: skip
+CHOSEN = {f"{world}-{model}": all_cases(world, model) for world in MESHES for model in MODELS}
 """Cases by number of processes and model. Each mesh leaves its process groups behind, so they have processes of their
 own."""
 

@@ -19,7 +19,7 @@ from components.config.schema import ModelConfig, ParallelismConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, relative, samples_of_step
 from tests.harness import run_ranks
-from tests.suites import PARITY, in_parity
+from tests.suites import in_parity
 
 COEFFICIENT = 0.5  # large, so that the token loss does not hide an error
 CFG = ModelConfig(path="made here", router_aux_coef=COEFFICIENT)
@@ -113,7 +113,7 @@ reference_of: dict[tuple[str, float], Step] = {}
 
 
 @in_parity
-@pytest.mark.parametrize("world_size", SHAPES if PARITY else [1, 2])
+@pytest.mark.parametrize("world_size", SHAPES)
 def test_router_loss_and_gradients_match_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     built = {}
     for name in ("mixtral", "qwen3_moe"):
@@ -124,8 +124,8 @@ def test_router_loss_and_gradients_match_one_process(world_size: int, monkeypatc
 
     def on_rank(rank: int) -> list[tuple[str, set[str], list[str]]]:
         found = []
-        for index, (shape, accumulation, recompute) in enumerate(SHAPES[world_size]):
-            for name in built if PARITY else [list(built)[index % 2]]:
+        for shape, accumulation, recompute in SHAPES[world_size]:
+            for name in built:
                 case = Case(name, shape, accumulation, samples=samples)
                 step = on_mesh(built[name], case, recompute)
                 found.append((f"{case} {recompute}", set(step[1]), differences(reference_of[name, COEFFICIENT], step)))

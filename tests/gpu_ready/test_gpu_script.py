@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scripts._gpu.verdict import Verdict, at_least, at_most
-from tests.suites import in_parity
+from tests.suites import PARITY, in_parity
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu.py"
 
@@ -53,7 +53,7 @@ def test_checks_run_on_a_cpu_and_write_a_verdict(tmp_path: Path) -> None:
     assert len([line for line in table if line.startswith("| ")]) == 1 + len(verdict["lines"])
 
 
-@pytest.mark.skipif("MESHBOOK_ALL_PARITY" not in os.environ, reason="starts nine runs of recipes: make parity")
+@pytest.mark.skipif(not PARITY, reason="starts nine runs of recipes: make parity")
 def test_checks_of_several_ranks_run_on_a_cpu(tmp_path: Path) -> None:
     """Predictions and bounds of bandwidth are for GPUs; curves, the export and the verdict on a hang hold anywhere."""
     ended = run("--ranks=2", "--device=cpu", "--small", folder=tmp_path)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.gpu_ready.conftest import Run
 from tests.gpu_ready.roofline import DEVICES, WORK, costs, step_seconds
+from tests.suites import PARITY
 
-needs_all = pytest.mark.skipif("MESHBOOK_ALL_PARITY" not in os.environ, reason="make parity: plays steps of 8B models")
+needs_all = pytest.mark.skipif(not PARITY, reason="make parity: plays steps of 8B models")
 
 
 def predicted(run: Run, name: str, device: str) -> float:

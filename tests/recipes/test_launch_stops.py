@@ -83,7 +83,7 @@ def test_exception_is_reported_once_with_rank_and_traceback(bench: Bench, rank: 
     assert message == f"rank {rank} exited with status 1: ValueError: no such luck"
     assert log_line.startswith("logs: ")
     assert "components/launch" not in done.errors.partition("Traceback")[2]
-    assert done.seconds < 30  # two interpreters start on a busy machine; the other rank would run on for minutes
+    assert done.seconds < 15
     assert bench.result() == {"status": "failed", "error": f"rank {rank}: ValueError: no such luck"}
     bench.assert_no_process_left()
 

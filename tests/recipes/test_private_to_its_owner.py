@@ -16,7 +16,7 @@ import pytest
 from tests.distributed.forked_runs import Attempt, descendants, until
 from tests.distributed.test_checkpoint_kills import saving_run
 from tests.recipes.test_no_secret_is_written import CANARY, SECRETS, files_with
-from tests.suites import TORTURE, in_torture
+from tests.suites import in_torture
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 """127.0.0.1, ::1 and ::ffff:127.0.0.1 in the format of /proc/net/tcp and tcp6."""
@@ -29,7 +29,7 @@ STARTS = [
 
 
 @in_torture
-@pytest.mark.parametrize("elastic", [False, *([True] if TORTURE else [])])
+@pytest.mark.parametrize("elastic", [False, True])
 def test_private_run_exposes_nothing_to_other_users(elastic: bool, tmp_path: Path) -> None:
     command = saving_run(tmp_path, "run", elastic)
     replaced = ("checkpoint.export", "logging.wandb.mode")

@@ -15,7 +15,7 @@ from tests.recipes.small_jobs import job, lines_of, write_data
 from tests.slurm.cluster import WAIT_TIMEOUT
 from tests.slurm.login import CPU, PROJECT, Login, log_of, result_of
 from tests.slurm.test_stops import await_step, by_a_higher_priority_job
-from tests.suites import TORTURE, in_torture
+from tests.suites import in_torture
 
 STEPS = 60
 TWO_NODES = ("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU)
@@ -31,7 +31,7 @@ def run_locally(login: Login, recipe: Path, *command: str) -> None:
 
 
 @in_torture
-@pytest.mark.parametrize("name", ["dpo", "distill", "classify"] if TORTURE else ["dpo"])
+@pytest.mark.parametrize("name", ["dpo", "distill", "classify"])
 def test_preempted_job_resumes_with_the_losses_of_a_local_run(login: Login, name: str) -> None:
     """The local run has two processes and the same mesh, so that its losses are bitwise equal."""
     write_data(login.folder)

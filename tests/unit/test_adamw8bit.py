@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from components.config.schema.optimizer import AdamW8bitConfig, AdamWConfig
 from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.optim import step_if_finite
 from tests.optional import need_torchao
+from tests.suites import PARITY
 
 need_torchao()
 
@@ -61,7 +61,7 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.skipif("MESHBOOK_ALL_PARITY" not in os.environ, reason="compiles for a minute and a half: make parity")
+@pytest.mark.skipif(not PARITY, reason="compiles for a minute and a half: make parity")
 @pytest.mark.filterwarnings("ignore:OptimState8bit does not implement")  # torchao's tensor in torch's compile cache
 def test_equals_torchao_with_one_graph_for_all_shapes_and_learning_rates() -> None:
     compare_with_torchao(graphs=1)

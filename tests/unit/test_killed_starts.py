@@ -15,8 +15,8 @@ from components.config.schema import CausalLMConfig, FinetuneConfig, WeightInit
 from components.config.schema.data import DocsDataConfig
 from components.launch.run_directory.directory import RunDirectory
 from components.launch.run_directory.opening import open_run_directory
+from tests.suites import in_torture
 
-TORTURE = pytest.mark.skipif(os.environ.get("MESHBOOK_TORTURE") != "1", reason="make torture: three of the cases")
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.symlink", "os.rmdir"}
 
 
@@ -68,10 +68,10 @@ def killed_before(change: int, run_dir: Path, rejected: bool) -> bool:
 @pytest.mark.parametrize(
     ("earlier", "rejected"),
     [
-        pytest.param(0, True, id="new run, discarded", marks=TORTURE),
+        pytest.param(0, True, id="new run, discarded", marks=in_torture),
         pytest.param(1, False, id="continued run, started"),
-        pytest.param(0, False, id="new run, started", marks=TORTURE),
-        pytest.param(1, True, id="continued run, discarded", marks=TORTURE),
+        pytest.param(0, False, id="new run, started", marks=in_torture),
+        pytest.param(1, True, id="continued run, discarded", marks=in_torture),
     ],
 )
 def test_start_killed_at_any_moment_is_continued_by_the_same_command(

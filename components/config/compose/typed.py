@@ -226,8 +226,8 @@ def _has_type(value: Any, kind: Any) -> bool:
     if type(value) is list:
         return any(get_origin(each) is list and _have_type(value, get_args(each)[0]) for each in kinds)
     if type(value) is dict:
-        typed_keys = {each: get_args(each) for each in kinds if get_origin(each) is dict}
-        return any(_have_type(value, key) and _have_type(value.values(), of) for key, of in typed_keys.values())
+        pairs = [get_args(each) for each in kinds if get_origin(each) is dict]
+        return any(_have_type(value, key) and _have_type(value.values(), of) for key, of in pairs)
     return type(value) in kinds and (value is None or isinstance(value, int | float | str | Enum))
 
 
