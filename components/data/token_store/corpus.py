@@ -97,8 +97,8 @@ def settings_of(
     hashed = hash_of_tokenizer(tokenizer)
     if hashed is None:
         raise ConfigError(
-            f"model.tokenizer={name}: is not a fast tokenizer (tokenizer.json), so its version cannot be recorded in the "
-            "shards; convert it with AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)"
+            f"model.tokenizer={name}: is not a fast tokenizer (tokenizer.json), so its version cannot be recorded in "
+            "the shards; convert it with AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)"
         )
     return CorpusSettings(
         tokenizer=name,
