@@ -45,7 +45,7 @@ lap = @began=$$(date +%s); $(1) || exit $$?; echo "=== $(2): $$(($$(date +%s) - 
 
 ifeq ($(ARGS),)
 test: install
-	@echo "All tests: up to an hour on two cores (make test-quick: about 4). A failed tier does not stop the others."
+	@echo "All tests: about 40 minutes on two cores (make test-quick: about 4). A failed tier does not stop the others."
 	@$(MAKE) --no-print-directory --keep-going test-unit test-distributed test-gpu-ready test-recipes test-slurm
 else
 test: install
