@@ -37,7 +37,7 @@ from components.protocol.failures import (
 from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import LAUNCHER_PID, WORKER, LocalRank, without_ranks
 from components.protocol.run_files import PRIVATE, log_file, open_append
-from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
+from components.protocol.signals import CTRL_C_MESSAGE, DUMP_STACKS, DUMP_STACKS_WITHOUT_GIL, collected_signals
 from components.terminal import print_text
 
 POLL = 0.05
@@ -48,8 +48,8 @@ GRACE = 2.0
 """Seconds from the first failure to SIGTERM, in which the other ranks can fail by themselves and report it."""
 REFUSED_GRACE = 1.0
 """Seconds from a config error to SIGKILL, without SIGTERM: there is nothing to save."""
-STACKS_AFTER, STACKS_WITHIN = 1.0, 3.0
-"""Seconds from the report of a hang to SIGUSR1, which requests stacks, and from there to SIGKILL."""
+STACKS_AFTER, STACKS_WITHIN = 1.0, 1.5
+"""Seconds from the report of a hang to the first request for stacks, and from each request to the next signal."""
 KILL_AFTER = 5.0
 """Seconds from SIGTERM, on which ranks save and stop, to SIGKILL."""
 
@@ -222,8 +222,12 @@ class RankProcesses:
         if any(report.is_config for report in reports):
             self._set_plan((REFUSED_GRACE, signal.SIGKILL))
         elif any(report.kind == Kind.hung for report in reports):
-            after = STACKS_AFTER  # SIGCONT: a stopped rank must continue in order to write its stacks
-            self._set_plan((after, signal.SIGUSR1), (0.0, signal.SIGCONT), (STACKS_WITHIN, signal.SIGKILL))
+            self._set_plan(
+                (STACKS_AFTER, DUMP_STACKS),
+                (0.0, signal.SIGCONT),  # a stopped rank must continue in order to write its stacks
+                (STACKS_WITHIN, DUMP_STACKS_WITHOUT_GIL),
+                (STACKS_WITHIN, signal.SIGKILL),
+            )
         else:
             self._set_plan((GRACE, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL))
 

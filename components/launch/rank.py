@@ -48,7 +48,7 @@ from components.protocol.run_files import (
     read_result,
     record_result,
 )
-from components.protocol.signals import STOP_SIGNALS, record_stop_signals
+from components.protocol.signals import DUMP_STACKS, DUMP_STACKS_WITHOUT_GIL, STOP_SIGNALS, record_stop_signals
 from components.terminal import print_text, printable
 
 FLIGHT_RECORDER = "flight_recorder_rank_"
@@ -71,6 +71,26 @@ def record_collectives(logs: Path) -> None:
         os.environ.setdefault(name, value)
 
 
+def dump_stacks_on_request() -> None:
+    """Write the stacks of all threads to stderr on DUMP_STACKS, also while the main thread is in C++ code.
+
+    A thread waits for the signal and holds the GIL while it writes, so that no other thread can change its stack: a
+    signal handler that reads the stacks of running threads may crash. Only if no thread can take the GIL,
+    DUMP_STACKS_WITHOUT_GIL has such a handler write them. Call before other threads start, which inherit the signal
+    mask.
+    """
+    signal.signal(DUMP_STACKS_WITHOUT_GIL, signal.SIG_IGN)
+    faulthandler.register(DUMP_STACKS_WITHOUT_GIL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_STACKS})
+
+    def dump() -> None:
+        signal.sigwait({DUMP_STACKS})
+        faulthandler.dump_traceback()
+        faulthandler.unregister(DUMP_STACKS_WITHOUT_GIL)  # it is ignored again
+
+    threading.Thread(target=dump, name="dump_stacks", daemon=True).start()
+
+
 def run_worker(recipe: Recipe) -> int:
     """Run main on a rank started by the local launcher or the batch script, and return the exit status.
 
@@ -88,7 +108,7 @@ def run_worker(recipe: Recipe) -> int:
     if not by_launcher:
         os.environ[STORE_FILE] = str(logs / "store.json")
     record_collectives(logs)
-    faulthandler.register(signal.SIGUSR1)  # dumps the stacks of all threads, also in the middle of C++ code
+    dump_stacks_on_request()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):

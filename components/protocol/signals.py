@@ -12,6 +12,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """Signals that request a save and an exit with status 0: a preemption or a time limit."""
 FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 """Signals that a launcher forwards to its processes. Ctrl-C also saves and stops; a second one aborts."""
+DUMP_STACKS = signal.SIGUSR1
+"""Requests the stacks of all threads of a rank; its launcher sends it when the run hangs."""
+DUMP_STACKS_WITHOUT_GIL = signal.SIGQUIT
+"""Sent after DUMP_STACKS; a rank that could not take the GIL, and so has not written its stacks, writes them now."""
 CTRL_C_MESSAGE = "Ctrl-C: stopping after this step; again to abort"
 """Printed at once on Ctrl-C, by the launcher or by a rank without one."""
 

@@ -64,6 +64,12 @@ def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, Verdict 
     return silent, late, reason, progress, verdict if verdict == agreed else None
 
 
+def _outstanding(dumped: dict[str, Any]) -> int:
+    """Return how many collectives of the default group are enqueued and not completed."""
+    status = dumped["pg_status"]["0"]
+    return int(status["last_enqueued_collective"]) - int(status["last_completed_collective"])
+
+
 def _with_recorder(rank: int, logs: Path) -> tuple[str, str, list[list[int]]]:
     """Rank 2 joins a broadcast of rank 0 late; return the verdicts before and after it is enqueued, and the counts.
 
@@ -87,6 +93,8 @@ def _with_recorder(rank: int, logs: Path) -> tuple[str, str, list[list[int]]]:
     broadcast = dist.broadcast(torch.ones(1), src=0, async_op=True) if rank != 2 else None
     if rank == 1:
         broadcast.wait()
+    while _outstanding(json.loads(dump(True, True))) != (rank == 0):  # the recorder learns of an end after the caller
+        time.sleep(0.01)
     for name, enqueued in (("host", 0), ("device", 1)):
         ahead = enqueued if rank == 2 else 0
         heartbeat.beat("in step 3", f"line of rank {rank}", progressed=False)
