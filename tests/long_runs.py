@@ -38,7 +38,10 @@ PARTS: dict[str, dict[str, list[str]]] = {
     "torture": {
         "slurm": ["tests/slurm"],
         "kubernetes": ["tests/kubernetes"],
-        "kills": ["tests/distributed/test_checkpoint_kills.py", "tests/unit/test_killed_starts.py"],
+        "kills": [
+            "tests/distributed/test_checkpoint_kills.py",
+            *("tests/unit/test_killed_starts.py", "tests/unit/test_tokenize_corpus.py"),
+        ],
         "checkpoints": [
             *("tests/distributed/test_checkpoint_crash.py", "tests/distributed/test_checkpoint_async.py"),
             *("tests/distributed/test_checkpoint_damage.py", "tests/distributed/test_checkpoint_disks.py"),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from components.data.order import SampleOrder
+from scripts.tokenize_corpus import main as tokenize
 from tests.recipes.test_finetune import curve, result, run
 
 STEPS, WARMUP, BATCH, SEQ, LR, DECAY, SEED = 12, 4, 8, 64, 3e-3, 0.1, 5
@@ -30,31 +31,22 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "text.txt").write_text("".join(lines))
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).save_pretrained(folder / "model")
-    output = run(
+    output = train(folder, "run", "data=text", f"data.path={folder}/text.txt", f"training.seq_len={SEQ}")
+    return folder, output
+
+
+def train(folder: Path, name: str, *data: str) -> str:
+    """Run the recipe on two processes in the run directory `name`, and return its output."""
+    return run(
         "pretrain.py",
-        *(
-            "data=text",
-            "data.pack=false",
-            f"data.path={folder}/text.txt",
-            "parallelism=fsdp2",
-            "cluster=local_2proc",
-            "cluster.device=cpu",
-        ),
-        *(
-            "model=tiny",
-            f"model.path={folder}/model",
-            "model.init=pretrained",
-            "model.config={}",
-            "training.log_every=1",
-        ),
-        *(f"training.max_steps={STEPS}", f"training.seq_len={SEQ}", f"training.global_batch_size={BATCH}"),
+        *("parallelism=fsdp2", "cluster=local_2proc", "cluster.device=cpu", f"run.dir={folder}/{name}"),
+        *("model=tiny", f"model.path={folder}/model", "model.init=pretrained", "model.config={}"),
+        *("training.log_every=1", f"training.max_steps={STEPS}", f"training.global_batch_size={BATCH}"),
         *("training.micro_batch_size=2", "training.eval_every=0", "checkpoint.export=true"),
         *(f"optimizer.lr={LR}", f"optimizer.warmup_steps={WARMUP}", f"optimizer.weight_decay={DECAY}"),
-        f"run.seed={SEED}",
-        f"run.dir={folder}/run",
+        *(f"run.seed={SEED}", "data.pack=false", *data),
         cwd=folder,
     )
-    return folder, output
 
 
 def test_curve_matches_a_plain_loop(pretrained: tuple[Path, str]) -> None:
@@ -68,6 +60,19 @@ def test_curve_matches_a_plain_loop(pretrained: tuple[Path, str]) -> None:
     assert evaluations[1] < evaluations[0] - 1
 
 
+def test_token_stores_of_the_text_have_the_same_curve(pretrained: tuple[Path, str]) -> None:
+    """A row of a store is SEQ - 1 tokens and the token after them: the SEQ tokens of a sample of the text."""
+    folder, _ = pretrained
+    cut = cut_of(text := (folder / "text.txt").read_text())
+    for name, part in (("train", text[:cut]), ("held_out", text[cut:])):
+        (folder / f"{name}.txt").write_text(part)
+        assert tokenize([f"{folder}/{name}.txt", "--tokenizer", "bytes", "--out", f"{folder}/{name}"]) == 0
+    stores = (f"data.path={folder}/train", f"data.eval_path={folder}/held_out")
+    train(folder, "of_tokens", "data=tokens", *stores, "data.block_rows=1", f"training.seq_len={SEQ - 1}")
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert curve(folder / "of_tokens", key) == pytest.approx(curve(folder / "run", key), rel=1e-6)
+
+
 def test_export_is_a_text_model_with_the_logged_eval_loss(pretrained: tuple[Path, str]) -> None:
     folder, output = pretrained
     assert "prompt: 8 times 2" in output  # the first line of the held-out split
@@ -79,10 +84,15 @@ def test_export_is_a_text_model_with_the_logged_eval_loss(pretrained: tuple[Path
     )
 
 
+def cut_of(text: str) -> int:
+    """Return the index of the first held-out character."""
+    return text.index("\n", round(len(text) * 0.95)) + 1
+
+
 def documents(file: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Return the train and held-out samples as the documentation of `data=text` defines them."""
     text = file.read_text()
-    cut = text.index("\n", round(len(text) * 0.95)) + 1
+    cut = cut_of(text)
     splits = []
     for split_text in (text[:cut], text[cut:]):
         ids = [*split_text.encode(), END]
