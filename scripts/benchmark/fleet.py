@@ -1,0 +1,258 @@
+"""Worlds that do not fit on this machine: host cost of a start, and the share of the time that training keeps.
+
+python scripts/benchmark/fleet.py costs      # mesh, manifest and data order, up to 65,536 processes
+python scripts/benchmark/fleet.py goodput    # goodput by save interval, and the best interval
+python scripts/benchmark/fleet.py goodput --worlds 256 --mtbf-hours 20000 --blocked-seconds 4 --restart-seconds 240
+
+costs: torch's fake backend creates every process group of a real run without communication, so one process can run
+rank 0 of any world size. The mesh, with the views that training uses, is compared with torch's `init_device_mesh` and
+`_flatten` for the same groups; both run alternately, each time in a new process, and the table has medians. The host
+cost of a step does not depend on the world: scripts/benchmark/host_ops.py.
+
+goodput: the share of the time in steps whose result is kept. Failures are independent, one per --mtbf-hours of a GPU on
+average, and each ends the whole run. Measure the seconds of a save and of a restart on your own cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+WORLDS = (1024, 8192, 16384, 65536)
+USED = ("fsdp", "dp_cp", "dp")
+"""Views that training uses of a mesh with all axes except expert parallelism."""
+INTERVALS = (1, 2, 5, 10, 20, 30, 60)
+"""Minutes between saves."""
+MTBF_HOURS = 50_677.0
+"""Hours of one GPU between failures: 419 unexpected interruptions of 16,384 GPUs in 54 days (The Llama 3 Herd of
+Models, 2024, section 3.3.4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a run's events."""
+
+    failures: float
+    """Between two failures of the whole run, on average."""
+    blocked: float
+    """For which a save blocks training."""
+    background: float
+    """From the end of `blocked` until the checkpoint is complete; training goes on."""
+    restart: float
+    """From a failure to the first step after it: detection, queue, start, loading."""
+
+
+def goodput(interval: float, times: Times) -> float:
+    """Return the expected goodput for saves after every `interval` seconds of training.
+
+    The time from one failure to the next is exponentially distributed and begins with the restart; only whole intervals
+    whose checkpoint is complete are kept. As Daly, A higher order estimate of the optimum checkpoint interval (2006),
+    with a save that is partly in the background.
+    """
+    rate = 1 / times.failures
+    kept = math.exp(-rate * (times.restart + times.background)) / math.expm1(rate * (interval + times.blocked))
+    return rate * interval * kept
+
+
+def simulated_goodput(interval: float, times: Times, failures: int, seed: int) -> float:
+    """Return the goodput of a run with this many failures, drawn at random."""
+    import numpy as np
+
+    until_failure = np.random.default_rng(seed).exponential(times.failures, failures)
+    in_intervals = until_failure - times.restart - times.background
+    kept = np.maximum(np.floor(in_intervals / (interval + times.blocked)), 0).sum()
+    return float(kept * interval / until_failure.sum())
+
+
+def best_interval(times: Times) -> float:
+    """Return the interval with the highest expected goodput, in seconds.
+
+    Where the derivative is zero, x = interval / failures solves 1 - exp(-(x + blocked / failures)) = x. That has one
+    solution, below 1, which bisection finds.
+    """
+    low, high, blocked = 0.0, 1.0, times.blocked / times.failures
+    for _ in range(60):
+        middle = (low + high) / 2
+        if -math.expm1(-(middle + blocked)) > middle:
+            low = middle
+        else:
+            high = middle
+    return low * times.failures
+
+
+def print_goodput(options: argparse.Namespace) -> None:
+    """Print a row per world: simulated goodput of each interval, and the best interval with its expected goodput."""
+    minutes = " | ".join(f"{minutes} min" for minutes in options.intervals)
+    print(f"| GPUs | failure every | {minutes} | best interval | goodput |\n|{'---|' * (len(options.intervals) + 4)}")
+    for world in options.worlds:
+        failures = options.mtbf_hours * 3600 / world
+        times = Times(failures, options.blocked_seconds, options.background_seconds, options.restart_seconds)
+        shares = [simulated_goodput(60 * each, times, options.failures, options.seed) for each in options.intervals]
+        best = best_interval(times)
+        print(
+            f"| {world:,} | {failures / 3600:.1f} h | {' | '.join(f'{share:.1%}' for share in shares)} "
+            f"| {best / 60:.1f} min | {goodput(best, times):.1%} |"
+        )
+
+
+def print_costs(options: argparse.Namespace) -> None:
+    """Print a row per world with medians over the repeats."""
+    print(
+        "| processes | mesh | groups | mesh ms | torch ms | manifest MB | write ms | read ms | 1,000 rows of 1e12 ms |"
+    )
+    print(f"|{'---|' * 9}")
+    for world in options.worlds:
+        taken: dict[str, list[dict[str, float]]] = {"meshbook": [], "torch": []}
+        for _ in range(options.repeats):
+            for method, results in taken.items():
+                command = [sys.executable, __file__, "one", method, str(world)]
+                results.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+        ours = {key: statistics.median(each[key] for each in taken["meshbook"]) for key in COSTS}
+        bare = statistics.median(each["mesh"] for each in taken["torch"])
+        first = taken["meshbook"][0]
+        print(
+            f"| {world:,} | {first['shape']} | {first['groups']} | {ours['mesh']:.1f} | {bare:.1f} "
+            f"| {ours['bytes'] / 1e6:.1f} | {ours['write']:.0f} | {ours['read']:.0f} | {ours['order']:.1f} |"
+        )
+
+
+COSTS = ("mesh", "bytes", "write", "read", "order")
+"""Numbers of one measurement: milliseconds, and bytes of a manifest."""
+
+
+def degrees_of(world: int) -> dict[str, int]:
+    """Return the mesh degrees: pp 2 and tp 2, from 64 processes on also cp 2 and dp_replicate 2, the rest dp_shard."""
+    large = world >= 64
+    rest = world // (16 if large else 4)
+    return {"pp": 2, "dp_replicate": 2 if large else 1, "dp_shard": rest, "cp": 2 if large else 1, "tp": 2}
+
+
+def measure(method: str, world: int) -> dict[str, object]:
+    """Return the costs of one start. The first group of a process takes longer, so one is created beforehand."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from components import distributed
+    from components.config.schema import ParallelismConfig
+    from components.distributed.mesh import VIEWS
+
+    degrees = degrees_of(world)
+    used = {name: degree for name, degree in degrees.items() if degree > 1}
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    init_device_mesh("cpu", (world,))
+    before = len(dist.distributed_c10d._world.pg_map)
+    config = ParallelismConfig(**degrees)
+    views = [name for name in USED if sum(axis in used for axis in VIEWS[name]) > 1]
+    distributed.build_mesh  # noqa: B018  (the lazy import must not be timed)
+    began = time.perf_counter()
+    if method == "meshbook":
+        mesh = distributed.build_mesh(config, "cpu")
+        for view in views:
+            mesh[view]
+    else:
+        plain = init_device_mesh("cpu", tuple(used.values()), mesh_dim_names=tuple(used))
+        for view in views:
+            plain[tuple(axis for axis in VIEWS[view] if axis in used)]._flatten(view)
+    milliseconds = 1e3 * (time.perf_counter() - began)
+    created = len(dist.distributed_c10d._world.pg_map) - before
+    shape = " x ".join(f"{name} {degree}" for name, degree in used.items())
+    return {"mesh": milliseconds, "groups": created, "shape": shape, **manifest_costs(world), **order_costs()}
+
+
+def manifest_costs(files: int) -> dict[str, float]:
+    """Return bytes and milliseconds of a manifest with this many files of 512 MiB: one file per process."""
+    from components.checkpoint.manifest import BLOCK_BYTES, MANIFEST, FileRecord, Manifest
+
+    blocks = 8
+    records = {
+        f"rank_{number}.safetensors": FileRecord(
+            blocks * BLOCK_BYTES, [f"{number * blocks + block:032x}" for block in range(blocks)]
+        )
+        for number in range(files)
+    }
+    manifest = Manifest(step=1, serial=1, mesh={"world": files}, versions={}, files=records)
+    with tempfile.TemporaryDirectory() as name:
+        folder, began = Path(name), time.perf_counter()
+        manifest.write(folder)
+        written = time.perf_counter()
+        Manifest.read(folder)
+        read = time.perf_counter()
+        size = (folder / MANIFEST).stat().st_size
+    return {"bytes": size, "write": 1e3 * (written - began), "read": 1e3 * (read - written)}
+
+
+def order_costs() -> dict[str, float]:
+    """Return the milliseconds to find 1,000 rows at the middle of an epoch of 1e12 rows, from a new order."""
+    from components.data.order import BlockOrder
+
+    began = time.perf_counter()
+    BlockOrder(10**12, 7, 256, 256).indices(10**12 // 2, 1000)
+    return {"order": 1e3 * (time.perf_counter() - began)}
+
+
+def main() -> None:
+    """Print one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    costs = commands.add_parser("costs")
+    costs.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    costs.add_argument("--repeats", type=int, default=5)
+    shares = commands.add_parser("goodput")
+    shares.add_argument("--worlds", type=_positive_int, nargs="+", default=(8, 64, 512, 4096, 16384), help="GPUs")
+    shares.add_argument("--mtbf-hours", type=_positive, default=MTBF_HOURS, help="of one GPU (default: %(default)s)")
+    shares.add_argument(
+        "--blocked-seconds", type=_not_negative, default=5.0, help="of training by a save (%(default)s)"
+    )
+    shares.add_argument(
+        "--background-seconds", type=_not_negative, default=60.0, help="until it is complete (%(default)s)"
+    )
+    shares.add_argument(
+        "--restart-seconds", type=_not_negative, default=300.0, help="from a failure to a step (%(default)s)"
+    )
+    shares.add_argument("--intervals", type=_positive, nargs="+", default=INTERVALS, help="minutes between saves")
+    shares.add_argument("--failures", type=_positive_int, default=100_000, help="drawn per cell (%(default)s)")
+    shares.add_argument("--seed", type=int, default=0)
+    one = commands.add_parser("one", help=argparse.SUPPRESS)
+    one.add_argument("method")
+    one.add_argument("world", type=int)
+    options = parser.parse_args()
+    if options.command == "one":
+        print(json.dumps(measure(options.method, options.world)))
+    elif options.command == "costs":
+        print_costs(options)
+    else:
+        print_goodput(options)
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    main()
