@@ -75,7 +75,7 @@ def replicas_of(run: TinyRun) -> dict[str, list[list[int]]]:
     for rank, hashes in enumerate(hashes_of(run)):
         for name, value in hashes.items():
             sets.setdefault(name, {}).setdefault(value, []).append(rank)
-    weights = {name: list(by_hash.values()) for name, by_hash in sets.items() if name.endswith("weight")}
+    weights = {name: list(by_hash.values()) for name, by_hash in sets.items() if " " not in name}  # no optimizer state
     return {name: [ranks for ranks in found if len(ranks) > 1] for name, found in weights.items()}
 
 
