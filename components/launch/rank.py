@@ -84,9 +84,10 @@ def dump_stacks_on_request() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_STACKS})
 
     def dump() -> None:
-        signal.sigwait({DUMP_STACKS})
-        faulthandler.dump_traceback()
-        faulthandler.unregister(DUMP_STACKS_WITHOUT_GIL)  # it is ignored again
+        while True:
+            signal.sigwait({DUMP_STACKS})
+            faulthandler.dump_traceback()
+            faulthandler.unregister(DUMP_STACKS_WITHOUT_GIL)  # it is ignored again
 
     threading.Thread(target=dump, name="dump_stacks", daemon=True).start()
 

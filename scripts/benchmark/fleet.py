@@ -16,6 +16,7 @@ average, and each ends the whole run. Measure the seconds of a save and of a res
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -23,8 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 
 WORLDS = (1024, 8192, 16384, 65536)
 USED = ("fsdp", "dp_cp", "dp")
@@ -57,8 +62,9 @@ def goodput(interval: float, times: Times) -> float:
     whose checkpoint is complete are kept. As Daly, A higher order estimate of the optimum checkpoint interval (2006),
     with a save that is partly in the background.
     """
-    rate = 1 / times.failures
-    kept = math.exp(-rate * (times.restart + times.background)) / math.expm1(rate * (interval + times.blocked))
+    rate, period = 1 / times.failures, interval + times.blocked
+    # exp(-a) / (exp(b) - 1), written so that it cannot overflow
+    kept = math.exp(-rate * (times.restart + times.background + period)) / -math.expm1(-rate * period)
     return rate * interval * kept
 
 
@@ -165,7 +171,8 @@ def measure(method: str, world: int) -> dict[str, object]:
     milliseconds = 1e3 * (time.perf_counter() - began)
     created = len(dist.distributed_c10d._world.pg_map) - before
     shape = " x ".join(f"{name} {degree}" for name, degree in used.items())
-    return {"mesh": milliseconds, "groups": created, "shape": shape, **manifest_costs(world), **order_costs()}
+    others = {**manifest_costs(world), **order_costs()} if method == "meshbook" else {}
+    return {"mesh": milliseconds, "groups": created, "shape": shape, **others}
 
 
 def manifest_costs(files: int) -> dict[str, float]:
@@ -204,8 +211,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     costs = commands.add_parser("costs")
-    costs.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
-    costs.add_argument("--repeats", type=int, default=5)
+    costs.add_argument("--worlds", type=_power_of_two, nargs="+", default=WORLDS, help="processes")
+    costs.add_argument("--repeats", type=_positive_int, default=5, help="processes per number (%(default)s)")
     shares = commands.add_parser("goodput")
     shares.add_argument("--worlds", type=_positive_int, nargs="+", default=(8, 64, 512, 4096, 16384), help="GPUs")
     shares.add_argument("--mtbf-hours", type=_positive, default=MTBF_HOURS, help="of one GPU (default: %(default)s)")
@@ -234,24 +241,28 @@ def main() -> None:
 
 
 def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
-    return value
+    return _number(text, float, lambda value: 0 <= value < math.inf, "must be a number of at least 0")
 
 
 def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return value
+    return _number(text, float, lambda value: 0 < value < math.inf, "must be a number above 0")
 
 
 def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return value
+    return _number(text, int, lambda value: value >= 1, "must be an integer of at least 1")
+
+
+def _power_of_two(text: str) -> int:
+    rule = "must be a power of two of at least 4, so that the mesh has a pp and a tp axis"
+    return _number(text, int, lambda value: value >= 4 and value & (value - 1) == 0, rule)
+
+
+def _number(text: str, kind: type[Number], accepts: Callable[[Number], bool], rule: str) -> Number:
+    """Return the number; argparse reports the rule if it is not one that the option accepts."""
+    with contextlib.suppress(ValueError):
+        if accepts(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{text}: {rule}")
 
 
 if __name__ == "__main__":

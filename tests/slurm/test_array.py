@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.slurm.cluster import WAIT_TIMEOUT
 from tests.slurm.login import PROJECT, Login
 from tests.suites import in_torture
+from tests.unit.test_tokenize_corpus import files_of
 
 FILES = 7
 """More than the tasks of the array, and not a multiple of them."""
@@ -29,10 +29,6 @@ def documented_lines() -> str:
         assert documented in block
         block = block.replace(documented, smaller)
     return block
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if not file.name.startswith(".")}
 
 
 @in_torture

@@ -20,12 +20,10 @@ def played(interval: float, times: Times, failures: int) -> float:
     rng = random.Random(1)
     kept = total = 0.0
     for _ in range(failures):
-        failure, clock, trained, complete = rng.expovariate(1 / times.failures), times.restart, 0.0, 0.0
+        failure, clock = rng.expovariate(1 / times.failures), times.restart
         while clock + interval + times.blocked + times.background <= failure:
             clock += interval + times.blocked
-            trained += interval
-            complete = trained
-        kept += complete
+            kept += interval
         total += failure
     return kept / total
 
@@ -45,12 +43,26 @@ def test_no_other_interval_is_better_than_the_best(times: Times) -> None:
     assert all(goodput(best, times) >= goodput(best * factor, times) for factor in (0.1, 0.5, 0.9, 0.99, 1.01, 1.1, 10))
 
 
+def test_frequent_failures_do_not_overflow() -> None:
+    assert goodput(1e6, Times(1, 1e6, 0, 0)) == 0
+    assert best_interval(Times(1, 1e6, 0, 0)) == pytest.approx(1)
+
+
 def test_table_has_a_row_per_world() -> None:
     command = [sys.executable, str(SCRIPT), "goodput", "--worlds", "8", "16384", "--failures", "1000"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split(" | ")[0] for line in printed[2:]] == ["| 8", "| 16,384"]
-    wrong = subprocess.run([*command[:3], "--mtbf-hours", "0"], capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stderr.splitlines()[-1]) == (
-        2,
-        "fleet.py goodput: error: argument --mtbf-hours: 0: must be above 0",
-    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["goodput", "--mtbf-hours", "0"], "--mtbf-hours: 0: must be a number above 0"),
+        (["goodput", "--blocked-seconds", "soon"], "--blocked-seconds: soon: must be a number of at least 0"),
+        (["costs", "--worlds", "100"], "--worlds: 100: must be a power of two of at least 4"),
+    ],
+)
+def test_invalid_options_are_rejected_with_the_rule(arguments: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"error: argument {message}" in done.stderr
