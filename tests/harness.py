@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -225,6 +226,7 @@ class _World:
             pipe.close()
 
     def _rank_main(self, rank: int, sender: Connection, folder: Path, port: int) -> None:
+        gc.freeze()  # collections would copy the pages of half a million inherited objects, in every rank
         os.setpgid(0, 0)
         _die_with_parent()
         with open(folder / f"stderr_{rank}", "ab") as errors:

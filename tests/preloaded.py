@@ -70,6 +70,7 @@ class PreloadedPopen(subprocess.Popen):  # type: ignore[type-arg]
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             return
         try:
+            gc.freeze()  # collections would copy the pages of all inherited objects
             _leave_the_parent((p2cread, c2pwrite, errwrite), pass_fds, dict(os.environ if env is None else env))
             if umask >= 0:
                 os.umask(umask)

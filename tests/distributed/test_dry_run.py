@@ -149,6 +149,7 @@ def _cells(played: DryRun, real: Measured) -> str:
     return f"{text} | {100 * (played.peak / nearest - 1):+.2f} %"
 
 
+@in_parity
 def test_children_play_ranks_of_a_world_that_this_machine_could_not_start() -> None:
     cfg = finetune(world=64, pp=4, dp_shard=8, tp=2)
     first, last = start_dry_runs(cfg, 64, [0, 63])

@@ -28,7 +28,7 @@ SHAPES: dict[int, list[dict[str, Any]]] = {
         *([{"strategy": "fsdp2", "dp_shard": -1}] if PARITY else []),
         *([{"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": -1}] if PARITY else []),
         {"strategy": "fsdp2", "dp_shard": -1, "tp": 2, "sequence_parallel": True},  # attention is replicated
-        {"strategy": "fsdp2", "dp_shard": 1, "tp": 4},
+        *([{"strategy": "fsdp2", "dp_shard": 1, "tp": 4}] if PARITY else []),
     ],
 }
 LAYERS = 30 if PARITY else 4

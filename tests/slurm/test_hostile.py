@@ -16,7 +16,7 @@ from components.config.schema import FinetuneConfig
 from tests.config.commands import Commands, served
 from tests.slurm.login import CPU, PROJECT, QUICK, CommandResult, Login, result_of
 from tests.slurm.strings import CANARY, HOSTILE, UNSTORABLE, quoted
-from tests.suites import TORTURE
+from tests.suites import TORTURE, in_torture
 
 ONE_NODE = ("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK)
 HELD_JOB = (*ONE_NODE, "+cluster.sbatch_extra.hold=''", "cluster.snapshot=false")
@@ -171,6 +171,7 @@ def test_srun_arguments_that_are_not_options_are_rejected(runner: CommandRunner)
     ]
 
 
+@in_torture
 def test_job_names_and_comments_arrive_unchanged(login: Login, runner: CommandRunner) -> None:
     """squeue shows them unchanged, and the config contains the name."""
     submitted = {}
@@ -189,6 +190,7 @@ def test_job_names_and_comments_arrive_unchanged(login: Login, runner: CommandRu
         assert dict(line.split("|", 1) for line in shown.splitlines()) == submitted
 
 
+@in_torture
 def test_folder_names_arrive_unchanged_or_are_rejected(login: Login, runner: CommandRunner) -> None:
     """As the run directory and as the working directory of the command."""
     submitted = 0

@@ -98,6 +98,7 @@ def test_hung_run_is_requeued_without_the_node_of_the_hung_rank(login: Login) ->
     assert "resumed from" in (run / "logs" / "latest" / "rank_0.log").read_text()
 
 
+@in_torture
 def test_run_is_requeued_without_the_node_that_computes_wrong_numbers(login: Login) -> None:
     """A flipped bit after step 15 is found before the save of step 20; the job resumes from step 10 on other nodes."""
     fault = 'cluster.env.MESHBOOK_FAULT="flip=7:weights:rank1:15"'  # the second attempt takes 14 steps

@@ -176,6 +176,7 @@ def test_scancel_ends_a_run_without_requeue(login: Login) -> None:
     assert any((submission.run_dir / "checkpoints").glob("step_*"))  # nothing is lost: the same command resumes
 
 
+@in_torture
 def test_number_of_requeues_is_limited(login: Login) -> None:
     submission = login.run(*RUN, "cluster.requeue.max=0")
     in_a_step(submission.run_dir, random.Random(0))
@@ -214,6 +215,7 @@ def test_job_without_progress_ends_after_three_attempts(login: Login) -> None:
     assert "(cluster.requeue.without_progress=3): save more often" in log_of(submission.run_dir)
 
 
+@in_torture
 def test_cancelled_run_is_recorded_even_if_the_batch_script_hangs(login: Login) -> None:
     """On a busy machine the batch script may be killed (KillWait) before its last command; here that command hangs."""
     slow = login.folder / "python"

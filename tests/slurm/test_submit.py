@@ -69,6 +69,7 @@ def test_torchrun_launcher_logs_the_losses_of_one_process(login: Login) -> None:
     assert single_process.status == 0
 
 
+@in_torture
 def test_recipe_under_the_users_own_srun_is_one_run(login: Login) -> None:
     """In the user's own allocation: rank 0 composes the config, and ranks connect through Slurm's step variables."""
     ranks = ("srun", "--nodes=2", "--ntasks-per-node=1", f"--chdir={login.folder}", "env", "OMP_NUM_THREADS=1")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.slurm.cluster import until
 from tests.slurm.login import CPU, PROJECT, QUICK, Login
+from tests.suites import in_torture
 
 SHAPES = "parallelism=ddp,fsdp2,tp2,tp3,fsdp2_cp2"
 MAIN = """
@@ -71,6 +72,7 @@ STUDY_MAIN = """
 """
 
 
+@in_torture
 def test_study_limits_its_jobs_stops_a_loser_and_continues_after_a_kill(login: Login) -> None:
     """The study is killed while its first two jobs run, which continue; the fifth job only ends if it is stopped."""
     pytest.importorskip("optuna", reason="needs the extra `optuna`")
