@@ -52,3 +52,29 @@ def test_lazy_package_lists_its_names_before_import() -> None:
 def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'components.models' has no attribute 'bulid_on_meta'"):
         _ = importlib.import_module("components.models").bulid_on_meta
+
+
+def test_imports_pause_garbage_collections() -> None:
+    """Nothing is collected while torch is imported, what it made is frozen, and later garbage is collected again."""
+    code = """
+import gc, weakref
+from components import training
+collected = []
+gc.callbacks.append(lambda phase, info: collected.append(phase))
+training.Run
+assert collected.count("start") < 5, collected.count("start")  # otherwise about 700
+assert gc.isenabled() and gc.get_freeze_count() > 100_000, gc.get_freeze_count()
+frozen = gc.get_freeze_count()
+
+class Node:
+    pass
+
+node = Node()
+node.cycle, alive = node, weakref.ref(node)
+training.prepare  # imports transformers; a model that exists by then must not be frozen
+assert gc.get_freeze_count() <= frozen
+del node
+gc.collect()
+assert alive() is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
