@@ -7,6 +7,7 @@ import io
 import json
 import os
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -224,3 +225,10 @@ def _hash_of(file: BinaryIO, count: int) -> str:
 
 def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def saved_at(folder: Path) -> float | None:
+    """Return when a checkpoint was saved, in seconds since the epoch; None if its manifest, of an early version, does
+    not say."""
+    saved = Manifest.read(folder).saved
+    return datetime.fromisoformat(saved).timestamp() if saved else None

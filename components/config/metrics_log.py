@@ -49,6 +49,8 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / METRICS
+        self.dropped_steps = 0
+        """Steps that `continue_from` dropped, and that the run repeats."""
         self._number: int | None = None  # of the last line; None: the file was not read yet
 
     def append(self, values: dict[str, Any]) -> None:
@@ -81,6 +83,7 @@ class MetricsLog:
         repeated = [
             line.values["step"] for line in parsed.lines if "loss" in line.values and line.values["step"] > step
         ]
+        self.dropped_steps = max(repeated, default=step) - step
         if repeated:
             messages.append(f"steps {min(repeated)} to {max(repeated)} in {METRICS} are dropped: the run repeats them")
         messages += _missing_end([line.values["step"] for line in kept if "loss" in line.values], step)

@@ -99,3 +99,31 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     problems += qat_problems(model, parallelism, mesh, adapts=peft is not None and peft.adapts)
     problems += float8_problems(model, parallelism, mesh, device, adapts=peft is not None and peft.adapts)
     return problems
+
+
+def legal_node_counts(cfg: RecipeConfig, shape: ModelShape | None = None) -> list[int]:
+    """Return the numbers of nodes in `cluster.nodes` whose ranks the mesh and the global batch allow, in order.
+
+    Args:
+        cfg: A config that is valid on the largest number of nodes.
+        shape: Sizes of the model, as in `validate`.
+    """
+    most = cfg.cluster.most_nodes
+    return [count for count in range(cfg.cluster.fewest_nodes, most) if not _problems_on(cfg, count, shape)] + [most]
+
+
+def node_count_problems(cfg: RecipeConfig, shape: ModelShape | None = None) -> list[str]:
+    """Return the problems of `cfg` on the smallest number of nodes in `cluster.nodes`, if that is a range."""
+    cluster = cfg.cluster
+    if cluster.fewest_nodes == cluster.most_nodes or not cluster.procs_per_node.isdecimal():
+        return []
+    on_most = _problems_on(cfg, cluster.most_nodes, shape)
+    return [
+        f"cluster.nodes={cluster.nodes}: on {cluster.fewest_nodes} nodes: {problem}"
+        for problem in _problems_on(cfg, cluster.fewest_nodes, shape)
+        if problem not in on_most
+    ]
+
+
+def _problems_on(cfg: RecipeConfig, nodes: int, shape: ModelShape | None) -> list[str]:
+    return validate(cfg, nodes * int(cfg.cluster.procs_per_node), shape)

@@ -20,11 +20,12 @@ RANK_BYTES = 256 * 2**20
 def processes_of(cfg: RecipeConfig, gpus: int) -> int:
     """Return the number of ranks to start, on this machine or on a cluster.
 
-    cluster.nodes * cluster.procs_per_node if the latter is a number, which clusters require. For "auto": one rank per
-    visible GPU; without GPUs or with cluster.device=cpu, the product of the mesh degrees, counting -1 as 1.
+    The largest number of cluster.nodes times cluster.procs_per_node if the latter is a number, which clusters require.
+    For "auto": one rank per visible GPU; without GPUs or with cluster.device=cpu, the product of the mesh degrees,
+    counting -1 as 1.
     """
     if cfg.cluster.procs_per_node != "auto":
-        return cfg.cluster.nodes * int(cfg.cluster.procs_per_node)
+        return cfg.cluster.most_nodes * int(cfg.cluster.procs_per_node)
     if gpus and cfg.cluster.device != Device.cpu:
         return gpus
     return math.prod(max(cfg.parallelism.degree(axis), 1) for axis in AXES)

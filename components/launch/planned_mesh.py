@@ -71,7 +71,7 @@ def plan_run(cfg: TrainConfig, overrides: Sequence[str], world: int, count: int)
         world: Number of ranks.
         count: Most plans to return.
     """
-    choice = Choice(world, max(1, world // cfg.cluster.nodes), fixed_keys(overrides))
+    choice = Choice(world, max(1, world // cfg.cluster.most_nodes), fixed_keys(overrides))
     return legal_plans(cfg, read_shape(cfg.model), choice, device_of(cfg), LeftOut(), count)
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from components.config.compose.frozen import read_frozen
 from components.config.errors import ConfigError
+from components.config.micro_batches import fit_micro_batches
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import Recipe
 from components.launch.deterministic_kernels import set_deterministic_variables
@@ -102,7 +103,7 @@ def run_worker(recipe: Recipe) -> int:
         die_with(int(os.environ[LAUNCHER_PID]))
     else:
         record_stop_signals()
-    rank, run_dir = rank_and_size(os.environ)[0], Path(os.environ[RUN_DIR])
+    (rank, world_size), run_dir = rank_and_size(os.environ), Path(os.environ[RUN_DIR])
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _redirect_output(log_file(logs, rank))  # torchrun's agent has one output for all its ranks
@@ -120,7 +121,8 @@ def run_worker(recipe: Recipe) -> int:
 
     sys.excepthook = record
     try:
-        cfg = read_frozen(run_dir / CONFIG, recipe.schema)
+        # An attempt may have fewer ranks than the run was submitted for, and so other micro-batches.
+        cfg = fit_micro_batches(read_frozen(run_dir / CONFIG, recipe.schema), world_size)
         restrict_new_files(cfg)
         set_deterministic_variables(cfg.run, os.environ)
         with _lease_held(run_dir, logs, rank):

@@ -24,7 +24,7 @@ from components.config.schema.training import EvaluationConfig, TasksConfig
 from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.teacher_files import check_stored_teacher
-from components.config.validate import validate
+from components.config.validate import node_count_problems, validate
 from components.data.preflight import check_files, check_token_stores
 from components.launch.deterministic_kernels import determinism_problems
 from components.protocol.run_files import CHECKPOINTS, CONFIG
@@ -61,6 +61,8 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
     except ConfigError as error:
         problems = error.problems
     problems = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape) + problems
+    if not affects(rejected, MESH_KEYS):
+        problems += node_count_problems(cfg, shape)
     problems += determinism_problems(cfg.run, os.environ)
     problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg) + _task_problems(cfg)
     if not affects(rejected, MODEL_KEYS | {"model.tokenizer"}):

@@ -19,9 +19,11 @@ from rich.text import Text
 from components.config.metrics_log import MetricsLog
 from components.config.schema.logging import LoggingConfig
 from components.console import PlainConsole
+from components.observability.lost_work import lost_work, record_first_step, record_start
 from components.observability.plot import LossPlot
 from components.observability.result import Result, summary
 from components.observability.trackers.enabled import Trackers, enabled_trackers
+from components.protocol.role import ATTEMPT
 from components.protocol.run_files import FIRST_STEP, RESULT, atomic_write_json, create_marker
 from components.terminal import print_text
 
@@ -166,6 +168,8 @@ class Reporter:
         width = None if sys.stdout.isatty() else LOG_WIDTH
         self.console = _Output(quiet=not enabled or logging.quiet, highlight=False, soft_wrap=True, width=width)
         self._run_dir = Path(run_dir)
+        attempt = os.environ.get(ATTEMPT)
+        self._attempt = None if attempt is None else int(attempt)
         self._metrics = MetricsLog(self._run_dir)
         self._plot = LossPlot(self._run_dir, title, self._metrics.read) if enabled and logging.plot else None
         self._trackers = Trackers(enabled_trackers(logging) if enabled else {}, run_dir, self.console)
@@ -200,15 +204,19 @@ class Reporter:
         """Print one line."""
         self.console.print(text, markup=False)
 
-    def continue_from(self, step: int, total_steps: int | None = None) -> None:
+    def continue_from(self, step: int, total_steps: int | None = None, saved: float | None = None) -> None:
         """Remove lines of later steps, which will run again, from metrics.jsonl, and report damaged lines.
 
         Args:
             total_steps: Length of the progress bar, if the checkpoint changed it; None: as before.
+            saved: Seconds since the epoch at which this run saved the checkpoint that it resumes from; None: it does
+                not resume from one.
         """
         if self.enabled:
             for problem in self._metrics.continue_from(step):
                 self.print(problem)
+            if self._attempt is not None:
+                record_start(self._run_dir, self._attempt, self._metrics.dropped_steps, saved)
         self._show_steps(completed=step, total=total_steps)
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
@@ -227,6 +235,8 @@ class Reporter:
         logs = self._run_dir / "logs"
         if self.enabled and logs.is_dir():
             create_marker(logs / FIRST_STEP)
+            if self._attempt is not None:
+                record_first_step(self._run_dir, self._attempt)
 
     def step(self, metrics: ReportedStep, *, lr: float, tokens: int, every: int = 1) -> None:
         """Record the metrics of an optimizer step, and log them if the step is a multiple of `every`.
@@ -367,6 +377,8 @@ class Reporter:
         if self._second_batch_at:
             started = time.perf_counter() - result.wall_seconds
             result.seconds_to_first_step = round(self._second_batch_at - started, 1)
+        lost = lost_work(self._run_dir)
+        result.restarts, result.lost_steps, result.lost_seconds = lost.restarts, lost.steps, lost.seconds
         atomic_write_json(self._run_dir / RESULT, asdict(result))
         if self._plot is not None and (why_not := self._plot.finish()):
             self.print(why_not)

@@ -57,6 +57,12 @@ class Result:
     """The held-out loss stopped improving (training.early_stop_patience)."""
     skipped_steps: int = 0
     """Steps whose update was skipped because the gradients were not finite."""
+    restarts: int = 0
+    """Attempts of the run after the first."""
+    lost_steps: int = 0
+    """Steps taken again after restarts."""
+    lost_seconds: float = 0.0
+    """Seconds that the restarts took: from each checkpoint resumed from until a step was taken from there."""
     step_seconds: float | None = None
     """Seconds per optimizer step, without the first log interval."""
     planned: dict[str, Any] | None = None
@@ -80,6 +86,10 @@ def summary(result: Result, run_dir: Path) -> str:
         parts.append(f"{result.tokens_per_second:,.0f} target tokens/s")
     if result.mfu is not None:
         parts.append(f"MFU {result.mfu:.1%}")
+    if result.restarts:
+        times = f"{result.restarts} restart{'' if result.restarts == 1 else 's'}"
+        again = f"{result.lost_steps} step{'' if result.lost_steps == 1 else 's'} taken again"
+        parts.append(f"{times}: {again}, {result.lost_seconds:,.0f} s lost")
     peak = f"peak memory {result.peak_memory_bytes / 2**30:.2f} GiB"
     if result.peak_reserved_bytes is not None:
         peak += f" allocated, {result.peak_reserved_bytes / 2**30:.2f} GiB reserved"

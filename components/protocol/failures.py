@@ -161,6 +161,15 @@ class RankReport:
         return self.kind in (Kind.config, Kind.in_use)
 
     @property
+    def may_be_transient(self) -> bool:
+        """Whether it need not occur again from the last checkpoint: a lost peer, or an error of a GPU."""
+        if self.kind == Kind.lost_peer:
+            return True
+        of_gpu = self.type == "AcceleratorError" or "CUDA error" in self.message or "NCCL error" in self.message
+        deterministic = is_out_of_memory(self.type, self.message) or "device-side assert" in self.message
+        return self.kind == Kind.exception and of_gpu and not deterministic
+
+    @property
     def status(self) -> str:
         """Status in result.json for a run ended by this failure."""
         return failure_status(self.kind, self.type, self.message)

@@ -130,7 +130,7 @@ class Run(Attempt):
         arm_bit_flips(checkpoint.list_optimizers(optimizer))
         self._print_start(model, batches.dataset, held_out)
         self._draw_mesh()
-        self._report.continue_from(self.state.step, self.total_steps)
+        self._report.continue_from(self.state.step, self.total_steps, self._saved_at())
         self._reader, self._clock = StepReader(LAG), SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
         self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.print)
@@ -139,6 +139,13 @@ class Run(Attempt):
         )
         self._gc = GarbageCollection(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
+
+    def _saved_at(self) -> float | None:
+        """Return when this run saved the checkpoint that it resumes from, in seconds since the epoch; None if it
+        begins, or starts from another run's checkpoint."""
+        folder = self.resume_from
+        is_own = folder is not None and folder.parent.parent.absolute() == Path(self.dir).absolute()
+        return checkpoint.saved_at(folder) if folder is not None and is_own and self._is_main else None
 
     def _draw_mesh(self, measured_bytes: int | None = None) -> None:
         """Draw mesh.svg on rank 0, with the peak memory measured so far if it is given. A run does not need it."""

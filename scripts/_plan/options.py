@@ -107,13 +107,13 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
     gpus = visible_gpus(environ)
     world = processes_of(cfg, gpus)
     if cfg.cluster.procs_per_node == "auto" and not gpus and hardware.is_gpu:
-        world = hardware.gpus_per_node * cfg.cluster.nodes
+        world = hardware.gpus_per_node * cfg.cluster.most_nodes
     return PlanRequest(
         options=options,
         overrides=overrides,
         cfg=cfg,
         shape=read_shape(cfg.model),
-        choice=Choice(world, max(1, world // cfg.cluster.nodes), fixed_keys(overrides)),
+        choice=Choice(world, max(1, world // cfg.cluster.most_nodes), fixed_keys(overrides)),
         hardware=hardware,
     )
 

@@ -438,6 +438,11 @@ SLURM = [
     ("cluster=slurm_1node cluster.device=cpu cluster.launcher=mpirun", "must be one of srun, torchrun", "did you mean"),
     ("cluster=slurm_1node cluster.device=cpu cluster.gpu_request=gpus", "must be one of gpus_per_node, gres, none"),
     (
+        "cluster=slurm_8node cluster.device=cpu cluster.nodes=8-4",
+        "cluster.nodes=8-4: must be a number of nodes, 1 or more, or a range such as 4-8",
+    ),
+    ("cluster=k8s_8node cluster.nodes=4-8", "cluster.nodes=4-8: a job on Kubernetes has a fixed number of pods"),
+    (
         "cluster=slurm_1node cluster.device=cpu cluster.container.runtime=docker",
         "must be one of none, pyxis, apptainer",
     ),

@@ -42,7 +42,7 @@ def rendered(env: dict[str, str] | None = None, template: Path | None = None, **
     """Return the objects of a manifest for eight pods of eight GPUs."""
     section = KubernetesConfig(**({"image": "meshbook:1", "volumes": {"runs": "/runs"}} | k8s))
     cluster = KubernetesClusterConfig(
-        nodes=8, procs_per_node="8", k8s=section, env=env or {}, template=str(template) if template else None
+        nodes="8", procs_per_node="8", k8s=section, env=env or {}, template=str(template) if template else None
     )
     manifest = PodManifest(
         cluster, new_job_name(cluster, "my run"), Path("/runs/a"), "recipes/dpo.py", Path("/runs/work")
@@ -156,7 +156,7 @@ def expand(text: str, variables: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("name", ["My Run!", "9-lives", "ü", "x" * 80, "a.b_c"])
 def test_job_names_are_valid_host_names(name: str) -> None:
-    cluster = KubernetesClusterConfig(nodes=1, procs_per_node="1")
+    cluster = KubernetesClusterConfig(nodes="1", procs_per_node="1")
     one, other = (new_job_name(cluster, name).name for _ in range(2))
     assert one != other
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])", one)

@@ -141,7 +141,7 @@ def test_dry_run_prints_the_manifest_and_creates_nothing(desk: Desk) -> None:
 def problems_of(folder: Path, change: Callable[[KubernetesClusterConfig], object] = lambda cluster: None) -> list[str]:
     """Return the problems of a run on the test API server after a change of its config."""
     k8s = KubernetesConfig(namespace="train", image="meshbook:1", volumes={"runs": str(folder)})
-    cluster = KubernetesClusterConfig(nodes=8, procs_per_node="8", k8s=k8s)
+    cluster = KubernetesClusterConfig(nodes="8", procs_per_node="8", k8s=k8s)
     change(cluster)
     return job_problems(config(cluster, str(folder / "a")))[0]
 

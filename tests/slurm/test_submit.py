@@ -171,6 +171,10 @@ def test_dry_run_prints_the_script_and_writes_nothing(login: Login) -> None:
         (("cluster.account=a b",), "cluster.account='a b': is not a valid Slurm account"),
         (("cluster.time=soon",), "cluster.time='soon': is not a time limit"),
         (("cluster.time=5", "cluster.signal_lead_seconds=300"), "lower the lead, or raise cluster.time"),
+        (
+            ("cluster.nodes=3-4",),
+            "cluster.nodes=3-4: on 3 nodes: training.global_batch_size=4: must be a multiple of dp",
+        ),
         (("parallelism=tp3",), "tp 3 = 3 processes, but there are 2"),
         (("run.dir=a%j",), "run.dir='a%j': holds '%'"),
         (("run.dir=file/run",), "file/run: cannot be used: File exists; choose another run.dir"),

@@ -31,6 +31,8 @@ class S3:
     """Port that clients connect to: the proxy's or the server's."""
     server_port: int
     proxied: bool = False
+    address: str = "127.0.0.1"
+    """Address of this machine for clients."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -40,7 +42,7 @@ class S3:
             "AWS_ACCESS_KEY_ID": "test-access-key",
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ENDPOINT_URL": f"http://{self.address}:{self.port}",
             "AWS_EC2_METADATA_DISABLED": "true",
             **({"FSSPEC_S3_CONFIG_KWARGS": json.dumps(short)} if self.proxied else {}),
         }
@@ -48,7 +50,7 @@ class S3:
     def faults(self, share: float | None = None) -> dict[str, int]:
         """Return the number of faults that the proxy has injected; set the share of spoiled requests if it is given."""
         query = "" if share is None else f"?share={share}"
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{CONTROL}{query}", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{self.address}:{self.port}{CONTROL}{query}", timeout=30) as answer:
             return json.load(answer)
 
     def names(self, prefix: str = "") -> list[str]:
@@ -100,9 +102,9 @@ def needs_s3() -> None:
 def s3_server() -> Iterator[S3]:
     """Start a server for all tests of this process."""
     needs_s3()
-    port = _free_port()
+    port = free_port()
     code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    with _process([sys.executable, "-c", code], port):
+    with process_on_port([sys.executable, "-c", code], port):
         server = S3(port, port)
         server.create_bucket()
         yield server
@@ -123,9 +125,9 @@ def faulty_s3(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """Return an empty bucket behind a proxy that spoils one request in a hundred."""
     from fsspec import config
 
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "tests.storage.faulty_proxy", str(port), str(s3.server_port), "0.01", "7"]
-    with _process(command, port):
+    with process_on_port(command, port):
         faulty = S3(port, s3.server_port, proxied=True)
         for name, value in faulty.environment.items():
             monkeypatch.setenv(name, value)
@@ -133,11 +135,11 @@ def faulty_s3(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         yield faulty
 
 
-class _process:
+class process_on_port:
     """A process that listens on a port, in a `with` statement."""
 
-    def __init__(self, command: list[str], port: int) -> None:
-        self._command, self._port = command, port
+    def __init__(self, command: list[str], port: int, address: str = "127.0.0.1") -> None:
+        self._command, self._address = command, (address, port)
 
     def __enter__(self) -> None:
         root = Path(__file__).parents[2]
@@ -147,7 +149,7 @@ class _process:
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self._port), timeout=5).close()
+                socket.create_connection(self._address, timeout=5).close()
                 return
             except OSError:
                 if time.monotonic() > deadline or self._child.poll() is not None:
@@ -160,7 +162,7 @@ class _process:
         self._child.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,6 +1,6 @@
 """HTTP proxy between a client and an S3 server that spoils a share of the requests; a process of its own.
 
-python -m tests.storage.faulty_proxy PORT SERVER_PORT SHARE SEED
+python -m tests.storage.faulty_proxy PORT SERVER_PORT SHARE SEED [ADDRESS]
 
 Each request is spoiled with the probability SHARE, in one of FAULTS at random. `GET /__faults__` returns the number of
 each so far as JSON, and with ?share=X sets the share.
@@ -30,11 +30,11 @@ class Proxy(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int, server_port: int, share: float, seed: int) -> None:
+    def __init__(self, port: int, server_port: int, share: float, seed: int, address: str = "127.0.0.1") -> None:
         self.server_port_behind, self.share = server_port, share
         self._random, self._lock = random.Random(seed), threading.Lock()
         self.injected: Counter[str] = Counter()
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__((address, port), Handler)
 
     def draw(self, method: str) -> str | None:
         """Return the fault of the next request, or None. Only answers to GET have a body to cut."""
@@ -122,4 +122,4 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    Proxy(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])).serve_forever()
+    Proxy(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]).serve_forever()

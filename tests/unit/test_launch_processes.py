@@ -29,7 +29,7 @@ def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) ->
     )
 
 
-def job(nodes: int, procs: str) -> FinetuneConfig:
+def job(nodes: str, procs: str) -> FinetuneConfig:
     cfg = config()
     cfg.cluster = SlurmClusterConfig(nodes=nodes, procs_per_node=procs)
     return cfg
@@ -45,7 +45,8 @@ def job(nodes: int, procs: str) -> FinetuneConfig:
         pytest.param(config(tp=2), 8, 8, id="GPUs decide, not the degrees"),
         pytest.param(config(device=Device.cpu, tp=2), 8, 2, id="unused GPUs"),
         pytest.param(config("3", tp=2), 8, 3, id="explicit count"),
-        pytest.param(job(nodes=3, procs="8"), 2, 24, id="GPUs of the login node do not count"),
+        pytest.param(job(nodes="3", procs="8"), 2, 24, id="GPUs of the login node do not count"),
+        pytest.param(job(nodes="4-6", procs="8"), 0, 48, id="the largest number of nodes"),
     ],
 )
 def test_process_count_follows_gpus_degrees_and_explicit_counts(cfg: FinetuneConfig, gpus: int, processes: int) -> None:

@@ -126,10 +126,11 @@ def test_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys: 
     following = run_dir / "logs" / f"attempt_{last + 1}"
     following.mkdir()
     (following / "job").write_text("7\n")
+    (following / "nodes").write_text("n1\n")
     published = [path.name for path in (run_dir / "checkpoints").iterdir()]
     (following / "checkpoints").write_text("".join(f"{name}\n" for name in published))
     (run_dir / "result.json").unlink()
-    command = [sys.executable, "-m", "components.launch.slurm.requeue", str(run_dir), str(last + 1)]
+    command = [sys.executable, "-m", "components.launch.slurm.attempt_start", str(run_dir), str(last + 1), "1"]
     process = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (1 if limit else 0, "")
     assert (limit or "") in result(run_dir).get("error", "")
@@ -182,6 +183,101 @@ def test_run_with_wrong_numbers_is_requeued_without_the_node(run_dir: Path, name
     assert result(run_dir) == {"status": "corrupted", "error": str(CORRUPT)}
     marker = run_dir / "requeue"
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
+
+
+def gpu_error(message: str) -> Exception:
+    return type("AcceleratorError", (RuntimeError,), {})(message)
+
+
+CRASHES = {
+    "killed": ({}, 137, [STEP], 0, "restart"),
+    "segmentation fault": ({}, 139, [PUBLISHED], 0, "restart"),
+    "only a lost peer is reported": ({0: LOST}, 137, [STEP], 0, "restart"),
+    "GPU error": ({1: gpu_error("CUDA error: uncorrectable ECC error encountered")}, 1, [STEP], 0, "restart"),
+    "NCCL error": ({1: RuntimeError("NCCL error in: x.cpp:1, remote process exited")}, 1, [STEP], 0, "restart"),
+    "assertion on a GPU": ({1: gpu_error("CUDA error: device-side assert triggered")}, 1, [STEP], 0, None),
+    "out of memory on a GPU": ({1: gpu_error("CUDA error: out of memory")}, 1, [STEP], 0, None),
+    "exception": ({1: RAISED}, 1, [STEP], 0, None),
+    "exit without a report": ({}, 7, [STEP], 0, None),
+    "stop signal before the handler": ({}, 140, [STEP], 0, "requeue"),
+    "before the first step": ({}, 137, [NOTHING], 0, None),
+    "twentieth crash": ({}, 137, [PUBLISHED] * 20, 19, "restart"),
+    "one more": ({}, 137, [PUBLISHED] * 21, 20, None),
+    "third without a newer checkpoint": ({}, 137, [PUBLISHED, STEP, STEP, STEP], 3, None),
+}
+"""Name -> (reports by rank, exit status of srun, attempts, how many of them crashed before, expected marker)."""
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_ranks_are_started_again_after_a_crash_that_may_not_recur(run_dir: Path, name: str) -> None:
+    reports, status, attempts, before, marker = CRASHES[name]
+    last = job_of_attempts(run_dir, *attempts, hung=before, status="failed")
+    for rank, error in reports.items():
+        write_report(run_dir / "logs" / f"attempt_{last}", rank, error)
+    conclude(run_dir, last, status, cancelled=False, can_restart=True)
+    assert [name for name in ("requeue", "restart") if (run_dir / name).exists()] == ([marker] if marker else [])
+    assert result(run_dir)["status"] == (
+        "preempted" if marker == "requeue" else "oom" if "memory" in name else "failed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("attempts", "before", "requeued"),
+    [([PUBLISHED, NOTHING], 1, True), ([PUBLISHED, NOTHING], 0, False), ([PUBLISHED, STEP], 1, False)],
+)
+def test_job_is_requeued_if_its_ranks_cannot_be_started_again(
+    run_dir: Path, attempts: list[tuple[bool, bool]], before: int, requeued: bool
+) -> None:
+    """srun cannot reach a node after a crash; before a first crash it is an error of the job."""
+    last = job_of_attempts(run_dir, *attempts, hung=before, status="failed")
+    conclude(run_dir, last, 1, cancelled=False, can_restart=True)
+    assert (run_dir / "requeue").exists() == requeued
+    assert not (run_dir / "restart").exists()
+
+
+@pytest.mark.parametrize(("cancelled", "can_restart"), [(True, True), (False, False)])
+def test_cancelled_job_and_template_without_restarts_end_after_a_crash(
+    run_dir: Path, cancelled: bool, can_restart: bool
+) -> None:
+    last = job_of_attempts(run_dir, STEP)
+    assert conclude(run_dir, last, 137, cancelled=cancelled, can_restart=can_restart) == 137
+    assert not (run_dir / "restart").exists()
+
+
+def test_crash_near_the_time_limit_requeues_the_job(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal that comes before the time limit might arrive before the ranks can handle it."""
+    commands = run_dir / "bin"
+    commands.mkdir()
+    last = job_of_attempts(run_dir, STEP)
+    (run_dir / "config.yaml").write_text("cluster: {kind: slurm, procs_per_node: '1', signal_lead_seconds: 100}")
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    for left, marker in (("2:39", "requeue"), ("2:41", "restart"), ("UNLIMITED", "restart"), ("1-00:00:00", "restart")):
+        (commands / "squeue").write_text(f"#!/bin/sh\necho {left}\n")
+        (commands / "squeue").chmod(0o755)
+        conclude(run_dir, last, 137, cancelled=False, can_restart=True)
+        assert [name for name in ("requeue", "restart") if (run_dir / name).exists()] == [marker], left
+        for file in ("requeue", "restart", "result.json"):
+            (run_dir / file).unlink(missing_ok=True)
+
+
+START = "job 7, attempt 1, on n[1-4], 2026-01-01T00:00:00\n"
+JOB_LOGS = {
+    "killed": ("srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Terminated\n", "n2\n"),
+    "segmentation fault": ("srun: error: n3: task 5: Segmentation fault (core dumped)\n", "n3\n"),
+    "in an earlier attempt": ("", None),
+    "ended by srun": ("srun: error: n1: task 0: Terminated\nsrun: error: n4: task 3: Exited with exit code 1\n", None),
+}
+
+
+@pytest.mark.parametrize("name", JOB_LOGS)
+def test_node_of_a_crashed_rank_is_recorded(run_dir: Path, name: str) -> None:
+    text, expected = JOB_LOGS[name]
+    last = job_of_attempts(run_dir, STEP)
+    earlier = "job 7, attempt 0, on n[1-4], x\nsrun: error: n4: task 3: Killed\n"
+    (run_dir / "logs" / "job.log").write_text(earlier + START + text)
+    conclude(run_dir, last, 137, cancelled=False, can_restart=True)
+    file = run_dir / "logs" / f"attempt_{last}" / "failed_nodes"
+    assert (file.read_text() if file.exists() else None) == expected
 
 
 def test_nodes_of_a_hang_come_from_the_report_and_not_from_its_message(run_dir: Path) -> None:

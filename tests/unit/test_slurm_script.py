@@ -30,7 +30,7 @@ SLURM = {"procs_per_node": "8", "python": "/shared/venv/bin/python"}
 CLUSTERS = {
     "srun": SlurmClusterConfig(
         **SLURM,
-        nodes=4,
+        nodes="4",
         partition="gpu",
         account="my_group",
         qos="long",
@@ -50,7 +50,7 @@ CLUSTERS = {
         srun_extra=["--cpu-bind=cores", "--label"],
     ),
     "torchrun": SlurmClusterConfig(
-        **SLURM, nodes=2, launcher=Launcher.torchrun, cpus_per_proc=4, signal_lead_seconds=60, health_check=False
+        **SLURM, nodes="2-4", launcher=Launcher.torchrun, cpus_per_proc=4, signal_lead_seconds=60, health_check=False
     ),
     "pyxis": SlurmClusterConfig(
         **SLURM,
@@ -76,6 +76,7 @@ def script(cluster: ClusterConfig) -> str:
     return render(
         BatchScript(
             cluster=cluster,
+            node_counts=[cluster.fewest_nodes, cluster.most_nodes] if "-" in cluster.nodes else [cluster.most_nodes],
             name="a run: $(date)",
             run_dir=run_dir,
             attempt=2,
@@ -166,6 +167,7 @@ def test_code_without_snapshot_is_mounted() -> None:
     container = ContainerConfig(runtime=ContainerRuntime.apptainer, image="x.sif")
     job = BatchScript(
         SlurmClusterConfig(procs_per_node="1", container=container, snapshot=False),
+        [1],
         *("name", Path("/run"), 0, Path("/code"), Path("/mine/recipe.py"), Path("/folder")),
     )
     assert "--bind=/run --bind=/code --bind=/mine --bind=/folder --pwd=/folder x.sif python)" in render(job)
@@ -199,10 +201,10 @@ def test_invalid_custom_template_is_rejected(tmp_path: Path, text: str | bytes |
 def test_custom_template_gets_every_variable_listed_in_the_guide(tmp_path: Path) -> None:
     guide = (TEMPLATE.parent / "README.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|", guide.partition("cluster.template")[2], re.MULTILINE)
-    assert len(listed) == 12
+    assert len(listed) == 13
     file = tmp_path / "mine.j2"
     file.write_text("".join(f"# {{{{ {name} }}}}\n" for name in listed))
-    assert script(SlurmClusterConfig(**SLURM, template=str(file))).count("\n# ") == 11
+    assert script(SlurmClusterConfig(**SLURM, template=str(file))).count("\n# ") == 12
 
 
 def test_setup_lines_that_bash_cannot_parse_are_rejected() -> None:

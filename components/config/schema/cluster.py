@@ -24,6 +24,7 @@ from components.config.schema.schedulers.slurm import (
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _NUMBER = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
+_NODES = re.compile(r"[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})?", re.ASCII)
 _RESOURCE = re.compile(r"[\w.,:;&|*()\[\]+=@%/-]+")
 LONGEST_TIMEOUT = 525_600.0
 """Upper bound of timeouts, in minutes: a year, which torch and the OS accept."""
@@ -74,8 +75,9 @@ class ClusterConfig:
 
     kind: ClusterKind
     """local, slurm or k8s; selects one of the subclasses below."""
-    nodes: int = 1
-    """Number of nodes; 1 for a local run."""
+    nodes: str = "1"
+    """Number of nodes, 1 for a local run; on Slurm also a range such as 4-8: each attempt uses as many nodes as the
+    cluster has free and the mesh and the global batch allow."""
     procs_per_node: str = "auto"
     """Processes (ranks) per node: a number, or, only for local runs, auto: one per visible GPU; on CPU the product of
     the mesh degrees."""
@@ -166,12 +168,13 @@ class ClusterConfig:
     def _problems(self) -> list[str]:
         problems = [
             *own_kind("cluster", self),
-            *at_least("cluster.nodes", self.nodes, 1),
             *within("cluster.startup_timeout_minutes", self.startup_timeout_minutes, 0.01, LONGEST_TIMEOUT),
             *within("cluster.collective_timeout_minutes", self.collective_timeout_minutes, 0.01, LONGEST_TIMEOUT),
             *at_least("cluster.cpus_per_proc", self.cpus_per_proc, 1),
             *at_least("cluster.signal_lead_seconds", self.signal_lead_seconds, 1),
         ]
+        if not _NODES.fullmatch(self.nodes) or self.fewest_nodes > self.most_nodes:
+            problems.append(f"cluster.nodes={self.nodes}: must be a number of nodes, 1 or more, or a range such as 4-8")
         if self.procs_per_node != "auto" and not _NUMBER.fullmatch(self.procs_per_node):
             problems.append(
                 f"cluster.procs_per_node={self.procs_per_node}: must be auto or a number of processes, 1 or more"
@@ -194,6 +197,16 @@ class ClusterConfig:
                 if "\0" in value:
                     problems.append(f"cluster.{section}.{name}: holds a null character; remove it")
         return problems
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The smallest number of nodes in `nodes`."""
+        return int(self.nodes.partition("-")[0])
+
+    @property
+    def most_nodes(self) -> int:
+        """The largest number of nodes in `nodes`."""
+        return int(self.nodes.rpartition("-")[2])
 
     @property
     def starts_nothing(self) -> bool:
@@ -226,7 +239,7 @@ class LocalClusterConfig(ClusterConfig):
 
     def _problems(self) -> list[str]:
         problems = ClusterConfig._problems(self)
-        if self.nodes > 1:
+        if self.nodes != "1" and not problems:
             problems.append(
                 f"cluster.nodes={self.nodes}: a local run has one node; set cluster.nodes=1, or submit with "
                 "cluster=slurm_2node"
@@ -305,6 +318,10 @@ class KubernetesClusterConfig(ClusterConfig):
 
     def _problems(self) -> list[str]:
         problems = ClusterConfig._problems(self) + self._automatic_problems() + self._variable_problems()
+        if "-" in self.nodes and not problems:
+            problems.append(
+                f"cluster.nodes={self.nodes}: a job on Kubernetes has a fixed number of pods; set one number"
+            )
         return (
             problems + pod_variable_problems("env", self.env) + pod_variable_problems("network_env", self.network_env)
         )

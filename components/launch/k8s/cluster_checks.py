@@ -42,7 +42,7 @@ def job_problems(cfg: RecipeConfig) -> Findings:
         problems.append(f"cluster.template={cluster.template}: no such file")
     if not problems:
         problems += _run_directory_problems(cfg)
-    if cluster.nodes > 1 and cluster.k8s.queue is None:
+    if cluster.most_nodes > 1 and cluster.k8s.queue is None:
         notes.append(
             "cluster.k8s.queue=null: without a queue some pods may hold nodes while others wait for theirs, until "
             f"cluster.startup_timeout_minutes={cluster.startup_timeout_minutes:g} ends the job"
@@ -190,7 +190,12 @@ def _claim_problems(cluster: ClusterConfig, name: str) -> Findings:
     modes = (claim.get("spec") or {}).get("accessModes") or []
     if phase == "Lost":
         return [f"{key}: the claim has lost its volume (phase Lost); use another claim"], []
-    if cluster.nodes > 1 and modes and not set(modes) & set(_SHARED_MODES) and k8s.volumes[name] == _run_mount(cluster):
+    if (
+        cluster.most_nodes > 1
+        and modes
+        and not set(modes) & set(_SHARED_MODES)
+        and k8s.volumes[name] == _run_mount(cluster)
+    ):
         return [
             f"{key}: the claim has access mode {', '.join(modes)}, but {cluster.nodes} pods on different nodes write "
             "to it; use a claim with ReadWriteMany, or set cluster.nodes=1"
@@ -267,8 +272,8 @@ def _quota_problems(cluster: ClusterConfig) -> Findings:
 
 def _needed(cluster: ClusterConfig) -> dict[str, float]:
     """Return the resources of all pods together."""
-    needed = {name: amount(each) * cluster.nodes for name, each in pod_resources(cluster).items()}
-    return needed | {"pods": float(cluster.nodes)}
+    needed = {name: amount(each) * cluster.most_nodes for name, each in pod_resources(cluster).items()}
+    return needed | {"pods": float(cluster.most_nodes)}
 
 
 def _key_of(cluster: ClusterConfig, resource: str) -> str:

@@ -205,7 +205,7 @@ def _print_summary(run: CheckedRun, manifest: PodManifest) -> None:
     rows = [
         ("run", str(run.directory.path)),
         ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} in "
-         f"{cluster.nodes} pod{'s' if cluster.nodes > 1 else ''}"),
+         f"{cluster.nodes} pod{'s' if cluster.most_nodes > 1 else ''}"),
         ("code", code_in_pods(cluster) or f"that of the image {cluster.k8s.image}"),
         *(("note", note) for note in run.notes),
         ("job", str(job)),

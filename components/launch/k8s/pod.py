@@ -246,7 +246,7 @@ def _this_pod(run_dir: Path, cluster: ClusterConfig, environ: Mapping[str, str])
             f"{', '.join(missing)} not set: this program runs in the pods of an Indexed Job; a template of yours must "
             "set the variables of k8s/pod.yaml.j2"
         )
-    return Pod(run_dir, environ[JOB], int(environ[INDEX]), cluster.nodes, environ[UID])
+    return Pod(run_dir, environ[JOB], int(environ[INDEX]), cluster.most_nodes, environ[UID])
 
 
 if __name__ == "__main__":

@@ -71,9 +71,8 @@ def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
 
     Empty if a batch script of the user's own does not write the files that this needs.
     """
-    job = _lines(attempt_logs(run_dir, attempt) / JOB)
-    numbers = [number for number in range(attempt + 1) if _lines(attempt_logs(run_dir, number) / JOB) == job]
-    if not job:
+    numbers = attempt_numbers(run_dir, attempt)
+    if not numbers:
         return []
     starts = [_published(_lines(attempt_logs(run_dir, number) / CHECKPOINTS_BEFORE)) for number in numbers]
     folder = run_dir / CHECKPOINTS
@@ -87,6 +86,15 @@ def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
         for number, before, after in zip(numbers, starts[:-1], starts[1:], strict=True)
         for logs in [attempt_logs(run_dir, number)]
     ]
+
+
+def attempt_numbers(run_dir: Path, attempt: int) -> list[int]:
+    """Return the numbers of the attempts of the job that runs attempt number `attempt`, up to that one.
+
+    Empty if a batch script of the user's own does not write the attempt's file `job`.
+    """
+    job = _lines(attempt_logs(run_dir, attempt) / JOB)
+    return [number for number in range(attempt + 1) if job and _lines(attempt_logs(run_dir, number) / JOB) == job]
 
 
 def requeue_policy(run_dir: Path) -> RequeueConfig:

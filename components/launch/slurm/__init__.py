@@ -8,6 +8,7 @@ commands.py    Slurm commands as child processes, in a clean environment
 jobs.py        the job of a run directory, job states, scancel
 snapshot.py    a copy of the code in the run directory
 node_check.py  checks on every node before the ranks start
-requeue.py     the requeue policy: limits on requeues, hangs, corruption and attempts without progress
-conclude.py    the end of the batch script: result.json, the first failure, the exit status
+requeue.py     the requeue policy: limits on requeues, crashes, hangs, corruption and attempts without progress
+attempt_start.py  the start of an attempt: limits on attempts, and the nodes to use
+conclude.py    the end of an attempt: result.json, the first failure, whether to start the ranks again
 """

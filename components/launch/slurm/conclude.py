@@ -1,23 +1,41 @@
-"""The end of a batch script: `python -m components.launch.slurm.conclude RUN_DIR ATTEMPT STATUS [--cancelled]`.
+"""The end of an attempt: `python -m components.launch.slurm.conclude RUN_DIR ATTEMPT STATUS`.
 
 Prints which rank failed first as the last entry of the job's log, writes result.json if no rank did, and exits with the
-job's exit status. Afterwards the marker RUN_DIR/requeue exists if the job should be requeued.
+job's exit status. Afterwards the marker RUN_DIR/requeue exists if the job should be requeued, and RUN_DIR/restart if it
+should start the ranks again; a batch script that can do the latter passes --can-restart.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import signal
 import sys
 from pathlib import Path
 
+from components.config.compose.frozen import read_section
+from components.config.errors import ConfigError
+from components.config.schema.cluster import ClusterConfig
+from components.config.schema.schedulers.slurm import seconds_of
 from components.launch.schedulers.job_attempts import attempts_of_job
-from components.launch.slurm.requeue import reason_not_after_corruption, reason_not_after_hang, reason_to_stop
+from components.launch.slurm.attempt_start import record_failed_nodes
+from components.launch.slurm.commands import run_slurm
+from components.launch.slurm.requeue import (
+    CRASHED,
+    reason_not_after_corruption,
+    reason_not_after_crash,
+    reason_not_after_hang,
+    reason_to_stop,
+)
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import Failure, Kind, RankExit, first_failure, print_failure, read_reports
 from components.protocol.run_files import (
     CANCELLED,
+    CONFIG,
+    LOGS,
     REQUEUE,
+    RESTART,
     atomic_write,
     attempt_logs,
     create_marker,
@@ -30,8 +48,25 @@ STOPPED_EARLY = 128 + signal.SIGUSR2
 """srun's exit status if a rank was killed by SIGUSR2, the stop request, before it had installed its handler."""
 
 
-def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
-    """Print and record the outcome of an attempt, and return the exit status of the job."""
+_KILLED = re.compile(r"^srun: error: (?P<node>[^:\s]+): task \d+: (?!Terminated|Exited)[A-Z]", re.MULTILINE)
+"""srun's message about a rank that was ended by a signal; those that srun itself ends are Terminated."""
+_KILLED_BELOW_AGENT = re.compile(r"exitcode\s*: -\d+")
+"""torchrun's message about such a rank."""
+_START_MARGIN = 60
+"""Seconds that a new start needs before the stop signal of the time limit."""
+
+
+def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool, can_restart: bool = False) -> int:
+    """Print and record the outcome of an attempt, and return the exit status of the job.
+
+    Args:
+        run_dir: The run directory.
+        attempt: Number of the attempt.
+        status: Exit status of srun.
+        cancelled: Whether the job was cancelled.
+        can_restart: Whether the batch script can start the ranks again.
+    """
+    (run_dir / RESTART).unlink(missing_ok=True)
     logs, result = attempt_logs(run_dir, attempt), read_result(run_dir)
     reports = read_reports(logs)
     exits = [RankExit(rank, 1, report.time, terminated=False) for rank, report in reports.items()]
@@ -42,10 +77,18 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> in
         record_result(run_dir, {**result, "status": "cancelled"})
         print_text("cancelled", flush=True)
         return status or 1
+    crashed = _crashed(failure, logs, status) and not result
     if failure is not None:
-        return _failed(run_dir, attempt, failure, status, cancelled=cancelled)
-    ended = _stopped(run_dir, logs, status)
-    if not (run_dir / REQUEUE).exists():
+        ended = _failed(run_dir, attempt, failure, status, cancelled=cancelled)
+    else:
+        ended = _stopped(run_dir, logs, status)
+    if can_restart and not cancelled and crashed:
+        _restart(run_dir, attempt, failure)
+        return ended
+    if can_restart and not cancelled and failure is None and _could_not_restart(run_dir, attempt):
+        _requeue(run_dir, attempt, "the ranks could not be started again")
+        return ended
+    if failure is not None or not (run_dir / REQUEUE).exists():
         return ended
     if reason := reason_to_stop(run_dir, attempts_of_job(run_dir, attempt), os.environ):
         (run_dir / REQUEUE).unlink()
@@ -80,8 +123,62 @@ def _agents_were_stopped(logs: Path) -> bool:
     return any(line in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
 
 
-def _lost_peer(failure: Failure) -> bool:
-    return failure.report is not None and failure.report.kind == Kind.lost_peer
+def _crashed(failure: Failure | None, logs: Path, status: int) -> bool:
+    """Return whether a rank was killed by a signal, or had an error that need not occur again."""
+    if failure is not None and failure.report is not None:
+        return failure.report.may_be_transient
+    by_agents = any(_KILLED_BELOW_AGENT.search(log.read_text(errors="replace")) for log in logs.glob("node_*.log"))
+    return by_agents or (status > 128 and status != STOPPED_EARLY)
+
+
+def _restart(run_dir: Path, attempt: int, failure: Failure | None) -> None:
+    """Request a new start of the ranks in this job, or a requeue if its time limit is near, or print why not."""
+    log = run_dir / LOGS / "job.log"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    _, _, since = text.rpartition(f", attempt {attempt}, on ")
+    killed = _KILLED.search(since)
+    node = killed["node"] if killed else failure.report.node if failure and failure.report else ""
+    if node and (killed or not _lost_peer(failure)):
+        record_failed_nodes(run_dir, attempt, [node])
+    attempts = attempts_of_job(run_dir, attempt)
+    if reason := reason_not_after_crash(run_dir, attempts):
+        print_text(f"the ranks are not started again: {reason}", flush=True)
+    elif _ends_soon(run_dir):
+        _requeue(run_dir, attempt, "the time limit is near")
+    else:
+        create_marker(run_dir / RESTART)
+        print_text("starting the ranks again in this job", flush=True)
+
+
+def _could_not_restart(run_dir: Path, attempt: int) -> bool:
+    """Return whether an attempt after a crash failed before its first step: a node may be lost, which Slurm notices
+    only minutes later."""
+    attempts = attempts_of_job(run_dir, attempt)[-2:]
+    return len(attempts) == 2 and all(each.status in CRASHED for each in attempts) and not attempts[1].stepped
+
+
+def _requeue(run_dir: Path, attempt: int, why: str) -> None:
+    """Request a requeue of the job, or print why not."""
+    if reason := reason_to_stop(run_dir, attempts_of_job(run_dir, attempt), os.environ):
+        print_text(f"{why}, and the job is not requeued: {reason}", flush=True)
+    else:
+        create_marker(run_dir / REQUEUE)
+        print_text(f"{why}: requeuing the job", flush=True)
+
+
+def _ends_soon(run_dir: Path) -> bool:
+    """Return whether the stop signal of the time limit comes before the ranks could train again; it might be missed."""
+    try:
+        lead = read_section(run_dir / CONFIG, "cluster", ClusterConfig).signal_lead_seconds
+        answer = run_slurm(["squeue", "--noheader", f"--jobs={os.environ.get('SLURM_JOB_ID', '')}", "--format=%L"])
+    except ConfigError:
+        return False
+    left = seconds_of(answer.output) if answer.status == 0 else None  # None: no limit
+    return left is not None and left < lead + _START_MARGIN
+
+
+def _lost_peer(failure: Failure | None) -> bool:
+    return failure is not None and failure.report is not None and failure.report.kind == Kind.lost_peer
 
 
 def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cancelled: bool) -> int:
@@ -119,6 +216,15 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
     return report.kind.exit_status
 
 
+def _main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("attempt", type=int)
+    parser.add_argument("status", type=int)
+    parser.add_argument("--can-restart", action="store_true")
+    parser.add_argument("--cancelled", action="store_true")
+    return conclude(**vars(parser.parse_args()))
+
+
 if __name__ == "__main__":
-    cancelled_flag = len(sys.argv) > 4
-    sys.exit(conclude(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), cancelled=cancelled_flag))
+    sys.exit(_main())

@@ -20,7 +20,11 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
     """Return the sbatch options for nodes, tasks, GPUs, time and account, ending with cluster.sbatch_extra."""
     by_agent = cluster.launcher == Launcher.torchrun
     procs = int(cluster.procs_per_node)
-    options: list[Option] = [("nodes", str(cluster.nodes)), ("ntasks-per-node", "1" if by_agent else str(procs))]
+    options: list[Option] = [("nodes", cluster.nodes)]
+    if cluster.fewest_nodes == cluster.most_nodes:
+        options.append(("ntasks-per-node", "1" if by_agent else str(procs)))
+    else:  # given tasks, Slurm 22.05 allocates only as many nodes as those of the smallest number need
+        options.append(("mincpus", str(procs * (cluster.cpus_per_proc or 1))))
     if cluster.cpus_per_proc is not None:
         options.append(("cpus-per-task", str(cluster.cpus_per_proc * (procs if by_agent else 1))))
     if cluster.device != Device.cpu and cluster.gpu_request != GpuRequest.none:

@@ -1,8 +1,6 @@
-"""Requeue policy of a Slurm job: limits on requeues, on hangs, on corruption, and on attempts without progress.
+"""Requeue policy of a Slurm job: limits on requeues, crashes, hangs, corruption and attempts without progress.
 
-`conclude` applies the policy at the end of an attempt. The batch script applies it at the start of a requeued one
-(`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`), since Slurm kills and requeues a job by itself if its
-node failed or its grace time was too short, without `conclude`.
+`conclude` applies it at the end of an attempt, `attempt_start` at the start of the next one.
 """
 
 from __future__ import annotations
@@ -14,14 +12,13 @@ from pathlib import Path
 from components.launch.schedulers.job_attempts import (
     JobAttempt,
     Remedies,
-    attempts_of_job,
     lack_of_progress,
     requeue_policy,
 )
 from components.protocol.failures import Kind
-from components.protocol.run_files import record_result
-from components.terminal import print_text
 
+CRASHED = ("failed", "oom")
+"""Statuses of attempts after which the ranks of a job may be started again."""
 REMEDIES = Remedies(
     longer_save="cluster.signal_lead_seconds, GraceTime of the partition",
     longer_attempt="raise cluster.time, choose a partition that is preempted less",
@@ -48,6 +45,18 @@ def reason_not_after_hang(run_dir: Path, attempts: list[JobAttempt], environ: Ma
     return reason_to_stop(run_dir, attempts, environ)
 
 
+def reason_not_after_crash(run_dir: Path, attempts: list[JobAttempt]) -> str | None:
+    """Return why the ranks must not be started again after one of them crashed; None if they may be."""
+    limit = requeue_policy(run_dir).crash
+    if limit == 0:
+        return "ranks that crashed are not started again (cluster.requeue.crash=0)"
+    if sum(attempt.status in CRASHED for attempt in attempts[:-1]) >= limit:
+        return f"the limit of {limit} starts after a crash is reached (cluster.requeue.crash)"
+    if not attempts or not attempts[-1].stepped:
+        return "the rank crashed before the first step, so it would likely crash again"
+    return lack_of_progress(run_dir, attempts, REMEDIES)
+
+
 def reason_not_after_corruption(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
     """Return why a job in whose last attempt a rank computed wrong numbers must not be requeued; None if it may be.
 
@@ -61,16 +70,8 @@ def reason_not_after_corruption(run_dir: Path, attempts: list[JobAttempt], envir
     return reason_to_stop(run_dir, attempts, environ)
 
 
-def check_requeue() -> int:
-    """Return 1 if a requeued job must end instead of starting its attempt, after recording the reason; else 0."""
-    run_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
-    reason = lack_of_progress(run_dir, attempts_of_job(run_dir, attempt)[:-1], REMEDIES)
-    if reason is None:
-        return 0
-    print_text(f"not restarted: {reason}", flush=True)
-    record_result(run_dir, {"status": "failed", "error": reason})
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(check_requeue())
+    sys.exit(
+        "cluster.template: components.launch.slurm.requeue is components.launch.slurm.attempt_start now; compare your "
+        "template with slurm/train.sbatch.j2"
+    )

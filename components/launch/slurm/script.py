@@ -24,6 +24,8 @@ class BatchScript:
     """Input of the batch script's template."""
 
     cluster: ClusterConfig
+    node_counts: list[int]
+    """Numbers of nodes on which the run can train; an attempt uses the largest that the job has."""
     name: str
     run_dir: Path
     attempt: int
@@ -96,6 +98,7 @@ def _values(job: BatchScript) -> dict[str, Any]:
     return {
         "sbatch": [as_line(option) for option in job_options(cluster, job.name, job.run_dir, job.folder)],
         "cluster": cluster,
+        "node_counts": job.node_counts,
         "env": {**cluster.network_env, **cluster.env},
         "run_dir": job.run_dir,
         "private": job.private,

@@ -13,6 +13,8 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
+from components.config.shape import read_shape
+from components.config.validate import legal_node_counts
 from components.launch.backend import (
     CheckedRun,
     Job,
@@ -192,6 +194,7 @@ def _batch_script(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int
     copied = cfg.cluster.snapshot
     return BatchScript(
         cluster=cfg.cluster,
+        node_counts=_node_counts(cfg),
         name=cfg.run.name or recipe.name,
         run_dir=run_dir,
         attempt=attempt,
@@ -202,14 +205,24 @@ def _batch_script(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int
     )
 
 
+def _node_counts(cfg: RecipeConfig) -> list[int]:
+    """Return the numbers of nodes on which a run can train, in order."""
+    cluster = cfg.cluster
+    if cluster.fewest_nodes == cluster.most_nodes:
+        return [cluster.most_nodes]
+    return legal_node_counts(cfg, read_shape(cfg.model))
+
+
 def _print_summary(run: CheckedRun, job: str, files: int) -> None:
     """Print the job, and the commands to follow, stop and requeue it."""
     cluster, logs = run.cfg.cluster, run.directory.path / LOGS
+    counts = _node_counts(run.cfg)
     followed = shlex.join([str(logs / "job.log"), str(logs / "latest" / "rank_0.log")])
     rows = [
         ("run", str(run.directory.path)),
         ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} on "
-         f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"),
+         f"{cluster.nodes} node{'s' if cluster.most_nodes > 1 else ''}"),
+        *([("nodes", f"each attempt uses {' or '.join(map(str, counts))}")] if len(counts) > 1 else []),
         ("code", f"{files} files copied: later edits do not affect the job" if files else str(ROOT)),
         *(("note", note) for note in run.notes),
         ("job", job),

@@ -50,8 +50,8 @@ NOT_A_SUBMISSION = {
 """sbatch options that would prevent the submission of the run -> why. Abbreviations are rejected too."""
 
 SCRIPT_VARIABLES = {
-    *("run_dir", "attempt", "restarts", "logs", "cancelled", "threads", "python", "container", "here", "status"),
-    *("owner", "signals", "seen", "file", "ended", "excluded", "left", "node"),
+    *("run_dir", "attempt", "logs", "cancelled", "threads", "python", "container", "here", "status"),
+    *("nodes", "where", "ranks", "rank", "owner", "signals", "seen", "file", "ended", "excluded", "left", "node"),
     *("MASTER_ADDR", "MASTER_PORT", WORKER, RUN_DIR, ATTEMPT),
     *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"),
 }
@@ -101,7 +101,9 @@ class RequeueConfig:
     hang: int = 3
     """Maximum number of times that a hung run (exit status 75) is requeued, excluding the node of the rank that hung,
     as long as each attempt publishes a newer checkpoint; 0: never."""
-
+    crash: int = 20
+    """Maximum number of times that a job starts its ranks again, on the same nodes and without a requeue, after one of
+    them was killed, lost its connection or had a GPU error; 0: never."""
     corruption: int = 3
     """Maximum number of times that a run in which a rank computes wrong numbers (exit status 76, see
     checkpoint.check_replicas) is requeued, excluding the nodes of the ranks that the comparison names; 0: never."""
@@ -113,6 +115,7 @@ class RequeueConfig:
                 *at_least("cluster.requeue.without_progress", self.without_progress, 1),
                 *at_least("cluster.requeue.before_first_step", self.before_first_step, 1),
                 *at_least("cluster.requeue.hang", self.hang, 0),
+                *at_least("cluster.requeue.crash", self.crash, 0),
                 *at_least("cluster.requeue.corruption", self.corruption, 0),
             ]
         )
