@@ -38,6 +38,7 @@ from components.data.sources.split import (
     sample_limit,
 )
 from components.data.tokens import Tokens, flattened, read_tokens, remove_expired, write_tokens
+from components.storage.known_numbers import SUFFIX, KnownNumbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,21 +127,34 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenizer(tokenizer)
     if cfg.cache is None or tokenizer_hash is None:
         return _tokenize(encoder)
-    content, size = split.identity()
-    if size < WORTH_BYTES:
-        return _tokenize(encoder)
-    key = _key([content, tokenizer_hash, split.is_eval, held_out_by_hash(cfg), limit, encoder.seq_len], cfg)
     try:
-        entry = Path(cfg.cache).expanduser() / f"{key}.safetensors"
+        folder = Path(cfg.cache).expanduser()
     except RuntimeError as error:  # users of containers often have no home directory
         logger.warning("data.cache=%s: %s; the tokenized samples are not kept", cfg.cache, error)
         return _tokenize(encoder)
+    content, size = _identity(split, folder)
+    if size < WORTH_BYTES:
+        return _tokenize(encoder)
+    key = _key([content, tokenizer_hash, split.is_eval, held_out_by_hash(cfg), limit, encoder.seq_len], cfg)
+    entry = folder / f"{key}.safetensors"
     if (cached := _read_entry(entry)) is not None:
         return cached
     with _lock(entry.with_suffix(".lock")):
         if (cached := _read_entry(entry)) is not None:
             return cached
         return _tokenize(encoder, entry, content)
+
+
+def _identity(split: SourceSplit, folder: Path) -> tuple[str, int]:
+    """Return `split.identity()`, kept in `folder` as long as the source's files do not change."""
+    try:
+        if not split.files or sum(file.stat().st_size for file in split.files) < WORTH_BYTES:
+            return split.identity()
+        name = xxhash.xxh3_128("\n".join(map(str, split.files)).encode()).hexdigest()
+        content, size = KnownNumbers(folder / f"{name}{SUFFIX}", split.files).get("identity", split.identity)
+    except OSError:
+        return split.identity()  # which names the file
+    return content, size
 
 
 def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -222,8 +236,6 @@ def _read_entry(entry: Path) -> TokenizedSplit | None:
     found = read_tokens(entry)
     if found is None:
         return None
-    with contextlib.suppress(OSError):  # the folder may be read-only
-        os.utime(entry)  # mtime is the time of last use: most file systems do not record reads (noatime)
     summary = json.loads(found[1])
     return TokenizedSplit(found[0], summary["prompts"], summary["bad_rows"], summary["unused"])
 

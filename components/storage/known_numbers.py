@@ -1,0 +1,58 @@
+"""Numbers about files that were computed by an earlier start, so that the next one need not read the files again.
+
+They are kept next to the token cache, and hold as long as size, inode and time of modification of the files do not
+change. A change within the resolution of the clock of a file system would be missed, so numbers about a file that was
+modified in the last seconds are not kept. Damage of a disk that changes none of them is not noticed either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from components.protocol.run_files import PRIVATE, atomic_write_json, read_json
+
+SUFFIX = ".known.json"
+_RECENT_SECONDS = 5.0
+"""Age below which a file may be modified again without a change of its time of modification (NFS, FAT: 2 s)."""
+
+
+class KnownNumbers:
+    """Numbers about some files, stored in another file; without it, or if it cannot be written, nothing is known."""
+
+    def __init__(self, store: Path, files: Iterable[Path]) -> None:
+        """`store`: Path of the file with the numbers; its time of modification is that of its last use.
+
+        Raises OSError if one of `files` is missing.
+        """
+        self._store, self._files = store, [*files]
+        self._stamps = self._stamps_now()
+        stored = read_json(store)
+        values = stored.get("values")
+        self._values: dict[str, Any] = values if stored.get("stamps") == self._stamps and values is not None else {}
+        with contextlib.suppress(OSError):  # it does not exist, or the folder is read-only
+            os.utime(store)
+
+    def get(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the JSON value with this name, after computing and storing it if it is not known.
+
+        Raises whatever `compute` raises.
+        """
+        if name not in self._values:
+            self._values[name] = compute()
+            with contextlib.suppress(OSError):
+                if self._stamps == self._stamps_now() and time.time() - self._last_change > _RECENT_SECONDS:
+                    atomic_write_json(self._store, {"stamps": self._stamps, "values": self._values}, PRIVATE)
+        return self._values[name]
+
+    def _stamps_now(self) -> list[list[Any]]:
+        stamps, self._last_change = [], 0.0
+        for file in self._files:
+            found = file.stat()
+            stamps.append([str(file), found.st_size, found.st_ino, found.st_mtime_ns])
+            self._last_change = max(self._last_change, found.st_mtime)
+        return stamps
