@@ -172,8 +172,8 @@ def test_dry_run_prints_the_script_and_writes_nothing(login: Login) -> None:
         (("cluster.time=soon",), "cluster.time='soon': is not a time limit"),
         (("cluster.time=5", "cluster.signal_lead_seconds=300"), "lower the lead, or raise cluster.time"),
         (
-            ("cluster.nodes=3-4",),
-            "cluster.nodes=3-4: on 3 nodes: training.global_batch_size=4: must be a multiple of dp",
+            ("cluster.nodes=5-8",),
+            "cluster.nodes=5-8: on 5 nodes: training.global_batch_size=144: must be a multiple of dp=5",
         ),
         (("parallelism=tp3",), "tp 3 = 3 processes, but there are 2"),
         (("run.dir=a%j",), "run.dir='a%j': holds '%'"),
