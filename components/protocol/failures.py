@@ -163,11 +163,14 @@ class RankReport:
     @property
     def may_be_transient(self) -> bool:
         """Whether it need not occur again from the last checkpoint: a lost peer, or an error of a GPU."""
-        if self.kind == Kind.lost_peer:
-            return True
-        of_gpu = self.type == "AcceleratorError" or "CUDA error" in self.message or "NCCL error" in self.message
-        deterministic = is_out_of_memory(self.type, self.message) or "device-side assert" in self.message
-        return self.kind == Kind.exception and of_gpu and not deterministic
+        return self.kind == Kind.lost_peer or self.is_gpu_error or "NCCL error" in self.message
+
+    @property
+    def is_gpu_error(self) -> bool:
+        """Whether the rank's GPU failed, other than by running out of memory or by an assertion of a kernel."""
+        of_gpu = self.type == "AcceleratorError" or "CUDA error" in self.message
+        of_program = is_out_of_memory(self.type, self.message) or "device-side assert" in self.message
+        return self.kind == Kind.exception and of_gpu and not of_program
 
     @property
     def status(self) -> str:

@@ -260,24 +260,18 @@ def test_crash_near_the_time_limit_requeues_the_job(run_dir: Path, monkeypatch: 
             (run_dir / file).unlink(missing_ok=True)
 
 
-START = "job 7, attempt 1, on n[1-4], 2026-01-01T00:00:00\n"
-JOB_LOGS = {
-    "killed": ("srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Terminated\n", "n2\n"),
-    "segmentation fault": ("srun: error: n3: task 5: Segmentation fault (core dumped)\n", "n3\n"),
-    "in an earlier attempt": ("", None),
-    "ended by srun": ("srun: error: n1: task 0: Terminated\nsrun: error: n4: task 3: Exited with exit code 1\n", None),
-}
-
-
-@pytest.mark.parametrize("name", JOB_LOGS)
-def test_node_of_a_crashed_rank_is_recorded(run_dir: Path, name: str) -> None:
-    text, expected = JOB_LOGS[name]
+def test_only_a_node_with_a_gpu_error_counts_as_failed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed rank says nothing about its node."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
     last = job_of_attempts(run_dir, STEP)
-    earlier = "job 7, attempt 0, on n[1-4], x\nsrun: error: n4: task 3: Killed\n"
-    (run_dir / "logs" / "job.log").write_text(earlier + START + text)
-    conclude(run_dir, last, 137, cancelled=False, can_restart=True)
     file = run_dir / "logs" / f"attempt_{last}" / "failed_nodes"
-    assert (file.read_text() if file.exists() else None) == expected
+    write_report(run_dir / "logs" / f"attempt_{last}", 0, LOST)
+    conclude(run_dir, last, 137, cancelled=False, can_restart=True)
+    assert not file.exists()
+    (run_dir / "result.json").unlink()
+    write_report(run_dir / "logs" / f"attempt_{last}", 1, gpu_error("CUDA error: uncorrectable ECC error encountered"))
+    conclude(run_dir, last, 1, cancelled=False, can_restart=True)
+    assert file.read_text() == "n3\n"
 
 
 def test_nodes_of_a_hang_come_from_the_report_and_not_from_its_message(run_dir: Path) -> None:

@@ -33,7 +33,6 @@ from components.protocol.failures import Failure, Kind, RankExit, first_failure,
 from components.protocol.run_files import (
     CANCELLED,
     CONFIG,
-    LOGS,
     REQUEUE,
     RESTART,
     atomic_write,
@@ -48,10 +47,8 @@ STOPPED_EARLY = 128 + signal.SIGUSR2
 """srun's exit status if a rank was killed by SIGUSR2, the stop request, before it had installed its handler."""
 
 
-_KILLED = re.compile(r"^srun: error: (?P<node>[^:\s]+): task \d+: (?!Terminated|Exited)[A-Z]", re.MULTILINE)
-"""srun's message about a rank that was ended by a signal; those that srun itself ends are Terminated."""
 _KILLED_BELOW_AGENT = re.compile(r"exitcode\s*: -\d+")
-"""torchrun's message about such a rank."""
+"""torchrun's message about a rank that was ended by a signal."""
 _START_MARGIN = 60
 """Seconds that a new start needs before the stop signal of the time limit."""
 
@@ -133,13 +130,8 @@ def _crashed(failure: Failure | None, logs: Path, status: int) -> bool:
 
 def _restart(run_dir: Path, attempt: int, failure: Failure | None) -> None:
     """Request a new start of the ranks in this job, or a requeue if its time limit is near, or print why not."""
-    log = run_dir / LOGS / "job.log"
-    text = log.read_text(errors="replace") if log.exists() else ""
-    _, _, since = text.rpartition(f", attempt {attempt}, on ")
-    killed = _KILLED.search(since)
-    node = killed["node"] if killed else failure.report.node if failure and failure.report else ""
-    if node and (killed or not _lost_peer(failure)):
-        record_failed_nodes(run_dir, attempt, [node])
+    if failure is not None and failure.report is not None and failure.report.is_gpu_error:
+        record_failed_nodes(run_dir, attempt, [failure.report.node])
     attempts = attempts_of_job(run_dir, attempt)
     if reason := reason_not_after_crash(run_dir, attempts):
         print_text(f"the ranks are not started again: {reason}", flush=True)
