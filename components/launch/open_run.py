@@ -54,8 +54,10 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
             ]
         problems = problems_before_start(cfg, processes, rejected)
         if not (problems or backend_problems or rejected):
-            fewest = processes * cfg.cluster.fewest_nodes // cfg.cluster.most_nodes  # each holds the most
+            fewest = processes * cfg.cluster.fewest_nodes // cfg.cluster.most_nodes  # each rank holds the most
             problems, memory_notes[:] = memory_report(cfg, fewest, on_cluster=not backend.runs_here)
+            if fewest < processes:
+                memory_notes[:] = [f"on {cfg.cluster.fewest_nodes} nodes: {note}" for note in memory_notes]
         if backend_problems or problems or rejected:  # otherwise the run directory is checked when it is opened
             named = {problem.partition("=")[0] for problem in problems}
             problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]

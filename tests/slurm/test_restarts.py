@@ -35,13 +35,11 @@ def test_killed_rank_is_started_again_in_its_job(login: Login) -> None:
     run, durations = submission.run_dir, []
     for kill in range(KILLS):
         _await_step(run, 30 * kill + 12)
-        step = max(steps_of(run))
         began = time.monotonic()
         node = NODES[kill % 4]
         _kill_rank(login, node)
         until(lambda attempt=kill + 1: _first_step(run, attempt), lambda: log_of(run))
         durations.append(time.monotonic() - began)
-        assert step >= 30 * kill + 12
     job = login.wait_for_end(submission)
     print(f"seconds from a kill to the first step after it: {[round(each, 1) for each in durations]}")
     result = result_of(run)

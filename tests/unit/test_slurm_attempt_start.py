@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,7 @@ NODES = [f"n{number}" for number in range(1, 9)]
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory on a machine whose sinfo reports that no node is down."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    (commands / "sinfo").write_text("#!/bin/sh\n")
-    (commands / "sinfo").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
@@ -43,6 +36,12 @@ def test_attempt_uses_as_many_nodes_as_the_run_can(run_dir: Path, counts: list[i
     assert start_attempt(run_dir, 0, counts if used < 7 else [*counts, 7]) == 0
     assert chosen(run_dir, 0) == NODES[:used]
     assert not (run_dir / "requeue").exists()
+
+
+def test_template_that_lists_no_nodes_ends_the_job(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(run_dir, 0, [], failed=[])
+    assert start_attempt(run_dir, 0, [4]) == 1
+    assert "compare cluster.template with slurm/train.sbatch.j2" in capsys.readouterr().out
 
 
 def test_node_that_failed_twice_is_left_out(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,10 +71,9 @@ def test_job_is_requeued_once_for_other_nodes(run_dir: Path, capsys: pytest.Capt
 
 
 def test_nodes_that_are_down_count_as_failed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run_dir / "bin" / "sinfo").write_text('#!/bin/sh\necho "$@" >"$0.asked"; echo "n2|down*|Not responding"\n')
     begin(run_dir, 0, NODES[:4], failed=[])
+    (run_dir / "logs" / "attempt_0" / "down_nodes").write_text("n2|down*|Not responding\n")
     begin(run_dir, 1, NODES[:4], failed=[])
     assert start_attempt(run_dir, 1, [4]) == 0
     assert capsys.readouterr().out == "node n2 of the previous attempt is down*: Not responding\n"
     assert (run_dir / "logs" / "attempt_0" / "failed_nodes").read_text() == "n2\n"
-    assert "--nodes=n1,n2,n3,n4" in (run_dir / "bin" / "sinfo.asked").read_text()

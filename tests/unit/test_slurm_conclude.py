@@ -214,7 +214,7 @@ def test_ranks_are_started_again_after_a_crash_that_may_not_recur(run_dir: Path,
     last = job_of_attempts(run_dir, *attempts, hung=before, status="failed")
     for rank, error in reports.items():
         write_report(run_dir / "logs" / f"attempt_{last}", rank, error)
-    conclude(run_dir, last, status, cancelled=False, can_restart=True)
+    conclude(run_dir, last, status, cancelled=False, restart_if_left="UNLIMITED")
     assert [name for name in ("requeue", "restart") if (run_dir / name).exists()] == ([marker] if marker else [])
     assert result(run_dir)["status"] == (
         "preempted" if marker == "requeue" else "oom" if "memory" in name else "failed"
@@ -230,34 +230,30 @@ def test_job_is_requeued_if_its_ranks_cannot_be_started_again(
 ) -> None:
     """srun cannot reach a node after a crash; before a first crash it is an error of the job."""
     last = job_of_attempts(run_dir, *attempts, hung=before, status="failed")
-    conclude(run_dir, last, 1, cancelled=False, can_restart=True)
+    conclude(run_dir, last, 1, cancelled=False, restart_if_left="UNLIMITED")
     assert (run_dir / "requeue").exists() == requeued
     assert not (run_dir / "restart").exists()
 
 
-@pytest.mark.parametrize(("cancelled", "can_restart"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("cancelled", "left"), [(True, "UNLIMITED"), (False, None)])
 def test_cancelled_job_and_template_without_restarts_end_after_a_crash(
-    run_dir: Path, cancelled: bool, can_restart: bool
+    run_dir: Path, cancelled: bool, left: str | None
 ) -> None:
     last = job_of_attempts(run_dir, STEP)
-    assert conclude(run_dir, last, 137, cancelled=cancelled, can_restart=can_restart) == 137
+    assert conclude(run_dir, last, 137, cancelled=cancelled, restart_if_left=left) == 137
     assert not (run_dir / "restart").exists()
 
 
-def test_crash_near_the_time_limit_requeues_the_job(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("left", "marker"),
+    [("2:39", "requeue"), ("2:41", "restart"), ("UNLIMITED", "restart"), ("1-00:00:00", "restart"), ("", "restart")],
+)
+def test_crash_near_the_time_limit_requeues_the_job(run_dir: Path, left: str, marker: str) -> None:
     """The signal that comes before the time limit might arrive before the ranks can handle it."""
-    commands = run_dir / "bin"
-    commands.mkdir()
     last = job_of_attempts(run_dir, STEP)
     (run_dir / "config.yaml").write_text("cluster: {kind: slurm, procs_per_node: '1', signal_lead_seconds: 100}")
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    for left, marker in (("2:39", "requeue"), ("2:41", "restart"), ("UNLIMITED", "restart"), ("1-00:00:00", "restart")):
-        (commands / "squeue").write_text(f"#!/bin/sh\necho {left}\n")
-        (commands / "squeue").chmod(0o755)
-        conclude(run_dir, last, 137, cancelled=False, can_restart=True)
-        assert [name for name in ("requeue", "restart") if (run_dir / name).exists()] == [marker], left
-        for file in ("requeue", "restart", "result.json"):
-            (run_dir / file).unlink(missing_ok=True)
+    conclude(run_dir, last, 137, restart_if_left=left)
+    assert [name for name in ("requeue", "restart") if (run_dir / name).exists()] == [marker]
 
 
 def test_only_a_node_with_a_gpu_error_counts_as_failed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,11 +262,11 @@ def test_only_a_node_with_a_gpu_error_counts_as_failed(run_dir: Path, monkeypatc
     last = job_of_attempts(run_dir, STEP)
     file = run_dir / "logs" / f"attempt_{last}" / "failed_nodes"
     write_report(run_dir / "logs" / f"attempt_{last}", 0, LOST)
-    conclude(run_dir, last, 137, cancelled=False, can_restart=True)
+    conclude(run_dir, last, 137, cancelled=False, restart_if_left="UNLIMITED")
     assert not file.exists()
     (run_dir / "result.json").unlink()
     write_report(run_dir / "logs" / f"attempt_{last}", 1, gpu_error("CUDA error: uncorrectable ECC error encountered"))
-    conclude(run_dir, last, 1, cancelled=False, can_restart=True)
+    conclude(run_dir, last, 1, cancelled=False, restart_if_left="UNLIMITED")
     assert file.read_text() == "n3\n"
 
 

@@ -99,10 +99,16 @@ def attempt_numbers(run_dir: Path, attempt: int) -> list[int]:
 
 def requeue_policy(run_dir: Path) -> RequeueConfig:
     """Return the requeue policy in a run's config; the defaults if the config cannot be read."""
+    cluster = cluster_of(run_dir)
+    return RequeueConfig() if cluster is None else cluster.requeue
+
+
+def cluster_of(run_dir: Path) -> ClusterConfig | None:
+    """Return the section `cluster` of a run's config; None if the config cannot be read."""
     try:
-        return read_section(run_dir / CONFIG, "cluster", ClusterConfig).requeue
+        return read_section(run_dir / CONFIG, "cluster", ClusterConfig)
     except ConfigError:
-        return RequeueConfig()
+        return None
 
 
 def _published(names: list[str]) -> set[str]:

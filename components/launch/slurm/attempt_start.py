@@ -8,14 +8,13 @@ status 1 if the job must end.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from components.config.errors import ConfigError
 from components.launch.schedulers.job_attempts import attempt_numbers, attempts_of_job, lack_of_progress
-from components.launch.slurm.commands import run_slurm
 from components.launch.slurm.requeue import REMEDIES
 from components.protocol.run_files import PRIVATE, REQUEUE, atomic_write, attempt_logs, record_result
 from components.terminal import print_text
@@ -23,6 +22,8 @@ from components.terminal import print_text
 NODES, FAILED_NODES, LEFT_OUT_NODES = "nodes", "failed_nodes", "left_out_nodes"
 """Files in an attempt's logs with one node per line: the nodes of its ranks, those of them that failed, and those
 because of which the job was requeued before the ranks started."""
+DOWN_NODES = "down_nodes"
+"""File in an attempt's logs with lines NODE|STATE|REASON of sinfo: its nodes that are down as the next one begins."""
 FAILURES = 2
 """Number of attempts in which a node may fail before it is no longer used."""
 
@@ -40,14 +41,19 @@ def start_attempt(run_dir: Path, attempt: int, counts: Sequence[int]) -> int:
         print_text(f"not restarted: {reason}", flush=True)
         record_result(run_dir, {"status": "failed", "error": reason})
         return 1
-    earlier = [attempt_logs(run_dir, number) for number in attempt_numbers(run_dir, attempt)[:-1]]
-    if earlier:
-        _report_down_nodes(earlier[-1])
+    numbers = attempt_numbers(run_dir, attempt)[:-1]
+    earlier = [attempt_logs(run_dir, number) for number in numbers]
+    if numbers:
+        _report_down_nodes(run_dir, numbers[-1])
     failures = Counter(node for logs in earlier for node in lines_of(logs / FAILED_NODES))
     failing = {node for node, count in failures.items() if count >= FAILURES}
     if earlier and (earlier[-1] / LEFT_OUT_NODES).exists():  # the job was requeued for other nodes and got the same
         failing = set()
-    _choose_nodes(run_dir, attempt_logs(run_dir, attempt), counts, failing)
+    logs = attempt_logs(run_dir, attempt)
+    if not lines_of(logs / NODES):
+        print_text(f"{logs / NODES}: lists no node; compare cluster.template with slurm/train.sbatch.j2", flush=True)
+        return 1
+    _choose_nodes(run_dir, logs, counts, failing)
     return 0
 
 
@@ -85,26 +91,25 @@ def lines_of(file: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def _report_down_nodes(logs: Path) -> None:
+def _report_down_nodes(run_dir: Path, attempt: int) -> None:
     """Print which nodes of an earlier attempt are down now, and record that they failed in it."""
-    nodes = lines_of(logs / NODES)
-    if not nodes:
-        return
-    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--states=down,drain,fail"]
-    try:
-        found = run_slurm([*command, "--format=%N|%T|%E"])
-    except ConfigError:
-        return  # Slurm does not answer, and the attempt can start without this
-    down = sorted({line for line in found.output.splitlines() if line.count("|") > 1})
-    for line in down:
-        node, state, why = line.split("|", 2)
+    down = [line.split("|", 2) for line in lines_of(attempt_logs(run_dir, attempt) / DOWN_NODES)]
+    for node, state, why in down:
         print_text(f"node {node} of the previous attempt is {state}: {why}", flush=True)
-    record_failed_nodes(logs.parents[1], int(logs.name.rpartition("_")[2]), (line.partition("|")[0] for line in down))
+    record_failed_nodes(run_dir, attempt, (node for node, _, _ in down))
 
 
 def _as_lines(nodes: Iterable[str]) -> str:
     return "".join(f"{node}\n" for node in nodes)
 
 
+def _main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("attempt", type=int)
+    parser.add_argument("counts", type=int, nargs="+")
+    return start_attempt(**vars(parser.parse_args()))
+
+
 if __name__ == "__main__":
-    sys.exit(start_attempt(Path(sys.argv[1]), int(sys.argv[2]), [int(count) for count in sys.argv[3:]]))
+    sys.exit(_main())

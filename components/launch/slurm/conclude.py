@@ -2,7 +2,8 @@
 
 Prints which rank failed first as the last entry of the job's log, writes result.json if no rank did, and exits with the
 job's exit status. Afterwards the marker RUN_DIR/requeue exists if the job should be requeued, and RUN_DIR/restart if it
-should start the ranks again; a batch script that can do the latter passes --can-restart.
+should start the ranks again. A batch script that can do the latter passes --restart-if-left TIME with the time left of
+the job's limit in Slurm's notation: shortly before the limit the job is requeued instead.
 """
 
 from __future__ import annotations
@@ -14,13 +15,9 @@ import signal
 import sys
 from pathlib import Path
 
-from components.config.compose.frozen import read_section
-from components.config.errors import ConfigError
-from components.config.schema.cluster import ClusterConfig
 from components.config.schema.schedulers.slurm import seconds_of
-from components.launch.schedulers.job_attempts import attempts_of_job
+from components.launch.schedulers.job_attempts import attempts_of_job, cluster_of
 from components.launch.slurm.attempt_start import record_failed_nodes
-from components.launch.slurm.commands import run_slurm
 from components.launch.slurm.requeue import (
     CRASHED,
     reason_not_after_corruption,
@@ -32,7 +29,6 @@ from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import Failure, Kind, RankExit, first_failure, print_failure, read_reports
 from components.protocol.run_files import (
     CANCELLED,
-    CONFIG,
     REQUEUE,
     RESTART,
     atomic_write,
@@ -45,15 +41,15 @@ from components.terminal import print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
 """srun's exit status if a rank was killed by SIGUSR2, the stop request, before it had installed its handler."""
-
-
 _KILLED_BELOW_AGENT = re.compile(r"exitcode\s*: -\d+")
 """torchrun's message about a rank that was ended by a signal."""
 _START_MARGIN = 60
 """Seconds that a new start needs before the stop signal of the time limit."""
 
 
-def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool, can_restart: bool = False) -> int:
+def conclude(
+    run_dir: Path, attempt: int, status: int, *, cancelled: bool = False, restart_if_left: str | None = None
+) -> int:
     """Print and record the outcome of an attempt, and return the exit status of the job.
 
     Args:
@@ -61,7 +57,8 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool, can_r
         attempt: Number of the attempt.
         status: Exit status of srun.
         cancelled: Whether the job was cancelled.
-        can_restart: Whether the batch script can start the ranks again.
+        restart_if_left: Time left of the job's limit, if the batch script can start the ranks again; text that is not
+            a time (UNLIMITED) if there is no limit.
     """
     (run_dir / RESTART).unlink(missing_ok=True)
     logs, result = attempt_logs(run_dir, attempt), read_result(run_dir)
@@ -79,12 +76,13 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool, can_r
         ended = _failed(run_dir, attempt, failure, status, cancelled=cancelled)
     else:
         ended = _stopped(run_dir, logs, status)
-    if can_restart and not cancelled and crashed:
-        _restart(run_dir, attempt, failure)
-        return ended
-    if can_restart and not cancelled and failure is None and _could_not_restart(run_dir, attempt):
-        _requeue(run_dir, attempt, "the ranks could not be started again")
-        return ended
+    if restart_if_left is not None and not cancelled:
+        if crashed:
+            _restart(run_dir, attempt, failure, restart_if_left)
+            return ended
+        if failure is None and _could_not_restart(run_dir, attempt):
+            _requeue(run_dir, attempt, "the ranks could not be started again")
+            return ended
     if failure is not None or not (run_dir / REQUEUE).exists():
         return ended
     if reason := reason_to_stop(run_dir, attempts_of_job(run_dir, attempt), os.environ):
@@ -128,14 +126,14 @@ def _crashed(failure: Failure | None, logs: Path, status: int) -> bool:
     return by_agents or (status > 128 and status != STOPPED_EARLY)
 
 
-def _restart(run_dir: Path, attempt: int, failure: Failure | None) -> None:
+def _restart(run_dir: Path, attempt: int, failure: Failure | None, time_left: str) -> None:
     """Request a new start of the ranks in this job, or a requeue if its time limit is near, or print why not."""
     if failure is not None and failure.report is not None and failure.report.is_gpu_error:
         record_failed_nodes(run_dir, attempt, [failure.report.node])
     attempts = attempts_of_job(run_dir, attempt)
     if reason := reason_not_after_crash(run_dir, attempts):
         print_text(f"the ranks are not started again: {reason}", flush=True)
-    elif _ends_soon(run_dir):
+    elif _ends_soon(run_dir, time_left):
         _requeue(run_dir, attempt, "the time limit is near")
     else:
         create_marker(run_dir / RESTART)
@@ -158,15 +156,10 @@ def _requeue(run_dir: Path, attempt: int, why: str) -> None:
         print_text(f"{why}: requeuing the job", flush=True)
 
 
-def _ends_soon(run_dir: Path) -> bool:
+def _ends_soon(run_dir: Path, time_left: str) -> bool:
     """Return whether the stop signal of the time limit comes before the ranks could train again; it might be missed."""
-    try:
-        lead = read_section(run_dir / CONFIG, "cluster", ClusterConfig).signal_lead_seconds
-        answer = run_slurm(["squeue", "--noheader", f"--jobs={os.environ.get('SLURM_JOB_ID', '')}", "--format=%L"])
-    except ConfigError:
-        return False
-    left = seconds_of(answer.output) if answer.status == 0 else None  # None: no limit
-    return left is not None and left < lead + _START_MARGIN
+    left, cluster = seconds_of(time_left), cluster_of(run_dir)
+    return left is not None and cluster is not None and left < cluster.signal_lead_seconds + _START_MARGIN
 
 
 def _lost_peer(failure: Failure | None) -> bool:
@@ -213,7 +206,7 @@ def _main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("attempt", type=int)
     parser.add_argument("status", type=int)
-    parser.add_argument("--can-restart", action="store_true")
+    parser.add_argument("--restart-if-left", metavar="TIME")
     parser.add_argument("--cancelled", action="store_true")
     return conclude(**vars(parser.parse_args()))
 

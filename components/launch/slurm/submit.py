@@ -73,8 +73,8 @@ class SlurmBackend:
         try:
             keep_only_folder(code, links=False)
             files = copy_code(run.recipe.file, code) if cfg.cluster.snapshot else 0
-            text = render(_batch_script(run.recipe, cfg, directory.path, directory.attempt))
-            atomic_write(script, text, PRIVATE)
+            batch = _batch_script(run.recipe, cfg, directory.path, directory.attempt)
+            atomic_write(script, render(batch), PRIVATE)
             open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
             job = _submit_script(script, cfg.cluster, run.notes)
         except UnknownSubmission as error:
@@ -91,7 +91,7 @@ class SlurmBackend:
         except KeyboardInterrupt:
             directory.discard("interrupted during submission")
             raise
-        _print_summary(run, job, files)
+        _print_summary(run, job, files, batch.node_counts)
         return 0
 
     def job(self, run_dir: Path, *, search: bool = False) -> str | None:
@@ -213,16 +213,15 @@ def _node_counts(cfg: RecipeConfig) -> list[int]:
     return legal_node_counts(cfg, read_shape(cfg.model))
 
 
-def _print_summary(run: CheckedRun, job: str, files: int) -> None:
+def _print_summary(run: CheckedRun, job: str, files: int, node_counts: list[int]) -> None:
     """Print the job, and the commands to follow, stop and requeue it."""
     cluster, logs = run.cfg.cluster, run.directory.path / LOGS
-    counts = _node_counts(run.cfg)
     followed = shlex.join([str(logs / "job.log"), str(logs / "latest" / "rank_0.log")])
     rows = [
         ("run", str(run.directory.path)),
         ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} on "
          f"{cluster.nodes} node{'s' if cluster.most_nodes > 1 else ''}"),
-        *([("nodes", f"each attempt uses {' or '.join(map(str, counts))}")] if len(counts) > 1 else []),
+        *([("nodes", f"each attempt uses {' or '.join(map(str, node_counts))}")] if len(node_counts) > 1 else []),
         ("code", f"{files} files copied: later edits do not affect the job" if files else str(ROOT)),
         *(("note", note) for note in run.notes),
         ("job", job),
