@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.protocol.run_files import NONFINITE, atomic_file, finite, keep_only_file, open_append, read_regular
+from components.protocol.run_files import (
+    NONFINITE,
+    atomic_file,
+    disk_errors_named,
+    finite,
+    keep_only_file,
+    open_append,
+    read_regular,
+)
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"
@@ -55,7 +60,7 @@ class MetricsLog:
 
     def append(self, values: dict[str, Any]) -> None:
         """Append a line. Raises OSError, which states the file and the free disk space."""
-        with _disk_errors_named(self.path), open_append(self.path) as file:
+        with disk_errors_named(self.path), open_append(self.path) as file:
             start = b""
             if self._number is None:
                 content = self._content()
@@ -88,11 +93,11 @@ class MetricsLog:
             messages.append(f"steps {min(repeated)} to {max(repeated)} in {METRICS} are dropped: the run repeats them")
         messages += _missing_end([line.values["step"] for line in kept if "loss" in line.values], step)
         if parsed.damaged:
-            with _disk_errors_named(self.path), open_append(self.path.with_name(DAMAGED)) as file:
+            with disk_errors_named(self.path), open_append(self.path.with_name(DAMAGED)) as file:
                 file.write(b"".join(line + b"\n" for line in parsed.damaged))
         if not self.path.exists():
             return messages
-        with _disk_errors_named(self.path), atomic_file(self.path) as new:
+        with disk_errors_named(self.path), atomic_file(self.path) as new:
             new.write(b"".join(_encode(line.text, number) for number, line in enumerate(kept, 1)))
         self._number = len(kept)
         return messages
@@ -174,13 +179,3 @@ def _missing_end(steps: list[int], resumed: int) -> list[str]:
     if steps and resumed >= steps[-1] + distance:
         return [f"{METRICS} ends with step {steps[-1]}: the history of the steps up to {resumed} is lost"]
     return []
-
-
-@contextmanager
-def _disk_errors_named(file: Path) -> Iterator[None]:
-    """Add the file and the free disk space to an OSError, since one raised by closing a file states neither."""
-    try:
-        yield
-    except OSError as error:
-        free = shutil.disk_usage(file.parent).free
-        raise OSError(error.errno, f"{error.strerror} ({free:,} bytes are free)", str(file)) from error

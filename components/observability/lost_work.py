@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.protocol.run_files import LOGS, atomic_write_json, attempt_logs, read_json
+from components.protocol.run_files import LOGS, atomic_write_json, attempt_logs, disk_errors_named, read_json
 
 PROGRESS = "progress.json"
 """File in the logs of an attempt: when it began and took its first step, and what it takes again."""
@@ -57,4 +57,5 @@ def lost_work(run_dir: Path) -> LostWork:
 def _write(run_dir: Path, attempt: int, values: dict[str, float]) -> None:
     logs = attempt_logs(run_dir, attempt)
     if logs.is_dir():
-        atomic_write_json(logs / PROGRESS, {**read_json(logs / PROGRESS), **values})
+        with disk_errors_named(logs / PROGRESS):
+            atomic_write_json(logs / PROGRESS, {**read_json(logs / PROGRESS), **values})

@@ -24,7 +24,7 @@ from components.observability.plot import LossPlot
 from components.observability.result import Result, summary
 from components.observability.trackers.enabled import Trackers, enabled_trackers
 from components.protocol.role import ATTEMPT
-from components.protocol.run_files import FIRST_STEP, RESULT, atomic_write_json, create_marker
+from components.protocol.run_files import FIRST_STEP, RESULT, atomic_write_json, create_marker, disk_errors_named
 from components.terminal import print_text
 
 LOG_WIDTH = 10_000
@@ -234,7 +234,8 @@ class Reporter:
         """Create the marker file by which the requeue policy detects that this attempt completed a step."""
         logs = self._run_dir / "logs"
         if self.enabled and logs.is_dir():
-            create_marker(logs / FIRST_STEP)
+            with disk_errors_named(logs / FIRST_STEP):
+                create_marker(logs / FIRST_STEP)
             if self._attempt is not None:
                 record_first_step(self._run_dir, self._attempt)
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator, Mapping
@@ -122,6 +123,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
             error.filename = str(path)  # errors of write and close carry no file name
         raise
     _sync_folder(path.parent)
+
+
+@contextmanager
+def disk_errors_named(file: Path) -> Iterator[None]:
+    """Add the file and the free disk space to an OSError, since one raised by closing a file states neither."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(file.parent).free
+        raise OSError(error.errno, f"{error.strerror} ({free:,} bytes are free)", str(file)) from error
 
 
 def temporaries(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from components.checkpoint.manifest import write_json
 from components.config.errors import ConfigError
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.observability import Reporter
+from components.observability.lost_work import record_start
 from components.protocol.failures import write_report
 from components.resilience.faults import POINTS, VARIABLE, fault_point
 from tests.unit.full_disk import full_disk
@@ -100,6 +101,13 @@ def test_failed_metrics_write_reports_the_path_and_free_bytes(tmp_path: Path) ->
         pytest.raises(OSError, match=rf"File too large \([\d,]+ bytes are free\): '{tmp_path}/metrics.jsonl'"),
     ):
         reporter.evaluation(step=1, eval_loss=0.5, count=3)
+
+
+def test_failed_write_of_the_times_of_an_attempt_reports_the_path_and_free_bytes(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
+    path = tmp_path / "logs" / "attempt_1" / "progress.json"
+    with full_disk(), pytest.raises(OSError, match=rf"File too large \([\d,]+ bytes are free\): '{path}'"):
+        record_start(tmp_path, 1, 3, 100.0)
 
 
 def test_failed_write_of_an_error_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
