@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,6 +17,11 @@ import torch.distributed as dist
 def this_rank() -> int:
     """Return the global rank; 0 without a process group, whatever the environment contains."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of processes; 1 without a process group, whatever the environment contains."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -59,8 +65,8 @@ def _as_tensor(text: str, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the bytes of a text as a uint8 tensor on a device that the group's backend supports."""
     backend = str(dist.get_backend(group))
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy()).to(device)
 
 
 def _from_tensor(text: torch.Tensor) -> Any:
-    return json.loads(bytes(text.tolist()))
+    return json.loads(text.cpu().numpy().tobytes())

@@ -12,6 +12,7 @@ MODULES = {
     "components.checkpoint.errors": "components.checkpoint.checkpoint_error",
     "components.checkpoint.faults": "components.resilience.faults",
     "components.checkpoint.frozen": "components.checkpoint.base_fingerprint",
+    "components.checkpoint.retention": "components.checkpoint.listing",
     "components.checkpoint.room": "components.checkpoint.save",
     "components.checkpoint.stored": "components.checkpoint.reader",
     "components.config.batch": "components.config.micro_batches",

@@ -18,8 +18,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
 
-from components.checkpoint.listing import ListedCheckpoint, check_contents, list_checkpoints, removable
-from components.checkpoint.retention import remove
+from components.checkpoint.listing import ListedCheckpoint, check_contents, list_checkpoints, removable, remove
 from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig

@@ -3,13 +3,13 @@
 save.py              save_checkpoint: write to a temporary folder, publish by one rename, apply the retention policy
 saver.py             Saver: the saves of a run, synchronous or in the background
 replica_check.py     ReplicaCheck: ranks with the same data must hold the same bits, or one of them computes wrongly
-retention.py         the retention policy, and safe removal
 load.py              find_checkpoint, locate_checkpoint, load_checkpoint, load_model_weights, stored_dtype_of, verify
 reader.py            choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
 manifest.py          the manifest: files, sizes and hashes; written last
-listing.py           the checkpoints of a run directory, without torch
+listing.py           the checkpoints of a run directory, the retention policy and safe removal, without torch
 tensors.py           model and optimizer state as named tensors, stored as safetensors by torch.distributed.checkpoint
-planners.py          the blocks of each tensor that a rank writes and reads
+planners.py          the blocks of each tensor that a rank writes
+stored_tensors.py    the tensors of a checkpoint's files, whichever mesh wrote them, read block by block
 remote/              Mirror: copies of the checkpoints in an object store (checkpoint.remote)
 base_fingerprint.py  fingerprint of the base weights of a LoRA run, which are not saved
 random_state.py      random number generator states as JSON

@@ -1,15 +1,18 @@
-"""The checkpoints of a run directory, their problems, and which ones the retention policy keeps. Imports no torch."""
+"""The checkpoints of a run directory, their problems, the retention policy and safe removal. Imports no torch."""
 
 from __future__ import annotations
 
+import secrets
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.checkpoint.folders import FOLDER, candidates, leftovers
+from components.checkpoint.folders import FOLDER, TEMPORARY, candidates, leftovers
 from components.checkpoint.manifest import Manifest, ManifestError
-from components.checkpoint.retention import reasons_to_keep
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
+from components.resilience.faults import fault_point
 
 
 @dataclass(slots=True)
@@ -49,6 +52,31 @@ def newest_complete(run_dir: Path) -> tuple[Path, list[str]]:
     return complete[-1], incomplete
 
 
+def reasons_to_keep(complete: Sequence[Manifest], policy: CheckpointConfig) -> list[list[str]]:
+    """Return the reasons to keep each complete checkpoint of a run, in the given order; empty: it may be removed.
+
+    The newest checkpoint is always kept. An ephemeral one (checkpoint.every_minutes) is kept for no other reason, and
+    does not count towards `policy.keep`. Of equal held-out losses the earliest checkpoint is the best.
+    """
+    permanent = sorted((manifest for manifest in complete if not manifest.ephemeral), key=lambda m: -m.serial)
+    newest = max((manifest.serial for manifest in complete), default=0)
+    last = {manifest.serial for manifest in permanent[: policy.keep]}
+    scored = [(manifest.eval_loss, manifest.serial) for manifest in permanent if manifest.eval_loss is not None]
+    best = min(scored)[1] if scored and policy.keep_best else None
+
+    def reasons(manifest: Manifest) -> list[str]:
+        eligible = policy.keep_every > 0 and not manifest.ephemeral
+        conditions = {
+            "newest": manifest.serial == newest,
+            f"last {policy.keep}": manifest.serial in last,
+            f"every {policy.keep_every}": eligible and manifest.step % policy.keep_every == 0,
+            "best": manifest.serial == best,
+        }
+        return [reason for reason, holds in conditions.items() if holds]
+
+    return [reasons(manifest) for manifest in complete]
+
+
 def apply_policy(entries: list[ListedCheckpoint], policy: CheckpointConfig) -> None:
     """Set `reasons` of each entry; only complete checkpoints count."""
     complete = [(entry, entry.manifest) for entry in entries if entry.manifest and not entry.problems]
@@ -78,6 +106,25 @@ def removable(run_dir: Path, policy: CheckpointConfig) -> tuple[list[ListedCheck
             break
     apply_policy(entries, policy)
     return [e for e in entries if not e.problems and not e.reasons], leftovers(run_dir / FOLDER)
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove checkpoints and the leftovers of killed attempts.
+
+    Each folder is renamed first: a removal that is killed leaves no incomplete checkpoint under a published name, and
+    the next removal deletes the rest.
+    """
+    renamed = []
+    for path in paths:
+        if TEMPORARY not in path.name:
+            path = path.rename(path.with_name(f"{path.name}{TEMPORARY}{secrets.token_hex(4)}"))
+        renamed.append(path)
+    for path in renamed:
+        fault_point("while_pruning")
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def _entry(path: Path) -> ListedCheckpoint:

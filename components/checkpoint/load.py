@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from components.checkpoint.base_fingerprint import base_fingerprint, check_base_weights
 from components.checkpoint.checkpoint_error import fail_together
@@ -23,6 +21,7 @@ from components.checkpoint.random_state import set_random_state
 from components.checkpoint.remote.fetch import fetch_checkpoint
 from components.checkpoint.remote.mirror import Mirror
 from components.checkpoint.save import mesh_of
+from components.checkpoint.stored_tensors import StoredTensor, find_stored_tensors
 from components.checkpoint.tensors import (
     AVERAGE,
     AVERAGE_UPDATES,
@@ -32,12 +31,11 @@ from components.checkpoint.tensors import (
     make_optimizer_state,
     merge_over_ranks,
     model_tensors,
-    read_shapes,
     read_tensors,
 )
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
-from components.exchange import all_gather_json, broadcast_json, this_rank
+from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.models.weights.shards import local_part
 from components.resilience.faults import fault_point
 from components.storage.urls import is_url
@@ -128,8 +126,7 @@ def verify(path: Path) -> list[str]:
     body, problems = broadcast_json([body, problems])
     if problems:
         return problems
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = Manifest.from_body(body).check_hashes(path, this_rank(), world)
+    mine = Manifest.from_body(body).check_hashes(path, this_rank(), world_size())
     return [problem for part in all_gather_json(mine) for problem in part]
 
 
@@ -155,20 +152,20 @@ def load_checkpoint(
     with fail_together(f"checkpoint {path} could not be read"):
         fault_point("at_load")
         manifest = Manifest.read(path)
-        if problems := manifest.check_sizes(path):
+        if problems := manifest.check_sizes(path, this_rank(), world_size()):
             raise ManifestError("; ".join(problems))
         saved = json.loads((path / STATE).read_text())
-        stored = read_shapes(path)
+    stored = find_stored_tensors(path, manifest)
     parameters = model_tensors(model)
-    _check_model(path, parameters, stored)
+    _check_model(path, parameters, stored.by_name)
     check_base_weights(path, saved.get(BASE_FINGERPRINT), base_fingerprint(model))
-    if average is not None and holds_average(stored):
-        _check_average(path, average, stored)
+    if average is not None and holds_average(stored.by_name):
+        _check_average(path, average, stored.by_name)
     else:
         average = {}
-    tensors = parameters | make_optimizer_state(optimizer, parameters, stored) | average
+    tensors = parameters | make_optimizer_state(optimizer, parameters, stored.by_name) | average
     with fail_together(f"checkpoint {path} could not be read"):
-        read_tensors(path, tensors)
+        read_tensors(stored, tensors)
         mesh = mesh_of(parameters)
         if manifest.mesh == mesh:
             set_random_state(json.loads((path / random_file(this_rank())).read_text()))
@@ -197,9 +194,10 @@ def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = F
         raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}")
     parameters = model_tensors(model)
     with fail_together(f"checkpoint {path} could not be read"):
-        stored = read_shapes(path)
+        manifest = Manifest.read(path)
         fingerprint = json.loads((path / STATE).read_text()).get(BASE_FINGERPRINT)
-    _check_model(path, parameters, stored)
+    stored = find_stored_tensors(path, manifest)
+    _check_model(path, parameters, stored.by_name)
     check_base_weights(path, fingerprint, base_fingerprint(model))
     averages: Tensors = {}
     if averaged:
@@ -207,9 +205,9 @@ def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = F
             if each.requires_grad:
                 dtype = torch.promote_types(each.dtype, torch.float32)
                 averages[AVERAGE + name.removeprefix(MODEL)] = torch.zeros_like(each, dtype=dtype, requires_grad=False)
-        _check_average(path, averages, stored)
+        _check_average(path, averages, stored.by_name)
     with fail_together(f"checkpoint {path} could not be read"):
-        read_tensors(path, parameters | averages)
+        read_tensors(stored, parameters | averages)
     with torch.no_grad():
         for name, each in averages.items():
             local_part(parameters[MODEL + name.removeprefix(AVERAGE)]).copy_(local_part(each))
@@ -292,13 +290,13 @@ def compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, A
     ]
 
 
-def _check_model(path: Path, local: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
+def _check_model(path: Path, local: Tensors, stored: Mapping[str, StoredTensor]) -> None:
     """Compare the stored names, shapes and dtypes with the tensors of all ranks; every rank raises the same error."""
     tensors = merge_over_ranks({name: (list(tensor.shape) or [1], str(tensor.dtype)) for name, tensor in local.items()})
     saved = {name: described for name, described in stored.items() if name.startswith(MODEL)}
     problems = compare_names(path, tensors, saved)
     for name in saved.keys() & tensors.keys():
-        saved_as = (tuple(saved[name].size), str(saved[name].properties.dtype))
+        saved_as = (saved[name].shape, str(saved[name].dtype))
         shape, dtype = tensors[name]
         expected = (tuple(shape), dtype)
         if saved_as != expected:
@@ -311,7 +309,7 @@ def _check_model(path: Path, local: Tensors, stored: dict[str, TensorStorageMeta
         raise ConfigError(sorted(problems)[:SHOWN])
 
 
-def _check_average(path: Path, local: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
+def _check_average(path: Path, local: Tensors, stored: Mapping[str, StoredTensor]) -> None:
     """Require the stored average to have the parameters of all ranks; every rank raises the same error."""
     if not holds_average(stored):
         raise ConfigError(

@@ -109,15 +109,20 @@ class Manifest:
             raise ManifestError(f"{MANIFEST} lists files outside the folder")
         return manifest
 
-    def check_sizes(self, folder: Path) -> list[str]:
-        """Return a line for each file of `folder` that is missing, unlisted or of another size; nothing is read."""
+    def check_sizes(self, folder: Path, rank: int = 0, world: int = 1) -> list[str]:
+        """Return a line for each file of `folder` that is missing, unlisted or of another size; nothing is read.
+
+        Checks every `world`-th file, starting with number `rank`; rank 0 also looks for unlisted ones.
+        """
         problems = []
-        for name, record in self.files.items():
+        for name, record in list(self.files.items())[rank::world]:
             path = folder / name
             if not path.is_file():
                 problems.append(f"{name} is missing")
             elif path.stat().st_size != record.bytes:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {record.bytes}")
+        if rank > 0:
+            return problems
         listed = {MANIFEST, *self.files}
         unlisted = sorted(
             path.name

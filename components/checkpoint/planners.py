@@ -1,7 +1,7 @@
-"""The blocks of each tensor that a rank writes and reads, as planners for torch.distributed.checkpoint.
+"""The blocks of each tensor that a rank holds, and the planner and writer that save them.
 
-torch's default planners assume one block per rank. That fails for fused projections under tensor parallelism, where a
-rank holds several blocks, and for FSDP over an uneven tensor-parallel shard, where they compute wrong offsets.
+torch's default planner assumes one block per rank. That fails for fused projections under tensor parallelism, where a
+rank holds several blocks, and for FSDP over an uneven tensor-parallel shard, where it computes wrong offsets.
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from components.checkpoint.manifest import FileRecord, HashedFile
-from components.models.weights.shards import local_blocks, local_part
+from components.models.weights.shards import Index, local_blocks, local_part
 
 Tensors = dict[str, torch.Tensor]
 
@@ -61,6 +57,11 @@ def local_shards(tensors: Tensors) -> dict[str, LocalShard]:
     return shards
 
 
+def index_of(chunk: ChunkStorageMetadata) -> Index:
+    """Return the index of a block in the global tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
 class SaveBlocks(dcp.DefaultSavePlanner):
     """Save planner for a rank's blocks; a block that several ranks hold is written by one of them."""
 
@@ -88,30 +89,6 @@ class SaveBlocks(dcp.DefaultSavePlanner):
         shard = self._shards[write_item.index.fqn]
         number = next(i for i, chunk in enumerate(shard.chunks) if chunk.offsets == write_item.index.offset)
         return shard.values[number].contiguous()
-
-
-class LoadBlocks(dcp.DefaultLoadPlanner):
-    """Load planner that fills a rank's blocks in place from the stored blocks that overlap them."""
-
-    def __init__(self, shards: dict[str, LocalShard]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shards = shards
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return a plan with one read item per overlap of a local and a stored block."""
-        stored = self.metadata.state_dict_metadata if self.metadata is not None else {}
-        items: list[ReadItem] = []
-        for name, shard in self._shards.items():
-            described = stored[name]
-            if isinstance(described, TensorStorageMetadata):
-                items += create_read_items_for_chunk_list(name, described, shard.chunks)
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the destination of a read item, as a view of the local tensor."""
-        values = self._shards[read_item.dest_index.fqn].values[read_item.dest_index.index or 0]
-        starts = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return values[tuple(slice(start, start + length) for start, length in starts)]
 
 
 class BlockWriter(dcp.HuggingFaceStorageWriter):

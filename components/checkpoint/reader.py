@@ -5,41 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from components.checkpoint.base_fingerprint import check_base_weights, fingerprint_by_blocks
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, PUBLISHED, STATE, TEMPORARY, candidates
 from components.checkpoint.load import SHOWN, compare_names, verify
 from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
+from components.checkpoint.stored_tensors import find_stored_tensors
 from components.checkpoint.tensors import AVERAGE, MODEL
 from components.config.errors import ConfigError
 from components.models.weights.shards import Index
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredBlock:
-    """A block of a tensor: its file, and its offset and size in each dim of the global tensor."""
-
-    file: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredTensor:
-    """Stored name, global shape, dtype and blocks of a tensor."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    blocks: list[_StoredBlock]
 
 
 def choose_checkpoint(path: Path) -> Path:
@@ -88,20 +66,21 @@ class StoredWeights:
         self.extra: dict[str, Any] = state["extra"]
         self._base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
         self._path = path
-        self._tensors = _read_headers(path, MODEL)
+        self._stored = find_stored_tensors(path, self.manifest)
+        self._names = self._with_prefix(MODEL)
         if averaged:
-            average = _read_headers(path, AVERAGE)
+            average = self._with_prefix(AVERAGE)
             if not average:
                 raise ConfigError(f"{path}: holds no moving average of the weights: its run had no training.ema_decay")
-            self._tensors |= average
+            self._names |= average
 
     def check(self, expected: Mapping[str, torch.Tensor]) -> None:
         """Compare the stored names and shapes with the tensors of a model. Raises ConfigError."""
-        saved = self._tensors
+        saved = {name: self._stored.by_name[stored] for name, stored in self._names.items()}
         problems = compare_names(self._path, expected, saved)
         for name in saved.keys() & expected.keys():
             saved_shape, shape = saved[name].shape, tuple(expected[name].shape) or (1,)
-            stored = sum(math.prod(block.sizes) for block in saved[name].blocks)
+            stored = saved[name].numel
             if saved_shape != shape:
                 problems.append(
                     f"checkpoint {self._path}: {name} is {saved_shape} in the checkpoint and {shape} in this model"
@@ -121,48 +100,14 @@ class StoredWeights:
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """Return the block `index` of a tensor in the stored dtype; nothing else is read. Raises OSError."""
-
-        tensor = self._tensors[name]
+        stored = self._names[name]
         wanted = index or (slice(0, 1),)  # a scalar is stored with shape (1,)
-        values = torch.empty([each.stop - each.start for each in wanted], dtype=tensor.dtype)
-        for block in tensor.blocks:
-            overlap = [
-                (max(each.start, offset), min(each.stop, offset + size))
-                for each, offset, size in zip(wanted, block.offsets, block.sizes, strict=True)
-            ]
-            if any(start >= stop for start, stop in overlap):
-                continue
-            source = tuple(
-                slice(start - offset, stop - offset)
-                for (start, stop), offset in zip(overlap, block.offsets, strict=True)
-            )
-            target = tuple(
-                slice(start - each.start, stop - each.start)
-                for (start, stop), each in zip(overlap, wanted, strict=True)
-            )
-            # Open the file again for each block: while it is mapped, all pages read so far count as resident memory.
-            try:
-                with safe_open(block.file, framework="pt") as file:
-                    values[target] = file.get_slice(tensor.key)[source]
-            except (OSError, SafetensorError) as error:
-                raise OSError(f"{block.file}: can no longer be read ({error})") from error
+        dtype = self._stored.by_name[stored].dtype
+        values = torch.empty([each.stop - each.start for each in wanted], dtype=dtype)
+        # Opens the files again for each block: while one is mapped, all pages read so far count as resident memory.
+        self._stored.fill([(stored, wanted, values)])
         return values if index else values[0]
 
-
-def _read_headers(path: Path, prefix: str) -> dict[str, _StoredTensor]:
-    """Return the stored tensors whose names have a prefix, by the rest of their names."""
-    metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata()
-    files: dict[MetadataIndex, Any] = metadata.storage_data
-    tensors = {}
-    for stored, described in metadata.state_dict_metadata.items():
-        if not stored.startswith(prefix) or not isinstance(described, TensorStorageMetadata):
-            continue
-        blocks = [
-            _StoredBlock(
-                files[MetadataIndex(stored, chunk.offsets)].relative_path, tuple(chunk.offsets), tuple(chunk.sizes)
-            )
-            for chunk in described.chunks
-        ]
-        dtype = described.properties.dtype
-        tensors[stored.removeprefix(prefix)] = _StoredTensor(stored, tuple(described.size), dtype, blocks)
-    return tensors
+    def _with_prefix(self, prefix: str) -> dict[str, str]:
+        """Return the stored names that have a prefix, by the rest of their names."""
+        return {name.removeprefix(prefix): name for name in self._stored.by_name if name.startswith(prefix)}

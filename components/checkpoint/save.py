@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from components.checkpoint.base_fingerprint import base_fingerprint
 from components.checkpoint.checkpoint_error import fail_together
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, TEMPORARY, leftovers, published, random_file
+from components.checkpoint.listing import reasons_to_keep, remove
 from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
 from components.checkpoint.random_state import random_state
-from components.checkpoint.retention import reasons_to_keep, remove
 from components.checkpoint.tensors import (
     Optimizers,
     Tensors,

@@ -4,9 +4,9 @@ A tensor is identified by its name and global shape: `model/<parameter>`, `optim
 of the parameter's shape or with one value per block of its rows, `counter/<quantity>/<parameter>` for scalars such as
 AdamW's step, `average/<parameter>` for the moving average of the weights. The mesh is not part of the format, so a
 checkpoint can be loaded on any mesh. Ranks of different pipeline stages hold different names: where all names are
-needed, the ranks exchange them, and each rank reads only its own tensors. torch.distributed.checkpoint transfers the
-blocks (planners.py). Its Hugging Face storage writes safetensors only; its default storage would write a pickled
-metadata file.
+needed, the ranks exchange them, and each rank reads only its own tensors. torch.distributed.checkpoint saves the blocks
+(planners.py). Its Hugging Face storage writes safetensors only; its default storage would write a pickled metadata
+file.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.checkpoint_error import CheckpointError
 from components.checkpoint.manifest import FileRecord
-from components.checkpoint.planners import BlockWriter, LoadBlocks, SaveBlocks, Tensors, local_shards
+from components.checkpoint.planners import BlockWriter, SaveBlocks, Tensors, index_of, local_shards
+from components.checkpoint.stored_tensors import StoredTensor, StoredTensors
 from components.config.errors import ConfigError
 from components.exchange import all_gather_json
 from components.models.lora import adapted_layers
@@ -128,22 +128,17 @@ def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | Non
     return writer.records
 
 
-def read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return the dtype and global shape of each stored tensor, by name."""
-    described = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
+def read_tensors(stored: StoredTensors, tensors: Tensors) -> None:
+    """Fill this rank's shards of `tensors` in place. Raises OSError."""
+    with torch.no_grad():
+        stored.fill(
+            (name, index_of(chunk), values)
+            for name, shard in local_shards(tensors).items()
+            for chunk, values in zip(shard.chunks, shard.values, strict=True)
+        )
 
 
-def read_tensors(folder: Path, tensors: Tensors) -> None:
-    """Fill this rank's shards of `tensors` in place from the files of `folder`; a collective."""
-    with _translated(), torch.no_grad():
-        reader = dcp.HuggingFaceStorageReader(str(folder))
-        dcp.load({}, storage_reader=reader, planner=LoadBlocks(local_shards(tensors)))
-
-
-def make_optimizer_state(
-    optimizers: Optimizers, parameters: Tensors, stored: dict[str, TensorStorageMetadata]
-) -> Tensors:
+def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Mapping[str, StoredTensor]) -> Tensors:
     """Allocate the stored optimizer state of this rank's parameters and return it by stored name; a collective.
 
     Stepping the optimizers would allocate it too, but also change the parameters.
@@ -175,9 +170,9 @@ def make_optimizer_state(
         if parameter is None or id(parameter) not in owners:
             continue
         optimizer, group = owners[id(parameter)]
-        dtype = described.properties.dtype
+        dtype = described.dtype
         if f"{kind}/" == OPTIMIZER:
-            value = zeros_sharded_like(parameter, described.size, dtype)
+            value = zeros_sharded_like(parameter, torch.Size(described.shape), dtype)
         else:
             # As in torch.optim: step counters are on the device only for fused and capturable kernels.
             on_device = group.get("fused") or group.get("capturable")

@@ -1,13 +1,14 @@
 """Worlds that do not fit on this machine: host cost of a start, and the share of the time that training keeps.
 
-python scripts/benchmark/fleet.py costs      # mesh, manifest and data order, up to 65,536 processes
+python scripts/benchmark/fleet.py costs      # mesh, manifest, headers and data order, up to 65,536 processes
 python scripts/benchmark/fleet.py goodput    # goodput by save interval, and the best interval
 python scripts/benchmark/fleet.py goodput --worlds 256 --mtbf-hours 20000 --blocked-seconds 4 --restart-seconds 240
 
 costs: torch's fake backend creates every process group of a real run without communication, so one process can run
 rank 0 of any world size. The mesh, with the views that training uses, is compared with torch's `init_device_mesh` and
-`_flatten` for the same groups; both run alternately, each time in a new process, and the table has medians. The host
-cost of a step does not depend on the world: scripts/benchmark/host_ops.py.
+`_flatten` for the same groups; both run alternately, each time in a new process, and the table has medians. A resume
+reads headers, which the ranks share: one rank's part, and then all parts, with the blocks of an 8B model and AdamW (873
+tensors per file). The host cost of a step does not depend on the world: scripts/benchmark/host_ops.py.
 
 goodput: the share of the time in steps whose result is kept. Failures are independent, one per --mtbf-hours of a GPU on
 average, and each ends the whole run. Measure the seconds of a save and of a restart on your own cluster.
@@ -36,6 +37,8 @@ USED = ("fsdp", "dp_cp", "dp")
 """Views that training uses of a mesh with all axes except expert parallelism."""
 INTERVALS = (1, 2, 5, 10, 20, 30, 60)
 """Minutes between saves."""
+TENSORS = 873
+"""Of a rank's file: 291 parameters of an 8B Llama and two moments of each."""
 MTBF_HOURS = 50_677.0
 """Hours of one GPU between failures: 419 unexpected interruptions of 16,384 GPUs in 54 days (The Llama 3 Herd of
 Models, 2024, section 3.3.4)."""
@@ -112,9 +115,10 @@ def print_goodput(options: argparse.Namespace) -> None:
 def print_costs(options: argparse.Namespace) -> None:
     """Print a row per world with medians over the repeats."""
     print(
-        "| processes | mesh | groups | mesh ms | torch ms | manifest MB | write ms | read ms | 1,000 rows of 1e12 ms |"
+        "| processes | mesh | groups | mesh ms | torch ms | manifest MB | write ms | read ms "
+        "| headers of a rank CPU ms | of all CPU ms | overlaps CPU ms | 1,000 rows of 1e12 ms |"
     )
-    print(f"|{'---|' * 9}")
+    print(f"|{'---|' * 12}")
     for world in options.worlds:
         taken: dict[str, list[dict[str, float]]] = {"meshbook": [], "torch": []}
         for _ in range(options.repeats):
@@ -126,11 +130,12 @@ def print_costs(options: argparse.Namespace) -> None:
         first = taken["meshbook"][0]
         print(
             f"| {world:,} | {first['shape']} | {first['groups']} | {ours['mesh']:.1f} | {bare:.1f} "
-            f"| {ours['bytes'] / 1e6:.1f} | {ours['write']:.0f} | {ours['read']:.0f} | {ours['order']:.1f} |"
+            f"| {ours['bytes'] / 1e6:.1f} | {ours['write']:.0f} | {ours['read']:.0f} "
+            f"| {ours['header']:.0f} | {ours['merge']:.0f} | {ours['overlaps']:.0f} | {ours['order']:.1f} |"
         )
 
 
-COSTS = ("mesh", "bytes", "write", "read", "order")
+COSTS = ("mesh", "bytes", "write", "read", "header", "merge", "overlaps", "order")
 """Numbers of one measurement: milliseconds, and bytes of a manifest."""
 
 
@@ -171,7 +176,7 @@ def measure(method: str, world: int) -> dict[str, object]:
     milliseconds = 1e3 * (time.perf_counter() - began)
     created = len(dist.distributed_c10d._world.pg_map) - before
     shape = " x ".join(f"{name} {degree}" for name, degree in used.items())
-    others = {**manifest_costs(world), **order_costs()} if method == "meshbook" else {}
+    others = {**manifest_costs(world), **header_costs(world), **order_costs()} if method == "meshbook" else {}
     return {"mesh": milliseconds, "groups": created, "shape": shape, **others}
 
 
@@ -195,6 +200,44 @@ def manifest_costs(files: int) -> dict[str, float]:
         read = time.perf_counter()
         size = (folder / MANIFEST).stat().st_size
     return {"bytes": size, "write": 1e3 * (written - began), "read": 1e3 * (read - written)}
+
+
+def header_costs(files: int) -> dict[str, float]:
+    """Return processor time in milliseconds: to read one of this many files' headers, to merge all of them from JSON,
+    as ranks receive them, and to find the blocks of one rank's shards.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from components.checkpoint.stored_tensors import merge_headers, read_headers
+
+    shapes = {f"model/layers.{number}.weight": (1, 1) for number in range(TENSORS)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        offsets = {tensor: {"saved_offsets": [0, 0]} for tensor in shapes}
+        save_file(
+            {tensor: torch.zeros(shape) for tensor, shape in shapes.items()},
+            folder / "0.safetensors",
+            {"DCP_SHARDING_INFO": json.dumps(offsets)},
+        )
+        began = time.process_time()
+        kinds, rows = read_headers(folder, ["0.safetensors"], [0])
+        read = time.process_time()
+    part = len(rows) // TENSORS
+    texts = [json.dumps((kinds, [number, number, *rows[2:part]] * TENSORS)) for number in range(files)]
+    received = time.process_time()
+    tensors = merge_headers(json.loads(text) for text in texts)
+    merged = time.process_time()
+    own = (slice(files // 2, files // 2 + 1), slice(0, 1))
+    found = sum(len(list(tensor.overlaps(own))) for tensor in tensors.values())
+    searched = time.process_time()
+    if found != TENSORS:
+        raise RuntimeError(f"{found} blocks found instead of {TENSORS}")
+    return {
+        "header": 1e3 * (read - began),
+        "merge": 1e3 * (merged - received),
+        "overlaps": 1e3 * (searched - merged),
+    }
 
 
 def order_costs() -> dict[str, float]:

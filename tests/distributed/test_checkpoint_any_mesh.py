@@ -8,13 +8,18 @@ with `make torture`.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from safetensors import safe_open
 
 from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from components.checkpoint.manifest import Manifest
+from components.checkpoint.stored_tensors import find_stored_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from tests.distributed.tiny_runs import build, cell_named, global_order, start, whole
 from tests.harness import run_ranks
@@ -109,3 +114,42 @@ def check_every_pair(model: str, meshes: dict[int, list[str]], folder: Path) -> 
         )
         total += sum(counts[0])
     return total
+
+
+def test_ranks_read_the_header_of_each_file_once_together(tmp_path: Path) -> None:
+    """A checkpoint has a file per rank at least: if every rank read all headers, a start would cost world squared."""
+    built = build("llama")
+
+    def write(rank: int) -> None:
+        run = start(cell_named("llama", "dp_shard4", 4), built)
+        run.train(1)
+        save_checkpoint(tmp_path, 1, run.model, run.optimizer, run.extra(), CheckpointConfig())
+
+    def resume(rank: int) -> list[str]:
+        run = start(cell_named("llama", "dp_shard2", 2), built)
+        found = find_checkpoint(tmp_path, "auto")
+        assert found is not None
+        opened: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                safetensors, "safe_open", lambda path, **options: opened.append(path) or safe_open(path, **options)
+            )
+            load_checkpoint(found, run.model, run.optimizer)
+        return opened
+
+    run_ranks(4, write, timeout=120)
+    opened = run_ranks(2, resume, timeout=120)
+    files = sorted(str(file) for file in tmp_path.glob("checkpoints/step_1/*.safetensors"))
+    assert len(files) == 4
+    assert sorted(opened[0] + opened[1]) == files
+
+
+def test_block_that_no_file_holds_is_an_error(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = save_checkpoint(tmp_path, 1, model, optimizer, {}, CheckpointConfig())
+    stored = find_stored_tensors(path, Manifest.read(path))
+    weight = stored.by_name["model/weight"]
+    stored.by_name["model/weight"] = replace(weight, blocks=weight.blocks - [0, 0, 0, 1, 0])  # a row is missing
+    with pytest.raises(OSError, match="model/weight has 12 of the 16 values of a block"):
+        stored.fill([("model/weight", (slice(0, 4), slice(0, 4)), torch.empty(4, 4))])

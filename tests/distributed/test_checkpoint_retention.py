@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from components import training
 from components.batch import Batch
 from components.checkpoint import Mark, find_checkpoint, save_checkpoint, verify
+from components.checkpoint.listing import remove
 from components.checkpoint.manifest import Manifest
-from components.checkpoint.retention import remove
 from components.config.schema.checkpoint import CheckpointConfig
 from scripts import checkpoints
 from tests.harness import run_ranks

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from components import training
+from components.checkpoint.listing import reasons_to_keep
 from components.checkpoint.manifest import Manifest
-from components.checkpoint.retention import reasons_to_keep
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from components.checkpoint.checkpoint_error import fail_together
+from components.checkpoint.listing import reasons_to_keep
 from components.checkpoint.manifest import MANIFEST, Manifest
 from components.checkpoint.remote.remote_listing import RemoteCheckpoint, list_remote
-from components.checkpoint.retention import reasons_to_keep
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 from components.exchange import broadcast_json, this_rank
