@@ -21,7 +21,7 @@ from components.checkpoint.random_state import set_random_state
 from components.checkpoint.remote.fetch import fetch_checkpoint
 from components.checkpoint.remote.mirror import Mirror
 from components.checkpoint.save import mesh_of
-from components.checkpoint.stored_tensors import StoredTensor, find_stored_tensors
+from components.checkpoint.stored_tensors import StoredTensor, find_checkpoint_tensors
 from components.checkpoint.tensors import (
     AVERAGE,
     AVERAGE_UPDATES,
@@ -155,7 +155,7 @@ def load_checkpoint(
         if problems := manifest.check_sizes(path, this_rank(), world_size()):
             raise ManifestError("; ".join(problems))
         saved = json.loads((path / STATE).read_text())
-    stored = find_stored_tensors(path, manifest)
+    stored = find_checkpoint_tensors(path, manifest)
     parameters = model_tensors(model)
     _check_model(path, parameters, stored.by_name)
     check_base_weights(path, saved.get(BASE_FINGERPRINT), base_fingerprint(model))
@@ -196,7 +196,7 @@ def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = F
     with fail_together(f"checkpoint {path} could not be read"):
         manifest = Manifest.read(path)
         fingerprint = json.loads((path / STATE).read_text()).get(BASE_FINGERPRINT)
-    stored = find_stored_tensors(path, manifest)
+    stored = find_checkpoint_tensors(path, manifest)
     _check_model(path, parameters, stored.by_name)
     check_base_weights(path, fingerprint, base_fingerprint(model))
     averages: Tensors = {}

@@ -14,7 +14,7 @@ from components.checkpoint.base_fingerprint import check_base_weights, fingerpri
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, PUBLISHED, STATE, TEMPORARY, candidates
 from components.checkpoint.load import SHOWN, compare_names, verify
 from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
-from components.checkpoint.stored_tensors import find_stored_tensors
+from components.checkpoint.stored_tensors import find_checkpoint_tensors
 from components.checkpoint.tensors import AVERAGE, MODEL
 from components.config.errors import ConfigError
 from components.models.weights.shards import Index
@@ -66,7 +66,7 @@ class StoredWeights:
         self.extra: dict[str, Any] = state["extra"]
         self._base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
         self._path = path
-        self._stored = find_stored_tensors(path, self.manifest)
+        self._stored = find_checkpoint_tensors(path, self.manifest)
         self._names = self._with_prefix(MODEL)
         if averaged:
             average = self._with_prefix(AVERAGE)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from components.checkpoint.checkpoint_error import fail_together
 from components.checkpoint.manifest import Manifest
+from components.dtypes import torch_dtypes
 from components.exchange import all_gather_json, this_rank, world_size
 from components.models.weights.shards import Index
 
@@ -58,7 +59,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensors:
+class CheckpointTensors:
     """All tensors of a checkpoint, by name."""
 
     folder: Path
@@ -94,7 +95,7 @@ class StoredTensors:
                 raise OSError(f"{path}: can no longer be read ({error})") from error
 
 
-def find_stored_tensors(folder: Path, manifest: Manifest) -> StoredTensors:
+def find_checkpoint_tensors(folder: Path, manifest: Manifest) -> CheckpointTensors:
     """Return the tensors of a checkpoint from the headers of its files; a collective.
 
     The run that saved it wrote at least one file per rank. So the ranks share the work: each reads the headers of an
@@ -105,7 +106,7 @@ def find_stored_tensors(folder: Path, manifest: Manifest) -> StoredTensors:
     first, last = (len(files) * rank // world_size() for rank in (this_rank(), this_rank() + 1))
     with fail_together(f"checkpoint {folder} could not be read"):
         mine = read_headers(folder, files, range(first, last))
-    return StoredTensors(folder, files, merge_headers(all_gather_json(mine)))
+    return CheckpointTensors(folder, files, merge_headers(all_gather_json(mine)))
 
 
 def read_headers(folder: Path, files: Sequence[str], numbers: Iterable[int]) -> Headers:
@@ -137,13 +138,13 @@ def merge_headers(parts: Iterable[Headers]) -> dict[str, StoredTensor]:
         key = tuple((name, dtype, dims, count) for name, dtype, dims, count in kinds)
         alike.setdefault(key, []).append(np.array(rows, np.int64))
     blocks: dict[str, list[NDArray[np.int64]]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes, known = {}, torch_dtypes()
     for key, arrays in alike.items():
         stacked, first = np.stack(arrays), 0  # (parts, integers of all rows)
         for name, dtype, dims, count in key:
             last = first + count * (1 + 2 * dims)
             blocks.setdefault(name, []).append(stacked[:, first:last].reshape(-1, 1 + 2 * dims))
-            dtypes[name] = getattr(torch, dtype)
+            dtypes[name] = known[dtype]
             first = last
     return {name: _tensor(dtypes[name], np.concatenate(found)) for name, found in blocks.items()}
 

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from components.checkpoint.checkpoint_error import CheckpointError
 from components.checkpoint.manifest import FileRecord
 from components.checkpoint.planners import BlockWriter, SaveBlocks, Tensors, index_of, local_shards
-from components.checkpoint.stored_tensors import StoredTensor, StoredTensors
+from components.checkpoint.stored_tensors import CheckpointTensors, StoredTensor
 from components.config.errors import ConfigError
 from components.exchange import all_gather_json
 from components.models.lora import adapted_layers
@@ -128,7 +128,7 @@ def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | Non
     return writer.records
 
 
-def read_tensors(stored: StoredTensors, tensors: Tensors) -> None:
+def read_tensors(stored: CheckpointTensors, tensors: Tensors) -> None:
     """Fill this rank's shards of `tensors` in place. Raises OSError."""
     with torch.no_grad():
         stored.fill(

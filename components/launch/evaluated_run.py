@@ -17,7 +17,7 @@ from components.config.compose.frozen import read_section
 from components.config.compose.sweep import override_of
 from components.config.compose.texts import literal
 from components.config.errors import ConfigError
-from components.config.schema.data import DataConfig
+from components.config.schema.data import DataConfig, MixtureDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.objective import DistillationConfig, ObjectiveConfig, PreferenceConfig, ScoreConfig
 from components.config.schema.peft import PeftConfig
@@ -126,7 +126,7 @@ def _check_objective(objective: ObjectiveConfig, given: str, run_dir: Path, *, c
 def _write_option(file: Path, group: str, section: Any) -> None:
     """Write a section as an option of its config group, composed with the classes of its kind and of its sources."""
     defaults = [f"/schema/{group}/{section.kind}@_here_"] if hasattr(section, "kind") else []
-    sources: Mapping[str, DataConfig] = getattr(section, "sources", {})
+    sources = section.sources if isinstance(section, MixtureDataConfig) else {}
     defaults += [f"/schema/{group}/{source.kind}@sources.{name}" for name, source in sources.items()]
     values = {"defaults": [*defaults, "_self_"], **literal(asdict(section))}
     file.parent.mkdir()

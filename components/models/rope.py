@@ -91,5 +91,9 @@ def _parameters(rope: RopeConfig, original: int) -> dict[str, Any]:
     if rope.type is RopeType.llama3:
         low, high = rope.low_freq_factor or 1.0, rope.high_freq_factor or 4.0
         return parameters | {"low_freq_factor": low, "high_freq_factor": high}
-    optional = {name: getattr(rope, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
+    optional = {
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "attention_factor": rope.attention_factor,
+    }
     return parameters | {name: value for name, value in optional.items() if value is not None}

@@ -29,6 +29,7 @@ from components.config.schema.objective import NextTokenConfig
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.distributed.mesh import Mesh
+from components.dtypes import torch_dtype
 from components.exchange import all_gather_json
 from components.models.weights.weight_files import write_file
 from components.parity.reference import Curve, Hyperparameters, Sample, compute_in_float64, reference
@@ -136,10 +137,11 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
 
     curve, bounds = curve_of(None), BOUNDS.get(comparison.dtype)
     if bounds is None:
-        rounded = curve_of(getattr(torch, comparison.dtype))
+        rounded = curve_of(torch_dtype(comparison.dtype))
         floor = _floor(curve.norms[0], torch.float32)
         gradients = [relative(rounded.gradients[name], exact, floor) for name, exact in curve.gradients.items()]
-        loss, norm = (worst_difference(getattr(rounded, name), getattr(curve, name)) for name in ("losses", "norms"))
+        loss = worst_difference(rounded.losses, curve.losses)
+        norm = worst_difference(rounded.norms, curve.norms)
         bounds = Bounds(SPREAD * loss, SPREAD * norm, SPREAD * max(gradients))
     write_file(folder / "gradients.safetensors", curve.gradients)
     (folder / "curve.json").write_text(json.dumps({"losses": curve.losses, "norms": curve.norms}))

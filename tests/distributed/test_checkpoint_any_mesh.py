@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from components.checkpoint.manifest import Manifest
-from components.checkpoint.stored_tensors import find_stored_tensors
+from components.checkpoint.stored_tensors import find_checkpoint_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from tests.distributed.tiny_runs import build, cell_named, global_order, start, whole
 from tests.harness import run_ranks
@@ -148,7 +148,7 @@ def test_block_that_no_file_holds_is_an_error(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     path = save_checkpoint(tmp_path, 1, model, optimizer, {}, CheckpointConfig())
-    stored = find_stored_tensors(path, Manifest.read(path))
+    stored = find_checkpoint_tensors(path, Manifest.read(path))
     weight = stored.by_name["model/weight"]
     stored.by_name["model/weight"] = replace(weight, blocks=weight.blocks - [0, 0, 0, 1, 0])  # a row is missing
     with pytest.raises(OSError, match="model/weight has 12 of the 16 values of a block"):

@@ -260,7 +260,8 @@ class PreferencesDataConfig(ScoredDataConfig):
     """System message inserted before prompts without one; null: the default of the chat template."""
 
     def _problems(self) -> list[str]:
-        return RowsDataConfig._problems(self) + _name_problems({key: getattr(self, key) for key in self.column_keys})
+        values = field_values(self)
+        return RowsDataConfig._problems(self) + _name_problems({key: values[key] for key in self.column_keys})
 
     @property
     def column_keys(self) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from components.config.errors import ConfigError
+from components.config.schema.checks import field_values
 from components.config.schema.data import PreferencesDataConfig
 from components.data.sources.files import Row, check_columns
 from components.data.sources.rows import (
@@ -64,10 +65,11 @@ def answer_configs(cfg: PreferencesDataConfig, columns: Sequence[str], where: st
     """
     problems = check_columns(columns_wanted(cfg), columns, where)
     free = [column for column in columns if column not in columns_wanted(cfg).values()]
+    values = field_values(cfg)
     found: dict[str, str | None] = {}
     for key in cfg.column_keys:
         names = _USUAL_COLUMNS.get(key, ())
-        if getattr(cfg, key) is not None:
+        if values[key] is not None:
             continue
         found[key] = next((name for name in names if name in free), None)
         if found[key] is None and key not in _NOT_REQUIRED:
@@ -78,7 +80,7 @@ def answer_configs(cfg: PreferencesDataConfig, columns: Sequence[str], where: st
     if problems:
         raise ConfigError(problems)
     keys = ("chosen_column", "rejected_column") if cfg.label_column is None else ("completion_column",)
-    values = {each.name: getattr(cfg, each.name) for each in fields(cfg)} | found
+    values |= found
     values["pack"] = False  # pairs are packed, not answers
     return [AnswerConfig(answer_key=key, source_columns=list(columns), **values) for key in keys]
 

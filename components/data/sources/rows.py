@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from components.config.errors import ConfigError
+from components.config.schema.checks import field_values
 from components.config.schema.data import (
     BadRows,
     ChatDataConfig,
@@ -113,8 +114,8 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
             columns = {"prompt_column": cfg.prompt_column, "response_column": cfg.response_column}
             return columns if cfg.input_column is None else {**columns, "input_column": cfg.input_column}
         case PreferencesDataConfig():
-            named = {key: getattr(cfg, key) for key in cfg.column_keys}
-            return {key: column for key, column in named.items() if column is not None}
+            values = field_values(cfg)
+            return {key: values[key] for key in cfg.column_keys if values[key] is not None}
         case LabelsDataConfig():
             return {"text_column": cfg.text_column, "label_column": cfg.label_column}
         case ChatDataConfig():

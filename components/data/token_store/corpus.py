@@ -55,12 +55,11 @@ class CorpusSettings:
         if (self.tokenizer_hash, self.vocabulary) != (other.tokenizer_hash, other.vocabulary):
             same_name = " (its files were changed)" if self.tokenizer == other.tokenizer else ""
             found.append(f"the tokenizer {self.tokenizer}, not {other.tokenizer}{same_name}")
-        for name, what in (
-            ("text_column", "the text column"),
-            ("bad_rows", "bad rows"),
-            ("id_bytes", "bytes of an id"),
+        for what, mine, others in (
+            ("the text column", self.text_column, other.text_column),
+            ("bad rows", self.bad_rows, other.bad_rows),
+            ("bytes of an id", self.id_bytes, other.id_bytes),
         ):
-            mine, others = getattr(self, name), getattr(other, name)
             found += [f"{what} {mine}, not {others}"] if mine != others else []
         return found
 

@@ -63,7 +63,7 @@ class PerHeadNorms(ParallelStyle):
         def rows(name: str) -> torch.Tensor | None:  # (local heads, 1, head_dim)
             if norms[0]._parameters.get(name) is None:
                 return None
-            stacked = torch.stack([_local(getattr(norm, name), Partial()) for norm in norms])  # (heads, head_dim)
+            stacked = torch.stack([_local(norm._parameters[name], Partial()) for norm in norms])  # (heads, head_dim)
             return _chunk(stacked, ranks, rank)[:, None]
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, local heads, seq, head_dim)

@@ -69,7 +69,7 @@ def recipe_in_pods(file: Path) -> str:
 
 def render(manifest: PodManifest) -> str:
     """Return the manifest. Raises ConfigError if the template cannot be rendered, or its objects cannot be created."""
-    from jinja2 import FileSystemLoader, StrictUndefined
+    from jinja2 import FileSystemLoader, StrictUndefined, TemplateSyntaxError
     from jinja2.sandbox import SandboxedEnvironment
 
     cluster = manifest.cluster
@@ -85,8 +85,7 @@ def render(manifest: PodManifest) -> str:
     try:
         text = environment.from_string(file.read_text()).render(_values(manifest))
     except Exception as error:  # a template can raise anything: ZeroDivisionError, SecurityError
-        number = getattr(error, "lineno", None)
-        line = f", line {number}" if number else ""
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ConfigError(f"cluster.template={file}: cannot be rendered{line}: {error}") from error
     text = "".join(line for line in text.splitlines(keepends=True) if line.strip())
     _check_objects(objects_in(text, f"cluster.template={file}"), manifest.job, f"cluster.template={file}")

@@ -14,7 +14,8 @@ from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
 from components.config.kinds import WITHOUT_KIND
 from components.config.safe_yaml import load_yaml
-from components.config.schema.checks import raise_all
+from components.config.schema.checks import field_values, raise_all
+from components.config.schema.data import MixtureDataConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import accepts, is_defining
@@ -61,8 +62,8 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
 
 def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
     """Return the defaults of all keys of `cfg`, for stored configs written before a key existed."""
-    sections = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
-    sources = getattr(cfg.data, "sources", {})
+    sections = field_values(cfg)
+    sources = cfg.data.sources if isinstance(cfg.data, MixtureDataConfig) else {}
     sections |= {f"data.sources.{name}": source for name, source in sources.items()}
     found: dict[str, Any] = {}
     for name, values in sections.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from components.config.schema.checks import field_values
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.recipes import RecipeConfig, named_models
 
@@ -17,8 +18,8 @@ def named_paths(cfg: RecipeConfig) -> dict[str, str | None]:
     return {
         "run.dir": cfg.run.dir or str(Path.cwd()),
         **named_models(cfg),
-        "data.path": getattr(cfg.data, "path", None),
-        **{f"data.sources.{name}.path": getattr(each, "path", None) for name, each in sources.items()},
+        "data.path": field_values(cfg.data).get("path"),
+        **{f"data.sources.{name}.path": field_values(each).get("path") for name, each in sources.items()},
     }
 
 

@@ -108,7 +108,8 @@ def _main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("attempt", type=int)
     parser.add_argument("counts", type=int, nargs="+")
-    return start_attempt(**vars(parser.parse_args()))
+    given = parser.parse_args()
+    return start_attempt(given.run_dir, given.attempt, given.counts)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,10 @@ def _main() -> int:
     parser.add_argument("status", type=int)
     parser.add_argument("--restart-if-left", metavar="TIME")
     parser.add_argument("--cancelled", action="store_true")
-    return conclude(**vars(parser.parse_args()))
+    given = parser.parse_args()
+    return conclude(
+        given.run_dir, given.attempt, given.status, restart_if_left=given.restart_if_left, cancelled=given.cancelled
+    )
 
 
 if __name__ == "__main__":

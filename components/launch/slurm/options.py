@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.schedulers.slurm import ContainerRuntime, GpuRequest, Launcher
 from components.protocol.run_files import LOGS
@@ -31,7 +32,8 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
         by_gres = cluster.gpu_request == GpuRequest.gres
         options.append(("gres", f"gpu:{procs}") if by_gres else ("gpus-per-node", str(procs)))
     keys = ("mem", "time", "partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation")
-    options += [(key, value) for key in keys if (value := getattr(cluster, key)) is not None]
+    values = field_values(cluster)
+    options += [(key, values[key]) for key in keys if values[key] is not None]
     if cluster.exclusive:
         options.append(("exclusive", ""))
     # Flags last, so that sbatch --test-only rejects one that needs a value instead of consuming the next option.

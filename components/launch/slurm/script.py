@@ -41,7 +41,7 @@ class BatchScript:
 
 def render(job: BatchScript) -> str:
     """Return the batch script. Raises ConfigError if the template does not render or the script does not parse."""
-    from jinja2 import StrictUndefined
+    from jinja2 import StrictUndefined, TemplateSyntaxError
     from jinja2.sandbox import SandboxedEnvironment
 
     file = Path(os.path.expanduser(job.cluster.template or TEMPLATE))
@@ -52,8 +52,7 @@ def render(job: BatchScript) -> str:
     try:
         script = environment.from_string(file.read_text()).render(_values(job))
     except Exception as error:  # a template can raise anything: ZeroDivisionError, SecurityError
-        number = getattr(error, "lineno", None)
-        line = f", line {number}" if number else ""
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ConfigError(f"cluster.template={file}: cannot be rendered{line}: {error}") from error
     _check_syntax(script, f"cluster.template={file}")
     return script

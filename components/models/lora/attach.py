@@ -92,7 +92,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
     for name, layer in adapted_layers(model).items():
         if isinstance(layer, LoraExperts):
             for matrix in layer.adapted:
-                first, second = (getattr(layer, factor) for factor in expert_factors(matrix))
+                first, second = (layer.get_parameter(factor) for factor in expert_factors(matrix))
                 _draw(first, f"{name}.{expert_factors(matrix)[0]}", seed)
                 local_part(second).zero_()
             continue

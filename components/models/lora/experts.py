@@ -47,7 +47,7 @@ class LoraExperts(nn.Module):
         """Add uninitialized factors for the matrices `names`, on their device."""
         self.scaling, self.adapted = cfg.scaling, names
         for name in names:
-            weight: Any = getattr(self, name)
+            weight: Any = self._parameters[name]
             experts, features_out, features_in = weight.shape
             if stores_transposed(self):
                 features_in, features_out = features_out, features_in

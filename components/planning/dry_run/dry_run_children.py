@@ -13,6 +13,7 @@ from dataclasses import fields
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
 from components.config.schema import recipes
+from components.config.schema.checks import field_values
 from components.config.schema.recipes import TrainConfig
 from components.planning.dry_run.dry_run_result import DryRun
 from components.protocol.role import without_ranks
@@ -89,5 +90,6 @@ def _recipe_config(cfg: TrainConfig) -> TrainConfig:
     """Return a config as the class of a recipe of Meshbook: a child does not import the classes of a user's recipe."""
     for cls in type(cfg).__mro__:
         if cls is getattr(recipes, cls.__name__, None) and issubclass(cls, TrainConfig):
-            return cfg if cls is type(cfg) else cls(**{each.name: getattr(cfg, each.name) for each in fields(cls)})
+            values = field_values(cfg)
+            return cfg if cls is type(cfg) else cls(**{each.name: values[each.name] for each in fields(cls)})
     raise TypeError(f"{type(cfg).__name__} is no config of a training run")

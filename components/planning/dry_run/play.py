@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ import torch
 from components import distributed, training
 from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
+from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterKind, Device
 from components.config.schema.optimizer import AdamW8bitConfig
 from components.config.schema.recipes import (
@@ -224,4 +224,4 @@ def _fake_batch(batch: Batch, fake: FakeRank) -> Batch:
             return {name: convert(each) for name, each in value.items()}
         return fake.fake(value) if isinstance(value, torch.Tensor) else value
 
-    return replace(batch, **{each.name: convert(getattr(batch, each.name)) for each in dataclasses.fields(batch)})
+    return replace(batch, **{name: convert(value) for name, value in field_values(batch).items()})

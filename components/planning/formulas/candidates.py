@@ -12,6 +12,7 @@ from components.config.meshes import mesh_shapes
 from components.config.micro_batches import batch_problems
 from components.config.rules.compute_rules import compile_problems, recompute_problems
 from components.config.rules.mesh_rules import model_problems, row_problems
+from components.config.schema.checks import field_values
 from components.config.schema.parallelism import (
     AXES,
     ONE_F_ONE_B,
@@ -42,12 +43,9 @@ class Candidate:
 
     def overrides(self, base: ParallelismConfig) -> list[str]:
         """Return the overrides that turn a config with the section `base` into this candidate's."""
-        chosen: dict[str, Any] = {"parallelism.strategy": self.parallelism.strategy}
-        stated = {"parallelism.strategy": base.strategy}
-        for name in (*AXES, "sequence_parallel", "activation_checkpointing", "pp_schedule"):
-            chosen[f"parallelism.{name}"] = getattr(self.parallelism, name)
-            stated[f"parallelism.{name}"] = getattr(base, name)
-        changed = [f"{key}={_text(value)}" for key, value in chosen.items() if value != stated[key]]
+        chosen, stated = field_values(self.parallelism), field_values(base)
+        names = ("strategy", *AXES, "sequence_parallel", "activation_checkpointing", "pp_schedule")
+        changed = [f"parallelism.{name}={_text(chosen[name])}" for name in names if chosen[name] != stated[name]]
         return [*changed, f"training.micro_batch_size={self.micro_batch_size}"]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from components.config.schema.optimizer import MatrixScale, MuonConfig
+from components.dtypes import torch_dtype
 from components.models.anatomy import Anatomy, config_of
 from components.training.optimizers.fused_matrices import Runs, fused_matrices
 from components.training.optimizers.gradients import local_tensor
@@ -75,7 +76,7 @@ class Muon(torch.optim.Optimizer):
         parameters = list({id(matrix.parameter): matrix.parameter for matrix in matrices}.values())
         super().__init__(parameters, {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "momentum": cfg.momentum})
         self._steps, self._scale = cfg.ns_steps, cfg.scale
-        self._dtype = getattr(torch, cfg.ns_dtype)
+        self._dtype = torch_dtype(cfg.ns_dtype)
         self._exchange = MatrixExchange(matrices, lambda matrix: newton_schulz_flops(matrix.shape, cfg.ns_steps))
         self._matrices = len(matrices)
 
