@@ -1,4 +1,4 @@
-"""Check the size limits of recipes, files, functions and folders. Exit with status 1 and a line for each violation.
+"""Check the limits of recipes, files, functions, folders and reflection. Exit with status 1 and a line per violation.
 
 python scripts/dev/check_sizes.py
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-from scripts.dev.measure_code import own_names, shared_share
+from scripts.dev.measure_code import REFLECTION, own_names, reflection, shared_share
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 120, 500, 80, 5, 7
@@ -20,6 +20,8 @@ FOLDER_FILES = 15
 """Maximum number of Python files in a folder."""
 OWN_NAMES = 30
 """Maximum number of Meshbook's names that a recipe uses."""
+REFLECTION_SHARE = 1.5
+"""Maximum uses of reflection in `components`, per thousand lines."""
 SHARED = 0.4
 """Maximum fraction of lines that two recipes have in common."""
 ALIKE = {("finetune.py", "pretrain.py")}
@@ -79,6 +81,17 @@ def problems_of_folders(files: list[Path]) -> Iterator[str]:
             yield f"{folder}: {count} Python files, at most {FOLDER_FILES}"
 
 
+def problems_of_reflection(files: list[Path]) -> Iterator[str]:
+    """Yield a line if the files use reflection too often, such as getattr where a protocol or a match would do."""
+    texts = [file.read_text() for file in files]
+    uses, lines = sum(reflection(ast.parse(text)) for text in texts), sum(len(text.splitlines()) for text in texts)
+    if 1000 * uses > REFLECTION_SHARE * lines:
+        yield (
+            f"components: {uses} uses of {', '.join(sorted(REFLECTION))} in {lines} lines, at most {REFLECTION_SHARE} "
+            "per thousand lines"
+        )
+
+
 def _nesting(node: ast.AST, depth: int = 0) -> int:
     deepest = depth
     for child in ast.iter_child_nodes(node):
@@ -96,6 +109,7 @@ def main() -> int:
     ]
     problems = [line for file in sorted(files) for line in problems_of(file)]
     problems += [*problems_of_folders(files), *problems_of_recipes(ROOT / "recipes")]
+    problems += problems_of_reflection([file for file in files if file.is_relative_to(ROOT / "components")])
     print("\n".join(problems) or f"{len(files)} files within the limits")
     return 1 if problems else 0
 
