@@ -69,7 +69,7 @@ test-recipes: install
 	$(call lap,$(PYTEST) -n $(MORE) --dist worksteal tests/recipes,recipes)
 
 test-slurm: install
-	$(call lap,$(PYTEST) -n $(MORE) --dist loadfile tests/slurm tests/kubernetes,slurm and kubernetes)
+	$(call lap,$(PYTEST) -n $(MORE) --dist worksteal tests/slurm tests/kubernetes,slurm and kubernetes)
 
 parity torture: install
 	$(BIN)/python -m tests.long_runs $@ $(if $(PART),--part $(PART)) $(ARGS)
