@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from components.checkpoint.tensors import MODEL, OPTIMIZER, Optimizers, Tensors, list_optimizers
 from components.distributed.mesh import Mesh
-from components.exchange import all_gather_json
+from components.exchange import all_gather_json, world_size
 from components.protocol.failures import CorruptRank
 from components.protocol.role import node_name
 
@@ -68,7 +68,7 @@ class ReplicaCheck:
         """
         self._mesh, self._model, self._optimizer, self._every = mesh, model, optimizer, every
         self._average = average or {}
-        self._ranks_of_stage = (dist.get_world_size() if dist.is_initialized() else 1) // mesh.size("pp")
+        self._ranks_of_stage = world_size() // mesh.size("pp")
         self._equal_after: int | None = None
 
     def due(self, step: int) -> bool:

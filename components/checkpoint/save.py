@@ -35,7 +35,7 @@ from components.checkpoint.tensors import (
     write_tensors,
 )
 from components.config.schema.checkpoint import CheckpointConfig
-from components.exchange import all_gather_json, broadcast_json, this_rank
+from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.protocol.run_files import CONFIG
 from components.resilience.faults import fault_point
 
@@ -171,7 +171,7 @@ def mesh_of(tensors: Tensors) -> dict[str, int]:
     for mesh in meshes:
         root = mesh._get_root_mesh()
         axes |= dict(zip(root.mesh_dim_names or (), root.shape, strict=False))
-    return {"world": dist.get_world_size() if dist.is_initialized() else 1, **axes}
+    return {"world": world_size(), **axes}
 
 
 def _write_failure(tmp: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:

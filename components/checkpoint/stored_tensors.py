@@ -130,8 +130,8 @@ def read_headers(folder: Path, files: Sequence[str], numbers: Iterable[int]) -> 
 def merge_headers(parts: Iterable[Headers]) -> dict[str, StoredTensor]:
     """Return the tensors of which `parts` hold the blocks, by name.
 
-    Most ranks save the same tensors, each another block, so parts with the same tensors are handled as one array: this
-    takes 1 ms per part instead of 1 ms per thousand blocks.
+    Most ranks save a block of each tensor, so most parts list the same tensors. Their rows are merged as one array: a
+    loop over all blocks takes minutes at 16,384 ranks.
     """
     alike: dict[tuple[Kind, ...], list[NDArray[np.int64]]] = {}
     for kinds, rows in parts:
