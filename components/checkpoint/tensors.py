@@ -187,7 +187,7 @@ def _check_moments(optimizers: Optimizers, parameters: Tensors) -> None:
 
     Raises ConfigError on every rank.
     """
-    adams = [each for each in list_optimizers(optimizers) if type(each) in (torch.optim.Adam, torch.optim.AdamW)]
+    adams = [each for each in list_optimizers(optimizers) if isinstance(each, torch.optim.Adam)]
     lacking = {
         name.removeprefix(MODEL): sorted(optimizer.state[parameter])
         for name, parameter in parameters.items()

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from components import training
 from components.batch import Batch
 from components.config.schema import AdamWConfig
+from components.training.optimizers.adamw import AdamW
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.optim import step_if_finite
 
@@ -47,6 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "sgd_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw_shards": lambda p: AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=False),

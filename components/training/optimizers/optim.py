@@ -21,6 +21,7 @@ from components.config.schema.optimizer import (
     SGDConfig,
 )
 from components.models.anatomy import Anatomy
+from components.training.optimizers.adamw import AdamW
 from components.training.optimizers.adamw8bit import AdamW8bit, is_quantized
 from components.training.optimizers.masked_step import masked_step
 from components.training.optimizers.muon import Muon, divide_parameters
@@ -71,12 +72,10 @@ def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> list[dic
     return [group for group in groups if group["params"]]
 
 
-def _adamw(
-    parameters: list[nn.Parameter], config: AdamWConfig | AdamW8bitConfig | MuonConfig, lr: float
-) -> torch.optim.AdamW:
+def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | AdamW8bitConfig | MuonConfig, lr: float) -> AdamW:
     """Return AdamW with fused kernels, except on the meta device, which has none."""
     fused = parameters[0].device.type != "meta"
-    return torch.optim.AdamW(
+    return AdamW(
         _groups(parameters, config),
         lr=lr,
         betas=(config.betas[0], config.betas[1]),
@@ -178,4 +177,4 @@ def _honors_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     if isinstance(optimizer, Muon | AdamW8bit):
         return True
     fused = all(group["fused"] for group in optimizer.param_groups if "fused" in group)
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, AdamW) and fused

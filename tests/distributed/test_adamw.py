@@ -1,0 +1,108 @@
+"""AdamW on local shards has the bits of torch.optim.AdamW on DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from components.training.optimizers.adamw import AdamW
+from components.training.optimizers.optim import step_if_finite
+from tests.harness import run_ranks
+
+SHAPES_AND_PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [
+    ((8, 6), [Shard(0), Shard(1)]),
+    ((3, 5), [Shard(0), Shard(1)]),  # uneven
+    ((1, 7), [Shard(0), Replicate()]),  # one of two ranks holds no values
+    ((9,), [Shard(0), Replicate()]),
+    ((4,), [Replicate(), Replicate()]),
+]
+
+
+class FusedArguments(TorchDispatchMode):
+    """Records the types of the tensors that fused AdamW gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[type] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._fused_adamw_.default:
+            self.types |= {type(each) for tensors in args[:4] for each in tensors}
+        return func(*args, **(kwargs or {}))
+
+
+def parameters(mesh: DeviceMesh) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    values = [(torch.randn(shape, generator=generator), placements) for shape, placements in SHAPES_AND_PLACEMENTS]
+    plain = nn.Parameter(torch.randn(3, 2, generator=generator))
+    return [nn.Parameter(distribute_tensor(value, mesh, placements)) for value, placements in values] + [plain]
+
+
+def train(kind: type[torch.optim.AdamW], mesh: DeviceMesh) -> tuple[list[torch.Tensor], set[type]]:
+    """Return parameters and moments after four steps, of which the third is skipped, and what the kernel got."""
+    weights = parameters(mesh)
+    decayed = {"params": weights[:2], "weight_decay": 0.1}
+    optimizer = kind([decayed, {"params": weights[2:-1]}, {"params": weights[-1:]}], lr=0.1, fused=True)
+    arguments = FusedArguments()
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step + 1)
+        for weight in weights:
+            gradient = torch.randn(weight.shape, generator=generator)
+            is_sharded = isinstance(weight, DTensor)
+            weight.grad = distribute_tensor(gradient, mesh, weight.placements) if is_sharded else gradient
+        with arguments:
+            step_if_finite(optimizer, torch.tensor(float("inf") if step == 2 else 1.0))
+    for weight in weights:
+        moments = [optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq")]
+        assert all(type(each) is type(weight.data) for each in moments)
+        assert optimizer.state[weight]["step"] == 3
+    tensors = [each for weight in weights for each in (weight, *optimizer.state[weight].values())]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors], arguments.types
+
+
+def test_steps_on_shards_have_the_bits_of_torch() -> None:
+    def on_rank(rank: int) -> set[type]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        values, types = train(AdamW, mesh)
+        expected, _ = train(torch.optim.AdamW, mesh)
+        assert len(values) == len(expected)
+        assert all(torch.equal(*pair) for pair in zip(values, expected, strict=True))
+        return types
+
+    for types in run_ranks(4, on_rank):
+        assert types
+        assert not any(issubclass(each, DTensor) for each in types)
+
+
+def test_gradient_with_other_placements_is_redistributed() -> None:
+    def on_rank(rank: int) -> bool:
+        mesh = init_device_mesh("cpu", (2,))
+        results = []
+        for placements in ([Shard(0)], [Replicate()]):
+            weight = nn.Parameter(distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]))
+            weight.grad = distribute_tensor(torch.arange(6.0) - 2, mesh, placements)
+            AdamW([weight], lr=0.1, fused=True).step()
+            results.append(weight.full_tensor())
+        return torch.equal(*results) and not torch.equal(results[0], torch.arange(6.0))
+
+    assert all(run_ranks(2, on_rank))
+
+
+def test_plain_gradient_of_a_dtensor_is_an_error() -> None:
+    def on_rank(rank: int) -> None:
+        weight = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        optimizer = AdamW([weight], lr=0.1, fused=True)
+        optimizer.step()
+        weight.grad = distribute_tensor(torch.ones(4), weight.device_mesh, [Shard(0)])
+        optimizer.step()
+        optimizer.state[weight]["exp_avg"] = torch.zeros(2)
+        with pytest.raises(TypeError, match="a gradient or moment of a DTensor is a Tensor"):
+            optimizer.step()
+
+    run_ranks(2, on_rank)
