@@ -173,7 +173,7 @@ def test_every_mesh_has_the_gradients_of_transformers(world: int, model: str) ->
     def body(rank: int) -> list[str]:
         problems = []
         for number, axes in enumerate(meshes):
-            for objective in LABELS:
+            for objective in LABELS if PARITY else [list(LABELS)[number % len(LABELS)]]:
                 got = train(objective, plain[objective], axes, 1, micro_batch=1 + number % 2)
                 problems += [f"{objective} {axes}: {each}" for each in differences(got, curves[objective], 1e-10)]
         return problems

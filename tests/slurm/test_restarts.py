@@ -17,6 +17,7 @@ from tests.slurm.login import CPU, QUICK, Login, log_of, result_of, steps_of
 from tests.suites import TORTURE, in_torture
 
 KILLS = 10 if TORTURE else 1
+NODES_OF_KILLED_RUN = 4 if TORTURE else 2
 UP = {"idle", "alloc", "mix", "comp"}
 SECONDS = 20.0
 """Most seconds from a kill to the first step, without the time that the first start took until then."""
@@ -29,14 +30,15 @@ RUN = (
 
 def test_killed_rank_is_started_again_in_its_job(login: Login) -> None:
     """The losses are those of an undisturbed run to the bit, and result.json counts the lost work."""
-    undisturbed = login.run(*RUN, "cluster.nodes=4")
+    nodes = f"cluster.nodes={NODES_OF_KILLED_RUN}"
+    undisturbed = login.run(*RUN, nodes)
     login.wait_for_end(undisturbed)
-    submission = login.run(*RUN, "cluster.nodes=4")
+    submission = login.run(*RUN, nodes)
     run, durations = submission.run_dir, []
     for kill in range(KILLS):
         _await_step(run, 30 * kill + 12)
         began = time.monotonic()
-        node = NODES[kill % 4]
+        node = NODES[kill % NODES_OF_KILLED_RUN]
         _kill_rank(login, node)
         until(lambda attempt=kill + 1: _first_step(run, attempt), lambda: log_of(run))
         durations.append(time.monotonic() - began)

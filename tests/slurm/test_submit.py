@@ -13,7 +13,7 @@ import pytest
 
 from tests.slurm.cluster import until
 from tests.slurm.login import CPU, FINETUNE, QUICK, Login, log_of, result_of, steps_of
-from tests.suites import in_torture
+from tests.suites import TORTURE, in_torture
 
 VALID = ("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, "training.global_batch_size=144")
 """Valid apart from the error that a test adds. A batch of 144 sequences is divisible by 2, 8, 9 and 18 processes."""
@@ -58,13 +58,14 @@ def test_job_on_eight_nodes_logs_the_losses_of_one_process(login: Login) -> None
 
 
 def test_torchrun_launcher_logs_the_losses_of_one_process(login: Login) -> None:
+    each = 2 if TORTURE else 1
     submission = login.run(
-        *("parallelism=fsdp2", "cluster=slurm_2node", "cluster.procs_per_node=2", "cluster.launcher=torchrun"),
+        *("parallelism=fsdp2", "cluster=slurm_2node", f"cluster.procs_per_node={each}", "cluster.launcher=torchrun"),
         *(*CPU, *QUICK, "training.micro_batch_size=1", "training.max_steps=3"),
     )
     single_process = login.run(*QUICK, "parallelism=single", "training.max_steps=3", "run.dir=alone")
     login.wait_for_end(submission)
-    assert result_of(submission.run_dir)["processes"] == 4
+    assert result_of(submission.run_dir)["processes"] == 2 * each
     assert steps_of(submission.run_dir) == pytest.approx(steps_of(login.folder / "alone"), rel=1e-5)
     assert single_process.status == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import until
+from tests.slurm.cluster import ENDED, until
 from tests.slurm.login import CPU, PROJECT, QUICK, Login
 from tests.suites import in_torture
 
@@ -38,7 +38,8 @@ def test_sweep_reports_ok_invalid_and_oom_jobs_and_retries_one(login: Login) -> 
     )
     assert submission.status == 1, submission.errors  # tp3 could not be submitted
     sweep = login.folder / "sweep"
-    until(lambda: " submitted" not in (table := report(login, sweep).stdout) and " running" not in table, str)
+    for point in ("0_ddp", "1_fsdp2", "2_tp2", "4_fsdp2_cp2"):
+        login.cluster.wait_for((sweep / point / "job_id").read_text().strip(), ENDED)
     done = report(login, sweep)
     assert done.returncode == 1
     states = _states(sweep)
@@ -52,7 +53,8 @@ def test_sweep_reports_ok_invalid_and_oom_jobs_and_retries_one(login: Login) -> 
     (login.folder / "fits").touch()
     retried = report(login, sweep, "--retry", "oom")
     assert "4_fsdp2_cp2" in retried.stdout, retried.stderr
-    until(lambda: _states(sweep, report(login, sweep).stdout)["4_fsdp2_cp2"] == "ok", str)
+    login.cluster.wait_for((sweep / "4_fsdp2_cp2" / "job_id").read_text().strip(), ENDED)
+    assert _states(sweep, report(login, sweep).stdout)["4_fsdp2_cp2"] == "ok"
     assert _states(sweep)["3_tp3"] == "invalid"
 
 
