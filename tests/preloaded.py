@@ -30,6 +30,8 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from multiprocessing import popen_fork
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,20 @@ class PreloadedPopen(subprocess.Popen):  # type: ignore[type-arg]
             os._exit(1)
 
 
+def run_preloaded(
+    command: Sequence[str], cwd: Path, environment: dict[str, str] | None = None, timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python file to its end as subprocess.run does, and return its exit status and output."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with PreloadedPopen(list(command), cwd=cwd, env=environment, text=True, process_group=0, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
+
+
 @functools.cache
 def do_what_all_recipes_do() -> None:
     """Import components, fill caches, and exclude the objects so far from garbage collections: they are many."""
@@ -146,6 +162,7 @@ def _run(program: list[str]) -> int:
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     subprocess.Popen = subprocess_handler.Popen = PreloadedPopen  # type: ignore[misc]
+    SpawnProcess._Popen = staticmethod(popen_fork.Popen)  # type: ignore[assignment,method-assign]
     torch.set_grad_enabled(True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1)
     added = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]

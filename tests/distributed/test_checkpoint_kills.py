@@ -2,7 +2,7 @@
 
 The target is one rank, all ranks, the launcher or torchrun's agent. Each time the same command must resume from the
 newest checkpoint, with at most one step lost, and the final state must equal that of an uninterrupted run bit for bit.
-Every second run saves in the background, every fourth runs under torchrun. 12 kills and 16 inside the save itself; 500
+Every second run saves in the background, every fourth runs under torchrun. 8 kills and 16 inside the save itself; 500
 of each with MESHBOOK_TORTURE=1.
 """
 
@@ -35,7 +35,7 @@ from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all
 from tests.harness import start_ranks
 from tests.suites import TORTURE
 
-KILLS = int(os.environ.get("MESHBOOK_KILLS", "500" if TORTURE else "12"))
+KILLS = int(os.environ.get("MESHBOOK_KILLS", "500" if TORTURE else "8"))
 STEPS = 12 if TORTURE else 8
 TARGETS = ("rank0", "rank1", "all", "launcher")
 """"launcher" is TorchElastic's agent in runs that it started."""

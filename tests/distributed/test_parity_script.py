@@ -11,21 +11,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.preloaded import run_preloaded
 from tests.suites import PARITY, in_parity
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ["model=tiny", "data.max_samples=64", "training.seq_len=64", "training.global_batch_size=6", "cluster.device=cpu"]
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path, preloaded: bool = False) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{cwd}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "scripts" / "parity.py"), *arguments]
+    if preloaded:
+        return run_preloaded(command, cwd, environ)
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_tiny_model_passes_and_writes_table_files(tmp_path: Path) -> None:
     meshes = "dp_shard2,pp2" if PARITY else "pp2"
-    completed = run(*JOB, "--processes", "2", "--steps", "2", "--meshes", meshes, "--out", "table", cwd=tmp_path)
+    options = ("--processes", "2", "--steps", "2", "--meshes", meshes, "--out", "table")
+    completed = run(*JOB, *options, cwd=tmp_path, preloaded=not PARITY)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     rows = list(csv.DictReader((tmp_path / "table" / "parity.csv").open()))
     assert [(row["mesh"], row["verdict"]) for row in rows] == [(name, "ok") for name in meshes.split(",")]

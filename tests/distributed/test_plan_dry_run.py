@@ -16,6 +16,7 @@ from components.models.build import load_config
 from components.planning.dry_run.played_run import buildable
 from components.planning.formulas.workload import architecture_of
 from tests.config.commands import REPOSITORY
+from tests.preloaded import run_preloaded
 from tests.suites import PARITY
 
 HUB = {"path": "someone/not-on-this-machine", "family": "qwen3", "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64,
@@ -76,4 +77,6 @@ def test_a_recipe_that_does_not_train_has_no_step_to_play(tmp_path: Path) -> Non
 
 def run(recipe: str, overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "recipes" / f"{recipe}.py"), *overrides]
+    if not PARITY:
+        return run_preloaded(command, folder)
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
