@@ -11,7 +11,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -39,8 +39,13 @@ class Disk:
         """Fill the disk up to `leave` free bytes, in full pages."""
         self.empty()
         with self._filler.open("wb") as filler:
-            if self.free() > leave:
-                os.posix_fallocate(filler.fileno(), 0, self.free() - leave)
+            for _ in range(1000):
+                missing = self.free() - leave
+                if missing <= 0:
+                    return
+                with suppress(OSError):  # another process has used some of these bytes in the meantime
+                    os.posix_fallocate(filler.fileno(), os.fstat(filler.fileno()).st_size, missing)
+        raise AssertionError(f"{self.folder} still has {self.free()} free bytes")
 
     def empty(self) -> None:
         """Remove the file that fills the disk."""
