@@ -88,7 +88,10 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "preferences": ["tests/distributed/test_preference_grid.py"],
         "scores": ["tests/distributed/test_classify.py"],
         "tasks": ["tests/distributed/test_tasks.py", "tests/distributed/test_library_tasks.py"],
-        "planning": ["tests/distributed/test_dry_run.py", "tests/distributed/test_plan_dry_run.py"],
+        "planning": [
+            *("tests/distributed/test_dry_run.py", "tests/distributed/test_plan_dry_run.py"),
+            "tests/distributed/test_memory.py",
+        ],
         "distillation": ["tests/distributed/test_distillation.py", "tests/distributed/test_distillation_grid.py"],
         "gpu_ready": ["tests/gpu_ready"],
         "families": ["tests/distributed/test_family_plans.py"],

@@ -21,6 +21,7 @@ from scripts._memory.options import models_to_measure, read_options
 from scripts._memory.ranks import Load, Usage, allocations, highest, measure, measure_all
 from scripts.memory import shapes_of, table
 from tests.harness import run_ranks
+from tests.suites import in_parity
 
 HIDDEN, VOCAB, LAYERS, EXPERTS, EXPERT_SIZE = 128, 512, 4, 8, 96
 COMMON: dict[str, Any] = {
@@ -134,6 +135,7 @@ def test_invalid_option_raises_config_error(options: str, message: str) -> None:
         models_to_measure(read_options(options.split())[1])
 
 
+@in_parity
 def test_single_process_state_is_four_times_the_parameters(one_process: dict[str, Usage]) -> None:
     for usage in one_process.values():
         assert usage.gradients == usage.parameters
@@ -141,6 +143,7 @@ def test_single_process_state_is_four_times_the_parameters(one_process: dict[str
         assert usage.peak > usage.state + usage.saved / 2
 
 
+@in_parity
 @pytest.mark.parametrize("name", ["dp_shard", "moe dp_shard"])
 def test_dp_shard_halves_model_and_optimizer_state(
     name: str, one_process: dict[str, Usage], two_ranks: dict[str, list[Usage]]
@@ -152,6 +155,7 @@ def test_dp_shard_halves_model_and_optimizer_state(
         assert usage.peak < single.peak
 
 
+@in_parity
 @pytest.mark.parametrize("name", ["tp", "tp sp"])
 def test_tp_halves_all_state_except_norms(
     name: str, one_process: dict[str, Usage], two_ranks: dict[str, list[Usage]]
@@ -166,6 +170,7 @@ def test_tp_halves_all_state_except_norms(
         assert usage.saved < (0.6 if name == "tp sp" else 0.7) * single.saved
 
 
+@in_parity
 def test_pp_halves_layers_and_keeps_embedding_on_first_stage(
     one_process: dict[str, Usage], two_ranks: dict[str, list[Usage]]
 ) -> None:
@@ -182,6 +187,7 @@ def test_pp_halves_layers_and_keeps_embedding_on_first_stage(
         assert usage.state < 0.56 * single.state
 
 
+@in_parity
 def test_ep_halves_state_and_never_gathers_experts(
     one_process: dict[str, Usage], two_ranks: dict[str, list[Usage]]
 ) -> None:
@@ -194,6 +200,7 @@ def test_ep_halves_state_and_never_gathers_experts(
         assert usage.peak < fsdp_usage.peak - one_layer
 
 
+@in_parity
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
 def test_cp_halves_activations(
     attention: str, one_process: dict[str, Usage], two_ranks: dict[str, list[Usage]]

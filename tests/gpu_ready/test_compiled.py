@@ -14,7 +14,7 @@ needs no gradient under adapters, and the others."""
 
 
 EACH_COMMIT = [
-    ("single", "padded"), ("tp with sequence parallelism", "packed"), ("pp", "adapters"),
+    ("tp with sequence parallelism", "packed"), ("pp", "adapters"),
 ]  # fmt: skip
 ALL = [(layout, rows) for layout in LAYOUTS for rows in ("packed", "padded", "adapters")]
 

@@ -17,6 +17,7 @@ def predicted(run: Run, name: str, device: str) -> float:
     return work.tokens / sum(step_seconds(work, costs(run, work, "all"), DEVICES[device]).values())
 
 
+@needs_all
 def test_fused_layers_are_predicted_to_reach_a_rate(fake_cuda: Run) -> None:
     """47,600 was predicted before the layers were fused and the loss added its chunks in one kernel."""
     assert predicted(fake_cuda, "1B full", "H200") >= 58_000

@@ -73,6 +73,7 @@ def test_rank_that_raises_is_not_started_again(login: Login) -> None:
     assert not (submission.run_dir / "restart").exists()
 
 
+@in_torture
 def test_job_with_a_range_of_nodes_uses_those_that_are_up(login: Login) -> None:
     """Of 7 nodes a global batch of 8 rows allows 4: the others stay idle, and the curve is that of one process."""
     steps = "training.max_steps=20"
