@@ -162,6 +162,7 @@ def _run(program: list[str]) -> int:
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     subprocess.Popen = subprocess_handler.Popen = PreloadedPopen  # type: ignore[misc]
+    # Processes of multiprocessing are forked too; "spawn" would start new interpreters.
     SpawnProcess._Popen = staticmethod(popen_fork.Popen)  # type: ignore[assignment,method-assign]
     torch.set_grad_enabled(True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1)

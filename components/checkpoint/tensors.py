@@ -183,7 +183,7 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
 
 
 def _check_moments(optimizers: Optimizers, parameters: Tensors) -> None:
-    """Require loaded state of torch's Adam and AdamW to have moments, or their next step would fail; a collective.
+    """Require loaded state of Adam, AdamW and their subclasses to have moments, or a step would fail; a collective.
 
     Raises ConfigError on every rank.
     """

@@ -11,7 +11,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,11 @@ class Disk:
                 missing = self.free() - leave
                 if missing <= 0:
                     return
-                with suppress(OSError):  # another process has used some of these bytes in the meantime
+                try:
                     os.posix_fallocate(filler.fileno(), os.fstat(filler.fileno()).st_size, missing)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:  # else another process has used some of these bytes in the meantime
+                        raise
         raise AssertionError(f"{self.folder} still has {self.free()} free bytes")
 
     def empty(self) -> None:

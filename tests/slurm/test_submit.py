@@ -58,14 +58,19 @@ def test_job_on_eight_nodes_logs_the_losses_of_one_process(login: Login) -> None
 
 
 def test_torchrun_launcher_logs_the_losses_of_one_process(login: Login) -> None:
-    each = 2 if TORTURE else 1
+    ranks_per_node = 2 if TORTURE else 1
     submission = login.run(
-        *("parallelism=fsdp2", "cluster=slurm_2node", f"cluster.procs_per_node={each}", "cluster.launcher=torchrun"),
+        *(
+            "parallelism=fsdp2",
+            "cluster=slurm_2node",
+            f"cluster.procs_per_node={ranks_per_node}",
+            "cluster.launcher=torchrun",
+        ),
         *(*CPU, *QUICK, "training.micro_batch_size=1", "training.max_steps=3"),
     )
     single_process = login.run(*QUICK, "parallelism=single", "training.max_steps=3", "run.dir=alone")
     login.wait_for_end(submission)
-    assert result_of(submission.run_dir)["processes"] == 2 * each
+    assert result_of(submission.run_dir)["processes"] == 2 * ranks_per_node
     assert steps_of(submission.run_dir) == pytest.approx(steps_of(login.folder / "alone"), rel=1e-5)
     assert single_process.status == 0
 

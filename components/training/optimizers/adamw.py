@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from components.training.optimizers.gradients import local_tensor
+
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW; a step passes local shards to the kernel instead of DTensors.
@@ -17,14 +19,17 @@ class AdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fill the lists of parameters, gradients, moments and step counters with local shards."""
+        """Fill the lists of parameters, gradients, moments and step counters with local shards.
+
+        Overrides a private method of torch.optim.Adam, whose `step` passes the lists to the kernel.
+        """
         is_complex: bool = super()._init_group(group, *lists)
         parameters, gradients, *moments, _steps = lists
         for index, parameter in enumerate(parameters):
             if isinstance(parameter, DTensor):
                 for each in (gradients, *filter(None, moments)):
                     each[index] = _shard_like(parameter, each[index])
-        parameters[:] = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
+        parameters[:] = map(local_tensor, parameters)
         return is_complex
 
 

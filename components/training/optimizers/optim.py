@@ -172,7 +172,7 @@ def _honors_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
     `found_inf` and `grad_scale` are the attributes through which torch.amp.GradScaler passes the decision to fused
     optimizers. Of torch's, only Adam and AdamW qualify: a skipped first step of fused SGD leaves its momentum
-    uninitialized, and a subclass may compute anything around the kernel.
+    uninitialized, and a subclass other than Meshbook's AdamW may compute anything around the kernel.
     """
     if isinstance(optimizer, Muon | AdamW8bit):
         return True
