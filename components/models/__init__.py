@@ -9,7 +9,7 @@ lora/            add_adapters: LoRA, DoRA and QLoRA on linear layers, LoRA on fu
 quantization/    4-bit weights (NF4), and linear layers that compute in float8
 layers.py        decoder_layers, checkpoint_activations, count_parameters
 activations/     selective activation checkpointing; saved activations in host memory
-fused_layers.py  fuse_layers: norms and rotary embeddings in fewer kernels
+fused_layers.py  fuse_layers: norms, rotary embeddings and SwiGLUs in fewer kernels; swiglu_kernel.py: SwiGLU's on a GPU
 rope.py          scale_rope: extended context of rotary position embeddings
 compile.py       compile_layers, and removal of truncated files from torch's compile cache
 generation.py    generate, stream_tokens: greedy or sampled answers

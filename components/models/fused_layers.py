@@ -1,4 +1,4 @@
-"""RMSNorms and rotary position embeddings in fewer kernels than transformers' own, where both compute the same.
+"""RMSNorms, rotary position embeddings and SwiGLUs in fewer kernels than transformers', where both compute the same.
 
 Each class of a model is compared with its replacement on random values, so that no list of model types is needed.
 """
@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -20,7 +21,7 @@ ROTARY = "apply_rotary_pos_emb"
 """Function of transformers' modeling files that rotates queries and keys."""
 NORM_TOLERANCE = 1e-6
 """Largest relative difference of two norms in float64; transformers' norms compute in float32."""
-ROTARY_TOLERANCE = 1e-12
+ROTARY_TOLERANCE = SWIGLU_TOLERANCE = 1e-12
 WIDTH = 8
 """Features of the random values."""
 
@@ -32,9 +33,11 @@ class FusedLayers:
     norms: int
     rotary: int
     """Attention modules."""
+    swiglus: int
+    """MLPs."""
 
     def __str__(self) -> str:
-        return f"fused: {self.norms} RMSNorms, rotary embeddings of {self.rotary} layers"
+        return f"fused: {self.norms} RMSNorms, rotary embeddings of {self.rotary} layers, SwiGLU of {self.swiglus} MLPs"
 
 
 class FusedNorm(nn.Module):
@@ -50,12 +53,38 @@ class FusedNorm(nn.Module):
         return rms_norm(hidden, weight, self.fused_eps)
 
 
+class FusedMLP(nn.Module):
+    """Base class of replaced MLPs with projections of their own for gate and up."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., hidden) -> (..., hidden)."""
+        module: Any = self
+        return module.down_proj(swiglu(module.gate_proj(hidden), module.up_proj(hidden)))
+
+
+class FusedJointMLP(nn.Module):
+    """Base class of replaced MLPs with one projection for gate and up, such as Phi-3's."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., hidden) -> (..., hidden)."""
+        module: Any = self
+        gate, up = module.gate_up_proj(hidden).chunk(2, dim=-1)
+        return module.down_proj(swiglu(gate, up))
+
+
+MLPS = {
+    frozenset({"gate_proj", "up_proj", "down_proj"}): FusedMLP,
+    frozenset({"gate_up_proj", "down_proj"}): FusedJointMLP,
+}
+"""Names of an MLP's linear layers -> base class of its replacement."""
+
+
 def fuse_layers(model: nn.Module) -> FusedLayers:
-    """Replace the RMSNorms and rotary embeddings of a model, in place; parameters and their names do not change.
+    """Replace the RMSNorms, rotary embeddings and SwiGLUs of a model, in place; parameters and names do not change.
 
     Call it before the model is parallelized. Modules that compute something else keep their own forward.
     """
-    norms = rotary = 0
+    norms = rotary = swiglus = 0
     classes: dict[tuple[type, float | None], type | None] = {}
     for module in model.modules():
         kind = type(module)
@@ -69,7 +98,11 @@ def fuse_layers(model: nn.Module) -> FusedLayers:
             if key not in classes:
                 classes[key] = _fused_rotary(kind)
             rotary += _change_class(module, classes[key])
-    return FusedLayers(norms, rotary)
+        elif (base := MLPS.get(_linear_names(module))) and _is_swiglu(module, base):
+            if key not in classes:
+                classes[key] = type(f"Fused{kind.__name__}", (base, kind), {})
+            swiglus += _change_class(module, classes[key])
+    return FusedLayers(norms, rotary, swiglus)
 
 
 def _change_class(module: nn.Module, cls: type | None) -> bool:
@@ -140,6 +173,29 @@ def _rotates_halves(own: Callable[..., Any]) -> bool:
             torch.allclose(one, two, rtol=ROTARY_TOLERANCE, atol=ROTARY_TOLERANCE)
             for one, two in zip(own(*tensors), rotate(*tensors), strict=True)
         )
+
+
+def _linear_names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, child in module.named_children() if isinstance(child, nn.Linear))
+
+
+def _is_swiglu(mlp: nn.Module, base: type[nn.Module]) -> bool:
+    """Return whether an MLP computes the same as its replacement; a layer may have an activation of its own."""
+    kind: Any = type(mlp)
+    if len(inspect.signature(kind.forward).parameters) != 2:  # self and hidden
+        return False
+    probe: Any = copy.copy(mlp)
+    with unset_fake_temporarily(), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        probe._modules = dict(mlp._modules)
+        for name in sorted(_linear_names(mlp)):
+            outputs = 2 * WIDTH if name == "gate_up_proj" else WIDTH
+            linear = nn.Linear(WIDTH, outputs, bias=False, dtype=torch.float64, device="cpu")
+            linear.weight.copy_(torch.randn(outputs, WIDTH, generator=generator, dtype=torch.float64))
+            probe._modules[name] = linear
+        hidden = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+        own, fused = kind.forward(probe, hidden), base.forward(probe, hidden)
+    return torch.allclose(own, fused, rtol=SWIGLU_TOLERANCE, atol=SWIGLU_TOLERANCE)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -218,3 +274,58 @@ class _Rotate(torch.autograd.Function):
         result[..., :half].addcmul_(grad[..., half:], sin[..., half:])
         result[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
         return result.to(ctx.dtype), None, None
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, (..., width) as both (Shazeer 2020, arXiv:2002.05202).
+
+    The backward computes silu(gate) again, so that a layer saves one tensor of its MLP's width less.
+    """
+    product: Any = _SwiGLU.apply(gate, up)
+    return product
+
+
+class _SwiGLU(torch.autograd.Function):
+    """On a GPU one kernel forward and one backward, rounded once; on a CPU the operators and bits of transformers."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return swiglu_on_gpu(gate, up) if gate.is_cuda else F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        if gate.is_cuda:
+            grad_gate, grad_up = swiglu_backward_on_gpu(grad, gate, up)
+            return grad_gate, grad_up
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+# Operators, so that fake tensors and the policies of activation checkpointing need no Triton.
+@torch.library.custom_op("meshbook::swiglu", mutates_args=(), device_types="cuda")
+def swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up from one kernel."""
+    from components.models.swiglu_kernel import launch_swiglu
+
+    return launch_swiglu(gate, up)
+
+
+@torch.library.custom_op("meshbook::swiglu_backward", mutates_args=(), device_types="cuda")
+def swiglu_backward_on_gpu(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of gate and up from one kernel."""
+    from components.models.swiglu_kernel import launch_swiglu_backward
+
+    return launch_swiglu_backward(grad, gate, up)
+
+
+@swiglu_on_gpu.register_fake
+def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@swiglu_backward_on_gpu.register_fake
+def _(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from components import distributed, training
 from components.config.schema.model import LossMethod
 from components.parity.reference import Curve
 from components.training.objectives import chunked_loss
 from tests.distributed import parity
-from tests.distributed.parity import SMALL, Case, build, reference, run_case
+from tests.distributed.parity import SMALL, Case, build, recipe_config, reference, run_case
 from tests.distributed.test_parity import DDP, FSDP2, FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
 from tests.suites import PARITY
@@ -126,3 +127,17 @@ def test_chunked_loss_and_gradients_match_full_logits(world: int) -> None:
 def test_label_smoothing_and_z_loss_match_one_process(world: int) -> None:
     problems = run(world, TERMS[world])
     assert not problems, "\n".join(problems)
+
+
+def test_auto_avoids_the_logits_that_every_tp_rank_would_gather() -> None:
+    """Logits of the whole vocabulary exceed a chunk here, those of a rank's shard do not."""
+    model, recipe = build("llama", torch.float32), recipe_config(Case("llama", TP, 1, loss=LossMethod.auto))
+    tokens = recipe.training.micro_batch_size * recipe.training.seq_len
+
+    def on_rank(rank: int) -> LossMethod:
+        chunked_loss.CHUNK_LOGITS = dict.fromkeys(("cpu", "cuda"), tokens * 97 - 1)  # in this forked process
+        mesh = distributed.build_mesh(recipe.parallelism, "cpu")
+        sizes = (recipe.training, recipe.parallelism, mesh, None, torch.device("cpu"))
+        return training.attach_loss_head(model, recipe.model, *sizes).method
+
+    assert run_ranks(2, on_rank) == [LossMethod.chunked] * 2

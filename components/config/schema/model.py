@@ -252,8 +252,8 @@ class ModelConfig:
     """Apply torch.compile to each decoder layer and to the chunked loss: true, false or auto (on GPUs, unless another
     setting excludes it; the banner then reports why not)."""
     fused: Fused = Fused.auto
-    """Compute RMSNorms and rotary embeddings in fewer kernels than transformers, where the result is the same: auto (on
-    GPUs, unless the layers are compiled, which fuses more), all or none. The banner reports how many."""
+    """Compute RMSNorms, rotary embeddings and SwiGLUs in fewer kernels than transformers, where the result is the same:
+    auto (on GPUs, unless the layers are compiled, which fuses more), all or none. The banner reports how many."""
     router_aux: RouterAux = RouterAux.sequence
     """Load-balancing loss of a mixture of experts: sequence (per layer and sequence) or none. Part of the training
     loss, not of eval_loss."""
@@ -328,7 +328,7 @@ class ModelConfig:
         return ""
 
     def fuses(self, parallelism: ParallelismConfig, *, packs: bool, on_gpu: bool) -> bool:
-        """Whether norms and rotary embeddings are replaced (`fused`) in a run on a GPU or on a CPU."""
+        """Whether norms, rotary embeddings and SwiGLUs are replaced (`fused`) in a run on a GPU or on a CPU."""
         if self.fused == Fused.auto:
             return on_gpu and not self.compiles(parallelism, packs=packs, on_gpu=on_gpu)
         return self.fused == Fused.all

@@ -5,7 +5,8 @@ hidden size h with q query and k key-value features, f MLP features, elements of
 
 - each norm: its input in float32 (4 h), the normalized states and the output (2 h c); fused, its input and output;
 - attention: queries, keys, values and the output ((2 q + 2 k) c), and a float32 per head;
-- a gated MLP: gate, up, the activated gate and their product (4 f c); without a gate 2 f c;
+- a gated MLP: gate, up, the activated gate and their product (4 f c), fused without the activated gate; without a gate
+  2 f c;
 - with model.qat, as counted with torchao 0.18: 2 c per weight and c per input of a linear layer (int8_int4), or 16 + c
   per weight (int4_weight_only; 16 in float32).
 """
@@ -55,12 +56,17 @@ def layer_activations(w: Workload) -> LayerActivations:
         attention += c * queries  # the output before and after the all-to-all
     if a.family.query_key_norm is not QueryKeyNorm.none:
         attention += (c if w.fused else 4 + c) * (queries + keys)
-    mlp = _experts(w) if a.experts else (4 if a.family.gated else 2) * c * -(-a.mlp // tp)
+    mlp = _experts(w) if a.experts else (_gated(w) if a.family.gated else 2) * c * -(-a.mlp // tp)
     none = tokens * (norm_inputs + norm_outputs + attention + mlp) + _fake_quantized(w)
     layer_input = tokens * hidden * c / sp
     matmuls = (2 * queries + 2 * keys + hidden / sp * 2) * c + 4 * heads
     matmuls += (2 if a.family.gated else 1) * c * -(-a.mlp // tp) * (a.experts_per_token or 1)
     return LayerActivations(none=none, selective=layer_input + tokens * matmuls, full=layer_input)
+
+
+def _gated(w: Workload) -> int:
+    """Return how many tensors of its width a gated MLP saves."""
+    return 3 if w.fused else 4
 
 
 def _fake_quantized(w: Workload) -> float:
@@ -86,5 +92,5 @@ def _experts(w: Workload) -> float:
     features = -(-a.mlp // w.mesh.tp)
     routed = a.experts_per_token * c * (2 * a.hidden + 5 * features)
     router = 3 * 4 * a.experts
-    shared = 4 * c * -(-a.shared_mlp // w.mesh.tp)
+    shared = _gated(w) * c * -(-a.shared_mlp // w.mesh.tp)
     return routed + router + shared

@@ -20,9 +20,9 @@ ATTENTION_BACKWARD = 2.5
 EAGER_ROTARY = {False: 5.0, True: 1.9}
 """fused -> bytes that the rotary embedding moves without a compiler, relative to one kernel: two products, a negation,
 a concatenation and a sum, or a product and two sums in place."""
-EAGER_MLP = 1.8
-"""Bytes that the activation moves without a compiler, relative to one kernel. For norms and residuals:
-Implementation.eager_hidden."""
+EAGER_MLP = {False: 1.8, True: 1.0}
+"""fused -> bytes that the activation moves without a compiler, relative to one kernel each way. For norms and
+residuals: Implementation.eager_hidden."""
 FUSED_HIDDEN = 6.0
 """The same with fused norms. By the sizes of all tensors it would be 1.3; torchtitan's layers with fused norms took as
 long as 6 (row 1 of scripts/benchmark/published_points.csv)."""
@@ -207,7 +207,8 @@ def elementwise_works(workload: Workload, hardware: Hardware, implementation: Im
     eager = (1.0, 1.0, 1.0)
     if not workload.compiled:
         norms = min(implementation.eager_hidden, FUSED_HIDDEN) if workload.fused else implementation.eager_hidden
-        eager = (norms, EAGER_ROTARY[workload.fused], EAGER_MLP)
+        mlp_fused = workload.fused and not architecture.experts
+        eager = (norms, EAGER_ROTARY[workload.fused], EAGER_MLP[mlp_fused])
     values = 9 * hidden * eager[0] + 2 * rotated * eager[1] + 3 * mlp * eager[2] + 4 * routed
     traffic = workload.local_tokens * values * workload.compute_bytes
     yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)

@@ -432,18 +432,19 @@ def _loss_term(w: Workload, device: str) -> Term:
     if w.labels:
         return Term("loss", 12.0 * w.micro_batch * w.labels, "12 B x rows x labels")
     known = device == "cuda" and w.device_memory is not None
-    chunk = max(1, (chunk_logits(w.device_memory or 0) if known else CHUNK_LOGITS[device]) // vocabulary)
+    at_once = chunk_logits(w.device_memory or 0) if known else CHUNK_LOGITS[device]
     wide = c + 8 + (4 if c < 4 else 0)
     head = 0.0 if w.peft.adapts else vocabulary * hidden * (c + (4 if c < 4 else 0))
+    logits = w.architecture.vocab  # tp ranks gather them
     # A run chooses by its configured batch size, which counts pairs.
-    if w.loss is LossMethod.logits or (w.loss is LossMethod.auto and tokens // w.rows_per_unit <= chunk):
-        logits = w.architecture.vocab  # tp ranks gather them
+    fits = tokens // w.rows_per_unit <= max(1, at_once // logits)
+    if w.loss is LossMethod.logits or (w.loss is LossMethod.auto and fits):
         wide = max(4, c) + 8  # logits below float32 are freed before the backward
         first, second = tokens * logits * wide, tokens * logits * c + head
         if first > second:
             return Term("loss", first, f"{tokens:,} tokens x {logits:,} logits x {wide} B")
         return Term("loss", second, f"gradients of {tokens:,} x {logits:,} logits and of the head")
-    chunks = -(-tokens // chunk)
+    chunks = -(-tokens // max(1, at_once // vocabulary))
     rows = -(-tokens // chunks)  # chunks are equally long
     if w.frozen is not None:  # the student's logits and log-probabilities, and the teacher's
         wide = 2 * (c + max(4, c)) + (8 if c < 4 else 0)

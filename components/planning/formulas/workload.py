@@ -50,7 +50,7 @@ class Workload:
     float8: Float8
     compiled: bool
     fused: bool
-    """Whether norms and rotary embeddings run in few kernels (model.fused)."""
+    """Whether norms, rotary embeddings and SwiGLUs run in few kernels (model.fused)."""
     loss: LossMethod
     """auto, logits, chunked or liger, as configured."""
     optimizer: OptimizerConfig

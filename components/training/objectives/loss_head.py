@@ -104,14 +104,12 @@ def attach_loss_head(
         if method == LossMethod.auto:
             return LossHead(LossMethod.logits, f"{type(model).__name__}: {reason}")
         raise ConfigError(f"model.loss={method}: {type(model).__name__}: {reason}; set model.loss=logits") from reason
-    vocabulary = -(-_vocabulary(model) // (mesh.size("tp") if mesh else 1))
-    logits = _chunk_logits(device, mesh)
-    tokens, chunk = (
-        sizes.micro_batch_size * sizes.seq_len // (mesh.size("cp") if mesh else 1),
-        chunk_tokens(vocabulary, device, logits),
-    )
-    if method == LossMethod.auto and tokens <= chunk:
+    vocabulary, logits = _vocabulary(model), _chunk_logits(device, mesh)
+    tokens = sizes.micro_batch_size * sizes.seq_len // (mesh.size("cp") if mesh else 1)
+    # Of the whole vocabulary: without chunks, every tp rank holds all logits.
+    if method == LossMethod.auto and tokens <= chunk_tokens(vocabulary, device, logits):
         return LossHead(LossMethod.logits, f"{tokens:,} tokens x a vocabulary of {vocabulary:,} fit into one chunk")
+    chunk = chunk_tokens(-(-vocabulary // (mesh.size("tp") if mesh else 1)), device, logits)
     method = LossMethod.chunked if method == LossMethod.auto else method
     split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
     compiled = cfg.compile == "true"
