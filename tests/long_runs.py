@@ -82,7 +82,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
             ),
             *("tests/distributed/test_expert.py", "tests/distributed/test_router_loss.py"),
             *("tests/distributed/test_pipeline.py", "tests/recipes/test_benchmark_compare.py"),
-            "tests/recipes/test_mixture.py",
+            *("tests/recipes/test_mixture.py", "tests/recipes/test_guard.py"),
         ],
         "adapters": ["tests/distributed/test_lora.py", "tests/distributed/test_lora_experts.py"],
         "preferences": ["tests/distributed/test_preference_grid.py"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -110,6 +112,17 @@ class Login:
             return self.cluster.wait_for(submission.job, states)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{log_of(submission.run_dir)}") from None
+
+    def kill_rank(self, node: str) -> None:
+        """Send SIGKILL to the rank of recipes/finetune.py on a node."""
+        (rank,) = [
+            process
+            for process in self.cluster.processes(node)
+            if (command := Path(f"/proc/{process}/cmdline").read_text()).endswith("finetune.py\0")
+            and "torch.distributed.run" not in command
+            and "srun" not in command
+        ]
+        os.kill(rank, signal.SIGKILL)
 
     def jobs_ever(self) -> set[str]:
         """Return the ids of all jobs, past and present, of the cluster."""

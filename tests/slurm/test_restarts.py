@@ -1,12 +1,11 @@
 """Ranks that are started again in their job after a crash, and jobs that go on with fewer nodes.
 
-`make torture` kills ten ranks in a row, and takes nodes from a job and gives them back.
+`make torture` kills ten ranks in a row, and takes nodes from a job and gives them back. At each commit test_stops.py
+kills one.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -14,10 +13,10 @@ import pytest
 
 from tests.slurm.cluster import NODES, until
 from tests.slurm.login import CPU, QUICK, Login, log_of, result_of, steps_of
-from tests.suites import TORTURE, in_torture
+from tests.suites import in_torture
 
-KILLS = 10 if TORTURE else 1
-NODES_OF_KILLED_RUN = 4 if TORTURE else 2
+KILLS = 10
+NODES_OF_KILLED_RUN = 4
 UP = {"idle", "alloc", "mix", "comp"}
 SECONDS = 20.0
 """Most seconds from a kill to the first step, without the time that the first start took until then."""
@@ -28,6 +27,7 @@ RUN = (
 )
 
 
+@in_torture
 def test_killed_rank_is_started_again_in_its_job(login: Login) -> None:
     """The losses are those of an undisturbed run to the bit, and result.json counts the lost work."""
     nodes = f"cluster.nodes={NODES_OF_KILLED_RUN}"
@@ -39,7 +39,7 @@ def test_killed_rank_is_started_again_in_its_job(login: Login) -> None:
         _await_step(run, 30 * kill + 12)
         began = time.monotonic()
         node = NODES[kill % NODES_OF_KILLED_RUN]
-        _kill_rank(login, node)
+        login.kill_rank(node)
         until(lambda attempt=kill + 1: _first_step(run, attempt), lambda: log_of(run))
         durations.append(time.monotonic() - began)
     job = login.wait_for_end(submission)
@@ -47,8 +47,8 @@ def test_killed_rank_is_started_again_in_its_job(login: Login) -> None:
     result = result_of(run)
     assert (job["Restarts"], result["status"], result["restarts"]) == ("0", "ok", KILLS), log_of(run)
     assert steps_of(run) == steps_of(undisturbed.run_dir)
-    if TORTURE:  # with nothing else on the machine
-        assert max(durations) < SECONDS + result_of(undisturbed.run_dir)["seconds_to_first_step"], durations
+    # With nothing else on the machine:
+    assert max(durations) < SECONDS + result_of(undisturbed.run_dir)["seconds_to_first_step"], durations
     assert 0 < result["lost_steps"] < 30 * KILLS
     assert 0 < result["lost_seconds"] < sum(durations) + 30 * KILLS
     log = (run / "logs" / "job.log").read_text()
@@ -60,7 +60,7 @@ def test_rank_killed_under_torchrun_is_started_again(login: Login) -> None:
     submission = login.run(*RUN, "cluster.nodes=2", "cluster.launcher=torchrun")
     run = submission.run_dir
     _await_step(run, 15)
-    _kill_rank(login, "n2")
+    login.kill_rank("n2")
     job = login.wait_for_end(submission)
     assert (job["Restarts"], result_of(run)["status"], result_of(run)["restarts"]) == ("0", "ok", 1), log_of(run)
 
@@ -137,15 +137,3 @@ def _await_step(run: Path, step: int) -> None:
 def _first_step(run: Path, attempt: int) -> bool:
     file = run / "logs" / f"attempt_{attempt}" / "progress.json"
     return file.exists() and "first_step" in file.read_text()
-
-
-def _kill_rank(login: Login, node: str) -> None:
-    """Send SIGKILL to the rank of a node."""
-    (rank,) = [
-        process
-        for process in login.cluster.processes(node)
-        if (command := Path(f"/proc/{process}/cmdline").read_text()).endswith("finetune.py\0")
-        and "torch.distributed.run" not in command
-        and "srun" not in command
-    ]
-    os.kill(rank, signal.SIGKILL)

@@ -19,8 +19,8 @@ VALID = ("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, "train
 """Valid apart from the error that a test adds. A batch of 144 sequences is divisible by 2, 8, 9 and 18 processes."""
 
 
-def test_job_on_eight_nodes_logs_the_losses_of_one_process(login: Login) -> None:
-    """The submission does not import torch; the job has eight ranks, one per node, and the losses of one process."""
+def test_jobs_of_both_launchers_log_the_losses_of_one_process(login: Login) -> None:
+    """The submission does not import torch; the job has eight ranks, one per node. torchrun has two nodes."""
     submission = login.run(
         *("parallelism=fsdp2_tp4", "cluster=slurm_8node", "cluster.procs_per_node=1", "training.max_steps=3"),
         *(*CPU, *QUICK, "checkpoint.export=true", "generation.prompts=[Hello]"),
@@ -31,6 +31,11 @@ def test_job_on_eight_nodes_logs_the_losses_of_one_process(login: Login) -> None
     assert "components.launch.slurm.submit" in imported
     assert not imported & {"torch", "transformers", "datasets", "numpy"}
     assert submission.field("mesh").endswith("dp_shard=2 x ep=1 x cp=1 x tp=4: 8 processes on 8 nodes")
+    ranks_per_node = 2 if TORTURE else 1
+    torchrun = login.run(
+        *("parallelism=fsdp2", "cluster=slurm_2node", f"cluster.procs_per_node={ranks_per_node}"),
+        *("cluster.launcher=torchrun", *CPU, *QUICK, "training.micro_batch_size=1", "training.max_steps=3"),
+    )
     single_process = login.run(*QUICK, "parallelism=single", "training.max_steps=3", "run.dir=alone")
     login.wait_for_end(submission)
     run = submission.run_dir
@@ -54,25 +59,10 @@ def test_job_on_eight_nodes_logs_the_losses_of_one_process(login: Login) -> None
     result = result_of(run)
     assert (result["status"], result["processes"], result["steps"]) == ("ok", 8, 3)
     assert single_process.status == 0, single_process.errors
-    assert steps_of(run) == pytest.approx(steps_of(login.folder / "alone"), rel=1e-5)
-
-
-def test_torchrun_launcher_logs_the_losses_of_one_process(login: Login) -> None:
-    ranks_per_node = 2 if TORTURE else 1
-    submission = login.run(
-        *(
-            "parallelism=fsdp2",
-            "cluster=slurm_2node",
-            f"cluster.procs_per_node={ranks_per_node}",
-            "cluster.launcher=torchrun",
-        ),
-        *(*CPU, *QUICK, "training.micro_batch_size=1", "training.max_steps=3"),
-    )
-    single_process = login.run(*QUICK, "parallelism=single", "training.max_steps=3", "run.dir=alone")
-    login.wait_for_end(submission)
-    assert result_of(submission.run_dir)["processes"] == 2 * ranks_per_node
-    assert steps_of(submission.run_dir) == pytest.approx(steps_of(login.folder / "alone"), rel=1e-5)
-    assert single_process.status == 0
+    login.wait_for_end(torchrun)
+    assert result_of(torchrun.run_dir)["processes"] == 2 * ranks_per_node
+    for each in (run, torchrun.run_dir):
+        assert steps_of(each) == pytest.approx(steps_of(login.folder / "alone"), rel=1e-5)
 
 
 @in_torture
