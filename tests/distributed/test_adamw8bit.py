@@ -22,7 +22,7 @@ from tests.distributed.parity import MODELS, MOE_MODELS, Case, build, micro_batc
 from tests.distributed.test_muon import state_of
 from tests.harness import run_ranks
 from tests.optional import need_torchao
-from tests.suites import PARITY
+from tests.suites import PARITY, in_parity
 
 need_torchao()
 
@@ -222,6 +222,7 @@ def test_resume_on_the_same_mesh_continues_with_the_same_bits(axes: dict[str, An
     assert not differences(got, reference)
 
 
+@in_parity
 def test_meshes_that_keep_rows_whole_continue_with_the_same_bits(tmp_path: Path) -> None:
     plain = build("mixtral", torch.float32, FAMILIES["mixtral"])
     runs = [(2, {**ONE, "ep": 2}), (2, FSDP2), (1, SINGLE), (2, {**ONE, "pp": 2})]

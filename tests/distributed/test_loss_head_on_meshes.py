@@ -123,7 +123,7 @@ def test_chunked_loss_and_gradients_match_full_logits(world: int) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("world", TERMS)
+@pytest.mark.parametrize("world", TERMS if PARITY else [1, 4])
 def test_label_smoothing_and_z_loss_match_one_process(world: int) -> None:
     problems = run(world, TERMS[world])
     assert not problems, "\n".join(problems)

@@ -25,6 +25,7 @@ from components.models import compile_layers, use_causal_sdpa
 from components.observability import Reporter
 from tests.distributed.parity import Case, build, micro_batches
 from tests.harness import run_ranks
+from tests.suites import in_parity
 
 FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 HSDP = {"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": -1}
@@ -233,6 +234,7 @@ def test_recorded_bytes_of_a_step_match_the_parameter_sizes() -> None:
         assert ddp == {}
 
 
+@in_parity
 def test_compiled_layers_produce_the_same_traffic() -> None:
     def body(rank: int) -> None:
         tp = {"strategy": "fsdp2", "dp_shard": 1, "tp": -1}

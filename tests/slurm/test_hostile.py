@@ -232,22 +232,27 @@ def test_job_runs_in_a_folder_with_a_hostile_name(login: Login, runner: CommandR
     assert (submission.run_dir / "logs" / "latest" / "rank_0.log").exists()
 
 
+TRAINS = """
+    from recipes import finetune
+    finetune.main.__wrapped__(cfg)
+    """
+
+
 def test_secrets_in_the_environment_reach_the_rank_but_no_file(login: Login, runner: CommandRunner) -> None:
-    """The run takes steps, saves a checkpoint, exports and generates samples."""
+    """`make torture`: the run takes steps, saves a checkpoint, exports and generates samples."""
     secrets = {name: f"canary-{name.lower()}-4711" for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "AWS_KEY")}
     body = f"""
     from hashlib import sha256
     digests = {{name: sha256(os.environ.get(name, "").encode()).hexdigest() for name in {list(secrets)}}}
     (HERE / "report.json").write_text(json.dumps(digests))
-    from recipes import finetune
-    finetune.main.__wrapped__(cfg)
-    """
+    """ + (TRAINS if TORTURE else "")
     written = ("checkpoint.export=true", "generation.samples=1", "generation.prompts=[Hello]", "logging.examples=1")
     wandb = ["logging.wandb.mode=offline"] if TORTURE else []
     recipe = login.write_recipe(body)
     submission = runner.run(*ONE_NODE, *written, *wandb, "training.max_steps=2", recipe=recipe, **secrets)
     login.wait_for_end(submission)
-    assert result_of(submission.run_dir)["steps"] == 2
+    if TORTURE:
+        assert result_of(submission.run_dir)["steps"] == 2
     digests = {name: hashlib.sha256(value.encode()).hexdigest() for name, value in secrets.items()}
     assert json.loads((submission.run_dir / "report.json").read_text()) == digests
     files = [file for file in submission.run_dir.rglob("*") if file.is_file()]

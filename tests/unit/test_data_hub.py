@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from tests.suites import in_torture
 from tests.unit.test_data_files import ROWS, write
 
 HUB_SCRIPT = """
@@ -39,7 +38,7 @@ def start_hub_reader(cache: Path, name: str, column: str = "prompt", split: str 
     )
 
 
-@pytest.mark.slow
+@in_torture
 def test_concurrent_processes_can_fill_the_datasets_cache(tmp_path):
     """A local folder replaces the hub repository: `datasets` builds its cache from both in the same way."""
     folder = tmp_path / "repository"
