@@ -42,6 +42,8 @@ class Facts:
     """Source rows dropped because they had no prompt or no response (`data.bad_rows=drop`)."""
     unused: list[str] = field(default_factory=list)
     """Columns and message keys that neither the chat template nor Meshbook uses."""
+    lacks_template: bool = False
+    """Whether the tokenizer has no chat template for conversations."""
     rows: int = 0
     """Packed rows; 0: not packed, each sample is a row."""
     row_tokens: int = 0
@@ -75,6 +77,8 @@ class Facts:
                 f"packed into {self.rows:,} rows of {self.row_tokens:,} tokens, {full:.2f} % full, "
                 f"{self.samples / self.rows:.1f} samples each (at most {self.max_documents:,}); batch sizes count rows"
             )
+        if self.lacks_template:
+            parts.append("the tokenizer has no chat template: messages are joined with line breaks, without roles")
         parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
         return "; ".join(parts)

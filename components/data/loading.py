@@ -15,10 +15,14 @@ from components.config.errors import ConfigError
 from components.config.kinds import of_source
 from components.config.schema.checks import raise_all
 from components.config.schema.data import (
+    ChatDataConfig,
     CustomDataConfig,
     DataConfig,
+    DocsDataConfig,
     MixtureDataConfig,
+    PreferencesDataConfig,
     RowsDataConfig,
+    SftDataConfig,
     TokensDataConfig,
     UnusedKeys,
 )
@@ -42,6 +46,9 @@ from components.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CONVERSATIONS = (ChatDataConfig, DocsDataConfig, PreferencesDataConfig, SftDataConfig)
+"""Data that the chat template renders."""
 
 
 def build_dataset(
@@ -94,6 +101,7 @@ def _build_source(
         hashes = array("Q", map(hash_of_prompt, all_examples) if held_out_by_hash(cfg) else [0] * len(all_examples))
         examples = compress(all_examples, split_mask(hashes, cfg, is_eval))
     else:
+        facts.lacks_template = isinstance(cfg, CONVERSATIONS) and not tokenizer.chat_template
         examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(
             SourceSplit(cfg, is_eval), cfg, tokenizer, seq_len
         )

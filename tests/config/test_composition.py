@@ -113,6 +113,20 @@ def test_every_option_composes_and_is_restored_from_yaml(tmp_path: Path, name: s
     assert_types(again)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_group_replaces_a_value_of_a_recipes_file(name: str) -> None:
+    """Groups override the values of the file, so that a learning rate there would have no effect."""
+    stated = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    cfg = compose(name, *REQUIRED.get(name, []))
+    for section, values in stated.items():
+        if section in ("defaults", "hydra"):
+            continue
+        for key, value in values.items():
+            found = getattr(getattr(cfg, section), key)
+            is_fixed = value not in (None, "???") and not str(value).startswith("${")
+            assert not is_fixed or found == value, f"{section}.{key}={value} of conf/{name}.yaml has no effect: {found}"
+
+
 def test_a_stored_teacher_is_configured_like_the_distillation() -> None:
     """The same overrides give the same data, batches and objective."""
     distill, teacher = (compose(name, *REQUIRED[name], "training.seq_len=128") for name in ("distill", "teacher"))

@@ -360,6 +360,12 @@ def test_invalid_tools_and_template_kwargs_columns_are_reported(columns: dict, p
     assert problem in problems_of(tmp_path, rows_of([user("a"), assistant("b")], **columns))[0]
 
 
+def test_missing_chat_template_is_reported(tmp_path: Path) -> None:
+    rows = rows_of([user("a"), assistant("b")]) * 3
+    assert "the tokenizer has no chat template: messages are joined" in str(dataset(tmp_path, rows, None).facts)
+    assert "chat template" not in str(dataset(tmp_path, rows, unmarked(HERMES)).facts)
+
+
 # Unused keys
 
 
