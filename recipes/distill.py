@@ -33,10 +33,11 @@ def main(cfg: DistillConfig) -> None:
         distillation = training.build_distillation(cfg, run, student, tokenizer)  # loads the teacher
         optimizer = training.build_optimizer(student, cfg.optimizer)
 
-        texts, stored = {}, {}
-        for split in ("train", "eval"):
-            texts[split] = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split=split)
-            stored[split] = distillation.stored_values(texts[split], split)  # None if the teacher runs in every step
+        seq_len = cfg.training.seq_len
+        texts = {
+            split: data.build_dataset(cfg.data, tokenizer, seq_len=seq_len, split=split) for split in ("train", "eval")
+        }
+        stored = {split: distillation.stored_values(each, split) for split, each in texts.items()}  # or None
         identity, values = texts["train"].fingerprint, stored["train"]
         batches = data.TrainBatches(
             texts["train"], run.plan, seed=cfg.run.seed, fingerprint=identity, token_values=values

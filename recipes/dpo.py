@@ -33,10 +33,11 @@ def main(cfg: DpoConfig) -> None:
         preference = training.build_preference(cfg, run, model, len(tokenizer))
 
         # Pairs of answers, with their log-probabilities under the reference, the model before training, if it has one
-        pairs = {}
-        for split in ("train", "eval"):
-            read = data.build_pairs(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split=split)
-            pairs[split] = training.with_reference(model, read, preference, run)
+        seq_len = cfg.training.seq_len
+        read = {
+            split: data.build_pairs(cfg.data, tokenizer, seq_len=seq_len, split=split) for split in ("train", "eval")
+        }
+        pairs = {split: training.with_reference(model, each, preference, run) for split, each in read.items()}
         batches = data.TrainBatches(pairs["train"], run.plan, seed=cfg.run.seed, fingerprint=pairs["train"].fingerprint)
         held_out = data.EvalBatches(pairs["eval"], run.plan)
         optimizer = training.build_optimizer(model, cfg.optimizer)

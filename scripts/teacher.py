@@ -29,9 +29,12 @@ def main(cfg: StoreTeacherConfig) -> None:
         tokenizer = models.load_tokenizer(cfg.model)
         store = training.build_teacher_store(cfg, run, tokenizer)
         run.begin(store.teacher, notes=store.teacher.notes)
-        for split in ("train", "eval"):
-            texts = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split=split)
-            store.store(texts, split)
+        seq_len = cfg.training.seq_len
+        texts = {
+            split: data.build_dataset(cfg.data, tokenizer, seq_len=seq_len, split=split) for split in ("train", "eval")
+        }
+        for split, each in texts.items():
+            store.store(each, split)
         if not run.stopped:
             run.print(f"next: recipes/distill.py with teacher.stored={run.dir}, and the same data and model")
 

@@ -214,9 +214,9 @@ def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = F
 
 
 def stored_dtype_of(path: Path | str) -> str | None:
-    """Return the dtype of the parameters of the run that saved a checkpoint; None if its state does not state it.
+    """Return the dtype of the parameters of the run that saved a checkpoint; None if state.json does not record it.
 
-    Runs before model.dtype=auto existed stated it in their config.
+    Older runs recorded it in their config only.
     """
     try:
         state = json.loads((Path(path).expanduser() / STATE).read_text())

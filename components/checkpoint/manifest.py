@@ -233,7 +233,6 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def saved_at(folder: Path) -> float | None:
-    """Return when a checkpoint was saved, in seconds since the epoch; None if its manifest, of an early version, does
-    not say."""
+    """Return when a checkpoint was saved, in seconds since the epoch; None for early manifests, which lack it."""
     saved = Manifest.read(folder).saved
     return datetime.fromisoformat(saved).timestamp() if saved else None

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from components.models.build import build_on_meta, model_shape
     from components.models.compile import compile_layers
     from components.models.fused_layers import FusedLayers, fuse_layers
-    from components.models.generation import Sampling, encode_messages, encode_prompt, generate, stream_tokens
+    from components.models.generation import (
+        Sampling,
+        context_length,
+        encode_messages,
+        encode_prompt,
+        generate,
+        stream_tokens,
+    )
     from components.models.layers import (
         ParameterCounts,
         checkpoint_activations,

@@ -24,6 +24,8 @@ NORM_TOLERANCE = 1e-6
 ROTARY_TOLERANCE = SWIGLU_TOLERANCE = 1e-12
 WIDTH = 8
 """Features of the random values."""
+CANNOT_COMPUTE = (AttributeError, IndexError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of a model's code that shows thereby that it computes something else than the replacement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +128,12 @@ def _fused_norm(norm: nn.Module, eps: float) -> type | None:
     if len(inspect.signature(kind.forward).parameters) != 2:  # self and hidden: others have a gate
         return None
     probe: Any = copy.copy(norm)
+    generator = torch.Generator().manual_seed(0)
     with unset_fake_temporarily(), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
         weight = torch.rand(WIDTH, generator=generator, dtype=torch.float64) + 0.5
         hidden = 3 * torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
         probe._parameters = {"weight": nn.Parameter(weight)}
-        own, fused = kind.forward(probe, hidden), rms_norm(hidden, weight, eps)
-    if not torch.allclose(own.double(), fused, rtol=NORM_TOLERANCE, atol=NORM_TOLERANCE):
+    if not _agree(lambda: kind.forward(probe, hidden), lambda: rms_norm(hidden, weight, eps), NORM_TOLERANCE):
         return None
     return type(f"Fused{kind.__name__}", (FusedNorm, kind), {"fused_eps": eps})
 
@@ -159,20 +160,46 @@ def _fused_rotary(kind: Any) -> type | None:
 
 
 def _rotates_halves(own: Callable[..., Any]) -> bool:
-    """Return whether a rotary function computes the same as `rotate`."""
+    """Return whether a rotary function computes the same as `rotate`, for heads that are rotated whole or in part."""
     if list(inspect.signature(own).parameters) != list(inspect.signature(rotate).parameters):
         return False
+    generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    with unset_fake_temporarily(), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        tensors = draw(2, 3, 5, WIDTH), draw(2, 1, 5, WIDTH), draw(2, 5, WIDTH), draw(2, 5, WIDTH)
-        return all(
-            torch.allclose(one, two, rtol=ROTARY_TOLERANCE, atol=ROTARY_TOLERANCE)
-            for one, two in zip(own(*tensors), rotate(*tensors), strict=True)
-        )
+    with unset_fake_temporarily():
+        heads = draw(2, 3, 5, WIDTH), draw(2, 1, 5, WIDTH)
+        whole, part = ((*heads, draw(2, 5, width), draw(2, 5, width)) for width in (WIDTH, WIDTH // 2))
+    if not _agree(lambda: own(*whole), lambda: rotate(*whole), ROTARY_TOLERANCE):
+        return False
+    # A function that cannot rotate a part of a head is never called so.
+    return _fails(lambda: own(*part)) or _agree(lambda: own(*part), lambda: rotate(*part), ROTARY_TOLERANCE)
+
+
+def _agree(own: Callable[[], Any], fused: Callable[[], Any], tolerance: float) -> bool:
+    """Return whether two functions return the same tensor or tensors; False if one of them fails."""
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            ours, theirs = fused(), own()
+    except CANNOT_COMPUTE:
+        return False
+    pairs = zip(*([each] if isinstance(each, torch.Tensor) else each for each in (theirs, ours)), strict=True)
+    return all(
+        isinstance(one, torch.Tensor)
+        and one.shape == two.shape
+        and torch.allclose(one.double(), two, rtol=tolerance, atol=tolerance)
+        for one, two in pairs
+    )
+
+
+def _fails(own: Callable[[], Any]) -> bool:
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            own()
+    except CANNOT_COMPUTE:
+        return True
+    return False
 
 
 def _linear_names(module: nn.Module) -> frozenset[str]:
@@ -182,20 +209,22 @@ def _linear_names(module: nn.Module) -> frozenset[str]:
 def _is_swiglu(mlp: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether an MLP computes the same as its replacement; a layer may have an activation of its own."""
     kind: Any = type(mlp)
+    linear_names = _linear_names(mlp)
     if len(inspect.signature(kind.forward).parameters) != 2:  # self and hidden
         return False
+    if {name.partition(".")[0] for name, _ in mlp.named_parameters()} != linear_names:  # BitNet's has a norm
+        return False
     probe: Any = copy.copy(mlp)
+    generator = torch.Generator().manual_seed(0)
     with unset_fake_temporarily(), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
         probe._modules = dict(mlp._modules)
-        for name in sorted(_linear_names(mlp)):
+        for name in sorted(linear_names):
             outputs = 2 * WIDTH if name == "gate_up_proj" else WIDTH
             linear = nn.Linear(WIDTH, outputs, bias=False, dtype=torch.float64, device="cpu")
             linear.weight.copy_(torch.randn(outputs, WIDTH, generator=generator, dtype=torch.float64))
             probe._modules[name] = linear
         hidden = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-        own, fused = kind.forward(probe, hidden), base.forward(probe, hidden)
-    return torch.allclose(own, fused, rtol=SWIGLU_TOLERANCE, atol=SWIGLU_TOLERANCE)
+    return _agree(lambda: kind.forward(probe, hidden), lambda: base.forward(probe, hidden), SWIGLU_TOLERANCE)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -245,7 +274,7 @@ def rotate(
 
     Args:
         q: (batch, heads, seq, head_dim); k: (batch, kv_heads, seq, head_dim).
-        cos: (batch, seq, head_dim), as sin.
+        cos: (batch, seq, rotated), as sin. Features of a head beyond the first `rotated` do not change.
         unsqueeze_dim: Dim of q and k that cos and sin lack.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -255,25 +284,36 @@ def rotate(
 
 
 class _Rotate(torch.autograd.Function):
-    """x * cos + (-x2, x1) * sin for the two halves x1, x2 of the last dim: three kernels forward, three backward."""
+    """x * cos + (-x2, x1) * sin for the two halves x1, x2 of the rotated features: three kernels each way if these are
+    all features."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.dtype, half = x.dtype, x.shape[-1] // 2
-        output = x * cos
-        output[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        output[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        ctx.dtype, width = x.dtype, cos.shape[-1]
+        half = width // 2
+        output = _scaled(x, cos)
+        output[..., :half].addcmul_(x[..., half:width], sin[..., :half], value=-1)
+        output[..., half:width].addcmul_(x[..., :half], sin[..., half:])
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        half = grad.shape[-1] // 2
-        result = grad * cos
-        result[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        result[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        width = cos.shape[-1]
+        half = width // 2
+        result = _scaled(grad, cos)
+        result[..., :half].addcmul_(grad[..., half:width], sin[..., half:])
+        result[..., half:width].addcmul_(grad[..., :half], sin[..., :half], value=-1)
         return result.to(ctx.dtype), None, None
+
+
+def _scaled(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """Return x (..., head_dim) whose first features are multiplied by cos (..., rotated)."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return x * cos
+    return torch.cat((x[..., :width] * cos, x[..., width:]), -1)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,8 @@ def generate(
     """Return the continuation of each prompt, without the prompt and special tokens.
 
     Prompts are formatted with the tokenizer's chat template if it has one. Call it on all ranks with the same prompts:
-    they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step.
+    they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step. An answer
+    ends where the model's context does.
 
     Args:
         forward: Forward of the mesh; None: call the model itself. Without a cache of keys and values (pp, and tp with
@@ -118,7 +119,8 @@ def generate(
             for index, prompt in enumerate(prompts):
                 choose = partial(sampling.choose, prompt=index)
                 tokens = encode_prompt(tokenizer, prompt)
-                answer = stream_tokens(model, tokenizer, tokens, max_new_tokens, choose, forward, stopped)
+                most = min(max_new_tokens, (context_length(model) or 2**31) - len(tokens))
+                answer = stream_tokens(model, tokenizer, tokens, most, choose, forward, stopped)
                 token_lists.append(list(answer))
     finally:
         model.train(was_training)
@@ -181,9 +183,14 @@ def _next_token(logits: torch.Tensor, choose: Callable[[torch.Tensor], torch.Ten
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the tokens of a user's message with the chat template, or of the plain text if the tokenizer has none."""
+    """Return the tokens of a user's message with the chat template, or of the plain text if the tokenizer has none.
+
+    At least one token: an empty text is the token that begins a text, or else the one that ends it.
+    """
     if tokenizer.chat_template is None:
         tokens = tokenizer.encode(prompt)
+        if not tokens:
+            return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
         # Some tokenizers append an end-of-text token, after which there is nothing to continue.
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
     return encode_messages(tokenizer, [{"role": "user", "content": prompt}])
@@ -205,6 +212,12 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     except TemplateError as error:
         raise ConfigError(f"{where}: the chat template rejects this conversation: {error}") from error
     return tokenizer.encode(str(text), add_special_tokens=False)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a model's input; None if its config does not state it."""
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)
 
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

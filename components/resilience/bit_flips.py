@@ -1,4 +1,4 @@
-"""Flipped bits in one rank's tensors, as a processor that computes wrong numbers without an error leaves them.
+"""Injected bit flips in one rank's tensors, which simulate silent data corruption.
 
 For tests of the comparison of replicas. MESHBOOK_FAULT names the point, the rank and the step: see faults.py.
 """

@@ -1,8 +1,8 @@
-"""Numbers about files that were computed by an earlier start, so that the next one need not read the files again.
+"""Cache on disk of numbers computed from files, such as hashes, so that a start need not read unchanged files again.
 
-They are kept next to the token cache, and hold as long as size, inode and time of modification of the files do not
-change. A change within the resolution of the clock of a file system would be missed, so numbers about a file that was
-modified in the last seconds are not kept. Damage of a disk that changes none of them is not noticed either.
+It is next to the token cache. A number is valid while size, inode and time of modification of its file do not change. A
+change within the resolution of the clock of a file system would be missed, so numbers about a file that was modified in
+the last seconds are not kept. Damage of a disk that changes none of them is not noticed either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RECENT_SECONDS = 5.0
 
 
 class KnownNumbers:
-    """Numbers about some files, stored in another file; without it, or if it cannot be written, nothing is known."""
+    """Cached numbers of some files. If its file does not exist or cannot be written, nothing is cached."""
 
     def __init__(self, store: Path, files: Iterable[Path]) -> None:
         """`store`: Path of the file with the numbers; its time of modification is that of its last use.

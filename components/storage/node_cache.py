@@ -77,13 +77,22 @@ class NodeCache:
             if (found := self._cached(file, first, last)) is not None:
                 return found
             data = read()
-            with contextlib.suppress(OSError):
-                file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                temporary = file.with_name(f"{file.name}{_TEMPORARY}{secrets.token_hex(8)}")
-                temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
-                os.replace(temporary, file)
-                self._account(len(data))
+            self._keep(file, data)
         return data[first:last]
+
+    def _keep(self, file: Path, data: bytes) -> None:
+        """Write a part; on a disk that cannot be written, remove what was written, and old parts above the limit."""
+        temporary = file.with_name(f"{file.name}{_TEMPORARY}{secrets.token_hex(8)}")
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
+            os.replace(temporary, file)
+            self._account(len(data))
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            with contextlib.suppress(OSError):
+                self._account(self._limit or 0)
 
     def _cached(self, file: Path, first: int, last: int | None) -> bytes | None:
         """Return bytes of a cached part; None if it does not exist, is damaged or cannot be read."""

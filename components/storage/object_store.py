@@ -147,7 +147,7 @@ class ObjectStore:
         def put() -> None:
             self._fs.pipe_file(url, content)
             if self._fs.cat_file(url) != content:
-                raise OSError("the store returns another content than was written")
+                raise OSError("the store returned different content from what was written")
 
         self._retry(f"write {url}", put)
 
@@ -236,7 +236,7 @@ class ObjectStore:
             # Backends and their HTTP clients have no common base of their errors. Each is raised in the end.
             except Exception as error:
                 if type(error).__module__ == "builtins" and not isinstance(error, OSError):
-                    raise  # a mistake in the code
+                    raise  # a bug
                 if attempt == self._attempts or isinstance(error, _PERMANENT) or "Credentials" in type(error).__name__:
                     times = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise StorageError(f"cannot {what}: {describe(error)}{times}") from error
@@ -260,18 +260,15 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {re.sub(r'[?][^ ]*', '', text)}" if text else type(error).__name__
 
 
-def upload_folder(folder: Path, url: str, last: str) -> list[str]:
-    """Upload the files of a folder, in subfolders too, and return the lines to report.
+def upload_folder(store: ObjectStore, folder: Path, url: str, last: str) -> None:
+    """Upload the files of a folder, in subfolders too.
 
     Args:
         last: Name of the file to write last: without it, readers reject the folder.
     """
-    store = ObjectStore(url)
     files = sorted(each for each in folder.rglob("*") if each.is_file())
     files.sort(key=lambda each: each.name == last)
     if any(name_of(each.url) == last for each in store.list(url)):
         store.remove([f"{url.rstrip('/')}/{last}"])
     for file in files:
         store.upload(file, f"{url.rstrip('/')}/{file.relative_to(folder).as_posix()}")
-    repeats = store.repeats()
-    return [] if repeats is None else [repeats]

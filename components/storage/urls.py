@@ -1,4 +1,4 @@
-"""URLs of object stores: which strings are ones, and what is wrong with one. Imports neither torch nor fsspec."""
+"""URLs of object stores: parsing and validation. Imports neither torch nor fsspec."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def name_of(url: str) -> str:
 
 
 def url_problems(key: str, url: str | None) -> list[str]:
-    """Return what is wrong with the form of a URL, one message at most; other strings and None pass."""
+    """Return at most one config error, for a malformed URL; none for local paths and None."""
     found = _URL.fullmatch(url or "")
     if found is None:
         return []

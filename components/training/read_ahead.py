@@ -21,8 +21,8 @@ class ReadAhead:
     """Iterator over the micro-batches of the next `steps` optimizer steps; a context manager.
 
     While the training thread runs a step, another thread reads, collates and pins the micro-batches of the next step,
-    and no later ones. Copies to the device remain on the training thread. The cursor of `batches` moves when a batch is
-    taken, so a checkpoint continues after the last step that was trained, whatever has been read. An exception of the
+    and no later ones. Copies to the device remain on the training thread. The cursor of `batches` does not move: the
+    caller advances it once a step has been trained, so that a checkpoint continues after that step. An exception of the
     thread is raised, with the thread's traceback, when the step that needs the batch takes it.
 
     The thread starts with the context, and forks nothing. It is a daemon, because a read that a file system blocks must
@@ -31,7 +31,7 @@ class ReadAhead:
 
     def __init__(self, batches: TrainBatches, steps: int, device: torch.device) -> None:
         """Read from the cursor of `batches`; batches for a GPU are pinned."""
-        self._batches, self._device = batches, device
+        self._device = device
         self._upcoming = batches.upcoming(steps)
         self._left = steps
         self._results: SimpleQueue[list[Batch] | BaseException] = SimpleQueue()
@@ -61,7 +61,6 @@ class ReadAhead:
         if isinstance(result, BaseException):
             self._results.put(result)  # for later calls, since the thread has ended
             raise result
-        self._batches.advance()
         self._left -= 1
         self._wanted.release()
         return result

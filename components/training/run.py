@@ -64,7 +64,7 @@ class Run(Attempt):
         self.plan = data.BatchPlan.of(cfg.training, self.mesh.rank("dp"), self.mesh.size("dp"), padding)
         """Assignment of the global batch's rows to dp ranks and micro-batches."""
         self.total_steps = cfg.training.max_steps or 0
-        """Optimizer steps of the whole run. With training.epochs it is 0 until `begin`, which knows the data."""
+        """Optimizer steps of the whole run. With training.epochs it is 0 until `begin`, which reads the data."""
         self._mirror = checkpoint.Mirror.open(cfg.checkpoint, self.dir)
         self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume, self._mirror)
         self._step_contexts = ExitStack()
@@ -261,9 +261,14 @@ class Run(Attempt):
         """Whether to evaluate after the loop: the run is complete, and its last step was not evaluated yet."""
         return not self.stopped and self._evaluated_step != self.state.step
 
+    @property
+    def _eval_loss_of_step(self) -> float | None:
+        """Held-out loss after the current step; None if it was not evaluated, or not to the end."""
+        return self.eval_loss if self._evaluated_step == self.state.step and not self.stopped else None
+
     def save(self, step: Step) -> None:
-        """Save a checkpoint after a step, recording the held-out loss if the step was evaluated. A collective."""
-        self._save(checkpoint.Mark(self.eval_loss if step.due_eval else None, ephemeral=not step.save_is_scheduled))
+        """Save a checkpoint after a step, with its held-out loss if it was evaluated before. A collective."""
+        self._save(checkpoint.Mark(self._eval_loss_of_step, ephemeral=not step.save_is_scheduled))
 
     def finish(self) -> None:
         """Save the last checkpoint if it is due, and wait for all writes. A collective.
@@ -274,7 +279,7 @@ class Run(Attempt):
         self._read_all()
         is_new = self.state.step > self._resumed_at or not (self.resume_from or self.stopped)
         if is_new and (self.cfg.checkpoint.last or self.stopped):
-            self._save(checkpoint.Mark(None if self.stopped else self.eval_loss), last=True)
+            self._save(checkpoint.Mark(self._eval_loss_of_step), last=True)
         elif is_new:
             self._compare_replicas()  # the export must not hold wrong numbers either
         self._saver.wait()
@@ -313,6 +318,7 @@ class Run(Attempt):
     def _end_step(self, step: Step, numbers: StepNumbers) -> None:
         self._step_contexts.close()
         cfg = self.cfg
+        self._batches.advance()
         self.state.step = step.number
         evaluates = bool(cfg.training.eval_every) and step.number % cfg.training.eval_every == 0
         saves = bool(cfg.checkpoint.every) and step.number % cfg.checkpoint.every == 0

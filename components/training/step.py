@@ -16,7 +16,7 @@ from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.distributed.pipeline.schedule import Pipeline, pad_to_longest
 from components.training.forward import head_keywords, local_batch, training_loss, weigh_rows
-from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
+from components.training.loss import all_ranks, count_targets, reduce_loss, sum_over_ranks
 from components.training.metrics import FIELDS, StepNumbers
 from components.training.objectives import PLAIN, Objective
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
@@ -46,13 +46,15 @@ def train_step(
         batches = pad_to_longest(batches)
     device_batches = [batch.to(settings.device) for batch in batches]
     local_count = torch.stack([objective.count(batch) for batch in device_batches]).sum() * settings.counts_rows
+    local_targets = torch.stack([count_targets(batch.targets) for batch in device_batches]).sum() * settings.counts_rows
     local_batches = [local_batch(batch, settings, settings.router_loss) for batch in device_batches]
     extras = torch.tensor((*requests, seconds_at_peak), dtype=torch.float64).to(settings.device, non_blocking=True)
-    totals = sum_over_ranks(torch.cat([local_count[None], extras]))  # units, requests, seconds at peak
-    units = totals[0].clamp(min=1)
+    # units, targets, requests, seconds at peak
+    totals = sum_over_ranks(torch.cat([torch.stack([local_count, local_targets]), extras]))
+    units, targets = totals[0].clamp(min=1), totals[1].clamp(min=1)
 
     local_batches = objective.with_token_values(model, local_batches)
-    measured, row_loss, targets = None, None, units
+    measured, row_loss = None, None
     if objective.needs_row_scores:
         local_batches, scores, weighted = weigh_rows(model, local_batches, objective)
         row_loss = weighted.loss_sum
@@ -86,14 +88,14 @@ def train_step(
     # The check for finite losses would make the host wait; a non-finite loss is visible in the metrics.
     loss, count = reduce_loss(losses, local_count, dp_group=all_ranks(), check_finite=False)
     norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
-    tokens, metrics = count, totals[:0]
+    tokens, metrics = totals[1:2], totals[:0]
     if measured is not None:
         tokens, metrics = measured[:1], measured[1:] / count.clamp(min=1)
     if (token_sums := objective.token_sums()) is not None:
         metrics = sum_over_ranks(
             token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens
         ) / count.clamp(min=1)
-    vector = torch.cat([loss / count.clamp(min=1), norm, tokens, skipped, totals[1:], metrics])
+    vector = torch.cat([loss / count.clamp(min=1), norm, tokens, skipped, totals[2:], metrics])
     return StepNumbers(vector, (*FIELDS, *objective.metrics))
 
 

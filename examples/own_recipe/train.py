@@ -49,14 +49,16 @@ def main(cfg: ToGoalConfig) -> None:
         run.begin(model, optimizer, batches, held_out)
         for step in run.steps():
             step.done(training.train_step(model, step.batches, optimizer, objective, step.requests))
-            if step.due_save:
-                run.save(step)
+            reached = False
             if step.due_eval:
                 measured = training.evaluate(model, held_out, run=run)
                 run.report_eval(measured)
-                if measured.count and measured.loss <= cfg.goal.eval_loss:  # the same on every rank
-                    run.print(f"reached goal.eval_loss={cfg.goal.eval_loss} after {step.number} steps")
-                    break
+                reached = bool(measured.count) and measured.loss <= cfg.goal.eval_loss  # the same on every rank
+            if step.due_save:
+                run.save(step)
+            if reached:
+                run.print(f"reached goal.eval_loss={cfg.goal.eval_loss} after {step.number} steps")
+                break
         run.finish()
 
 

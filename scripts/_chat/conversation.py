@@ -86,7 +86,7 @@ class Conversation:
     def _limit(self, used: int) -> tuple[int, str]:
         """Return the most tokens of an answer after `used` ones, and what limits them. Raises ConfigError for 0."""
         most = self._max_new_tokens
-        context = getattr(self._chat_model.model.config.get_text_config(), "max_position_embeddings", None)
+        context = models.context_length(self._chat_model.model)
         if context is None or used + most <= context:
             return most, f"cut at {most:,} tokens, see --max-new-tokens"
         if used >= context:

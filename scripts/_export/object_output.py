@@ -38,11 +38,12 @@ def upload_output(folder: Path, out: str | None) -> None:
     """Upload the folder and remove it, if `out` is a URL. Raises ConfigError, and keeps the folder then."""
     if out is None or not is_url(out):
         return
+    store = ObjectStore(out)
     try:
-        repeats = upload_folder(folder, out, LAST)
+        upload_folder(store, folder, out, LAST)
     except OSError as error:
         raise ConfigError(f"--out {out}: {describe(error)}; the export in {folder} is complete") from error
-    for line in repeats:
-        print_text(line)
+    if (repeats := store.repeats()) is not None:
+        print_text(repeats)
     shutil.rmtree(folder.parent)
     print_text(f"uploaded {out}")

@@ -136,6 +136,7 @@ def train(objective: str, plain: Any, axes: dict[str, Any], steps: int, micro_ba
     for step in range(steps):
         numbers = training.train_step(prepared, batches.at(step), optimizer, loss)
         curve.losses.append(numbers["loss"].item())
+        assert numbers["tokens"].item() == GLOBAL_BATCH * (2 if objective == "reward" else 1)  # scored tokens
         curve.accuracies.append(numbers["accuracy"].item())
         curve.norms.append(numbers["grad_norm"].item())
     held_out = training.evaluate(prepared, data.EvalBatches(everything, plan), loss)

@@ -58,7 +58,26 @@ def test_exception_handled_by_the_recipe_still_leaves_a_result(bench: Bench) -> 
     assert "stopped at a zero" in done.output
     result = json.loads((bench.folder / "mine" / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("ok", 2)
-    assert [path.name for path in (bench.folder / "mine" / "checkpoints").iterdir()] == ["step_2"]
+    (saved,) = (bench.folder / "mine" / "checkpoints").iterdir()
+    assert saved.name == "step_2"
+    # A resume trains on the batch of the third step, which was read but not trained on.
+    assert json.loads((saved / "state.json").read_text())["extra"]["data"]["step"] == 2
+
+
+def test_checkpoint_saved_before_the_evaluation_has_no_held_out_loss(bench: Bench) -> None:
+    """checkpoint.keep_best would keep it for the loss of an earlier step."""
+    text = (RECIPES / "finetune.py").read_text()
+    evaluation, save = (
+        "            if step.due_eval:\n",
+        "            if step.due_save:\n                run.save(step)\n",
+    )
+    assert text.count(evaluation) == text.count(save) == 1
+    bench.recipe.write_text(text.replace(save, "").replace(evaluation, save + evaluation))
+    done = bench.start(*SHORT, "training.eval_every=2", "checkpoint.every=2", "checkpoint.keep=9").wait()
+    assert done.status == 0, done.errors
+    manifests = (bench.folder / "mine" / "checkpoints").glob("step_*/manifest.json")
+    marked = {file.parent.name: json.loads(file.read_text())["eval_loss"] is not None for file in manifests}
+    assert marked == {"step_2": False, "step_4": False, "step_6": True}
 
 
 def test_unhandled_exception_ends_the_run_as_failed(bench: Bench) -> None:

@@ -87,7 +87,7 @@ def test_job_with_a_range_of_nodes_uses_those_that_are_up(login: Login) -> None:
     run = submission.run_dir
     assert (job["NumNodes"], result_of(run)["status"], result_of(run)["processes"]) == ("7", "ok", 4), log_of(run)
     assert (run / "logs" / "attempt_0" / "nodes").read_text().split() == ["n1", "n3", "n4", "n5"]
-    assert "n6, n7, n8 idle: the run can use 4 or 8 nodes" in (run / "logs" / "job.log").read_text()
+    assert "n6, n7, n8 stay idle: the run can use 4 or 8 nodes" in (run / "logs" / "job.log").read_text()
     _assert_same_curve(login, run, steps)
 
 

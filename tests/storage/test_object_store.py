@@ -11,6 +11,7 @@ from components.storage import object_store
 from components.storage.node_cache import NodeCache
 from components.storage.object_store import ObjectStore, StorageError, StoredObject
 from components.storage.urls import package_problems, url_problems
+from tests.distributed.disks import small_disk
 from tests.storage.conftest import S3, SECRET
 
 ROOT = "s3://bucket/folder"
@@ -101,3 +102,16 @@ def test_the_cache_keeps_parts_below_its_limit_and_repairs_them(tmp_path: Path) 
     assert len(reads) == 101, "a damaged part was not read again"
     cache.part(source._replace(version="v2"), 99 * part, lambda: read(99 * part))
     assert len(reads) == 102, "a part of another version was used"
+
+
+def test_the_cache_leaves_nothing_of_parts_that_a_full_disk_rejects(tmp_path: Path) -> None:
+    """A temporary file per part would keep the disk full."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts a small disk: needs root")
+    with small_disk(tmp_path / "disk", "5m"):
+        cache, source = NodeCache(tmp_path / "disk", 64 << 20), StoredObject("s3://bucket/shard", 1 << 30, "v1")
+        for start in range(0, 12 << 20, 1 << 20):
+            assert cache.part(source, start, lambda: b"x" * (1 << 20)) == b"x" * (1 << 20)
+        files = [file.name for file in (tmp_path / "disk").rglob("*.part*")]
+        assert len(files) == 4  # what fits, without temporary files
+        assert not [name for name in files if ".tmp" in name]

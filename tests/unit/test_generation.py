@@ -56,6 +56,20 @@ def test_frequencies_of_sampled_tokens_follow_the_probabilities() -> None:
     assert (counts[expected == 0] == 0).all()
 
 
+@pytest.mark.parametrize("prompt", ["", "a" * 20, "a" * 40])
+def test_empty_and_long_prompts_have_answers_within_the_context(prompt: str) -> None:
+    """GPT-2 has an embedding per position."""
+    values = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 24}
+    cfg = ModelConfig(init=WeightInit.random, config=values, tokenizer="bytes", path=None)
+    model, tokenizer = build_on_meta(cfg), load_tokenizer(cfg)
+    tokenizer.chat_template = None
+    materialize(model, "cpu")
+    fill_weights(model, cfg, seed=0)
+    model.generation_config.eos_token_id = []
+    (answer,) = generate(model, tokenizer, [prompt], 9)
+    assert isinstance(answer, str)
+
+
 def test_token_depends_on_seed_prompt_and_position_only() -> None:
     logits = torch.zeros(100_000)
     torch.manual_seed(1)

@@ -11,11 +11,22 @@ import torch.nn.functional as F
 
 from components.models.fused_layers import FusedNorm, fuse_layers, rms_norm, rotate, swiglu
 from components.models.lora.product import add_low_rank
-from tests.distributed.parity import MODELS, build
+from tests.distributed.parity import SMALL, build
 
-FUSED = {"llama": (5, 2, 2), "qwen3": (9, 2, 2), "phi3": (5, 2, 2), "gemma": (0, 2, 0), "gpt2": (0, 0, 0)}
+FUSED = {
+    "llama": (5, 2, 2), "qwen3": (9, 2, 2), "phi3": (5, 2, 2), "gemma": (0, 2, 0), "gpt2": (0, 0, 0),
+    "nemotron": (0, 2, 0), "gpt_neox": (0, 2, 0), "phi3 in part": (5, 2, 2), "gpt_oss": (5, 0, 0), "bitnet": (9, 2, 0),
+}  # fmt: skip
 """Model -> fused norms, rotary embeddings and SwiGLUs. Gemma's norms multiply by 1 + weight and its MLPs have a GELU:
-they keep their own forward."""
+they keep their own forward, as other MLPs and experts do. Nemotron, GPT-NeoX and some Phi-3 models rotate a part of
+each head."""
+MORE_MODELS = {
+    "nemotron": {**SMALL, "model_type": "nemotron"},
+    "gpt_neox": {**SMALL, "model_type": "gpt_neox", "rotary_pct": 0.5, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "phi3 in part": {**SMALL, "model_type": "phi3", "partial_rotary_factor": 0.5},
+    "gpt_oss": {**SMALL, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8},
+    "bitnet": {**SMALL, "model_type": "bitnet"},
+}
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -24,12 +35,12 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_layers_give_the_loss_and_gradients_of_transformers(name: str) -> None:
-    own: Any = build(name, torch.float64)
+    own: Any = build(name, torch.float64, MORE_MODELS.get(name))
     fused = copy.deepcopy(own)
     counts = fuse_layers(fused)
     assert (counts.norms, counts.rotary, counts.swiglus) == FUSED[name]
     copied = copy.deepcopy(fused)  # copies keep the fused forwards
-    ids = torch.randint(0, MODELS[name]["vocab_size"], (2, 16))
+    ids = torch.randint(0, 97, (2, 16))
     losses = []
     for model in (own, fused, copied):
         loss = model(input_ids=ids, labels=ids).loss
@@ -47,6 +58,8 @@ def test_gradients_equal_finite_differences() -> None:
     torch.manual_seed(0)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (drawn(2, 3, 8), drawn(8)))
     cos, sin = drawn(2, 3, 8).detach(), drawn(2, 3, 8).detach()
+    assert torch.autograd.gradcheck(lambda q, k: rotate(q, k, cos, sin), (drawn(2, 4, 3, 8), drawn(2, 1, 3, 8)))
+    cos, sin = cos[..., :4], sin[..., :4]  # half of each head is rotated
     assert torch.autograd.gradcheck(lambda q, k: rotate(q, k, cos, sin), (drawn(2, 4, 3, 8), drawn(2, 1, 3, 8)))
     assert torch.autograd.gradcheck(swiglu, (drawn(2, 3, 8), drawn(2, 3, 8)))
     factors = (drawn(2, 3, 5), drawn(2, 3, 8), drawn(2, 8), drawn(5, 2))

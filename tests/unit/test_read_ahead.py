@@ -82,6 +82,7 @@ def test_batches_and_cursor_are_those_of_reading_in_place(kind: str, start: int)
     with ReadAhead(found, 4, CPU) as ahead:
         for batches in ahead:
             assert tensors(batches) == tensors(next(expected))
+            found.advance()
             assert found.state_dict() == expected.state_dict()
     assert found.state_dict()["step"] == start + 4
 
@@ -138,8 +139,9 @@ def test_error_of_the_thread_is_raised_at_its_step_with_the_thread_s_traceback()
     rows.bad_after = 4  # the third step, which is read during the second
     batches = batches_of(rows)
     with ReadAhead(batches, 9, CPU) as ahead:
-        next(ahead)
-        next(ahead)
+        for _ in range(2):
+            next(ahead)
+            batches.advance()
         assert settled(5, rows) == 5
         for _ in range(2):  # the second call must not wait for a thread that has ended
             with pytest.raises(OSError, match="Input/output error: 'row") as raised:

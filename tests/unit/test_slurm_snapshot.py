@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -46,6 +47,24 @@ def test_project_without_git_copies_code_and_text_files(project: Path, tmp_path:
     assert copied(target) == {"recipes/mine.py", "components/a.py", "conf/finetune.yaml", "notes.md"}
     assert number == 4
     assert (target / "components" / "a.py").read_text() == "this is components/a.py"
+
+
+def test_second_snapshot_has_no_files_of_the_first(project: Path, tmp_path: Path) -> None:
+    """Python would import a package of the first snapshot instead of a module of this name."""
+    write(project, "components/part/__init__.py")
+    target = tmp_path / "copy"
+    copy_code(project / "recipes" / "mine.py", target)
+    shutil.rmtree(project / "components" / "part")
+    write(project, "components/part.py")
+    copy_code(project / "recipes" / "mine.py", target)
+    assert copied(target) == {
+        "recipes/mine.py",
+        "components/a.py",
+        "components/part.py",
+        "conf/finetune.yaml",
+        "notes.md",
+    }
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("copy")] == ["copy"]
 
 
 def test_git_project_copies_tracked_and_untracked_files_as_on_disk(project: Path, tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ for shape, dtype in (((2, 3, 1100), torch.float64), ((5, 64), torch.float32), ((
         assert torch.allclose(result, reference, rtol=tolerance, atol=tolerance), (shape, dtype)
 """
 SWIGLU_COMPILES = """
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -64,8 +63,8 @@ from components.models.swiglu_kernel import _swiglu, _swiglu_backward
 
 TENSORS = {"grad", "gate", "up", "grad_gate", "grad_up", "product"}
 for kernel in (_swiglu, _swiglu_backward):
-    kinds = {name: "*bf16" if name in TENSORS else "i32" for name in kernel.arg_names} | {"wide": "constexpr"}
-    source = ASTSource(fn=kernel, signature=kinds, constexprs={"wide": tl.float32})
+    kinds = {name: "*bf16" if name in TENSORS else "i32" for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs={})
     compiled = compile(source, target=GPUTarget("cuda", 90, 32))
     assert compiled.asm["cubin"]
     assert "cvt.rn.bf16" in compiled.asm["ptx"]  # rounds to nearest

@@ -110,9 +110,10 @@ class Mirror:
         with fail_together(f"the export could not be copied to {self.url}"):
             for folder in folders if this_rank() == 0 else ():
                 is_adapter = (folder / "adapter_config.json").is_file()
-                upload_folder(
-                    folder, join(self.url, folder.name), "adapter_config.json" if is_adapter else "config.json"
-                )
+                last = "adapter_config.json" if is_adapter else "config.json"
+                upload_folder(self.store, folder, join(self.url, folder.name), last)
+        if (repeats := self.repeats()) is not None:
+            logger.warning(repeats)
 
     def repeats(self) -> str | None:
         """Return a line about this rank's failed requests since the last call; None if there were none."""

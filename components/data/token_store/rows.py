@@ -57,6 +57,8 @@ class RowSelection:
     def __len__(self) -> int:
         if not self.fraction:
             count = 0 if self.is_eval else self.rows
+        elif not self.rows:
+            count = 0
         else:
             chunks = -(-self.rows // self.chunk)
             held_out = int(chunks * self._share)

@@ -128,7 +128,7 @@ def get(context: str | None, path: str) -> Answer:
 
 
 def may(context: str | None, namespace: str, verb: str, group: str, resource: str) -> bool:
-    """Return whether this user may do something in a namespace, True if the cluster does not tell.
+    """Return whether this user may do something in a namespace, True if the cluster does not report it.
 
     The request of `kubectl auth can-i`, without the downloads of the cluster's API description that precede it there.
     Raises as `run_kubectl`.

@@ -142,7 +142,7 @@ class _PodAttempt:
     def _look_for_lost_pods(self) -> None:
         if not self.lost and (lost := self.pod.lost_members(self.attempt)):
             self.lost = lost
-            print_text(f"pods {', '.join(map(str, lost))} were replaced: this attempt cannot go on", flush=True)
+            print_text(f"pods {', '.join(map(str, lost))} were replaced: this attempt cannot continue", flush=True)
 
     def _show_log(self) -> None:
         """Copy new output of rank 0 to this pod's, for `kubectl logs`."""

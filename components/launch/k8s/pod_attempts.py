@@ -4,7 +4,7 @@ A job's pods start at different times, and the job replaces each pod that stoppe
 RUN/logs/pods/JOB/INDEX. The first pod waits until all pods have done so with uids that no earlier attempt used; it then
 claims the next attempt and publishes the uids in the attempt's `pods.json`, where the others find theirs. An attempt
 ends for all its pods when one of them is replaced. The first pod publishes how the attempt ended, since only rank 0
-knows.
+writes the result.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _state(name: JobName) -> Job:
 
 
 def describe_status(job: dict[str, Any], workload: Workload) -> tuple[JobState, str, bool]:
-    """Return the state of a Job or JobSet object, the cluster's words for it, and whether it has ended for good."""
+    """Return the state of a Job or JobSet object, the condition that the cluster reports, and whether it has ended."""
     status, deleted = job.get("status") or {}, "deletionTimestamp" in (job.get("metadata") or {})
     conditions = {each.get("type"): each for each in status.get("conditions") or () if each.get("status") == "True"}
     for ending in ("Complete", "Completed"):

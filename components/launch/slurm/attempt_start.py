@@ -71,9 +71,9 @@ def _choose_nodes(run_dir: Path, logs: Path, counts: Sequence[int], failing: set
         return
     used = usable[: max(count for count in counts if count <= len(usable))]
     if left_out:
-        print_text(f"without {', '.join(left_out)}, which failed in {FAILURES} attempts", flush=True)
+        print_text(f"starting without {', '.join(left_out)}, which failed in {FAILURES} attempts", flush=True)
     if idle := usable[len(used) :]:
-        print_text(f"{', '.join(idle)} idle: the run can use {' or '.join(map(str, counts))} nodes", flush=True)
+        print_text(f"{', '.join(idle)} stay idle: the run can use {' or '.join(map(str, counts))} nodes", flush=True)
     if len(used) < len(allocated):
         atomic_write(logs / NODES, _as_lines(used), PRIVATE)
 

@@ -27,7 +27,7 @@ def copied_recipe_path(recipe_file: Path, target: Path) -> Path:
 
 
 def copy_code(recipe_file: Path, target: Path) -> int:
-    """Copy the project, and the recipe's folder if it is outside, to `target`; return the number of files.
+    """Replace `target` by a copy of the project, and of the recipe's folder if it is outside; return the file count.
 
     In a git repository, copy tracked and new files, but not ignored ones. Elsewhere, copy code and text files: the
     whole project, but only the top level and the packages of the recipe's folder.
@@ -45,9 +45,16 @@ def copy_code(recipe_file: Path, target: Path) -> int:
             f"cluster.snapshot=true: the code at {PROJECT} and {folder} is {size / 2**20:.0f} MiB, more "
             f"than {LARGEST // 2**20}; add files that are not code to .gitignore, or set cluster.snapshot=false"
         )
+    # A file that no longer exists must not stay: Python prefers an old package to a new module of its name.
+    fresh = target.with_name(f"{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
     for source, copied in pairs:
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, copied)
+        new = fresh / copied.relative_to(target)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, new)
+    if target.exists():
+        shutil.rmtree(target)
+    fresh.rename(target)
     return len(pairs)
 
 

@@ -104,7 +104,7 @@ def attach_loss_head(
         if method == LossMethod.auto:
             return LossHead(LossMethod.logits, f"{type(model).__name__}: {reason}")
         raise ConfigError(f"model.loss={method}: {type(model).__name__}: {reason}; set model.loss=logits") from reason
-    vocabulary, logits = _vocabulary(model), _chunk_logits(device, mesh)
+    vocabulary, logits = vocabulary_of(model), _chunk_logits(device, mesh)
     tokens = sizes.micro_batch_size * sizes.seq_len // (mesh.size("cp") if mesh else 1)
     # Of the whole vocabulary: without chunks, every tp rank holds all logits.
     if method == LossMethod.auto and tokens <= chunk_tokens(vocabulary, device, logits):
@@ -290,7 +290,7 @@ def _logits_transform(model: Any, name: str) -> LogitsTransform | None:
         placeholder._modules[name] = _Constant(logits[None])
         return class_forward(placeholder, input_ids=None, use_cache=False).logits[0]
 
-    logits = 4 * torch.randn(3, _vocabulary(model), generator=torch.Generator().manual_seed(0))
+    logits = 4 * torch.randn(3, vocabulary_of(model), generator=torch.Generator().manual_seed(0))
     half = logits.shape[1] // 2
     try:
         with torch.no_grad():
@@ -322,7 +322,8 @@ def _check_head(head: nn.Module) -> None:
         raise _UnsupportedError(f"the tp plan places the weight of its LM head as {placement}, not vocabulary-parallel")
 
 
-def _vocabulary(model: Any) -> int:
+def vocabulary_of(model: Any) -> int:
+    """Return the vocabulary size of a model."""
     return model.config.get_text_config().vocab_size
 
 

@@ -21,7 +21,7 @@ from components.training.forward import last_hidden
 from components.training.objectives.chunked_loss import Head
 from components.training.objectives.contract import Vocabulary
 from components.training.objectives.distillation import Distillation, TeacherHead, TeacherHidden
-from components.training.objectives.loss_head import local_head
+from components.training.objectives.loss_head import local_head, vocabulary_of
 from components.training.objectives.stored_teacher import StoredDistillation
 from components.training.setup.prepare import MeshRun, frozen_config, prepare_frozen
 from components.training.setup.prepared import Prepared
@@ -150,8 +150,3 @@ def _check_tokenizer(cfg: DistillConfig, teacher: ModelConfig, tokenizer: PreTra
 def _with_teacher_keys(problem: str) -> str:
     """Return a problem of the teacher's model config with its keys (model.path) rewritten to teacher.path."""
     return re.sub(r"\bmodel\.(?=(path|revision|tokenizer|dtype|trust_remote_code)\b)", "teacher.", problem)
-
-
-def vocabulary_of(model: Any) -> int:
-    """Return the vocabulary size of a model."""
-    return model.config.get_text_config().vocab_size

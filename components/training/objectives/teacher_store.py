@@ -27,8 +27,9 @@ from components.training.objectives.chunked_loss import chunk_tokens
 from components.training.objectives.cross_entropy import log_softmax
 from components.training.objectives.distillation import TeacherHead
 from components.training.objectives.divergence import sum_over_shards
+from components.training.objectives.loss_head import vocabulary_of
 from components.training.objectives.stored_teacher import DTYPES, REMEDY, STARTS, Rows, hash_of_vocabulary
-from components.training.objectives.teacher import head_of, load_teacher, vocabulary_of
+from components.training.objectives.teacher import head_of, load_teacher
 from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS, find_top_k
 from components.training.setup.prepared import Prepared
 

@@ -82,7 +82,7 @@ def _choose_attention(model: Prepared, cfg: ModelConfig, batch: Batch, state: Tr
 
         choice, saved = None, state.attention_kernel
         default = next((each.kernel for each in observed if not each.masked), "")
-        if saved is not None and attention_choice.is_usable(saved):
+        if saved is not None and (saved == default or attention_choice.is_usable(saved)):
             choice = [saved, f"attention kernel: {saved}, that of the checkpoint", default]
         elif this_rank() == 0 and first is not None and not any(each.dropout for each in observed):
             rates = attention_choice.measure_kernels(attention_choice.observed_call(*first), default)
