@@ -147,11 +147,11 @@ LARGE = ["training.global_batch_size=512", "training.micro_batch_size=256", "tra
 
 @pytest.fixture
 def small_device(tmp_path: Path) -> Path:
-    """Return a folder in which cluster.gpu=small has 2.8 GB."""
+    """Return a folder in which cluster.gpu=small has 2.6 GB."""
     folder = tmp_path / "conf" / "local" / "gpu"
     folder.mkdir(parents=True)
     text = (REPOSITORY / "conf" / "gpu" / "l40s.yaml").read_text().splitlines()
-    lines = ["memory_bytes: 2.8e+9" if line.startswith("memory_bytes") else line for line in text]
+    lines = ["memory_bytes: 2.6e+9" if line.startswith("memory_bytes") else line for line in text]
     (folder / "small.yaml").write_text("\n".join(lines))
     return tmp_path
 

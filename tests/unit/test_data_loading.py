@@ -125,7 +125,7 @@ def test_overlong_samples_are_truncated_on_the_right_and_counted(tmp_path):
     facts = dataset.facts
     assert (facts.samples, facts.tokens, facts.target_tokens) == (2, 19, 9)
     assert (facts.truncated, facts.dropped_without_target, facts.dropped_overlong) == (1, 2, 0)
-    assert str(facts) == (
+    assert str(facts).startswith(
         f"{tmp_path}/x.jsonl (train): 2 samples, 19 tokens, 9 with loss; 1 cut to seq_len; 2 without a target dropped"
     )
 
