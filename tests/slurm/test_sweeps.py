@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,9 @@ def test_study_limits_its_jobs_stops_a_loser_and_continues_after_a_kill(login: L
     done = login.run(*command, recipe=recipe)
     assert list(_states(sweep).values()) == ["ok"] * 5 + ["stopped early"], done.output
     assert done.status == 0, done.errors
-    assert "stopped early: score is 9 at best up to step 1; the median of 4 points there is 2.5" in done.output
+    # The sixth point, 0.5, may have been measured before.
+    median = r"the median of (4 points there is 2\.5|5 points there is 2)\b"
+    assert re.search(rf"stopped early: score is 9 at best up to step 1; {median}", done.output), done.output
     assert len(login.jobs_ever() - before) == 6
 
 
