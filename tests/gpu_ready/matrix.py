@@ -56,9 +56,9 @@ LEVERS: dict[str, dict[str, Any]] = {
 PAIRS = [(lever, layout) for lever in LEVERS for layout in (EXPERT_LAYOUTS if lever == "experts" else LAYOUTS)]
 PEAK_TOLERANCE = 0.1
 """Largest relative difference of the planner's peak memory."""
-UNPLANNED = {("selective recompute", "pp"): 0.15}
-"""Pairs with a larger one: the formulas add all activations of a recomputed layer to all gradients of a stage, which do
-not exist together."""
+UNPLANNED = {("adamw8bit", "single"): 0.15}
+"""Pairs with a larger one: torchao's update, which GPUs compile, holds several float32 copies of the embedding if it is
+not compiled."""
 
 
 def peak_tolerance(lever: str, layout: str) -> float:

@@ -320,10 +320,12 @@ def _last_gradients(w: Workload, rank: _Rank, gradients: Term, activations: Term
         others = activations.value * (in_flight - 1) / in_flight
         new = rank.trained_layer.gathered
         kept = Term("activations", others + one.value, f"{in_flight - 1:g} micro-batches in flight, and one layer")
+        newest = Term("new gradients", new * _accumulated_bytes(w), f"{new:,.0f} elements of one layer")
+        # With all micro-batches in flight, the first backward adds to no gradients, and the last has none beside it.
+        both = in_flight < w.micro_batches
         return [
             *_waiting_gradients(w, rank, gradients),
-            Term("new gradients", new * _accumulated_bytes(w), f"{new:,.0f} elements of one layer"),
-            kept,
+            *([newest, kept] if both else max([kept], [newest, one], key=total)),
             _split_backward(w, rank),
             _gathered_term(w, rank, rank.layers),
         ]
@@ -433,7 +435,6 @@ def _loss_term(w: Workload, device: str) -> Term:
         return Term("loss", 12.0 * w.micro_batch * w.labels, "12 B x rows x labels")
     known = device == "cuda" and w.device_memory is not None
     at_once = chunk_logits(w.device_memory or 0) if known else CHUNK_LOGITS[device]
-    wide = c + 8 + (4 if c < 4 else 0)
     head = 0.0 if w.peft.adapts else vocabulary * hidden * (c + (4 if c < 4 else 0))
     logits = w.architecture.vocab  # tp ranks gather them
     # A run chooses by its configured batch size, which counts pairs.
@@ -445,6 +446,9 @@ def _loss_term(w: Workload, device: str) -> Term:
             return Term("loss", first, f"{tokens:,} tokens x {logits:,} logits x {wide} B")
         return Term("loss", second, f"gradients of {tokens:,} x {logits:,} logits and of the head")
     chunks = -(-tokens // max(1, at_once // vocabulary))
+    # Logits, log-probabilities or their gradient in float32, and below float32 both in their own dtype; the gradient of
+    # the chunk before is freed late.
+    wide = c + 8 + (0 if c >= 4 else c if chunks == 1 else 2 * c)
     rows = -(-tokens // chunks)  # chunks are equally long
     if w.frozen is not None:  # the student's logits and log-probabilities, and the teacher's
         wide = 2 * (c + max(4, c)) + (8 if c < 4 else 0)
