@@ -76,7 +76,7 @@ def test_checkpoint_saved_before_the_evaluation_has_no_held_out_loss(bench: Benc
     done = bench.start(*SHORT, "training.eval_every=2", "checkpoint.every=2", "checkpoint.keep=9").wait()
     assert done.status == 0, done.errors
     manifests = (bench.folder / "mine" / "checkpoints").glob("step_*/manifest.json")
-    marked = {file.parent.name: json.loads(file.read_text())["eval_loss"] is not None for file in manifests}
+    marked = {file.parent.name: json.loads(file.read_text())["body"]["eval_loss"] is not None for file in manifests}
     assert marked == {"step_2": False, "step_4": False, "step_6": True}
 
 
