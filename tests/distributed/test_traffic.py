@@ -193,8 +193,8 @@ def test_recorded_bytes_of_a_step_match_the_parameter_sizes() -> None:
     """Computed by hand: FSDP pads the rows of every parameter to a multiple of the ranks and moves full units.
 
     The first layer is gathered again in the backward pass; the last layer and the head with the final norm stay
-    unsharded, and the embedding's gradient does not need its weight. Further all-reduces: units, targets, three flags and
-    the FLOPs; the loss and its tokens; the gradient norm over the sharded axes.
+    unsharded, and the embedding's gradient does not need its weight. Further all-reduces: units, targets, three flags
+    and the FLOPs; the loss and its tokens; the gradient norm over the sharded axes.
     """
     sizes: dict[str, dict[int, int]] = {}  # unit -> number of shards -> bytes per shard
     for name, parameter in build("llama", torch.float32).named_parameters():
