@@ -46,10 +46,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5, help="steps of each method; the first is not measured")
+    parser.add_argument("--float32", action="store_true", help="compute in float32, so that losses can be compared")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cpu")
     compute_dtype, precision = training.compute_dtype(MODEL, device)
+    if options.float32:
+        compute_dtype, precision = torch.float32, "float32"
     settings = training.StepSettings(device, autocast=None if compute_dtype == torch.float32 else compute_dtype)
     runs = {}
     for method, (peft, change) in METHODS.items():
