@@ -322,10 +322,9 @@ def _last_gradients(w: Workload, rank: _Rank, gradients: Term, activations: Term
         kept = Term("activations", others + one.value, f"{in_flight - 1:g} micro-batches in flight, and one layer")
         newest = Term("new gradients", new * _accumulated_bytes(w), f"{new:,.0f} elements of one layer")
         # With all micro-batches in flight, the first backward adds to no gradients, and the last has none beside it.
-        both = in_flight < w.micro_batches
         return [
             *_waiting_gradients(w, rank, gradients),
-            *([newest, kept] if both else max([kept], [newest, one], key=total)),
+            *([newest, kept] if in_flight < w.micro_batches else max([kept], [newest, one], key=total)),
             _split_backward(w, rank),
             _gathered_term(w, rank, rank.layers),
         ]
@@ -446,8 +445,7 @@ def _loss_term(w: Workload, device: str) -> Term:
             return Term("loss", first, f"{tokens:,} tokens x {logits:,} logits x {wide} B")
         return Term("loss", second, f"gradients of {tokens:,} x {logits:,} logits and of the head")
     chunks = -(-tokens // max(1, at_once // vocabulary))
-    # Logits, log-probabilities or their gradient in float32, and below float32 both in their own dtype; the gradient of
-    # the chunk before is freed late.
+    # Logits and log-probabilities in float32; below it also logits, their gradient and that of the chunk before.
     wide = c + 8 + (0 if c >= 4 else c if chunks == 1 else 2 * c)
     rows = -(-tokens // chunks)  # chunks are equally long
     if w.frozen is not None:  # the student's logits and log-probabilities, and the teacher's
