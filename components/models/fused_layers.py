@@ -24,8 +24,8 @@ NORM_TOLERANCE = 1e-6
 ROTARY_TOLERANCE = SWIGLU_TOLERANCE = 1e-12
 WIDTH = 8
 """Features of the random values."""
-CANNOT_COMPUTE = (AttributeError, IndexError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of a model's code that shows thereby that it computes something else than the replacement."""
+CANNOT_COMPUTE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of a model's own code on the random values: it needs other inputs, and computes something else."""
 
 
 @dataclass(frozen=True, slots=True)
