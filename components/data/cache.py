@@ -124,7 +124,7 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
         if isinstance(cfg, TextDataConfig)
         else _Encoder(split, tokenizer, usage=KeyUsage(ChatTemplate(tokenizer)))
     )
-    tokenizer_hash = None if cfg.cache is None else hash_of_tokenizer(tokenizer)
+    tokenizer_hash = None if cfg.cache is None else hash_of_tokenization(tokenizer)
     if cfg.cache is None or tokenizer_hash is None:
         return _tokenize(encoder)
     try:
@@ -157,7 +157,7 @@ def _identity(split: SourceSplit, folder: Path) -> tuple[str, int]:
     return content, size
 
 
-def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def hash_of_tokenization(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a hash of everything that determines a tokenizer's output, or None if it cannot be serialized (slow)."""
     if not is_fast(tokenizer):
         return None

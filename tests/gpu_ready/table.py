@@ -63,15 +63,14 @@ def page() -> str:
     for lever in levers:
         keys = [key for key in now if key[0] == lever]
         parts += [f"## {lever[:1].upper()}{lever[1:]}\n", _table(HEADER, [_row(key, now, before) for key in keys])]
-    if SPEEDS.exists():
-        parts += ["## Predicted speed\n", SPEED_TEXT, _speed_table(), _calibration(), _term_table()]
+    parts += ["## Predicted speed\n", SPEED_TEXT, _speed_table(), _calibration(), _term_table()]
     return "\n".join(parts)
 
 
 def excerpt() -> str:
     """Return the part of RESULTS.md: limits and predicted speeds."""
-    parts = [_limits(recorded(COUNTS), recorded(BEFORE)), EXCERPT_TEXT]
-    return "\n".join([*parts, SPEEDS_TEXT, _speed_table(), _calibration()] if SPEEDS.exists() else parts)
+    limits = _limits(recorded(COUNTS), recorded(BEFORE))
+    return "\n".join([limits, EXCERPT_TEXT, SPEEDS_TEXT, _speed_table(), _calibration()])
 
 
 def results() -> str:

@@ -14,7 +14,7 @@ import xxhash
 
 from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, TextDataConfig
-from components.data.cache import batches_of, hash_of_tokenizer
+from components.data.cache import batches_of, hash_of_tokenization
 from components.data.sources.files import readable
 from components.data.sources.rows import BadRowReport, each_document, train_location
 from components.data.sources.split import rows_of
@@ -93,7 +93,7 @@ def settings_of(
     tokenizer: PreTrainedTokenizerBase, name: str, *, text_column: str, bad_rows: BadRows
 ) -> CorpusSettings:
     """Return the settings for a tokenizer, `name` in messages. Raises ConfigError if it is a slow one."""
-    hashed = hash_of_tokenizer(tokenizer)
+    hashed = hash_of_tokenization(tokenizer)
     if hashed is None:
         raise ConfigError(
             f"model.tokenizer={name}: is not a fast tokenizer (tokenizer.json), so its version cannot be recorded in "
