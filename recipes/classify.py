@@ -1,10 +1,10 @@
 """Sequence classification and reward models on any mesh: a Hugging Face decoder with a score head, full or LoRA.
 
 python recipes/classify.py data.path=mail.jsonl data.num_labels=2             # rows of text and label (0, 1, ...)
-python recipes/classify.py data.path=mail.jsonl data.label_names=[ham,spam]     # labels by name
+python recipes/classify.py data.path=mail.jsonl 'data.label_names=[ham,spam]'   # labels by name
 python recipes/classify.py data.path=mail.csv data.text_column=body data.label_column=class data.num_labels=5
 python recipes/classify.py objective=reward data=preferences data.path=pairs.jsonl   # rows of prompt, chosen, rejected
-python recipes/classify.py objective=reward data=preferences data.path=pairs.jsonl peft=lora
+python recipes/classify.py objective=reward data=preferences data.path=pairs.jsonl peft=lora optimizer.lr=5e-4
 python recipes/classify.py data.path=mail.jsonl data.num_labels=2 parallelism=fsdp2_tp2 cluster=local_4proc
 python scripts/score.py outputs/classify/RUN/export pairs.jsonl                 # rewards and accuracy of an export
 

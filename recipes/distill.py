@@ -5,7 +5,7 @@ python recipes/distill.py teacher.path=Qwen/Qwen3-8B model=qwen3_0_6b data=jsonl
 python recipes/distill.py teacher.path=T model.config.num_hidden_layers=4 model.init=random   # a student from scratch
 python recipes/distill.py teacher.path=T objective.divergence=reverse_kl objective.temperature=2
 python recipes/distill.py teacher.path=T objective.cross_entropy_weight=0.5             # half of the loss from the data
-python recipes/distill.py teacher.path=T evaluation.tasks=[hellaswag] evaluation.every=500  # lm-eval on the student
+python recipes/distill.py teacher.path=T 'evaluation.tasks=[hellaswag]' evaluation.every=500  # lm-eval on the student
 python recipes/distill.py teacher.path=T parallelism=fsdp2_tp2 cluster=local_4proc      # another mesh, the same curve
 
 python scripts/teacher.py teacher.path=T run.dir=outputs/teacher/mine                   # run the teacher once, and then
@@ -59,7 +59,7 @@ def main(cfg: DistillConfig) -> None:
             run.report_eval(training.evaluate(student, held_out, distillation, run))
         run.finish()
         training.show_generations(student, tokenizer, texts["eval"], cfg.generation, run)
-        tasks.evaluate(student, run)  # a run that was stopped neither generates, evaluates nor exports
+        tasks.evaluate(student, run)  # this and the lines below do nothing if the run was stopped
         run.export(tokenizer)
 
 

@@ -2,13 +2,13 @@
 
 python recipes/dpo.py data.path=pairs.jsonl                             # rows of prompt, chosen, rejected
 python recipes/dpo.py data.path=pairs.jsonl data.chosen_column=better data.rejected_column=worse
-python recipes/dpo.py data.path=pairs.jsonl peft=lora                   # the reference is the model without adapters
+python recipes/dpo.py data.path=pairs.jsonl peft=lora optimizer.lr=5e-4 # adapters; they need a higher learning rate
 python recipes/dpo.py data.path=pairs.jsonl objective.beta=0.3          # stay closer to the reference (default: 0.1)
 python recipes/dpo.py data.path=pairs.jsonl objective.label_smoothing=0.1               # for noisy preferences (cDPO)
 python recipes/dpo.py data.path=pairs.jsonl objective=simpo             # without a reference model
 python recipes/dpo.py data.path=rated.jsonl objective=kto               # rows of prompt, completion, label
 python recipes/dpo.py data.path=pairs.jsonl parallelism=fsdp2_tp2 cluster=local_4proc   # another mesh, the same curve
-python recipes/dpo.py data.path=pairs.jsonl evaluation.tasks=[hellaswag]            # tasks of lm-eval, at the end
+python recipes/dpo.py data.path=pairs.jsonl 'evaluation.tasks=[hellaswag]'          # tasks of lm-eval, at the end
 python recipes/dpo.py data.path=pairs.jsonl run.dir=outputs/mine        # the same command again resumes the run
 
 Batch sizes count pairs. Logged metrics are means over pairs. Under DPO, "margin" is beta x (log-ratio of the chosen
@@ -56,7 +56,7 @@ def main(cfg: DpoConfig) -> None:
             run.report_eval(training.evaluate(model, held_out, preference, run))
         run.finish()
         training.show_generations(model, tokenizer, pairs["eval"], cfg.generation, run)
-        tasks.evaluate(model, run)  # neither generations, tasks nor an export in a run that was stopped
+        tasks.evaluate(model, run)  # this and the lines below do nothing if the run was stopped
         run.export(tokenizer)
 
 

@@ -5,9 +5,9 @@ python recipes/finetune.py data=jsonl data.path=mine.jsonl              # your p
 python recipes/finetune.py parallelism=fsdp2_tp2 cluster=local_4proc    # another mesh, the same loss curve
 python recipes/finetune.py experiment=lora_smollm2                      # LoRA; peft=lora with any model
 python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # the same command again resumes the run
-python recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2           # a sweep over meshes, with a table at the end
+python recipes/finetune.py -m optimizer.lr=1e-5,1e-4,1e-3               # a sweep, with a table at the end
 python recipes/finetune.py parallelism=fsdp2_tp4 cluster=slurm_8node    # on a login node: checks, submits, returns
-torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b       # started by another launcher
+torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b optimizer=adamw_large  # your launcher
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(cfg: FinetuneConfig) -> None:
         if run.due_eval:
             evaluate()
         run.finish()
-        generate()  # neither this nor what follows does anything in a run that was stopped
+        generate()  # this and the lines below do nothing if the run was stopped
         tasks.evaluate(model, run)
         run.export(tokenizer)
 

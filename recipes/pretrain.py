@@ -2,7 +2,7 @@
 
 python recipes/pretrain.py                                                   # 2M parameters on the standard library
 python recipes/pretrain.py data=text data.path=tinyshakespeare.txt           # your text
-python recipes/pretrain.py model=llama_2m model.config.hidden_size=512 'data.path="corpus/"' data=text
+python recipes/pretrain.py model=llama_2m model.config.hidden_size=512 data=text data.path=corpus/
 python recipes/pretrain.py parallelism=fsdp2_tp2 cluster=local_4proc         # another mesh, the same loss curve
 python recipes/pretrain.py -m optimizer.lr=3e-4,1e-3,3e-3                    # a sweep, with a table at the end
 """
@@ -53,7 +53,7 @@ def main(cfg: PretrainConfig) -> None:
         if run.due_eval:
             evaluate()
         run.finish()
-        generate()  # neither this nor what follows does anything in a run that was stopped
+        generate()  # this and the lines below do nothing if the run was stopped
         tasks.evaluate(model, run)
         run.export(tokenizer)
 

@@ -50,7 +50,7 @@ def main(cfg: FinetuneConfig) -> None:
         if run.due_eval:
             evaluate()
         run.finish()
-        generate()  # neither this nor what follows does anything in a run that was stopped
+        generate()  # this and the lines below do nothing if the run was stopped
         tasks.evaluate(model, run)
         run.export(tokenizer)
 

@@ -154,6 +154,7 @@ def test_job_with_random_faults_ends_with_the_weights_of_an_undisturbed_job(logi
     until(lambda: chaos.progressed(0) and chaos.ended(), lambda: log_of(chaos.run_dir), 3600)
     seconds = time.monotonic() - began
     run, result = submission.run_dir, result_of(submission.run_dir)
+    assert (result["status"], result["steps"]) == ("ok", STEPS), log_of(run)
     kinds = ", ".join(f"{chaos.faults.count(kind)} {kind}" for kind in sorted({*chaos.faults}))
     logged = sum(
         len(re.findall(r"^step +\d+ +loss", log.read_text(errors="replace"), re.MULTILINE))
@@ -164,7 +165,6 @@ def test_job_with_random_faults_ends_with_the_weights_of_an_undisturbed_job(logi
     print(f"{sum(remote.faults().values())} spoiled requests: {remote.faults()}")
     print(f"{STEPS} of {logged} steps useful ({STEPS / logged:.1%}); {result['lost_seconds']:.0f} s lost")
     print(f"goodput {1 - result['lost_seconds'] / seconds:.1%}; undisturbed {undisturbed_seconds:.0f} s")
-    assert (result["status"], result["steps"]) == ("ok", STEPS), log_of(run)
     assert steps_of(run) == steps_of(undisturbed.run_dir)
     weights = [each / "export" / "model.safetensors" for each in (undisturbed.run_dir, run)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
