@@ -9,7 +9,7 @@ python scripts/plan.py model=qwen3_30b_a3b cluster=slurm_2node cluster.gpu=h200 
 
 Takes the recipe's own overrides. A degree, policy, schedule or micro-batch size that they set is kept; the planner
 chooses the others. No run is started. Memory and time are closed formulas, which load neither torch nor the model;
---dry-run N plays a step of the best N rows through the code of a run, on one CPU and without its memory. Exit status 0:
+--dry-run N simulates a step of the best N rows with fake tensors, on one CPU and without its memory. Exit status 0:
 at least one mesh fits; 2: invalid options, an unknown device or model, or nothing fits.
 """
 

@@ -274,7 +274,7 @@ transformers in one process; adapters with the peft library, packed rows with th
 | - | nothing tests it |
 
 The first four columns hold the strongest mark on any mesh; those of axes are for all parameters (`sp`: sequence
-parallel). `planner`: the formulas of `scripts/plan.py` cover the family; for others, `cluster.dry_run=plan` plays a
+parallel). `planner`: the formulas of `scripts/plan.py` cover the family; for others, `cluster.dry_run=plan` simulates a
 step on a mesh of your choice.
 """.splitlines()
 
