@@ -145,17 +145,21 @@ def test_bash_word_is_one_line_and_round_trips(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "flag", "sets_requeue"),
+    ("policy", "flag", "updates"),
     [
-        (RequeueConfig(), "--requeue", False),
-        (RequeueConfig(node_failure=False), "--no-requeue", True),
+        (RequeueConfig(), "--requeue", []),
+        (RequeueConfig(node_failure=False), "--no-requeue", ["Requeue=0", "Requeue=1"]),
     ],
 )
-def test_node_failure_policy_sets_requeue_flag(policy: RequeueConfig, flag: str, sets_requeue: bool) -> None:
-    """A --no-requeue job must be updated to Requeue=1 once the ranks have saved, or it could not be requeued."""
+def test_node_failure_policy_sets_requeue_flag(policy: RequeueConfig, flag: str, updates: list[str]) -> None:
+    """A --no-requeue job must be updated to Requeue=1 once the ranks have saved, or it could not be requeued.
+
+    The requeued job must reset it, or Slurm would requeue it when a node fails.
+    """
     rendered = script(SlurmClusterConfig(**SLURM, requeue=policy))
     assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", rendered, re.MULTILINE) == [flag]
-    assert ("Requeue=1" in rendered) == sets_requeue
+    assert re.findall(r"^ *scontrol update .*(Requeue=\d)", rendered, re.MULTILINE) == updates
+    assert ("Requeue=0" in rendered.partition("while true")[0]) == bool(updates)
 
 
 @pytest.mark.parametrize(
