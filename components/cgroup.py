@@ -34,7 +34,11 @@ def usable_memory(root: Path = Path("/")) -> int:
 
 
 def _cgroup_files(root: Path, names: tuple[str, ...]) -> list[Path]:
-    """Return candidate paths of cgroup files, v2 and v1; inside a container they are at the root of the mount."""
+    """Return candidate paths of cgroup files, v2 and v1: those of this process's group, then those of its ancestors.
+
+    A limit of any ancestor applies: Slurm limits the job and its steps, systemd each user. The last candidates are at
+    the root of the mount, which is the only group that a container contains.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -43,7 +47,13 @@ def _cgroup_files(root: Path, names: tuple[str, ...]) -> list[Path]:
     for line in lines:
         controllers, _, path = line.partition(":")[2].partition(":")
         if "memory" in controllers.split(","):
-            folders += [mount / "memory" / path.lstrip("/"), mount / "memory"]
+            folders += _and_ancestors(mount / "memory", path)
         elif not controllers:
-            folders += [mount / path.lstrip("/"), mount]
+            folders += _and_ancestors(mount, path)
     return [folder / name for folder in folders for name in names]
+
+
+def _and_ancestors(mount: Path, path: str) -> list[Path]:
+    """Return the folder of a control group and those of its ancestors, up to the root of the mount."""
+    folder = mount / path.lstrip("/")
+    return [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]

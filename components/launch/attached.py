@@ -12,6 +12,7 @@ from typing import Any
 from components.config.compose.frozen import from_yaml, to_yaml
 from components.config.errors import ConfigError
 from components.launch.backend import CheckedRun, Recipe
+from components.launch.hub_access import OFFLINE, is_offline
 from components.launch.open_run import open_run
 from components.launch.rank import die_with, restrict_new_files, run_here
 from components.launch.run_directory.directory import RunDirectory
@@ -68,6 +69,8 @@ def _run_other_rank(recipe: Recipe) -> int:
         lock=None,
         attempt=message["attempt"],
     )
+    if message["offline"]:
+        os.environ[OFFLINE] = "1"  # only rank 0 has checked the hub
     cfg = from_yaml(message["config"], recipe.schema)
     restrict_new_files(cfg)
     return run_here(recipe, cfg, directory)
@@ -96,7 +99,7 @@ def _broadcast(text: str | None) -> str:
 
 
 def _describe_run(run: CheckedRun) -> dict[str, Any]:
-    """Return the config and run directory as JSON-compatible values."""
+    """Return the config, run directory and whether ranks work offline as JSON-compatible values."""
     directory = run.directory
     return {
         "config": to_yaml(run.cfg),
@@ -104,4 +107,5 @@ def _describe_run(run: CheckedRun) -> dict[str, Any]:
         "fresh": directory.fresh,
         "created": [str(folder) for folder in directory.created],
         "attempt": directory.attempt,
+        "offline": is_offline(os.environ),
     }

@@ -60,11 +60,12 @@ def check_slurm() -> list[Check]:
     if len(partitions) > LISTED:
         checks.append(Check("slurm", OK, f"and {len(partitions) - LISTED} more partitions: see sinfo"))
     names = [name for name, _, _ in partitions]
+    missing = ",".join(name for name in configured.split(",") if name not in names)  # sbatch accepts a list
     if not names:
         checks.append(Check("slurm", PROBLEM, "sinfo lists no partition for this user", "ask the administrators"))
-    elif configured and configured not in names:
+    elif missing:
         fix = f"set cluster.partition={names[0]} in conf/local/user.yaml"
-        checks.append(Check("slurm", PROBLEM, f"user.yaml sets partition {configured}, which does not exist", fix))
+        checks.append(Check("slurm", PROBLEM, f"user.yaml sets partition {missing}, which does not exist", fix))
     return [*checks, *_shared_outputs()]
 
 

@@ -118,6 +118,12 @@ def test_pod_requests_what_the_config_says() -> None:
     assert "securityContext" not in pod_of(rendered(user=PodUser.image)[0])
 
 
+@pytest.mark.parametrize(("code", "path"), [("/runs/meshbook", "/runs/meshbook:/mine"), (None, "/mine")])
+def test_code_is_prepended_to_the_users_pythonpath(code: str | None, path: str) -> None:
+    (container,) = pod_of(rendered({"PYTHONPATH": "/mine"}, code=code)[0])["containers"]
+    assert {each["name"]: each.get("value") for each in container["env"]}["PYTHONPATH"] == path
+
+
 @pytest.mark.parametrize("workload", Workload)
 def test_first_pod_has_the_host_name_in_master_addr(workload: Workload) -> None:
     """An Indexed Job names its pods JOB-INDEX, and a JobSet its Jobs JOBSET-REPLICATEDJOB-INDEX."""

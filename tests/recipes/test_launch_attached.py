@@ -68,6 +68,22 @@ def test_srun_tasks_share_one_run(bench: Bench) -> None:
     bench.assert_no_process_left()
 
 
+def test_every_rank_uses_only_the_cache_if_the_hub_is_unreachable(bench: Bench) -> None:
+    """Otherwise each other rank retries to connect for minutes, while rank 0 waits for it."""
+    bench.write("""
+        from huggingface_hub import constants
+        (Path(__file__).parent / f"offline_{os.environ['SLURM_PROCID']}").write_text(str(constants.HF_HUB_OFFLINE))
+    """)
+    (bench.folder / "home" / "datasets" / "owner___rows").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(bench.folder / "home"), "HF_HUB_OFFLINE": ""}
+    done = srun(bench, "data=jsonl", "data.path=owner/rows", environment=environment)
+    assert [each.status for each in done] == [0, 0], done
+    assert "the hub cannot be reached" in done[0].errors
+    assert bench.notes("offline") == ["True", "True"]
+
+
 def test_mesh_that_does_not_fit_is_rejected_by_all_ranks_with_one_message(bench: Bench) -> None:
     bench.write("(Path(__file__).parent / 'ran').touch()")
     done = srun(bench, "parallelism=tp3")

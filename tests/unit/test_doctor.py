@@ -15,9 +15,10 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from scripts._doctor import services
 from scripts._doctor.environment import fits
 from scripts._doctor.machine import file_system, is_networked
-from scripts._doctor.services import my_partition, read_partitions
+from scripts._doctor.services import check_slurm, my_partition, read_partitions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "scripts" / "doctor.py"
@@ -220,6 +221,22 @@ def test_hanging_check_times_out_without_delaying_the_others(tmp_path: Path) -> 
     assert "hub        timed out after 4 s" in done.stdout
     assert "problem  torch" in done.stdout
     assert not done.stderr
+
+
+def test_every_partition_of_a_list_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sinfo").write_text(
+        "#!/bin/sh\nprintf 'gpu*|up|infinite|2|idle|gpu:8\\nbatch|up|infinite|2|idle|\\n'\n"
+    )
+    (tmp_path / "sinfo").chmod(0o755)
+    user_config = tmp_path / "conf" / "local" / "user.yaml"
+    user_config.parent.mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.setattr(services, "ROOT", tmp_path)
+    for value, missing in (("gpu,batch", []), ("gpu", []), ("gpu,ghost,spirit", ["ghost,spirit"])):
+        user_config.write_text(f"cluster:\n  partition: {value}\n")
+        problems = [check.finding for check in check_slurm() if check.verdict == "problem"]
+        assert problems == [f"user.yaml sets partition {names}, which does not exist" for names in missing]
 
 
 def test_partitions_are_parsed_from_sinfo_output() -> None:

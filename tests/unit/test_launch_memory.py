@@ -83,6 +83,16 @@ def test_out_of_memory_kills_are_zero_without_any_counter(tmp_path: Path) -> Non
         ({"proc__self__cgroup": "0::/job\n", "sys__fs__cgroup__job__memory.max": "max\n"}, None),
         ({"proc__self__cgroup": "4:memory:/j\n", "sys__fs__cgroup__memory__j__memory.limit_in_bytes": "4096"}, 4096),
         ({"proc__self__cgroup": "4:memory:/j\n", "sys__fs__cgroup__memory__memory.limit_in_bytes": str(2**63)}, None),
+        (  # Slurm limits the job and the step, which are parents of the task
+            {
+                "proc__self__cgroup": "0::/job_7/step_0/user/task_0\n",
+                "sys__fs__cgroup__job_7__memory.max": "4096\n",
+                "sys__fs__cgroup__job_7__step_0__memory.max": "8192\n",
+                "sys__fs__cgroup__job_7__step_0__user__task_0__memory.max": "max\n",
+            },
+            4096,
+        ),
+        ({"proc__self__cgroup": "4:memory:/j/s\n", "sys__fs__cgroup__memory__j__memory.limit_in_bytes": "4096"}, 4096),
     ],
 )
 def test_usable_memory_is_limited_by_the_cgroup(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:

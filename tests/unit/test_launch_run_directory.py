@@ -500,9 +500,12 @@ def test_run_directory_whose_job_has_not_ended_is_rejected(
         pass
 
 
+NOT_LISTED = "[ $1 = ping ] && echo Slurmctld is UP || { echo slurm_load_jobs error: Invalid job id >&2; exit 1; }"
+
+
 @pytest.mark.parametrize(
     "scripts",
-    [{"squeue": "echo 17 COMPLETED"}, {"squeue": "exit 1", "scontrol": "[ $1 = ping ] && echo Slurmctld is UP"}],
+    [{"squeue": "echo 17 COMPLETED"}, {"squeue": "exit 1", "scontrol": NOT_LISTED}],
     ids=["ended", "no longer listed"],
 )
 def test_run_directory_whose_job_has_ended_resumes_silently(

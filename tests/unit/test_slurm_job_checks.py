@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import pytest
 
 from components.config.schema import FinetuneConfig, ModelConfig
-from components.config.schema.cluster import SlurmClusterConfig
+from components.config.schema.cluster import Device, SlurmClusterConfig
 from components.config.schema.data import MixtureDataConfig, SftDataConfig
-from components.launch.slurm.job_checks import _local_paths, refusal
+from components.config.schema.schedulers.slurm import GpuRequest
+from components.launch.slurm import job_checks
+from components.launch.slurm.job_checks import _build_problems, _local_paths, refusal
 
 CLUSTER = SlurmClusterConfig(procs_per_node="2")
 OPTIONS = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
@@ -67,6 +70,25 @@ def test_unreachable_slurm_is_reported_with_the_line_of_the_cause(lines: list[st
 def test_rejected_job_is_reported_with_every_reason_from_sbatch(lines: list[str], reason: str) -> None:
     advice = "change these keys of cluster (see sinfo)"
     assert refusal(lines, CLUSTER) == f"cluster.kind=slurm: sbatch rejects {OPTIONS}: {reason}; {advice}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "requests_gpus"),
+    [
+        ({}, True),
+        ({"gpu_request": GpuRequest.gres}, True),
+        ({"gpu_request": GpuRequest.none, "sbatch_extra": {"tres-per-task": "gres/gpu:1"}}, True),
+        ({"gpu_request": GpuRequest.none, "sbatch_extra": {"gpus": "2"}}, True),
+        ({"device": Device.cpu, "partition": "gpu", "account": "gpu-users", "constraint": "nogpu"}, False),
+        ({"device": Device.cpu, "sbatch_extra": {"gres": "nvme:1", "comment": "no gpu"}}, False),
+    ],
+)
+def test_cpu_build_of_torch_is_rejected_only_if_the_job_requests_gpus(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], requests_gpus: bool
+) -> None:
+    monkeypatch.setattr(job_checks, "torch_built_for_cpus", lambda: "2.8.0+cpu")
+    problems = _build_problems(SlurmClusterConfig(procs_per_node="2", **settings))
+    assert ["the job requests GPUs" in problem for problem in problems] == [True] * requests_gpus
 
 
 def test_node_local_paths_are_reported_including_mixture_sources() -> None:

@@ -17,6 +17,7 @@ from components.launch.slurm.jobs import (
     SUBMITTED,
     UNKNOWN,
     adopt_submission,
+    describe_job,
     job_states,
     recorded_job,
     to_job_state,
@@ -63,7 +64,8 @@ def test_job_states_come_from_squeue_scontrol_and_sacct(tmp_path: Path, monkeypa
     commands = {
         "squeue": 'printf "12 RUNNING\\n13 PENDING\\n"',
         "scontrol": 'case "$*" in *"job 14"*) echo "JobId=14 JobName=x JobState=TIMEOUT Reason=None";; '
-        '*ping*) echo "Slurmctld(primary) at n0 is UP";; *) exit 1;; esac',
+        '*ping*) echo "Slurmctld(primary) at n0 is UP";; '
+        '*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac',
         "sacct": 'case "$*" in *"-j 15"*) echo "CANCELLED by 0";; *"-j 17"*) echo "CANCELLED+";; *) exit 1;; esac',
     }
     for name, script_text in commands.items():
@@ -93,6 +95,19 @@ def test_controller_that_is_down_is_queried_only_once(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert job_states(["12", "13", "14"]) == {"12": UNKNOWN, "13": "COMPLETED", "14": UNKNOWN}
     assert (tmp_path / "asked").read_text().split() == ["squeue", "scontrol"]
+
+
+@pytest.mark.parametrize("show", ["exec sleep 60", "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1"])
+def test_job_is_unknown_if_the_controller_only_responds_to_ping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: str
+) -> None:
+    """A live job that counted as ended would let a second one into its run directory."""
+    scontrol = f'case "$*" in ping) echo "Slurmctld(primary) at n0 is UP";; *) {show};; esac'
+    _write_commands(tmp_path, squeue="exec sleep 60", scontrol=scontrol, sacct="exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("components.launch.slurm.commands.TIMEOUT", 0.3)
+    assert job_states(["12"]) == {"12": UNKNOWN}
+    assert not describe_job("12", UNKNOWN).over
 
 
 def _write_commands(folder: Path, **scripts: str) -> None:

@@ -145,17 +145,57 @@ def test_bash_word_is_one_line_and_round_trips(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "flag", "sets_requeue"),
+    ("policy", "flag", "updates"),
     [
-        (RequeueConfig(), "--requeue", False),
-        (RequeueConfig(node_failure=False), "--no-requeue", True),
+        (RequeueConfig(), "--requeue", []),
+        (RequeueConfig(node_failure=False), "--no-requeue", ["Requeue=0", "Requeue=1"]),
     ],
 )
-def test_node_failure_policy_sets_requeue_flag(policy: RequeueConfig, flag: str, sets_requeue: bool) -> None:
-    """A --no-requeue job must be updated to Requeue=1 once the ranks have saved, or it could not be requeued."""
+def test_node_failure_policy_sets_requeue_flag(policy: RequeueConfig, flag: str, updates: list[str]) -> None:
+    """A --no-requeue job must be updated to Requeue=1 once the ranks have saved, or it could not be requeued.
+
+    The requeued job must reset it, or Slurm would requeue it when a node fails.
+    """
     rendered = script(SlurmClusterConfig(**SLURM, requeue=policy))
     assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", rendered, re.MULTILINE) == [flag]
-    assert ("Requeue=1" in rendered) == sets_requeue
+    assert re.findall(r"^ *scontrol update .*(Requeue=\d)", rendered, re.MULTILINE) == updates
+    assert ("Requeue=0" in rendered.partition("while true")[0]) == bool(updates)
+
+
+@pytest.mark.parametrize(
+    ("settings", "excludes", "printed"),
+    [
+        ({"nodes": "2"}, True, "requeued without n2, where a rank failed"),
+        ({"nodes": "4"}, False, "requeued on any node: too few nodes that the job can use are up without n2"),
+        ({"nodes": "2", "constraint": "a100"}, True, "requeued without n2, where a rank failed"),
+        ({"nodes": "3", "constraint": "a100"}, False, "requeued on any node: too few nodes"),  # n4 has only a100_80
+        ({"nodes": "1", "constraint": "a100|a100_80"}, False, "requeued on any node: too few nodes"),
+        ({"nodes": "1", "nodelist": "n[1-2]"}, False, "requeued on any node, also n2: cluster.nodelist or"),
+        ({"nodes": "1", "reservation": "week"}, False, "requeued on any node, also n2: cluster.nodelist or"),
+    ],
+)
+def test_faulty_node_is_excluded_only_if_the_job_fits_without_it(
+    tmp_path: Path, settings: dict[str, str], excludes: bool, printed: str
+) -> None:
+    """An exclusion that leaves too few nodes would keep the job pending forever."""
+    commands = {
+        "scontrol": 'case "$*" in "show hostnames"*) printf "n1\\nn2\\n";; update*Exc*) echo "$@" > excluded;; esac',
+        "sinfo": r"""case "$*" in *%b*) features='; s/$/ ,a100,nvlink,/; /4/s/a100/a100_80/';; esac
+            printf 'n1\nn2\nn3\nn4\n' | sed "${features#; }" """,
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "requeue").write_text("n2\n")
+    _, found, requeue = script(SlurmClusterConfig(**SLURM, **settings)).partition(
+        'if [ -e "$run_dir/requeue" ] && [ -z'
+    )
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "run_dir": str(tmp_path), "cancelled": "", "SLURM_JOB_ID": "7"}
+    environ |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_PARTITION": "gpu"}
+    command = ["bash", "-uo", "pipefail", "-c", found + requeue]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert printed in done.stdout
+    assert (tmp_path / "excluded").exists() == excludes
 
 
 def test_node_check_counts_gpus_unless_the_run_uses_none() -> None:

@@ -104,6 +104,27 @@ def test_external_recipe_is_copied_with_sibling_modules_and_packages(project: Pa
     assert (target / "components" / "a.py").exists()
 
 
+@pytest.mark.parametrize("tracked", ["", "work/notes.md"])
+def test_recipe_whose_folder_an_outer_repository_ignores_is_copied_with_its_modules(
+    project: Path, tmp_path: Path, tracked: str
+) -> None:
+    """A home directory may be a repository of dotfiles that ignores everything else."""
+    home = tmp_path / "home"
+    write(home, "work/mine.py", "work/helper.py", "work/package/__init__.py", "work/notes.md")
+    (home / ".gitignore").write_text("*\n")
+    git(home, "init", "-q")
+    git(home, "add", "-f", ".gitignore", *filter(None, [tracked]))
+    copy_code(home / "work" / "mine.py", tmp_path / "copy")
+    assert copied(tmp_path / "copy" / "recipe") == {"mine.py", "helper.py", "package/__init__.py", "notes.md"}
+
+
+def test_project_that_an_outer_repository_ignores_is_copied(project: Path, tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("*\n")
+    git(tmp_path, "init", "-q")
+    copy_code(project / "recipes" / "mine.py", tmp_path / "copy")
+    assert copied(tmp_path / "copy") == {"recipes/mine.py", "components/a.py", "conf/finetune.yaml", "notes.md"}
+
+
 def test_oversized_code_is_rejected_before_copying(project: Path, tmp_path: Path) -> None:
     write(project, "huge.py")
     with (project / "huge.py").open("r+b") as file:

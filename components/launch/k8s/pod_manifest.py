@@ -172,12 +172,13 @@ def pod_resources(cluster: ClusterConfig) -> dict[str, str]:
 
 
 def _environment(manifest: PodManifest) -> dict[str, str]:
-    """Return the variables of a pod, the user's last."""
+    """Return the variables of a pod; the user's take precedence."""
     cluster, k8s = manifest.cluster, manifest.cluster.k8s
     code = code_in_pods(cluster)
     variables = {JOB: str(manifest.job), "MASTER_ADDR": manifest.job.first_host, "PYTHONUNBUFFERED": "1"}
-    if code is not None:
-        variables["PYTHONPATH"] = code
     if k8s.user == PodUser.submitter:  # whose id the image has no name and home for
         variables |= {"HOME": "/tmp", "USER": "meshbook", "LOGNAME": "meshbook"}
-    return variables | cluster.network_env | cluster.env
+    variables |= cluster.network_env | cluster.env
+    if code is not None:  # prepended, as on Slurm: the user's folders add modules, and do not replace Meshbook
+        variables["PYTHONPATH"] = ":".join(filter(None, [code, variables.get("PYTHONPATH")]))
+    return variables

@@ -91,7 +91,11 @@ def _script_problems(cluster: ClusterConfig) -> list[str]:
 
 def _build_problems(cluster: ClusterConfig) -> list[str]:
     """Reject GPU jobs with a CPU build of torch, if the job uses the Python that submits it."""
-    requests_gpus = any("gpu" in option for pair in resource_options(cluster) for option in pair)
+    # Of values, only those of generic resources count: a partition for CPU jobs may be called gpu-test.
+    requests_gpus = any(
+        "gpu" in name or ("gpu" in value and name.startswith(("gres", "tres")))
+        for name, value in resource_options(cluster)
+    )
     version = torch_built_for_cpus() if requests_gpus and cluster.has_same_packages else None
     if version is None:
         return []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.launch.backend import Job, JobState, record_job, recorded_job
-from components.launch.slurm.commands import run_slurm
+from components.launch.slurm.commands import CommandResult, run_slurm
 from components.protocol.run_files import SCRIPT, SUBMISSION
 
 SUBMITTED = {
@@ -29,7 +29,7 @@ ENDED = {
 }
 """Final states. A state in none of these sets is reported as failed, without assuming that the job has ended."""
 GONE = "gone"
-"""Slurm responds but no longer lists the job: it ended long ago."""
+"""Slurm reports that it has no such job: it ended long ago."""
 UNKNOWN = "unknown"
 """Slurm does not respond."""
 TAG = "meshbook:"
@@ -105,19 +105,25 @@ def adopt_submission(run_dir: Path) -> str | None:
 
 def _unlisted_state(job: str, is_up: bool) -> str:
     """Return the state of a job that squeue does not list, from scontrol if the controller is up, else from sacct."""
-    shown = _answer("scontrol", "-o", "show", "job", job) if is_up else None
-    if found := re.search(r"\bJobState=(\w+)", shown or ""):
+    shown = _result("scontrol", "-o", "show", "job", job) if is_up else None
+    if shown and (found := re.search(r"\bJobState=(\w+)", shown.output)):
         return found[1]
     kept = _answer("sacct", "-n", "-X", "-P", "-j", job, "-o", "State")  # -P: states are not cut to the column's width
     if kept:
         return kept.splitlines()[-1].split()[0].rstrip("+")  # CANCELLED by 1000
-    return GONE if is_up else UNKNOWN
+    # A slow controller responds to ping, but not to queries: only its own word that it lists no such job is proof.
+    return GONE if shown and "Invalid job id" in shown.errors else UNKNOWN
 
 
 def _answer(*command: str) -> str | None:
     """Return the output of a command; None if it is missing, fails or times out."""
+    result = _result(*command)
+    return result.output if result and result.status == 0 else None
+
+
+def _result(*command: str) -> CommandResult | None:
+    """Return the result of a command; None if it is missing or times out."""
     try:
-        answer = run_slurm(command)
+        return run_slurm(command)
     except (ConfigError, OSError):
         return None
-    return answer.output if answer.status == 0 else None

@@ -29,15 +29,17 @@ def copied_recipe_path(recipe_file: Path, target: Path) -> Path:
 def copy_code(recipe_file: Path, target: Path) -> int:
     """Replace `target` by a copy of the project, and of the recipe's folder if it is outside; return the file count.
 
-    In a git repository, copy tracked and new files, but not ignored ones. Elsewhere, copy code and text files: the
-    whole project, but only the top level and the packages of the recipe's folder.
+    In a git repository, copy tracked and new files, but not ignored ones. Elsewhere, and if the repository ignores the
+    project or an outside recipe, copy code and text files: the whole project, but only the top level and the packages
+    of the recipe's folder.
 
     Raises ConfigError if that is more than `LARGEST` bytes.
     """
     copy, folder = copied_recipe_path(recipe_file, target), recipe_file.parent
     pairs = [(ROOT / name, target / name) for name in _project_files()]
     if not recipe_file.is_relative_to(PROJECT):
-        pairs += [(folder / name, copy.parent / name) for name in _files(folder, include_all=False)]
+        names = _files(folder, include_all=False, recipe=recipe_file.name)
+        pairs += [(folder / name, copy.parent / name) for name in names]
     pairs = list(dict.fromkeys([*pairs, (recipe_file, copy)]))
     size = sum(source.stat().st_size for source, _ in pairs)
     if size > LARGEST:
@@ -66,10 +68,11 @@ def _project_files() -> list[Path]:
     return [file.relative_to(ROOT) for file in installed]
 
 
-def _files(folder: Path, *, include_all: bool) -> list[Path]:
-    """Return the code files under `folder`, relative to it."""
+def _files(folder: Path, *, include_all: bool, recipe: str | None = None) -> list[Path]:
+    """Return the code files under `folder`, relative to it; `recipe` is one of them if it is an outside recipe."""
     listed = _git_files(folder)
-    if listed is None:
+    # A home directory may be a repository of dotfiles that ignores everything else: git then lists few files or none.
+    if not listed or (recipe is not None and Path(recipe) not in listed):
         listed = [path.relative_to(folder) for path in _walk(folder, include_all=include_all)]
     return [name for name in listed if _is_code(name) and (folder / name).is_file()]
 
