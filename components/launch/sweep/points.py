@@ -140,7 +140,7 @@ class PointLoop:
         self._next_query = self._next_look = 0.0
         self._rule = None if sweep.early_stop is None else MedianRule(sweep)
         self._losers: set[int] = set()
-        """Numbers of the points whose stop was requested."""
+        """Numbers of the points whose stop was requested, or that are retried after one."""
 
     def run(self) -> list[int]:
         """Run all points, and return the signals that stopped the sweep."""
@@ -172,6 +172,9 @@ class PointLoop:
             print_text(_start_line(self._sweep, point, counter), end=self._line_end, flush=True)
             slot, process = self._free.popleft(), None
             if not _adopt_job(self._sweep, point):
+                record = read_record(self._sweep, point)
+                if record is not None and record.stopped_early:  # its old metrics would stop it again at once
+                    self._losers.add(point.number)
                 process = PointProcess(self._sweep, point, share_of(slot, self._parallel, point, os.environ))
             self._active.append(_Active(point, process, slot))
 
