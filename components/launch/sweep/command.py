@@ -159,7 +159,8 @@ def _run_study(sweep: Sweep, plan: StudyPlan, request: SweepRequest, check: Chec
         for values in study.values[len(sweep.points) :]:  # chosen by a sweep that was killed before it recorded them
             sweep.points.append(_chosen_point(sweep, request, values, check))
         for row in read_points(sweep, [sweep.points[number] for number in study.unfinished()]):
-            study.record(row, sweep.metric, read_curve(sweep, row.point))
+            if row.has_ended:
+                study.record(row, sweep.metric, read_curve(sweep, row.point))
         done = len(study.values) - len(study.unfinished())
         text = f", {done} of which have ended" if done else ""
         print_text(f"study {sweep.directory}: {plan.trials} points{text}", flush=True)

@@ -49,6 +49,14 @@ class SweepRow(RunNumbers):
     """Last value of each metric in its metrics.jsonl."""
     seconds: float | None = None
     """Wall time of the run, or of its launcher if the run did not record it."""
+    job: Job | None = None
+    """Its job; None if it has none, or if its result is final."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended for good. While its scheduler does not answer, a result may be that of an attempt that
+        has been requeued since."""
+        return self.state not in ALIVE and (self.job is None or self.job.over)
 
     @property
     def mesh(self) -> str:
@@ -126,7 +134,7 @@ def _settle(row: SweepRow, record: PointRecord, sweep: Sweep, *, alive: bool, jo
     elif record.status == EXIT_INVALID:
         row.state, row.reason, row.result, row.seconds = "invalid", _problems(record.message), {}, None
     elif job is not None and not record.status:  # with a status, this start submitted no job
-        row.state = state_with_job(status, job.state)
+        row.state, row.job = state_with_job(status, job.state), job
         row.reason = error or _job_reason(row, job, sweep)
     elif status is not None:
         row.state, row.reason = status, error

@@ -194,16 +194,16 @@ class PointLoop:
         for each in list(self._active):
             if each.process is not None and each.process.has_ended():
                 (row,) = read_points(self._sweep, [each.point])
-                if row.state in ALIVE and self._sweep.waits_for_jobs:
-                    each.process = None
-                else:
+                if row.has_ended or not self._sweep.waits_for_jobs:
                     self._end(each, row)
+                else:
+                    each.process = None
         jobs = [each for each in self._active if each.process is None]
         if not jobs or time.monotonic() < self._next_query:
             return
         self._next_query = time.monotonic() + POLL_JOBS
         for each, row in zip(jobs, read_points(self._sweep, [each.point for each in jobs]), strict=True):
-            if row.state not in ALIVE:
+            if row.has_ended:
                 self._end(each, row)
 
     def _stop_losers(self) -> None:
