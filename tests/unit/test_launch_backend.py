@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,39 @@ def test_sweep_waits_for_a_requeued_job_whose_scheduler_does_not_answer_once(
     monkeypatch.setattr(pods, "state", lambda jobs: {JOB: next(answer)} if JOB in jobs else {})
     assert points.PointLoop(sweep, iter(sweep.points), 1, None).run() == []
     assert capsys.readouterr().out.endswith("... ok\n")
+
+
+@pytest.mark.parametrize("state", [JobState.gone, JobState.failed, JobState.cancelled])
+def test_point_whose_job_was_stopped_early_needs_no_result(pods: Pods, tmp_path: Path, state: JobState) -> None:
+    """A deleted job is gone at once, while its pods save."""
+    sweep = sweep_of_jobs(tmp_path, ["submitted"])
+    write_record(sweep, sweep.points[0], PointRecord(0.0, status=0, stopped_early="loses"))
+    pods.current_job = Job(JOB, "Pods", state, "raw", over=True)
+    (row,) = read_points(sweep)
+    assert (row.state, row.reason) == (STOPPED_EARLY, "loses")
+
+
+def test_refused_early_stop_is_requested_again(
+    pods: Pods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(points, "POLL_JOBS", 0.0)
+    sweep = replace(sweep_of_jobs(tmp_path, ["ok", "ok", "ok", "ok", "submitted"]), early_stop=EarlyStop.median)
+    for point in sweep.points:
+        for step in range(1, 3 - point.number // 4):
+            MetricsLog(sweep.run_dir(point)).append({"step": step, "eval_loss": float(point.number)})
+    requests: list[str] = []
+
+    def stop(job: str) -> bool:
+        requests.append(job)
+        if len(requests) == 1:
+            raise ConfigError("pods hang")
+        if len(requests) == 3:
+            pods.current_job = Job(JOB, "Pods", JobState.gone, "NotFound", over=True)
+        return len(requests) == 3
+
+    monkeypatch.setattr(pods, "stop", stop)
+    assert points.PointLoop(sweep, iter(sweep.points[4:]), 1, None).run() == []
+    assert requests == [JOB] * 3
+    _, refused, ended = capsys.readouterr().out.splitlines()
+    assert refused == "4_4: not stopped early yet: pods hang"
+    assert ended.startswith("stopped early, eval_loss is 4 at best up to step 1")

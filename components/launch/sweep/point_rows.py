@@ -140,7 +140,9 @@ def _settle(row: SweepRow, record: PointRecord, sweep: Sweep, *, alive: bool, jo
         row.state, row.reason = status, error
     else:
         row.state, row.reason = _without_result(record)
-    if record.stopped_early and row.state in ("preempted", "interrupted", "cancelled"):
+    # A deleted job of Kubernetes is gone at once, while its pods save.
+    without_result = row.job is not None and status is None and row.state == "failed"
+    if record.stopped_early and (without_result or row.state in ("preempted", "interrupted", "cancelled")):
         row.state, row.reason = STOPPED_EARLY, record.stopped_early
     if row.state not in STATES:
         row.state, row.reason = "failed", f"result.json has the status {row.state!r}; {row.reason}"

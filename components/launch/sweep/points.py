@@ -214,13 +214,30 @@ class PointLoop:
         for each in self._active:
             if each.point.number in self._losers or not (reason := self._rule.reason(each.point)):
                 continue
-            self._losers.add(each.point.number)
             if each.process is not None:
                 each.process.stop_early(reason)
-            elif (job := job_of(self._sweep.run_dir(each.point))) is not None:
-                record = read_record(self._sweep, each.point) or PointRecord(time.time(), status=0)
-                write_record(self._sweep, each.point, replace(record, stopped_early=reason))
-                stop(job)
+            elif not self._stop_job(each.point, reason):
+                continue
+            self._losers.add(each.point.number)
+
+    def _stop_job(self, point: Point, reason: str) -> bool:
+        """Request the stop of a point's job, and return whether its scheduler accepted it. If not, print why once."""
+        job = job_of(self._sweep.run_dir(point))
+        if job is None:
+            return False
+        record = read_record(self._sweep, point) or PointRecord(time.time(), status=0)
+        write_record(self._sweep, point, replace(record, stopped_early=reason))
+        try:
+            if stop(job):
+                return True
+            why = f"the scheduler did not accept the stop of job {job}"
+        except ConfigError as error:
+            why = str(error)
+        if not record.stopped_early:
+            ends_line = "" if self._parallel > 1 else "\n"
+            print_text(f"{ends_line}{point.name}: not stopped early yet: {why}", flush=True)
+        self._next_look = time.monotonic() + POLL_JOBS
+        return False
 
     def _end(self, active: _Active, row: SweepRow) -> None:
         self._active.remove(active)
