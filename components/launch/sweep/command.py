@@ -222,7 +222,8 @@ def _expand(recipe: Recipe, check: Check) -> SweepRequest:
         cfg, problems = compose_point(request, point, lambda cfg, rejected: [])
         if cfg is None:
             raise ConfigError(problems)
-        for name, overrides in sweep_values(cfg, point.overrides, best):
+        world = _processes(cfg, request.keys.parallel or 1)
+        for name, overrides in sweep_values(cfg, point.overrides, world, best):
             values = {"parallelism": name, **point.values}
             points.append(PointRequest((*point.overrides, *overrides), values))
     return replace(request, points=points)
