@@ -46,7 +46,10 @@ def column(bench: Bench, name: str) -> dict[int, str]:
 
 
 def test_killed_study_continues_without_repeating_a_finished_point(bench: Bench) -> None:
-    """Points 0 and 1 finish, 2 fails, and the sweep is killed in point 3. A retry of point 2 adds its result."""
+    """Points 0 and 1 finish, 2 fails, and the sweep is killed in point 3. A retry of point 2 adds its result.
+
+    The command is refused without any change while the study runs. A metric of the report is not that of the study.
+    """
     bench.write(
         LOSS
         + """
@@ -55,11 +58,15 @@ if number == 2 and not (HERE / "mended").exists():
 while number == 3 and not (HERE / "release").exists():
     note("up")
     time.sleep(0.02)
-end(attempt=os.environ["MESHBOOK_ATTEMPT"])
+end(attempt=os.environ["MESHBOOK_ATTEMPT"], score=100.0)
 """
     )
     killed = bench.start(*STUDY, "sweep.trials=5")
     bench.await_notes("up", 1)
+    before = (bench.folder / "mine" / "sweep.json").read_bytes()
+    refused = bench.run(*STUDY, "sweep.trials=9")
+    assert (refused.status, "this sweep is still running" in refused.errors) == (2, True), refused.errors
+    assert (bench.folder / "mine" / "sweep.json").read_bytes() == before
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.process.wait()
     bench.assert_no_process_left()
@@ -75,9 +82,10 @@ end(attempt=os.environ["MESHBOOK_ATTEMPT"])
     assert losses[best] == min(losses.values())
     assert "best: by held-out loss, the minimum (sweep.metric)" in done.output
     (bench.folder / "mended").touch()
-    retried = report(bench.folder / "mine", "--retry", cwd=bench.folder)
+    retried = report(bench.folder / "mine", "--retry", "--metric", "score", "--goal", "max", cwd=bench.folder)
     assert retried.status == 0, retried.output
     assert "[3/5] 2_" in retried.output
+    assert "best: by score, the maximum (sweep.metric)" in retried.output
     journal = JournalStorage(JournalFileBackend(str(bench.folder / "mine" / "optuna.journal")))
     trials = optuna.load_study(study_name="sweep", storage=journal).trials
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "FAIL", *["COMPLETE"] * 3]

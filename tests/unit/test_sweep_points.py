@@ -247,13 +247,16 @@ def test_new_sweep_rejects_a_folder_with_files(tmp_path: Path) -> None:
     path, identity = new_directory("finetune", str(tmp_path / "new"))
     assert path == tmp_path / "new"
     assert identity.startswith("new-")
+    path.mkdir()
+    with locked(path):  # as another command does that has not written sweep.json yet
+        assert new_directory("finetune", str(path))[0] == path
 
 
 def test_retry_of_a_sweep_with_missing_paths_is_rejected_without_changes(tmp_path: Path) -> None:
     sweep = replace(write_sweep(tmp_path / "a"), folder=tmp_path / "gone")
     before = sorted(sweep.directory.rglob("*"))
     with pytest.raises(ConfigError) as caught:
-        retry(sweep, [])
+        retry(sweep, [], sweep)
     plan = sweep.directory / "sweep.json"
     assert [problem.partition("; ")[0] for problem in caught.value.problems] == [
         f"{plan}: file=/r.py: the sweep's recipe does not exist here",

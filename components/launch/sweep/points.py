@@ -37,29 +37,30 @@ MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
 
 
-def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
-    """Run given points, print the table, and return the exit status of the sweep.
+def run_points(sweep: Sweep, points: Sequence[Point]) -> list[int]:
+    """Run given points, and return the signals that stopped the sweep.
 
     Args:
-        sweep: The sweep; its folder and sweep.json must exist.
+        sweep: The sweep, whose lock this process holds; its sweep.json must exist.
         points: Points to run.
-
-    Raises ConfigError if another process is running the sweep.
     """
-    with locked(sweep.directory):
-        study, total = None, len(points)
-        if sweep.study is not None:
-            study = PointStudy(sweep.directory, sweep.study, dimensions_of(sweep.study.space), sweep.goal)
-            total = sweep.study.trials  # a retried point keeps its number in the study
-        stops = PointLoop(sweep, iter(points), total, study).run()
-    return conclude(sweep, stops)
+    study, total = None, len(points)
+    if sweep.study is not None:
+        study = PointStudy(sweep.directory, sweep.study, dimensions_of(sweep.study.space), sweep.goal)
+        total = sweep.study.trials  # a retried point keeps its number in the study
+    return PointLoop(sweep, iter(points), total, study).run()
 
 
-def retry(sweep: Sweep, states: Sequence[str]) -> int:
+def retry(sweep: Sweep, states: Sequence[str], judged: Sweep) -> int:
     """Run the points in any of `states` again, in their run directories, and return the exit status.
 
-    Runs with a checkpoint resume. Empty `states` selects all states that need attention. Raises ConfigError
-    for an unknown state, while the sweep is running, and if its recipe or working directory is missing.
+    Runs with a checkpoint resume. Raises ConfigError for an unknown state, while the sweep is running, and if its recipe
+    or working directory is missing.
+
+    Args:
+        sweep: The sweep.
+        states: States of the points; empty: all that need attention.
+        judged: The sweep with the metric of the table. A study and early stops use the sweep's own.
     """
     may_retry = [state for state in STATES if state not in ALIVE]
     if unknown := [state for state in states if state not in may_retry]:
@@ -72,9 +73,11 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
     points = [row.point for row in read_points(sweep) if row.state in selected]
     if not points:
         print_text(f"nothing to retry: no point is {' or '.join(selected)}")
-        return report_now(sweep)
+        return report_now(judged)
     _check_origin(sweep)
-    return run_points(sweep, points)
+    with locked(sweep.directory):
+        stops = run_points(sweep, points)
+    return conclude(judged, stops)
 
 
 def conclude(sweep: Sweep, stops: Sequence[int]) -> int:
