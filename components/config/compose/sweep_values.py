@@ -144,8 +144,8 @@ def _problem(override: str, name: str, arguments: Sequence[str], *, whole: bool)
         if len(arguments) != 3 or not arguments[2].isdecimal() or not 2 <= int(arguments[2]) <= MOST_VALUES:
             return message
     else:
-        numbers = f"{'whole ' if whole else ''}numbers{positive}"
-        message = f"{override}: write {name}(LOW,HIGH) with {numbers}, LOW less than HIGH"
+        numbers = "whole numbers" if whole else "numbers"
+        message = f"{override}: write {name}(LOW,HIGH) with {numbers}{positive}, LOW less than HIGH"
         if len(arguments) != 2:
             return message
     try:
@@ -170,11 +170,12 @@ def _spaced(name: str, first: str, last: str, count: str) -> list[str]:
 
 
 def _random_values(span: Range, count: int, generator: random.Random) -> list[str]:
-    if not span.log:
-        draw = generator.randint if span.whole else generator.uniform
-        return [number_as_value(draw(span.low, span.high)) for _ in range(count)]
-    values = [math.exp(generator.uniform(math.log(span.low), math.log(span.high))) for _ in range(count)]
-    return [number_as_value(round(value) if span.whole else value) for value in values]
+    if span.log:
+        values = [math.exp(generator.uniform(math.log(span.low), math.log(span.high))) for _ in range(count)]
+        return [number_as_value(round(value) if span.whole else value) for value in values]
+    if span.whole:
+        return [str(generator.randint(int(span.low), int(span.high))) for _ in range(count)]
+    return [number_as_value(generator.uniform(span.low, span.high)) for _ in range(count)]
 
 
 def _generator(keys: SweepConfig, key: str) -> random.Random:

@@ -54,8 +54,8 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> list[int]:
 def retry(sweep: Sweep, states: Sequence[str], judged: Sweep) -> int:
     """Run the points in any of `states` again, in their run directories, and return the exit status.
 
-    Runs with a checkpoint resume. Raises ConfigError for an unknown state, while the sweep is running, and if its recipe
-    or working directory is missing.
+    Runs with a checkpoint resume. Raises ConfigError for an unknown state, while the sweep is running, and if its
+    recipe or working directory is missing.
 
     Args:
         sweep: The sweep.
