@@ -20,9 +20,10 @@ import json
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from typing import Callable, Iterator  # noqa: UP035  (so that an old Python can import this file and report itself)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -62,8 +63,8 @@ CHECKS: tuple[Callable[[], list[Check]], ...] = (
 
 def examine() -> Iterator[list[Check]]:
     """Run all checks concurrently, and yield the results of each in the order of CHECKS."""
-    began, pool = time.monotonic(), ThreadPoolExecutor(len(CHECKS))
-    for check, future in [(check, pool.submit(check)) for check in CHECKS]:
+    began = time.monotonic()
+    for check, future in [(check, _start(check)) for check in CHECKS]:
         topic = check.__name__[len("check_") :]
         limit = TORCH_SECONDS + 10 if check is check_torch else SECONDS
         try:
@@ -75,6 +76,20 @@ def examine() -> Iterator[list[Check]]:
             else:
                 text = f"timed out after {limit:g} s; a run would hang too (is a network disk unreachable?)"
                 yield [Check(topic, PROBLEM, text)]
+
+
+def _start(check: Callable[[], list[Check]]) -> Future[list[Check]]:
+    """Run a check in a thread that does not keep the process from exiting, as that of an executor would."""
+    future: Future[list[Check]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(check())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def measure(name: str | None, *, force: bool) -> int:
@@ -129,4 +144,4 @@ if __name__ == "__main__":
     except OSError as error:  # doctor.py | head, or a full disk
         status = 1
         os.write(2, f"the report cannot be written: {error.strerror}\n".encode())
-    os._exit(status)  # a normal exit would wait for the thread of a check that hangs
+    os._exit(status)  # a normal exit would write once more to an output that cannot be written

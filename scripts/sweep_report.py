@@ -44,14 +44,14 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        sweep = read_sweep(options.sweep_dir)
+        sweep = judged = read_sweep(options.sweep_dir)
         if options.metric is not None:
-            judged = SweepConfig(metric=options.metric, goal=options.goal and Goal(options.goal))
-            sweep = replace(sweep, metric=judged.metric, goal=judged.direction)
+            keys = SweepConfig(metric=options.metric, goal=options.goal and Goal(options.goal))
+            judged = replace(sweep, metric=keys.metric, goal=keys.direction)
         if options.retry is not None:
-            status = retry(sweep, [state.strip() for state in options.retry.split(",") if state.strip()])
-            return watch(sweep) if options.watch else status
-        return watch(sweep) if options.watch else report_now(sweep)
+            status = retry(sweep, [state.strip() for state in options.retry.split(",") if state.strip()], judged)
+            return watch(judged) if options.watch else status
+        return watch(judged) if options.watch else report_now(judged)
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID

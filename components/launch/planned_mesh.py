@@ -109,11 +109,9 @@ def requested_plans(arguments: Sequence[str]) -> int | None:
     return None
 
 
-def sweep_values(cfg: RecipeConfig, overrides: Sequence[str], best: int) -> list[tuple[str, list[str]]]:
-    """Return the names and the overrides of the best meshes for one point of a sweep."""
-    train = _trains(cfg)
-    world = processes_of(cfg, visible_gpus(os.environ))
-    plans = plan_run(train, overrides, world, best)
+def sweep_values(cfg: RecipeConfig, overrides: Sequence[str], world: int, best: int) -> list[tuple[str, list[str]]]:
+    """Return the names and the overrides of the best meshes on `world` ranks for one point of a sweep."""
+    plans = plan_run(_trains(cfg), overrides, world, best)
     return [(_name(plan.candidate, world), plan.candidate.overrides(cfg.parallelism)) for plan in plans]
 
 

@@ -240,6 +240,25 @@ def test_a_sweep_takes_the_best_meshes(commands: Commands, tmp_path: Path) -> No
     assert [line.partition("mesh ")[2].partition(",")[0] for line in lines] == meshes * 2
 
 
+def test_a_sweep_takes_the_best_meshes_of_the_share_of_parallel_points(commands: Commands, tmp_path: Path) -> None:
+    recipe = REPOSITORY / "recipes" / "finetune.py"
+    arguments = ["-m", "model=tiny", "parallelism=plan:2", "sweep.parallel=2", "cluster.gpu=h100_80"]
+    ended = commands.run(recipe, [*arguments, "cluster.dry_run=true"], tmp_path, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    assert (ended.status, ended.imported_torch) == (0, False), ended.errors
+    assert ended.output.count(": would start 2 x ") == 2
+
+
+def test_parallel_points_must_fit_their_share_of_the_gpus(commands: Commands, tmp_path: Path) -> None:
+    recipe = REPOSITORY / "recipes" / "finetune.py"
+    arguments = ["-m", "model=tiny", "run.seed=1,2", "sweep.parallel=2", "cluster.procs_per_node=4"]
+    ended = commands.run(recipe, [*arguments, "cluster.dry_run=true"], tmp_path, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    assert ended.status == 2
+    assert ended.errors.strip() == (
+        "sweep.parallel=2: each point has 2 of the 4 visible GPUs, but it starts 4 processes, and each needs its own "
+        "GPU; lower sweep.parallel or cluster.procs_per_node"
+    )
+
+
 @pytest.mark.parametrize(
     ("recipe", "arguments", "message"),
     [

@@ -46,7 +46,10 @@ def column(bench: Bench, name: str) -> dict[int, str]:
 
 
 def test_killed_study_continues_without_repeating_a_finished_point(bench: Bench) -> None:
-    """Points 0 and 1 finish, 2 fails, and the sweep is killed in point 3. A retry of point 2 adds its result."""
+    """Points 0 and 1 finish, 2 fails, and the sweep is killed in point 3. A retry of point 2 adds its result.
+
+    The command is refused without any change while the study runs. A metric of the report is not that of the study.
+    """
     bench.write(
         LOSS
         + """
@@ -55,11 +58,15 @@ if number == 2 and not (HERE / "mended").exists():
 while number == 3 and not (HERE / "release").exists():
     note("up")
     time.sleep(0.02)
-end(attempt=os.environ["MESHBOOK_ATTEMPT"])
+end(attempt=os.environ["MESHBOOK_ATTEMPT"], score=100.0)
 """
     )
     killed = bench.start(*STUDY, "sweep.trials=5")
     bench.await_notes("up", 1)
+    before = (bench.folder / "mine" / "sweep.json").read_bytes()
+    refused = bench.run(*STUDY, "sweep.trials=9")
+    assert (refused.status, "this sweep is still running" in refused.errors) == (2, True), refused.errors
+    assert (bench.folder / "mine" / "sweep.json").read_bytes() == before
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.process.wait()
     bench.assert_no_process_left()
@@ -75,9 +82,10 @@ end(attempt=os.environ["MESHBOOK_ATTEMPT"])
     assert losses[best] == min(losses.values())
     assert "best: by held-out loss, the minimum (sweep.metric)" in done.output
     (bench.folder / "mended").touch()
-    retried = report(bench.folder / "mine", "--retry", cwd=bench.folder)
+    retried = report(bench.folder / "mine", "--retry", "--metric", "score", "--goal", "max", cwd=bench.folder)
     assert retried.status == 0, retried.output
     assert "[3/5] 2_" in retried.output
+    assert "best: by score, the maximum (sweep.metric)" in retried.output
     journal = JournalStorage(JournalFileBackend(str(bench.folder / "mine" / "optuna.journal")))
     trials = optuna.load_study(study_name="sweep", storage=journal).trials
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "FAIL", *["COMPLETE"] * 3]
@@ -133,7 +141,10 @@ end(status=stop[0], signals=len(stop))
 
 
 def test_losing_point_is_stopped_early_and_a_row_of_the_table(bench: Bench) -> None:
-    """The held-out loss is lr, and the median of the first four points 2.5: the point of 9 stops, that of 0.5 not."""
+    """The held-out loss is lr, and the median of the first four points 2.5: the point of 9 stops, that of 0.5 not.
+
+    Only a retry of points that were stopped early trains it to the end.
+    """
     bench.write(
         LOSS
         + """
@@ -142,7 +153,7 @@ stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append("preempted"))
 MetricsLog(RUN).append({"step": 20, "eval_loss": lr})
 if number >= 4:
-    seconds = time.monotonic() + (2.5 if lr < 1 else 200)
+    seconds = time.monotonic() + (2.5 if lr < 1 or (HERE / "retried").exists() else 200)
     while not stop and time.monotonic() < seconds:
         time.sleep(0.02)
 if not stop:
@@ -163,6 +174,10 @@ end(status=stop[0] if stop else "ok", eval_loss=lr)
     assert column(bench, "eval_loss")[5] == "9.0"
     assert report(bench.folder / "mine", "--retry", cwd=bench.folder).status == 0
     assert started(bench).count(5) == 1
+    (bench.folder / "retried").touch()
+    retried = report(bench.folder / "mine", "--retry", "stopped early", cwd=bench.folder)
+    assert retried.status == 0, retried.output + retried.errors
+    assert states(bench.folder / "mine")["5_9"] == "ok"
 
 
 @pytest.mark.skipif(os.environ.get("MESHBOOK_TORTURE") != "1", reason="trains 20 models: make torture")

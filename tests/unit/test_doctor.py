@@ -208,10 +208,13 @@ def test_deleted_working_directory_and_closed_output_do_not_crash_the_doctor(tmp
 
 @pytest.mark.slow
 def test_hanging_check_times_out_without_delaying_the_others(tmp_path: Path) -> None:
-    """The token file is a pipe without a writer, so reading it blocks as on an unresponsive network file system."""
+    """The token file is a pipe without a writer, so reading it blocks as on an unresponsive network file system.
+
+    The process exits as that of `meshbook doctor` does.
+    """
     os.mkfifo(tmp_path / "token")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['doctor']\n" + (
-        "from scripts import doctor; doctor.SECONDS = 4.0; status = doctor.main([])\nimport os\nos._exit(status)"
+        "from scripts import doctor; doctor.SECONDS = 4.0; sys.exit(doctor.main([]))"
     )
     done = subprocess.run(
         [*BARE, "-uc", code], env=os.environ | {"HF_TOKEN_PATH": str(tmp_path / "token")}, capture_output=True,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from components.config.compose.sweep_keys import EarlyStop
 from components.config.errors import ConfigError
+from components.config.metrics_log import MetricsLog
 from components.config.schema.cluster import ClusterKind
 from components.launch import clusters
 from components.launch.backend import Backend, Job, JobState
@@ -17,8 +21,9 @@ from components.launch.local import LocalBackend
 from components.launch.run_directory import lease
 from components.launch.run_directory.lease import Holder
 from components.launch.run_directory.opening import exclude_starts, open_run_directory
+from components.launch.sweep import points
 from components.launch.sweep.plan import Point, PointRecord, Sweep, write_record
-from components.launch.sweep.point_rows import read_points
+from components.launch.sweep.point_rows import STOPPED_EARLY, read_points
 from tests.unit.test_launch_run_directory import config, end, start
 
 JOB = "pod-1"
@@ -121,11 +126,78 @@ def test_lease_holder_counts_as_ended_once_its_job_has_ended(pods: Pods, monkeyp
 def test_sweep_reports_the_job_state_of_a_point(
     pods: Pods, tmp_path: Path, state: JobState, status: str, reason: str
 ) -> None:
-    point = Point(0, "0_ddp", {"parallelism": "ddp"}, [])
-    sweep = Sweep(tmp_path, "s", "finetune", tmp_path / "f.py", tmp_path, "f.py -m", [], ["parallelism"], [point])
-    sweep.run_dir(point).mkdir()
-    (sweep.run_dir(point) / "pod").touch()
-    write_record(sweep, point, PointRecord(0.0, status=0))
+    sweep = sweep_of_jobs(tmp_path, ["submitted"])
     pods.current_job = Job(JOB, "Pods", state, "raw", over=False)
     (row,) = read_points(sweep)
     assert (row.state, row.reason) == (status, reason)
+
+
+def sweep_of_jobs(folder: Path, statuses: list[str]) -> Sweep:
+    """A sweep with a point per status: submitted as JOB, or that of its result.json."""
+    numbered = [Point(n, f"{n}_{n}", {"run.seed": str(n)}, [], runs_here=False) for n in range(len(statuses))]
+    sweep = Sweep(folder, "s", "finetune", folder / "f.py", folder, "f.py -m", [], ["run.seed"], numbered, parallel=1)
+    for point, status in zip(numbered, statuses, strict=True):
+        sweep.run_dir(point).mkdir()
+        if status == "submitted":
+            (sweep.run_dir(point) / "pod").touch()
+        else:
+            (sweep.run_dir(point) / "result.json").write_text(json.dumps({"status": status}))
+        write_record(sweep, point, PointRecord(0.0, status=0))
+    return sweep
+
+
+def test_sweep_waits_for_a_requeued_job_whose_scheduler_does_not_answer_once(
+    pods: Pods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The result of its first attempt is preempted until the second one ends."""
+    monkeypatch.setattr(points, "POLL_JOBS", 0.0)
+    sweep = sweep_of_jobs(tmp_path, ["submitted"])
+    result = sweep.run_dir(sweep.points[0]) / "result.json"
+    result.write_text('{"status": "preempted"}')
+
+    def answers() -> Iterator[Job]:
+        yield pods.current_job
+        yield Job(JOB, "Pods", JobState.unknown, "", over=False, doubt="no pods here")
+        result.write_text('{"status": "ok"}')
+        yield pods.current_job
+
+    answer = answers()
+    monkeypatch.setattr(pods, "state", lambda jobs: {JOB: next(answer)} if JOB in jobs else {})
+    assert points.PointLoop(sweep, iter(sweep.points), 1, None).run() == []
+    assert capsys.readouterr().out.endswith("... ok\n")
+
+
+@pytest.mark.parametrize("state", [JobState.gone, JobState.failed, JobState.cancelled])
+def test_point_whose_job_was_stopped_early_needs_no_result(pods: Pods, tmp_path: Path, state: JobState) -> None:
+    """A deleted job is gone at once, while its pods save."""
+    sweep = sweep_of_jobs(tmp_path, ["submitted"])
+    write_record(sweep, sweep.points[0], PointRecord(0.0, status=0, stopped_early="loses"))
+    pods.current_job = Job(JOB, "Pods", state, "raw", over=True)
+    (row,) = read_points(sweep)
+    assert (row.state, row.reason) == (STOPPED_EARLY, "loses")
+
+
+def test_refused_early_stop_is_requested_again(
+    pods: Pods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(points, "POLL_JOBS", 0.0)
+    sweep = replace(sweep_of_jobs(tmp_path, ["ok", "ok", "ok", "ok", "submitted"]), early_stop=EarlyStop.median)
+    for point in sweep.points:
+        for step in range(1, 3 - point.number // 4):
+            MetricsLog(sweep.run_dir(point)).append({"step": step, "eval_loss": float(point.number)})
+    requests: list[str] = []
+
+    def stop(job: str) -> bool:
+        requests.append(job)
+        if len(requests) == 1:
+            raise ConfigError("pods hang")
+        if len(requests) == 3:
+            pods.current_job = Job(JOB, "Pods", JobState.gone, "NotFound", over=True)
+        return len(requests) == 3
+
+    monkeypatch.setattr(pods, "stop", stop)
+    assert points.PointLoop(sweep, iter(sweep.points[4:]), 1, None).run() == []
+    assert requests == [JOB] * 3
+    _, refused, ended = capsys.readouterr().out.splitlines()
+    assert refused == "4_4: not stopped early yet: pods hang"
+    assert ended.startswith("stopped early, eval_loss is 4 at best up to step 1")

@@ -101,6 +101,20 @@ def test_draws_are_random_values_of_each_key(monkeypatch: pytest.MonkeyPatch) ->
     assert drawn_values(monkeypatch, *command, "sweep.seed=1") != points
 
 
+def test_draws_of_a_whole_number_key_are_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("training.max_steps=uniform(10,12)", "training.global_batch_size=loguniform(1,1e2)", "sweep.draws=200")
+    points = drawn_values(monkeypatch, *command)
+    assert {point["training.max_steps"] for point in points} == {"10", "11", "12"}
+    sizes = [int(point["training.global_batch_size"]) for point in points]
+    assert 1 <= min(sizes) < max(sizes) <= 100
+    assert 0.4 < sum(size < 10 for size in sizes) / 200 < 0.6
+    with pytest.raises(ConfigError) as caught:
+        expanded(monkeypatch, "training.max_steps=uniform(1.5,9)", "sweep.draws=2")
+    assert caught.value.problems[0] == (
+        "training.max_steps=uniform(1.5,9): write uniform(LOW,HIGH) with whole numbers, LOW less than HIGH"
+    )
+
+
 def test_values_of_a_key_do_not_depend_on_the_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = drawn_values(monkeypatch, "sweep.draws=5", "optimizer.lr=uniform(0,1)")
     both = drawn_values(
@@ -233,13 +247,16 @@ def test_new_sweep_rejects_a_folder_with_files(tmp_path: Path) -> None:
     path, identity = new_directory("finetune", str(tmp_path / "new"))
     assert path == tmp_path / "new"
     assert identity.startswith("new-")
+    path.mkdir()
+    with locked(path):  # as another command does that has not written sweep.json yet
+        assert new_directory("finetune", str(path))[0] == path
 
 
 def test_retry_of_a_sweep_with_missing_paths_is_rejected_without_changes(tmp_path: Path) -> None:
     sweep = replace(write_sweep(tmp_path / "a"), folder=tmp_path / "gone")
     before = sorted(sweep.directory.rglob("*"))
     with pytest.raises(ConfigError) as caught:
-        retry(sweep, [])
+        retry(sweep, [], sweep)
     plan = sweep.directory / "sweep.json"
     assert [problem.partition("; ")[0] for problem in caught.value.problems] == [
         f"{plan}: file=/r.py: the sweep's recipe does not exist here",

@@ -13,8 +13,9 @@ import pytest
 
 pytest.importorskip("optuna", reason="needs the extra `optuna`")
 
-from components.config.compose.sweep import SweepRequest, expand_sweep
+from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep
 from components.config.compose.sweep_keys import Goal
+from components.config.compose.sweep_values import Range
 from components.config.errors import ConfigError
 from components.config.metrics_log import MetricsLog
 from components.config.schema import FinetuneConfig
@@ -74,6 +75,19 @@ def test_listed_values_and_ends_of_ranges_are_checked(monkeypatch: pytest.Monkey
     assert chosen.overrides == ("model=tiny", "optimizer.lr=0.002", "training.global_batch_size=16")
     stored = dimensions_of(space_of(request.space))
     assert [(each.key, each.range) for each in stored] == [(each.key, each.range) for each in request.space]
+
+
+def test_points_of_whole_number_keys_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranges = ("training.max_steps=uniform(10,100)", "training.global_batch_size=loguniform(1,1e3)")
+    request = expanded(monkeypatch, "model=tiny", *ranges, "optimizer.lr=uniform(0,1)", "sweep.trials=12")
+    study = opened(tmp_path, request)
+    for number in range(12):
+        chosen = request.study_point(study.choose() or {})
+        assert compose_point(request, chosen, lambda cfg, rejected: [])[0] is not None, chosen
+        finish(study, number)
+    assert opened(tmp_path, request).values == study.values
+    assert dimensions_of(space_of(request.space))[0].range == Range(10, 100, log=False, whole=True)
+    assert space_of(request.space)["optimizer.lr"] == {"low": 0, "high": 1, "log": False}  # as in older sweeps
 
 
 def test_interrupted_study_chooses_the_points_of_one_that_was_not(

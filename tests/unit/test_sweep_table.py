@@ -238,7 +238,7 @@ def test_report_write_failure_is_reported(tmp_path: Path, capsys: pytest.Capture
     assert "report: " not in output.out
 
 
-def test_disagreeing_loss_is_flagged_even_for_the_fastest_point(tmp_path: Path) -> None:
+def test_disagreeing_loss_is_flagged_and_never_the_best(tmp_path: Path) -> None:
     files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2"))
     files.finish_ok(0, 3000.0, 4.01)
     files.finish_ok(1, 2000.0, 4.0)
@@ -246,7 +246,10 @@ def test_disagreeing_loss_is_flagged_even_for_the_fastest_point(tmp_path: Path) 
     report = read_report(files.sweep)
     assert report.agreement.disagreeing == {0}
     output = files.printed()
-    assert "ok, LOSS DISAGREES" in output.splitlines()[1]
+    assert [line.split()[0] for line in output.splitlines()[1:4]] == ["1_fsdp2", "2_tp2", "0_ddp"]
+    assert "ok, best" in output.splitlines()[1]
+    assert "ok, LOSS DISAGREES" in output.splitlines()[3]
+    assert [row["best"] for row in csv.DictReader(io.StringIO(to_csv(report)))] == ["True", "False", "False"]
     assert "losses DISAGREE: last_loss of 0_ddp is 4.01, of 1_fsdp2 4.0: 2.5e-03 apart, more than 1e-04" in output
     assert "losses agree" not in output
     assert exit_status(report) == 1

@@ -28,7 +28,7 @@ from components.config.compose.sweep_values import (
     list_values,
     number_as_value,
 )
-from components.config.compose.typed import free_keys, known_keys
+from components.config.compose.typed import free_keys, known_keys, whole_number_keys
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 
@@ -96,7 +96,7 @@ def expand_sweep(
     """
     arguments, problems = read_arguments(schema)
     keys, key_problems = read_sweep_keys(arguments.sweep)
-    listed = list_values(arguments.overrides, keys, only_ends=bool(key_problems))
+    listed = list_values(arguments.overrides, keys, whole_number_keys(schema), only_ends=bool(key_problems))
     arguments.overrides = listed.overrides
     problems += key_problems + listed.problems
     try:

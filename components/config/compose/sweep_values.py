@@ -6,7 +6,7 @@ optimizer.lr=loguniform(1e-5,1e-3)  a random value per draw (sweep.draws=N), uni
 optimizer.lr=uniform(1e-5,1e-3)     a random value per draw
 
 They are replaced by lists of values (optimizer.lr=1e-5,...) before Hydra parses the command line. In a study
-(sweep.trials=N), the last two are ranges, and the list holds their ends.
+(sweep.trials=N), the last two are ranges, and the list holds their ends. Keys of whole numbers get whole numbers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Range:
     high: float
     log: bool
     """Whether equal ratios are equally likely, instead of equal differences."""
+    whole: bool = False
+    """Whether only its whole numbers are values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class ListedValues:
     problems: list[str] = field(default_factory=list)
 
 
-def list_values(overrides: Iterable[str], keys: SweepConfig, *, only_ends: bool = False) -> ListedValues:
+def list_values(
+    overrides: Iterable[str], keys: SweepConfig, whole_keys: Collection[str] = (), *, only_ends: bool = False
+) -> ListedValues:
     """Replace these functions by the lists of their values.
 
     Random values depend only on sweep.seed and the key, so that sweeping another key too does not change them.
@@ -56,6 +60,7 @@ def list_values(overrides: Iterable[str], keys: SweepConfig, *, only_ends: bool 
     Args:
         overrides: The overrides of the command line.
         keys: Keys of the sweep.
+        whole_keys: Keys whose values are whole numbers.
         only_ends: List the ends of ranges, as for a study, since the keys of the sweep were rejected.
     """
     listed = ListedValues()
@@ -66,21 +71,22 @@ def list_values(overrides: Iterable[str], keys: SweepConfig, *, only_ends: bool 
             continue
         key, name = found["key"], found["name"]
         arguments = [each.strip() for each in found["arguments"].split(",")]
-        if problem := _problem(override, name, arguments):
+        whole = name not in SPACED and key.lstrip("+").strip() in whole_keys
+        if problem := _problem(override, name, arguments, whole=whole):
             listed.problems.append(problem)
         elif name in SPACED:
             listed.overrides.append(f"{key}={','.join(_spaced(name, *arguments))}")
         elif keys.trials is not None or only_ends:
-            listed.overrides.append(f"{key}={','.join(arguments)}")
-            low, high = map(float, arguments)
-            listed.ranges[listed.overrides[-1]] = Range(low, high, log=name == "loguniform")
+            span = _range(name, arguments, whole=whole)
+            listed.overrides.append(f"{key}={span.low},{span.high}" if whole else f"{key}={','.join(arguments)}")
+            listed.ranges[listed.overrides[-1]] = span
         elif keys.draws is None:
             listed.problems.append(
                 f"{override}: is drawn at random; add sweep.draws=N, the number of points to draw, or sweep.trials=N, "
                 "the number of points of an Optuna study"
             )
         else:
-            values = _random_values(name, float(arguments[0]), float(arguments[1]), keys.draws, _generator(keys, key))
+            values = _random_values(_range(name, arguments, whole=whole), keys.draws, _generator(keys, key))
             listed.overrides.append(f"{key}={','.join(values)}")
             listed.drawn.add(listed.overrides[-1])
     return listed
@@ -122,7 +128,12 @@ def _combination(columns: Sequence[Sequence[str]], number: int) -> list[str]:
     return point[::-1]
 
 
-def _problem(override: str, name: str, arguments: Sequence[str]) -> str:
+def _range(name: str, arguments: Sequence[str], *, whole: bool) -> Range:
+    low, high = (int(float(each)) if whole else float(each) for each in arguments)
+    return Range(low, high, log=name == "loguniform", whole=whole)
+
+
+def _problem(override: str, name: str, arguments: Sequence[str], *, whole: bool) -> str:
     """Return the rule that the arguments of a function violate; empty if they are valid."""
     positive = " greater than 0" if name.startswith("log") else ""
     if name in SPACED:
@@ -133,7 +144,8 @@ def _problem(override: str, name: str, arguments: Sequence[str]) -> str:
         if len(arguments) != 3 or not arguments[2].isdecimal() or not 2 <= int(arguments[2]) <= MOST_VALUES:
             return message
     else:
-        message = f"{override}: write {name}(LOW,HIGH) with numbers{positive}, LOW less than HIGH"
+        numbers = "whole numbers" if whole else "numbers"
+        message = f"{override}: write {name}(LOW,HIGH) with {numbers}{positive}, LOW less than HIGH"
         if len(arguments) != 2:
             return message
     try:
@@ -142,6 +154,8 @@ def _problem(override: str, name: str, arguments: Sequence[str]) -> str:
         return message
     in_order = first != last if name in SPACED else first < last
     is_valid = in_order and math.isfinite(first) and math.isfinite(last) and not (positive and min(first, last) <= 0)
+    if whole and not (first.is_integer() and last.is_integer()):
+        return message
     return "" if is_valid else message
 
 
@@ -155,10 +169,13 @@ def _spaced(name: str, first: str, last: str, count: str) -> list[str]:
     return [first, *map(number_as_value, between), last]
 
 
-def _random_values(name: str, low: float, high: float, count: int, generator: random.Random) -> list[str]:
-    if name == "uniform":
-        return [number_as_value(generator.uniform(low, high)) for _ in range(count)]
-    return [number_as_value(math.exp(generator.uniform(math.log(low), math.log(high)))) for _ in range(count)]
+def _random_values(span: Range, count: int, generator: random.Random) -> list[str]:
+    if span.log:
+        values = [math.exp(generator.uniform(math.log(span.low), math.log(span.high))) for _ in range(count)]
+        return [number_as_value(round(value) if span.whole else value) for value in values]
+    if span.whole:
+        return [str(generator.randint(int(span.low), int(span.high))) for _ in range(count)]
+    return [number_as_value(generator.uniform(span.low, span.high)) for _ in range(count)]
 
 
 def _generator(keys: SweepConfig, key: str) -> random.Random:

@@ -66,6 +66,15 @@ def free_keys(schema: type, prefix: str = "") -> list[str]:
     return list(dict.fromkeys(key for key, hint in _keys(schema, prefix) if get_origin(hint) is dict))
 
 
+def whole_number_keys(schema: type) -> set[str]:
+    """Return the dotted keys of `schema` whose values are whole numbers, in every kind of their section."""
+    whole: dict[str, bool] = {}
+    for key, hint in _keys(schema, ""):
+        kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
+        whole[key] = whole.get(key, True) and kinds - {types.NoneType} == {int}
+    return {key for key, is_whole in whole.items() if is_whole}
+
+
 def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys below `schema` with their type hints; keys shared by several kinds are repeated."""
     for variant in kinds_of(schema).values() or (schema,):

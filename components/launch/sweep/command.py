@@ -88,11 +88,28 @@ def run_sweep(recipe: Recipe) -> int:
         sweep = replace(sweep, points=points)
     with reported_by_path(sweep.directory):
         sweep.directory.mkdir(parents=True, exist_ok=True)
-        sweep.write()
-    if sweep.study is not None:
-        return _run_study(sweep, sweep.study, request, check)
-    print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
-    return run_points(sweep, points)
+    with locked(sweep.directory):
+        sweep = _sweep_now(sweep, recipe, request)
+        with reported_by_path(sweep.directory):
+            sweep.write()
+        if sweep.study is not None:
+            stops = _run_study(sweep, sweep.study, request, check)
+        else:
+            print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
+            stops = run_points(sweep, points)
+    return conclude(sweep, stops)
+
+
+def _sweep_now(sweep: Sweep, recipe: Recipe, request: SweepRequest) -> Sweep:
+    """Return the sweep with what another process has written to its folder until this one took its lock.
+
+    Raises ConfigError if that is another sweep.
+    """
+    folder = str(sweep.directory)
+    if (stored := _stored_study(recipe, request, folder)) is not None:
+        return stored
+    new_directory(recipe.name, folder)
+    return sweep
 
 
 def _new_sweep(recipe: Recipe, request: SweepRequest, given: str | None) -> Sweep:
@@ -147,25 +164,24 @@ def _stored_study(recipe: Recipe, request: SweepRequest, given: str | None) -> S
     return replace(stored, study=plan, folder=Path.cwd(), parallel=keys.parallel, early_stop=keys.early_stop)
 
 
-def _run_study(sweep: Sweep, plan: StudyPlan, request: SweepRequest, check: Check) -> int:
-    """Run the unfinished points of a study and choose further ones, print the table, and return the exit status."""
-    with locked(sweep.directory):
-        study = PointStudy(sweep.directory, plan, request.space, sweep.goal)
-        if len(study.values) < len(sweep.points):
-            raise ConfigError(
-                f"{sweep.directory / JOURNAL}: lacks points of {PLAN}, so that the study cannot be continued; restore "
-                "it, or choose another run.dir"
-            )
-        for values in study.values[len(sweep.points) :]:  # chosen by a sweep that was killed before it recorded them
-            sweep.points.append(_chosen_point(sweep, request, values, check))
-        for row in read_points(sweep, [sweep.points[number] for number in study.unfinished()]):
+def _run_study(sweep: Sweep, plan: StudyPlan, request: SweepRequest, check: Check) -> list[int]:
+    """Run the unfinished points of a study and choose further ones; return the signals that stopped it."""
+    study = PointStudy(sweep.directory, plan, request.space, sweep.goal)
+    if len(study.values) < len(sweep.points):
+        raise ConfigError(
+            f"{sweep.directory / JOURNAL}: lacks points of {PLAN}, so that the study cannot be continued; restore "
+            "it, or choose another run.dir"
+        )
+    for values in study.values[len(sweep.points) :]:  # chosen by a sweep that was killed before it recorded them
+        sweep.points.append(_chosen_point(sweep, request, values, check))
+    for row in read_points(sweep, [sweep.points[number] for number in study.unfinished()]):
+        if row.has_ended:
             study.record(row, sweep.metric, read_curve(sweep, row.point))
-        done = len(study.values) - len(study.unfinished())
-        text = f", {done} of which have ended" if done else ""
-        print_text(f"study {sweep.directory}: {plan.trials} points{text}", flush=True)
-        points = _points_of_study(sweep, study, request, check)
-        stops = PointLoop(sweep, points, plan.trials, study).run()
-    return conclude(sweep, stops)
+    done = len(study.values) - len(study.unfinished())
+    text = f", {done} of which have ended" if done else ""
+    print_text(f"study {sweep.directory}: {plan.trials} points{text}", flush=True)
+    points = _points_of_study(sweep, study, request, check)
+    return PointLoop(sweep, points, plan.trials, study).run()
 
 
 def _points_of_study(sweep: Sweep, study: PointStudy, request: SweepRequest, check: Check) -> Iterator[Point]:
@@ -221,7 +237,8 @@ def _expand(recipe: Recipe, check: Check) -> SweepRequest:
         cfg, problems = compose_point(request, point, lambda cfg, rejected: [])
         if cfg is None:
             raise ConfigError(problems)
-        for name, overrides in sweep_values(cfg, point.overrides, best):
+        world = _processes(cfg, request.keys.parallel or 1)
+        for name, overrides in sweep_values(cfg, point.overrides, world, best):
             values = {"parallelism": name, **point.values}
             points.append(PointRequest((*point.overrides, *overrides), values))
     return replace(request, points=points)

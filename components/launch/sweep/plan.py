@@ -178,7 +178,7 @@ def new_directory(recipe: str, given: str | None) -> tuple[Path, str]:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         return Path.cwd() / "outputs" / "sweeps" / recipe / name, name
     path = Path(given).expanduser().absolute()
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(entry.name != SWEEP_LOCK for entry in path.iterdir()):
         is_sweep = (path / PLAN).exists()
         advice = f"continue it with scripts/sweep_report.py {given} --retry, or choose" if is_sweep else "choose"
         raise ConfigError(f"run.dir={given}: contains files, but a sweep needs a new folder; {advice} another run.dir")

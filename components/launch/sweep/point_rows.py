@@ -49,6 +49,14 @@ class SweepRow(RunNumbers):
     """Last value of each metric in its metrics.jsonl."""
     seconds: float | None = None
     """Wall time of the run, or of its launcher if the run did not record it."""
+    job: Job | None = None
+    """Its job; None if it has none, or if its result is final."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended for good. While its scheduler does not answer, a result may be that of an attempt that
+        has been requeued since."""
+        return self.state not in ALIVE and (self.job is None or self.job.over)
 
     @property
     def mesh(self) -> str:
@@ -126,13 +134,15 @@ def _settle(row: SweepRow, record: PointRecord, sweep: Sweep, *, alive: bool, jo
     elif record.status == EXIT_INVALID:
         row.state, row.reason, row.result, row.seconds = "invalid", _problems(record.message), {}, None
     elif job is not None and not record.status:  # with a status, this start submitted no job
-        row.state = state_with_job(status, job.state)
+        row.state, row.job = state_with_job(status, job.state), job
         row.reason = error or _job_reason(row, job, sweep)
     elif status is not None:
         row.state, row.reason = status, error
     else:
         row.state, row.reason = _without_result(record)
-    if record.stopped_early and row.state in ("preempted", "interrupted", "cancelled"):
+    # A deleted job of Kubernetes is gone at once, while its pods save.
+    without_result = row.job is not None and status is None and row.state == "failed"
+    if record.stopped_early and (without_result or row.state in ("preempted", "interrupted", "cancelled")):
         row.state, row.reason = STOPPED_EARLY, record.stopped_early
     if row.state not in STATES:
         row.state, row.reason = "failed", f"result.json has the status {row.state!r}; {row.reason}"

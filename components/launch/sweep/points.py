@@ -37,29 +37,30 @@ MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
 
 
-def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
-    """Run given points, print the table, and return the exit status of the sweep.
+def run_points(sweep: Sweep, points: Sequence[Point]) -> list[int]:
+    """Run given points, and return the signals that stopped the sweep.
 
     Args:
-        sweep: The sweep; its folder and sweep.json must exist.
+        sweep: The sweep, whose lock this process holds; its sweep.json must exist.
         points: Points to run.
-
-    Raises ConfigError if another process is running the sweep.
     """
-    with locked(sweep.directory):
-        study, total = None, len(points)
-        if sweep.study is not None:
-            study = PointStudy(sweep.directory, sweep.study, dimensions_of(sweep.study.space), sweep.goal)
-            total = sweep.study.trials  # a retried point keeps its number in the study
-        stops = PointLoop(sweep, iter(points), total, study).run()
-    return conclude(sweep, stops)
+    study, total = None, len(points)
+    if sweep.study is not None:
+        study = PointStudy(sweep.directory, sweep.study, dimensions_of(sweep.study.space), sweep.goal)
+        total = sweep.study.trials  # a retried point keeps its number in the study
+    return PointLoop(sweep, iter(points), total, study).run()
 
 
-def retry(sweep: Sweep, states: Sequence[str]) -> int:
+def retry(sweep: Sweep, states: Sequence[str], judged: Sweep) -> int:
     """Run the points in any of `states` again, in their run directories, and return the exit status.
 
-    Runs with a checkpoint resume. Empty `states` selects all states that need attention. Raises ConfigError
-    for an unknown state, while the sweep is running, and if its recipe or working directory is missing.
+    Runs with a checkpoint resume. Raises ConfigError for an unknown state, while the sweep is running, and if its
+    recipe or working directory is missing.
+
+    Args:
+        sweep: The sweep.
+        states: States of the points; empty: all that need attention.
+        judged: The sweep with the metric of the table. A study and early stops use the sweep's own.
     """
     may_retry = [state for state in STATES if state not in ALIVE]
     if unknown := [state for state in states if state not in may_retry]:
@@ -72,9 +73,11 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
     points = [row.point for row in read_points(sweep) if row.state in selected]
     if not points:
         print_text(f"nothing to retry: no point is {' or '.join(selected)}")
-        return report_now(sweep)
+        return report_now(judged)
     _check_origin(sweep)
-    return run_points(sweep, points)
+    with locked(sweep.directory):
+        stops = run_points(sweep, points)
+    return conclude(judged, stops)
 
 
 def conclude(sweep: Sweep, stops: Sequence[int]) -> int:
@@ -140,7 +143,7 @@ class PointLoop:
         self._next_query = self._next_look = 0.0
         self._rule = None if sweep.early_stop is None else MedianRule(sweep)
         self._losers: set[int] = set()
-        """Numbers of the points whose stop was requested."""
+        """Numbers of the points whose stop was requested, or that are retried after one."""
 
     def run(self) -> list[int]:
         """Run all points, and return the signals that stopped the sweep."""
@@ -172,6 +175,9 @@ class PointLoop:
             print_text(_start_line(self._sweep, point, counter), end=self._line_end, flush=True)
             slot, process = self._free.popleft(), None
             if not _adopt_job(self._sweep, point):
+                record = read_record(self._sweep, point)
+                if record is not None and record.stopped_early:  # its old metrics would stop it again at once
+                    self._losers.add(point.number)
                 process = PointProcess(self._sweep, point, share_of(slot, self._parallel, point, os.environ))
             self._active.append(_Active(point, process, slot))
 
@@ -191,16 +197,16 @@ class PointLoop:
         for each in list(self._active):
             if each.process is not None and each.process.has_ended():
                 (row,) = read_points(self._sweep, [each.point])
-                if row.state in ALIVE and self._sweep.waits_for_jobs:
-                    each.process = None
-                else:
+                if row.has_ended or not self._sweep.waits_for_jobs:
                     self._end(each, row)
+                else:
+                    each.process = None
         jobs = [each for each in self._active if each.process is None]
         if not jobs or time.monotonic() < self._next_query:
             return
         self._next_query = time.monotonic() + POLL_JOBS
         for each, row in zip(jobs, read_points(self._sweep, [each.point for each in jobs]), strict=True):
-            if row.state not in ALIVE:
+            if row.has_ended:
                 self._end(each, row)
 
     def _stop_losers(self) -> None:
@@ -211,13 +217,30 @@ class PointLoop:
         for each in self._active:
             if each.point.number in self._losers or not (reason := self._rule.reason(each.point)):
                 continue
-            self._losers.add(each.point.number)
             if each.process is not None:
                 each.process.stop_early(reason)
-            elif (job := job_of(self._sweep.run_dir(each.point))) is not None:
-                record = read_record(self._sweep, each.point) or PointRecord(time.time(), status=0)
-                write_record(self._sweep, each.point, replace(record, stopped_early=reason))
-                stop(job)
+            elif not self._stop_job(each.point, reason):
+                continue
+            self._losers.add(each.point.number)
+
+    def _stop_job(self, point: Point, reason: str) -> bool:
+        """Request the stop of a point's job, and return whether its scheduler accepted it. If not, print why once."""
+        job = job_of(self._sweep.run_dir(point))
+        if job is None:
+            return False
+        record = read_record(self._sweep, point) or PointRecord(time.time(), status=0)
+        write_record(self._sweep, point, replace(record, stopped_early=reason))
+        try:
+            if stop(job):
+                return True
+            why = f"the scheduler did not accept the stop of job {job}"
+        except ConfigError as error:
+            why = str(error)
+        if not record.stopped_early:
+            ends_line = "" if self._parallel > 1 else "\n"
+            print_text(f"{ends_line}{point.name}: not stopped early yet: {why}", flush=True)
+        self._next_look = time.monotonic() + POLL_JOBS
+        return False
 
     def _end(self, active: _Active, row: SweepRow) -> None:
         self._active.remove(active)

@@ -25,13 +25,19 @@ def share_problems(cfg: RecipeConfig, processes: int, parallel: int) -> list[str
     if parallel == 1:
         return []
     if gpus and cfg.cluster.device != Device.cpu:
-        if gpus % parallel == 0:
-            return []
-        divisors = ", ".join(str(number) for number in range(1, gpus + 1) if gpus % number == 0)
-        return [
-            f"sweep.parallel={parallel}: the points share {gpus} visible GPUs, which must be divisible by it; set it "
-            f"to one of {divisors}, or change CUDA_VISIBLE_DEVICES"
-        ]
+        share = gpus // parallel
+        if gpus % parallel:
+            divisors = ", ".join(str(number) for number in range(1, gpus + 1) if gpus % number == 0)
+            return [
+                f"sweep.parallel={parallel}: the points share {gpus} visible GPUs, which must be divisible by it; set "
+                f"it to one of {divisors}, or change CUDA_VISIBLE_DEVICES"
+            ]
+        if share < processes <= gpus:  # more than all GPUs are rejected for any run
+            return [
+                f"sweep.parallel={parallel}: each point has {share} of the {gpus} visible GPUs, but it starts "
+                f"{processes} processes, and each needs its own GPU; lower sweep.parallel or cluster.procs_per_node"
+            ]
+        return []
     limit, total = RANKS_PER_CORE * usable_cores(), parallel * processes
     if total <= limit or processes > limit or cfg.cluster.oversubscribe:
         return []

@@ -125,7 +125,7 @@ class PointStudy:
 
 def space_of(dimensions: Sequence[Dimension]) -> dict[str, Any]:
     """Return the search space as it is stored in sweep.json."""
-    return {each.key: list(each.choices) if each.range is None else asdict(each.range) for each in dimensions}
+    return {each.key: list(each.choices) if each.range is None else _stored(each.range) for each in dimensions}
 
 
 def dimensions_of(space: Mapping[str, Any]) -> list[Dimension]:
@@ -138,12 +138,19 @@ def dimensions_of(space: Mapping[str, Any]) -> list[Dimension]:
     ]
 
 
+def _stored(span: Range) -> dict[str, Any]:
+    """Return a range as older versions stored it, unless it has whole numbers, so that their studies continue."""
+    return {name: value for name, value in asdict(span).items() if name != "whole" or value}
+
+
 def _distribution(dimension: Dimension) -> BaseDistribution:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     span = dimension.range
     if span is None:
         return CategoricalDistribution(dimension.choices)
+    if span.whole:
+        return IntDistribution(int(span.low), int(span.high), log=span.log)
     return FloatDistribution(span.low, span.high, log=span.log)
 
 

@@ -83,7 +83,8 @@ class SweepReport:
 
 
 def read_report(sweep: Sweep) -> SweepReport:
-    """Return the report of a sweep: ok points from best to worst, then the others by number."""
+    """Return the report of a sweep: ok points from best to worst, last those whose losses disagree; then the others by
+    number."""
     rows = read_points(sweep)
     ok = [row for row in rows if row.state == "ok"]
     criterion = choose_criterion(sweep, ok)
@@ -95,7 +96,9 @@ def read_report(sweep: Sweep) -> SweepReport:
         return False, math.inf if score is None else -score, -(row.tokens_per_second or 0.0)
 
     rows.sort(key=order)
-    return SweepReport(sweep, rows, compare_losses(rows), criterion, missing_metric(sweep, criterion, ok))
+    agreement = compare_losses(rows)
+    rows.sort(key=lambda row: (row.state != "ok", row.point.number in agreement.disagreeing))
+    return SweepReport(sweep, rows, agreement, criterion, missing_metric(sweep, criterion, ok))
 
 
 def print_table(report: SweepReport, console: Console) -> None:
