@@ -146,14 +146,17 @@ def test_requeue_limits_are_read_from_the_config_of_the_run(run_dir: Path) -> No
 
 HANGS = {
     "with progress": ([PUBLISHED], 0, True),
-    "without progress": ([PUBLISHED, STEP], 0, False),
+    "without a checkpoint of its own": ([PUBLISHED, STEP], 0, True),
+    "before its first step, in a job that has taken steps": ([STEP, NOTHING], 0, True),
+    "before the first step of the job": ([NOTHING], 0, False),
+    "third without a newer checkpoint": ([PUBLISHED, STEP, STEP, STEP], 2, False),
     "after three others": ([PUBLISHED] * 4, 3, False),
     "after two others": ([PUBLISHED] * 3, 2, True),
 }
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_hung_run_is_requeued_only_while_it_makes_progress(run_dir: Path, name: str) -> None:
+def test_run_that_hung_after_its_first_step_is_requeued_without_the_node(run_dir: Path, name: str) -> None:
     """The requeued job excludes the node of the missing rank, which is not the rank that reported the hang."""
     attempts, before, requeued = HANGS[name]
     last = job_of_attempts(run_dir, *attempts, hung=before)

@@ -141,8 +141,8 @@ def reason_not_to_restart(run_dir: Path, attempt: int, cluster: ClusterConfig, *
     """Return why no attempt may follow number `attempt` of its job, naming the limit; None if one may."""
     attempts = attempts_of_job(run_dir, attempt)
     policy, section = cluster.requeue, "cluster.requeue"
-    if hung and (not attempts or not attempts[-1].progressed):
-        return "the attempt published no checkpoint before it hung, so it would likely hang again"
+    if hung and not any(each.stepped for each in attempts):
+        return "the run hung before its first step, so it would likely hang again"
     if hung and sum(each.status == Kind.hung for each in attempts) > policy.hang:
         return f"the limit of {policy.hang} restarts after a hang is reached ({section}.hang)"
     if len(attempts) > policy.max:

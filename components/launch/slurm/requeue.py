@@ -40,8 +40,8 @@ def reason_not_after_hang(run_dir: Path, attempts: list[JobAttempt], environ: Ma
         return "a run that hung is not requeued (cluster.requeue.hang=0)"
     if sum(attempt.status == Kind.hung for attempt in attempts[:-1]) >= limit:
         return f"the limit of {limit} requeues after a hang is reached (cluster.requeue.hang)"
-    if not attempts or not attempts[-1].progressed:
-        return "the attempt published no checkpoint before it hung, so it would likely hang again"
+    if not any(attempt.stepped for attempt in attempts):
+        return "the run hung before its first step, so it would likely hang again"
     return reason_to_stop(run_dir, attempts, environ)
 
 
@@ -60,7 +60,7 @@ def reason_not_after_crash(run_dir: Path, attempts: list[JobAttempt]) -> str | N
 def reason_not_after_corruption(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
     """Return why a job in whose last attempt a rank computed wrong numbers must not be requeued; None if it may be.
 
-    Unlike after a hang, the attempt need not have published a checkpoint: the requeued job runs on other nodes.
+    Unlike after a hang, the attempt need not have taken a step: the requeued job runs on other nodes.
     """
     limit = requeue_policy(run_dir).corruption
     if limit == 0:

@@ -113,8 +113,8 @@ class RequeueConfig:
     before_first_step: int = 10
     """Stop requeueing after this many consecutive attempts, at least 1, that were stopped before their first step."""
     hang: int = 3
-    """Maximum number of times that a hung run (exit status 75) is requeued, excluding the node of the rank that hung,
-    as long as each attempt publishes a newer checkpoint; 0: never."""
+    """Maximum number of times that a run that hung (exit status 75) after its first step is requeued, excluding the
+    node of the rank that hung; 0: never."""
     crash: int = 20
     """Maximum number of times that a Slurm job starts its ranks again, on the same nodes and without a requeue, after
     one of them was killed, lost its connection or had a GPU error; 0: never."""
