@@ -66,7 +66,9 @@ class _Draft(NamedTuple):
     is_marked: bool  # whether {% generation %} blocks delimit the turn
 
 
-def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[Example]:
+def encode_conversations(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], *, one_sample_each: bool = False
+) -> list[Example]:
     """Tokenize conversations, with the loss on every assistant turn except those in `untrained`.
 
     The text comes from the tokenizer's chat template, applied to the unmodified messages and tools. Without a template,
@@ -82,7 +84,7 @@ def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequ
 
     Some templates render an earlier answer differently from the last one (they drop its reasoning, or end it with
     another token). No single sequence then contains every turn as the model would generate it, so such a conversation
-    becomes one example per answer: there may be more examples than conversations.
+    becomes one example per answer: there may be more examples than conversations, unless `one_sample_each` rejects it.
 
     Raises ConfigError if a template rejects a conversation, exceeds its time limit or leaves the loss mask ambiguous,
     or if a tokenizer has neither a chat template nor an end-of-text token.
@@ -91,9 +93,16 @@ def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequ
     drafts = [[renderer.draft(each, answer) for answer in each.trained] for each in conversations]
     turns = renderer.turns([draft for group in drafts for draft in group])
     examples: list[Example] = []
-    for group in drafts:
+    for conversation, group in zip(conversations, drafts, strict=True):
+        samples = _assemble([next(turns) for _ in group])
+        if one_sample_each and len(samples) > 1:
+            raise ConfigError(
+                f"{conversation.where}: the chat template renders an earlier turn of the answer differently from its "
+                "last turn, so that no single sample contains the answer; use answers of one turn, or set "
+                "model.tokenizer to one with another chat template"
+            )
         # A conversation without a trained answer becomes an empty sample, which the dataset drops and counts.
-        examples += _assemble([next(turns) for _ in group]) or [Example([], [])]
+        examples += samples or [Example([], [])]
     return examples
 
 
