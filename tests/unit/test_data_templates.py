@@ -7,6 +7,7 @@ from tokenizers import models, pre_tokenizers
 
 from components.config.errors import ConfigError
 from components.data.examples import IGNORED, encode_conversations
+from components.data.sources.rows import Conversation
 from tests.unit.test_data_examples import byte_tokenizer, chat, encode_one, fast_tokenizer, target_texts
 
 CHATML = (
@@ -136,3 +137,34 @@ def test_template_that_writes_the_date_gives_the_same_tokens_every_day(date):
     text = dated.decode(encode_one(dated, chat("a", "b")).input_ids)
     assert text.endswith(undated.decode(encode_one(undated, chat("a", "b")).input_ids))
     assert text.startswith(("26 Jul 2024<", "2024-07-26<"))
+
+
+PARTS = CHATML.replace("m['content']", "(m['content'] if m['content'] is string else m['content'][0]['text'])")
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        (CHATML.replace("m['content']", "(m['content'] | string | trim)"), "text"),  # as Llama 3.1: renders the list
+        (CHATML.replace("m['content']", "(m['content'] if m['content'] is string else '')"), "text"),  # as Qwen3
+        (CHATML, "text"),  # fails on a list
+        (PARTS, "parts"),
+        (CHATML.replace("m['content']", "m['content'][0]['text']"), "parts"),  # fails on a text
+    ],
+    ids=["representation", "omitted", "text only", "either", "parts only"],
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_text_parts_are_joined_unless_the_template_renders_them(template: str, content: str, role: str):
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    if content == "parts" and role != "user":
+        pytest.skip("every message needs parts")
+    messages = [{"role": each, "content": f"{each} content"} for each in ("system", "user", "tool", "assistant")]
+    expected = encode_conversations(byte_tokenizer(PARTS), [Conversation("x.jsonl:1", messages)])
+    for message in messages:
+        if content == "parts":
+            message["content"] = parts(message["content"])
+        elif message["role"] == role:
+            message["content"] = parts(f"{role} ", "content")
+    assert encode_conversations(byte_tokenizer(template), [Conversation("x.jsonl:1", messages)]) == expected
