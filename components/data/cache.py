@@ -101,7 +101,9 @@ class _Encoder(NamedTuple):
             encoded = examples.encode_labeled_texts(self.tokenizer, labeled)
             conversations = [each.conversation for each in labeled if each.conversation is not None]
         else:
-            encoded = examples.encode_conversations(self.tokenizer, conversations, one_sample_each=self.one_sample_each)
+            encoded = examples.encode_conversations(
+                self.tokenizer, conversations, one_sample_each=self.one_sample_each, usage=self.usage
+            )
         if self.usage is not None:
             for conversation in conversations:
                 self.usage.observe(conversation)

@@ -176,11 +176,28 @@ class KeyUsage:
         self._template = template
         self._tried: Counter[str] = Counter()
         self._used: set[str] = set()
+        self._shortened: set[str] = set()
 
     @property
     def unused(self) -> list[str]:
-        """Sorted names, with roles, of the keys without an effect so far."""
-        return sorted(self._tried.keys() - self._used)
+        """Sorted names, with roles, of the keys without an effect so far, and of contents rendered only in part."""
+        keys = self._tried.keys() - self._used
+        return sorted(keys | {f"part of {name}" for name in self._shortened - keys})
+
+    def observe_answer(self, conversation: Conversation, answer: int, through: str) -> None:
+        """Check that `through`, which ends with the turn of message `answer`, contains all of its content.
+
+        Templates may cut the reasoning that is written into an answer. Whitespace and other changed characters
+        (escaping) do not count: the letters and digits of the content must occur in the turn, in order.
+        """
+        message = conversation.messages[answer]
+        name, content = _name("content", message), text_of(message.get("content")).strip()
+        if name in self._shortened or content in through:
+            return
+        history = self._template.render(conversation, answer).text
+        turn = iter(through.removeprefix(history))
+        if not all(character in turn for character in content if character.isalnum()):
+            self._shortened.add(name)
 
     def observe(self, conversation: Conversation) -> None:
         """Try leaving out each key of a conversation that is not yet known to be used."""
@@ -224,7 +241,7 @@ def is_fast(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizer
 
 
 def _name(key: str, message: Message) -> str:
-    shape = " as a list" if isinstance(message[key], list) and key == "content" else ""
+    shape = " as a list" if isinstance(message.get(key), list) and key == "content" else ""
     suffix = " with tool_calls" if message.get("tool_calls") and key != "tool_calls" else ""
     return f"{key}{shape} (role {message['role']}{suffix})"
 

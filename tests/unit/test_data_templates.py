@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tokenizers import models, pre_tokenizers
 
 from components.config.errors import ConfigError
+from components.config.schema.data import SftDataConfig, UnusedKeys
 from components.data.examples import IGNORED, encode_conversations
+from components.data.loading import build_dataset
 from components.data.sources.rows import Conversation
 from tests.unit.test_data_examples import byte_tokenizer, chat, encode_one, fast_tokenizer, target_texts
+from tests.unit.test_data_files import write
 
 CHATML = (
     "{% for m in messages %}"
@@ -168,3 +173,20 @@ def test_text_parts_are_joined_unless_the_template_renders_them(template: str, c
         elif message["role"] == role:
             message["content"] = parts(f"{role} ", "content")
     assert encode_conversations(byte_tokenizer(template), [Conversation("x.jsonl:1", messages)]) == expected
+
+
+def test_answers_of_which_the_template_drops_a_part_are_reported(tmp_path: Path):
+    answer = "<think>\nlong reasoning\n</think>\n\n<b>yes</b>"
+    rows = write(tmp_path / "x.jsonl", [{"prompt": "q", "response": answer}])
+
+    def unused(rendered: str) -> list[str]:
+        template = CHATML.replace("m['content']", f"(m['content']{rendered})")
+        cfg = SftDataConfig(path=str(rows), cache=None, eval_fraction=0)
+        return build_dataset(cfg, byte_tokenizer(template), seq_len=999, split="train").facts.unused
+
+    assert unused(".split('</think>')[-1]") == ["part of content (role assistant)"]  # as DeepSeek-R1
+    assert unused(" | escape") == unused("| replace('\n\n', '\n') | trim") == unused("") == []
+    refusing = SftDataConfig(path=str(rows), cache=None, eval_fraction=0, unused_keys=UnusedKeys.refuse)
+    cutting = byte_tokenizer(CHATML.replace("m['content']", "m['content'].split('</think>')[-1]"))
+    with pytest.raises(ConfigError, match=r"data.unused_keys=refuse: .* part of content \(role assistant\)"):
+        build_dataset(refusing, cutting, seq_len=999, split="train")
