@@ -160,7 +160,10 @@ def _no_samples_problem(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bo
             f"seq_len={seq_len}: too short for every sample ({facts}); raise training.seq_len (in evaluate.py "
             "evaluation.seq_len)"
         )
+    other = "data.eval_split or data.eval_path" if isinstance(cfg, RowsDataConfig) else "data.eval_split"
+    if isinstance(cfg, CustomDataConfig):
+        other += " (such as eval, which calls data.factory with this split)"
     return (
         f"{facts}: too few samples; holding out data.eval_fraction={cfg.eval_fraction} requires at least two different "
-        "prompts; add samples, or set data.eval_split or data.eval_path"
+        f"prompts; add samples, or set {other}"
     )

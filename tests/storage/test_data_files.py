@@ -11,6 +11,7 @@ import pytest
 from components.config.errors import ConfigError
 from components.config.schema.data import SftDataConfig
 from components.data.preflight import check_files
+from components.data.sources.rows import Conversation
 from components.data.sources.split import SourceSplit
 from scripts._export.object_output import output_folder, upload_output
 from tests.storage.conftest import S3
@@ -55,6 +56,19 @@ def test_an_object_is_downloaded_once_and_again_after_a_change(s3: S3, tmp_path:
     assert copy.stat().st_ino == before
     s3.put("rows.jsonl", lines(ROWS[:7]))
     assert len(prompts(cfg)) == 7
+
+
+def test_all_passes_over_a_source_read_the_same_copies(s3: S3, tmp_path: Path) -> None:
+    """The key of cached tokens is a hash of the copies that are found first."""
+    s3.put("x.jsonl", lines([{"prompt": "old", "response": "b"}]))
+    cfg = SftDataConfig(path="s3://bucket/x.jsonl", cache=str(tmp_path), eval_fraction=0)
+    split = SourceSplit(cfg, is_eval=False)
+    before = split.identity()
+    s3.put("x.jsonl", lines([{"prompt": "new", "response": "b"}]))
+    (record,) = split
+    assert isinstance(record, Conversation)
+    assert record.messages[0]["content"] == "old"
+    assert split.identity() == before
 
 
 def test_absent_and_empty_objects_are_found_before_launch(s3: S3, tmp_path: Path) -> None:
