@@ -102,9 +102,9 @@ def _build_source(
         examples = compress(all_examples, split_mask(hashes, cfg, is_eval))
     else:
         facts.lacks_template = isinstance(cfg, CONVERSATIONS) and not tokenizer.chat_template
-        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(
-            SourceSplit(cfg, is_eval), cfg, tokenizer, seq_len
-        )
+        source = SourceSplit(cfg, is_eval)
+        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(source, cfg, tokenizer, seq_len)
+        facts.unread_files = source.unread_files
         if facts.unused and isinstance(cfg, RowsDataConfig) and cfg.unused_keys is UnusedKeys.refuse:
             raise ConfigError(unused_problem(facts.source, facts.unused))
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)

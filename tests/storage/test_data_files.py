@@ -38,11 +38,15 @@ def test_files_of_a_store_are_those_of_a_folder(s3: S3, tmp_path: Path) -> None:
         (local / name).write_bytes(lines(rows))
         s3.put(f"data/{name}", lines(rows))
     s3.put("data/notes.md", b"not data")
+    s3.put("data/train2.jsonl", lines(ROWS))  # in no split
+    (local / "train2.jsonl").write_bytes(lines(ROWS))
     folders = [SftDataConfig(path=path, cache=cache, eval_split="test") for path in ("s3://bucket/data/", str(local))]
     for is_eval in (False, True):
         assert prompts(folders[0], is_eval) == prompts(folders[1], is_eval)
+        assert [SourceSplit(cfg, is_eval).unread_files for cfg in folders] == [["train2.jsonl"]] * 2
     one = SftDataConfig(path="s3://bucket/data/train-1.jsonl", cache=cache, eval_fraction=0)
     assert prompts(one) == [row["prompt"] for row in ROWS[:10]]
+    assert SourceSplit(one, is_eval=False).unread_files == []
     assert check_files(folders[0]) == check_files(one) == []
 
 

@@ -37,6 +37,7 @@ from components.data.sources.files import (
     files_of_split,
     format_of,
     is_local,
+    names_without_split,
     read_rows,
     readable,
 )
@@ -116,6 +117,14 @@ class SourceSplit:
         if not isinstance(self._cfg, RowsDataConfig):
             return []
         return sorted(self._columns - {*columns_wanted(self._cfg).values(), *columns_optional(self._cfg)})
+
+    @property
+    def unread_files(self) -> list[str]:
+        """Data files of the source's folder that belong to no split."""
+        if not isinstance(self._cfg, RowsDataConfig):
+            return []
+        location = location_of(self._cfg, self.is_eval)
+        return names_without_split(location) if is_local(location.path) else []
 
     @property
     def _in_split(self) -> np.ndarray:
