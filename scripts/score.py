@@ -126,7 +126,8 @@ def _rewards(model: Any, tokenizer: Any, conversations: Iterable[Conversation], 
 
     from components.data.examples import encode_conversations
 
-    samples = [each.input_ids[: options.seq_len] for each in encode_conversations(tokenizer, list(conversations))]
+    encoded = encode_conversations(tokenizer, list(conversations), one_sample_each=True)
+    samples = [each.input_ids[: options.seq_len] for each in encoded]
     length = max(map(len, samples))
     ids = torch.full((len(samples), length), tokenizer.pad_token_id)  # (rows, seq)
     mask = torch.zeros_like(ids)

@@ -28,6 +28,7 @@ from components.data import examples
 from components.data.chat_template import ChatTemplate, KeyUsage, is_fast
 from components.data.examples import Example
 from components.data.sources import text
+from components.data.sources.preference_rows import AnswerConfig
 from components.data.sources.rows import Conversation, Document, LabeledText
 from components.data.sources.split import (
     Record,
@@ -87,6 +88,8 @@ class _Encoder(NamedTuple):
     """Limit on the samples cut from documents; None: no limit."""
     usage: KeyUsage | None = None
     """Detector of unused keys of conversations; None: documents."""
+    one_sample_each: bool = False
+    """Whether each conversation must become one sample, because samples are paired by their position."""
 
     def encode(self, batch: list[Record]) -> Iterable[Example]:
         """Tokenize a batch of conversations, documents or labeled texts."""
@@ -98,7 +101,9 @@ class _Encoder(NamedTuple):
             encoded = examples.encode_labeled_texts(self.tokenizer, labeled)
             conversations = [each.conversation for each in labeled if each.conversation is not None]
         else:
-            encoded = examples.encode_conversations(self.tokenizer, conversations)
+            encoded = examples.encode_conversations(
+                self.tokenizer, conversations, one_sample_each=self.one_sample_each, usage=self.usage
+            )
         if self.usage is not None:
             for conversation in conversations:
                 self.usage.observe(conversation)
@@ -122,7 +127,12 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
     encoder = (
         _Encoder(split, tokenizer, seq_len, limit)
         if isinstance(cfg, TextDataConfig)
-        else _Encoder(split, tokenizer, usage=KeyUsage(ChatTemplate(tokenizer)))
+        else _Encoder(
+            split,
+            tokenizer,
+            usage=KeyUsage(ChatTemplate(tokenizer)),
+            one_sample_each=isinstance(cfg, AnswerConfig),
+        )
     )
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenization(tokenizer)
     if cfg.cache is None or tokenizer_hash is None:

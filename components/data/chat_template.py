@@ -27,6 +27,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MAX_TRIES = 200
 """Conversations in which a key is tried before it counts as unused."""
 _PROBE = '{"probe": "value"}'
+_PROBED = "probed"
 
 
 class Rendering(NamedTuple):
@@ -47,6 +48,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._sources: dict[bool, str | None] = {}  # keyed by has_tools: a tokenizer may have a template for each
         self._encodes_arguments: bool | None = None
+        self._joins_parts: dict[tuple[bool, str], bool] = {}  # keyed by has_tools and role
 
     def source(self, tools: list[dict[str, Any]] | None) -> str | None:
         """Return the template for conversations with or without tools, or None if the tokenizer has none."""
@@ -76,6 +78,7 @@ class ChatTemplate:
             self._encodes_arguments = self._probe_arguments()
         if self._encodes_arguments:
             messages = [_with_parsed_arguments(message) for message in messages]
+        messages = [self._with_joined_parts(source, message, conversation.tools) for message in messages]
         given = {"tools": conversation.tools, "add_generation_prompt": add_generation_prompt}
         return self._run(source, messages, {**conversation.template_kwargs, **given}, conversation.where)
 
@@ -102,6 +105,42 @@ class ChatTemplate:
                 f"{where}: the chat template fails on this conversation: {type(error).__name__}: {error}; change it to "
                 "the form that the template expects, or set model.tokenizer to one with another chat template"
             ) from error
+
+    def _with_joined_parts(self, source: str, message: Message, tools: list[dict[str, Any]] | None) -> Message:
+        """Return a message with its text parts joined, unless the template renders a part like the same text.
+
+        Many templates render a list as its Python representation, others omit it.
+        """
+        if not _has_text_parts(message):
+            return message
+        key = (tools is not None, message["role"])
+        if key not in self._joins_parts:
+            texts = [
+                self._probe_content(source, message["role"], content, tools)
+                for content in (_PROBED, [{"type": "text", "text": _PROBED}])
+            ]
+            # A template that takes nothing but parts does not render the plain text.
+            self._joins_parts[key] = _PROBED in texts[0] and texts[0] != texts[1]
+        return {**message, "content": text_of(message["content"])} if self._joins_parts[key] else message
+
+    def _probe_content(self, source: str, role: str, content: Any, tools: list[dict[str, Any]] | None) -> str:
+        """Render a probe conversation with this content in a message of a role. Returns "" if the template fails."""
+        question, message = {"role": "user", "content": "question"}, {"role": role, "content": content}
+        call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {}}}
+        match role:
+            case "user":
+                messages = [message]
+            case "assistant":
+                messages = [question, message]
+            case "tool":
+                asking = {"role": ASSISTANT, "content": "", "tool_calls": [call]}
+                messages = [question, asking, {**message, "tool_call_id": call["id"], "name": "probe"}]
+            case _:
+                messages = [message, question]
+        try:
+            return self._run(source, messages, {"tools": tools}, "content in parts").text
+        except ConfigError:
+            return ""
 
     def _probe_arguments(self) -> bool:
         """Return whether the template requires the arguments of tool calls as objects and encodes them itself.
@@ -137,11 +176,28 @@ class KeyUsage:
         self._template = template
         self._tried: Counter[str] = Counter()
         self._used: set[str] = set()
+        self._shortened: set[str] = set()
 
     @property
     def unused(self) -> list[str]:
-        """Sorted names, with roles, of the keys without an effect so far."""
-        return sorted(self._tried.keys() - self._used)
+        """Sorted names, with roles, of the keys without an effect so far, and of contents rendered only in part."""
+        keys = self._tried.keys() - self._used
+        return sorted(keys | {f"part of {name}" for name in self._shortened - keys})
+
+    def observe_answer(self, conversation: Conversation, answer: int, through: str) -> None:
+        """Check that `through`, which ends with the turn of message `answer`, contains all of its content.
+
+        Templates may cut the reasoning that is written into an answer. Whitespace and other changed characters
+        (escaping) do not count: the letters and digits of the content must occur in the turn, in order.
+        """
+        message = conversation.messages[answer]
+        name, content = _name("content", message), text_of(message.get("content")).strip()
+        if name in self._shortened or content in through:
+            return
+        history = self._template.render(conversation, answer).text
+        turn = iter(through.removeprefix(history))
+        if not all(character in turn for character in content if character.isalnum()):
+            self._shortened.add(name)
 
     def observe(self, conversation: Conversation) -> None:
         """Try leaving out each key of a conversation that is not yet known to be used."""
@@ -185,7 +241,7 @@ def is_fast(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizer
 
 
 def _name(key: str, message: Message) -> str:
-    shape = " as a list" if isinstance(message[key], list) and key == "content" else ""
+    shape = " as a list" if isinstance(message.get(key), list) and key == "content" else ""
     suffix = " with tool_calls" if message.get("tool_calls") and key != "tool_calls" else ""
     return f"{key}{shape} (role {message['role']}{suffix})"
 
@@ -203,6 +259,13 @@ def _traced(source: str, messages: list[Message], given: dict[str, Any]) -> Rend
     )
     texts, blocks = rendered
     return Rendering(texts[0], blocks[0])
+
+
+def _has_text_parts(message: Message) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    )
 
 
 def _has_text_arguments(message: Message) -> bool:

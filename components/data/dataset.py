@@ -17,6 +17,8 @@ from components.data.tokens import Tokens, flattened, shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_LISTED = 5  # unread files named in facts; further ones are only counted
+
 Item = TypeVar("Item", covariant=True)
 
 
@@ -42,6 +44,8 @@ class Facts:
     """Source rows dropped because they had no prompt or no response (`data.bad_rows=drop`)."""
     unused: list[str] = field(default_factory=list)
     """Columns and message keys that neither the chat template nor Meshbook uses."""
+    unread_files: list[str] = field(default_factory=list)
+    """Data files of the source's folder that belong to no split."""
     lacks_template: bool = False
     """Whether the tokenizer has no chat template for conversations."""
     rows: int = 0
@@ -80,6 +84,10 @@ class Facts:
         if self.lacks_template:
             parts.append("the tokenizer has no chat template: messages are joined with line breaks, without roles")
         parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []
+        if self.unread_files:
+            more = len(self.unread_files) - _LISTED
+            listed = self.unread_files[:_LISTED] + ([f"and {more:,} more"] if more > 0 else [])
+            parts.append(f"not read, because only other files' names have a split's prefix: {', '.join(listed)}")
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
         return "; ".join(parts)
 

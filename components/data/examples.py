@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
-from components.data.chat_template import ChatTemplate, Rendering
+from components.data.chat_template import ChatTemplate, KeyUsage, Rendering
 from components.data.sources.rows import Conversation, LabeledText
 
 if TYPE_CHECKING:
@@ -66,7 +66,13 @@ class _Draft(NamedTuple):
     is_marked: bool  # whether {% generation %} blocks delimit the turn
 
 
-def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[Example]:
+def encode_conversations(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+    *,
+    one_sample_each: bool = False,
+    usage: KeyUsage | None = None,
+) -> list[Example]:
     """Tokenize conversations, with the loss on every assistant turn except those in `untrained`.
 
     The text comes from the tokenizer's chat template, applied to the unmodified messages and tools. Without a template,
@@ -82,18 +88,26 @@ def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequ
 
     Some templates render an earlier answer differently from the last one (they drop its reasoning, or end it with
     another token). No single sequence then contains every turn as the model would generate it, so such a conversation
-    becomes one example per answer: there may be more examples than conversations.
+    becomes one example per answer: there may be more examples than conversations, unless `one_sample_each` rejects it.
+    `usage` records answers that the template renders only in part.
 
     Raises ConfigError if a template rejects a conversation, exceeds its time limit or leaves the loss mask ambiguous,
     or if a tokenizer has neither a chat template nor an end-of-text token.
     """
-    renderer = _Renderer(tokenizer)
+    renderer = _Renderer(tokenizer, usage)
     drafts = [[renderer.draft(each, answer) for answer in each.trained] for each in conversations]
     turns = renderer.turns([draft for group in drafts for draft in group])
     examples: list[Example] = []
-    for group in drafts:
+    for conversation, group in zip(conversations, drafts, strict=True):
+        samples = _assemble([next(turns) for _ in group])
+        if one_sample_each and len(samples) > 1:
+            raise ConfigError(
+                f"{conversation.where}: the chat template renders an earlier turn of the answer differently from its "
+                "last turn, so that no single sample contains the answer; use answers of one turn, or set "
+                "model.tokenizer to one with another chat template"
+            )
         # A conversation without a trained answer becomes an empty sample, which the dataset drops and counts.
-        examples += _assemble([next(turns) for _ in group]) or [Example([], [])]
+        examples += samples or [Example([], [])]
     return examples
 
 
@@ -147,8 +161,9 @@ def render_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
 class _Renderer:
     """Renderer and tokenizer of conversations: a tokenizer with its chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, usage: KeyUsage | None = None) -> None:
         self.tokenizer = tokenizer
+        self.usage = usage
         self.template = ChatTemplate(tokenizer)
         self.is_plain = not tokenizer.chat_template
         self.ends_texts = False
@@ -164,6 +179,8 @@ class _Renderer:
         """Render message `answer` in context. Raises ConfigError if its extent cannot be determined."""
         prompt = self.template.render(conversation, answer, add_generation_prompt=True)
         through = self.template.render(conversation, answer + 1)
+        if self.usage is not None:
+            self.usage.observe_answer(conversation, answer, through.text)
         if self.template.marks_answers(conversation):
             answer_blocks = through.blocks[len(prompt.blocks) :]
             if not any(start < end for start, end in answer_blocks):

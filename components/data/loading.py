@@ -102,9 +102,9 @@ def _build_source(
         examples = compress(all_examples, split_mask(hashes, cfg, is_eval))
     else:
         facts.lacks_template = isinstance(cfg, CONVERSATIONS) and not tokenizer.chat_template
-        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(
-            SourceSplit(cfg, is_eval), cfg, tokenizer, seq_len
-        )
+        source = SourceSplit(cfg, is_eval)
+        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(source, cfg, tokenizer, seq_len)
+        facts.unread_files = source.unread_files
         if facts.unused and isinstance(cfg, RowsDataConfig) and cfg.unused_keys is UnusedKeys.refuse:
             raise ConfigError(unused_problem(facts.source, facts.unused))
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
@@ -160,7 +160,10 @@ def _no_samples_problem(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bo
             f"seq_len={seq_len}: too short for every sample ({facts}); raise training.seq_len (in evaluate.py "
             "evaluation.seq_len)"
         )
+    other = "data.eval_split or data.eval_path" if isinstance(cfg, RowsDataConfig) else "data.eval_split"
+    if isinstance(cfg, CustomDataConfig):
+        other += " (such as eval, which calls data.factory with this split)"
     return (
         f"{facts}: too few samples; holding out data.eval_fraction={cfg.eval_fraction} requires at least two different "
-        "prompts; add samples, or set data.eval_split or data.eval_path"
+        f"prompts; add samples, or set {other}"
     )

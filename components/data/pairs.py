@@ -246,8 +246,6 @@ def _build_preferences(
 ) -> PairedRows:
     cfg = answers[0]
     chosen, rejected = (_build_answers(each, tokenizer, seq_len, split) for each in answers)
-    before = chosen.facts.samples + chosen.facts.dropped_overlong + chosen.facts.dropped_without_target
-    _check_count(cfg, rejected, before)
     index_of = {source: index for index, source in enumerate(rejected.sources.tolist())}
     indices = [(i, index_of[source]) for i, source in enumerate(chosen.sources.tolist()) if source in index_of]
     if not indices:
@@ -275,7 +273,6 @@ def _build_labeled(
         )
     rows = SourceSplit(cfg, split == "eval")
     labels = [float(bool(row.is_desirable)) for row in rows if isinstance(row, Conversation)]
-    _check_count(cfg, labeled, len(labels))
     kept = torch.tensor(labels, dtype=torch.float64)[torch.from_numpy(labeled.sources)]
     return LabeledDataset(labeled, {DESIRABLE: kept[:, None].expand(-1, 2)}, mismatched, seq_len)
 
@@ -298,14 +295,3 @@ def _build_answers(
     if not isinstance(dataset, Dataset):
         raise TypeError("expected an unpacked dataset of answers")
     return dataset
-
-
-def _check_count(cfg: PreferencesDataConfig, answers: Dataset, rows: int) -> None:
-    """Require one sample for each of the `rows` rows, before any were dropped."""
-    facts = answers.facts
-    if facts.samples + facts.dropped_overlong + facts.dropped_without_target != rows:
-        raise ConfigError(
-            f"data.path={cfg.path}: the chat template renders an earlier turn of some answer differently from its last "
-            "turn, so that no single sample contains the answer; use answers of one turn, or set model.tokenizer to "
-            "one with another chat template"
-        )

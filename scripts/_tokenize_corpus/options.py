@@ -11,6 +11,7 @@ from components.config.errors import ConfigError
 from components.config.schema.data import BadRows
 from components.data.sources.files import Location, files_of_split
 from components.data.token_store.corpus import SHARD, InputFile
+from components.data.token_store.manifest import MANIFEST
 from components.launch.machine import usable_cores
 
 _KEYS = {
@@ -79,6 +80,9 @@ def find_files(inputs: Sequence[str], split: str, out: Path) -> list[InputFile]:
         except ConfigError as error:
             problems += error.problems
             continue
+        if path.is_dir():  # --out may be a folder of the corpus
+            files = [file for file in files if file.resolve() != (out / MANIFEST).resolve()]
+            problems += [] if files else [f"{given}: holds only the token store itself; give the files of the corpus"]
         for file in files:
             name = "__".join(file.relative_to(path).parts) if path.is_dir() else file.name
             other = found.setdefault(name, file)

@@ -11,6 +11,7 @@ import pytest
 from components.config.errors import ConfigError
 from components.config.schema.data import SftDataConfig
 from components.data.preflight import check_files
+from components.data.sources.rows import Conversation
 from components.data.sources.split import SourceSplit
 from scripts._export.object_output import output_folder, upload_output
 from tests.storage.conftest import S3
@@ -37,11 +38,15 @@ def test_files_of_a_store_are_those_of_a_folder(s3: S3, tmp_path: Path) -> None:
         (local / name).write_bytes(lines(rows))
         s3.put(f"data/{name}", lines(rows))
     s3.put("data/notes.md", b"not data")
+    s3.put("data/train2.jsonl", lines(ROWS))  # in no split
+    (local / "train2.jsonl").write_bytes(lines(ROWS))
     folders = [SftDataConfig(path=path, cache=cache, eval_split="test") for path in ("s3://bucket/data/", str(local))]
     for is_eval in (False, True):
         assert prompts(folders[0], is_eval) == prompts(folders[1], is_eval)
+        assert [SourceSplit(cfg, is_eval).unread_files for cfg in folders] == [["train2.jsonl"]] * 2
     one = SftDataConfig(path="s3://bucket/data/train-1.jsonl", cache=cache, eval_fraction=0)
     assert prompts(one) == [row["prompt"] for row in ROWS[:10]]
+    assert SourceSplit(one, is_eval=False).unread_files == []
     assert check_files(folders[0]) == check_files(one) == []
 
 
@@ -55,6 +60,19 @@ def test_an_object_is_downloaded_once_and_again_after_a_change(s3: S3, tmp_path:
     assert copy.stat().st_ino == before
     s3.put("rows.jsonl", lines(ROWS[:7]))
     assert len(prompts(cfg)) == 7
+
+
+def test_all_passes_over_a_source_read_the_same_copies(s3: S3, tmp_path: Path) -> None:
+    """The key of cached tokens is a hash of the copies that are found first."""
+    s3.put("x.jsonl", lines([{"prompt": "old", "response": "b"}]))
+    cfg = SftDataConfig(path="s3://bucket/x.jsonl", cache=str(tmp_path), eval_fraction=0)
+    split = SourceSplit(cfg, is_eval=False)
+    before = split.identity()
+    s3.put("x.jsonl", lines([{"prompt": "new", "response": "b"}]))
+    (record,) = split
+    assert isinstance(record, Conversation)
+    assert record.messages[0]["content"] == "old"
+    assert split.identity() == before
 
 
 def test_absent_and_empty_objects_are_found_before_launch(s3: S3, tmp_path: Path) -> None:

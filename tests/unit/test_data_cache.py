@@ -56,9 +56,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of conversations tokenized by each call."""
     counted: list[int] = []
 
-    def encode(tokenizer: Any, conversations: Any) -> Any:
+    def encode(tokenizer: Any, conversations: Any, **options: Any) -> Any:
         counted.append(len(conversations))
-        return encode_conversations(tokenizer, conversations)
+        return encode_conversations(tokenizer, conversations, **options)
 
     monkeypatch.setattr(cache.examples, "encode_conversations", encode)
     return counted
@@ -254,9 +254,9 @@ def test_small_source_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_source_that_changes_while_it_is_read_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = write_source(tmp_path)
 
-    def encode(tokenizer: Any, conversations: Any) -> Any:
+    def encode(tokenizer: Any, conversations: Any, **options: Any) -> Any:
         write_source(tmp_path, answer="other")
-        return encode_conversations(tokenizer, conversations)
+        return encode_conversations(tokenizer, conversations, **options)
 
     monkeypatch.setattr(cache.examples, "encode_conversations", encode)
     with pytest.raises(ConfigError, match="was changed while it was read"):
@@ -267,9 +267,9 @@ def test_source_that_changes_while_it_is_read_is_rejected(tmp_path: Path, monkey
 def tokenize_at_event(cfg: SftDataConfig, reports: Any, start: Any) -> None:
     """Report this process's pid for each batch that it tokenizes, then the fingerprint of the samples."""
 
-    def encode(tokenizer: Any, conversations: Any) -> Any:
+    def encode(tokenizer: Any, conversations: Any, **options: Any) -> Any:
         reports.put(os.getpid())
-        return encode_conversations(tokenizer, conversations)
+        return encode_conversations(tokenizer, conversations, **options)
 
     cache.examples.encode_conversations = encode  # type: ignore[assignment]
     start.wait()
@@ -325,7 +325,7 @@ def report_memory_growth(cfg: SftDataConfig, reports: Any) -> None:
     """Report the growth of anonymous memory (without mapped files) while a dataset is built and read."""
     tokens = list(range(200))
 
-    def encode(tokenizer: Any, conversations: Any) -> list[Example]:
+    def encode(tokenizer: Any, conversations: Any, **options: Any) -> list[Example]:
         return [Example(tokens * 250, [IGNORED] + tokens[1:] + tokens * 249) for _ in conversations]
 
     def anon_mib() -> int:

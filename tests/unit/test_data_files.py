@@ -126,13 +126,17 @@ def test_folder_is_read_by_split_in_order_of_file_names(tmp_path):
     write(tmp_path / "train-00000-of-00002.parquet", [ROWS[0]])
     (tmp_path / "test").mkdir()
     write(tmp_path / "test" / "part.jsonl", [ROWS[2]])
-    (tmp_path / "info.json").write_text("{}")  # ignored: the file name has no split, but others have one
+    (tmp_path / "info.json").write_text("{}")  # not read: the file name has no split, but others have one
+    write(tmp_path / "train2.jsonl", ROWS)
     (tmp_path / ".cache").mkdir()
     write(tmp_path / ".cache" / "train.jsonl", ROWS)
     cfg = sft_config(tmp_path, eval_split="test")
     assert check_files(cfg) == []
     assert [text[:3] for text in sample_texts(cfg)] == ["One", "He "]
     assert [text[:3] for text in sample_texts(cfg, "eval")] == ["tab"]
+    facts = build_dataset(cfg, byte_tokenizer(eos="</s>"), seq_len=1000, split="train").facts
+    assert facts.unread_files == ["info.json", "train2.jsonl"]
+    assert "; not read, because only other files' names have a split's prefix: info.json, train2.jsonl" in str(facts)
 
 
 def test_folder_without_split_names_is_all_training_data(tmp_path):
@@ -241,8 +245,14 @@ def test_invalid_csv_row_and_non_utf8_text_are_reported(tmp_path):
     assert same_problems(sft_config(file)) == [
         f"{file}:3: more fields than the 2 of the header; put a field that contains the separator in double quotes"
     ]
-    file.write_bytes("prompt,response\né,b\n".encode("latin-1"))
-    assert same_problems(sft_config(file))[0].startswith(f"{file}: is not UTF-8 text")
+    file.write_bytes(b"prompt,response\n" + b"a,b\n" * 5000 + "é,b\n".encode("latin-1"))
+    assert problems(sft_config(file)) == [f"{file}:5002: is not UTF-8 text; convert the file to UTF-8"]
+    file.write_text("prompt,response,,response,\na,good,,bad,\n")
+    assert same_problems(sft_config(file)) == [
+        f"{file}:1: the header has the column 'response' more than once; rename one"
+    ]
+    file.write_text("prompt,response,,\na,b,,\n")  # columns without a name are not used
+    assert sample_texts(sft_config(file, eval_fraction=0)) == ["a\nb</s>"]
 
 
 def test_unreadable_file_is_reported(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.config.schema.data import (
+    ChatDataConfig,
     CustomDataConfig,
     DataConfig,
     DocsDataConfig,
@@ -67,6 +68,23 @@ def test_equal_prompts_are_in_the_same_split(tmp_path):
     assert not set(train) & set(held_out)
     assert len(train) + len(held_out) == 400
     assert 60 <= len(held_out) <= 100
+
+
+def test_metadata_of_messages_does_not_change_the_split(tmp_path):
+    def held_out(name: str, **metadata) -> list[str]:
+        rows = [
+            {"messages": [{"role": "user", "content": f"q{i % 40}", **metadata}, {"role": "assistant", "content": "a"}]}
+            for i in range(400)
+        ]
+        for i, row in enumerate(rows):
+            row["messages"][0] |= {key: f"{value}{i}" for key, value in metadata.items()}
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return prompts(build(ChatDataConfig(path=str(path), eval_fraction=0.2, cache=None), "eval"))
+
+    assert held_out("ids.jsonl", id="m") == held_out("plain.jsonl")
+    pinned = SftDataConfig(path=write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(40)]))
+    assert prompts(build(pinned, "eval")) == ["q3", "q5"]  # as in earlier releases
 
 
 def test_holding_out_samples_requires_two_different_prompts(tmp_path):
@@ -219,6 +237,12 @@ def build_examples(tokenizer, seq_len: int, split: str) -> list[Example]:
     return [Example([i + 10, 5, 6, 7], [IGNORED, 5, 6, IGNORED]) for i in range(count)]
 
 
+def build_documents(tokenizer, seq_len: int, split: str) -> list[Example]:
+    """Return samples of which every token is a target, as in language modeling."""
+    count = {"train": 40, "one": 1}[split]
+    return [Example([5, i + 10, 6], [5 if i % 2 else IGNORED, i + 10, 6]) for i in range(count)]
+
+
 NOT_A_FUNCTION = 3
 
 
@@ -245,6 +269,14 @@ def test_custom_factory_returns_the_samples_of_each_split():
     assert (len(train), len(held_out)) == (36, 4)
     assert sorted(example.input_ids[0] for example in [*train, *held_out]) == list(range(10, 50))
     assert build(custom("build_examples", eval_fraction=0), seq_len=2)[0] == ([10, 5], [IGNORED, 5])
+
+
+def test_custom_samples_without_a_prompt_are_held_out_by_their_tokens():
+    cfg = custom("build_documents", eval_fraction=0.1)
+    train, held_out = build(cfg), build(cfg, "eval")
+    assert (len(train), len(held_out)) == (36, 4)
+    with pytest.raises(ConfigError, match=r"add samples, or set data.eval_split \(such as eval, which calls"):
+        build(custom("build_documents", split="one"), "eval")
 
 
 @pytest.mark.parametrize(

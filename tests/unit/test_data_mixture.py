@@ -344,6 +344,11 @@ def test_invalid_mixture_config_is_rejected() -> None:
             ["data.sources.b.cache=here: all sources share the cache of the mixture; set data.cache instead",
              "data.sources.b.pack=true: either all sources are packed or none; set it to false, or set data.pack=true"],
         ),
+        (
+            {"sources": {"a": TextDataConfig(path="s3://b/x.jsonl")}, "cache": None},
+            ["data.cache=null: objects of s3://b/x.jsonl, which data.sources.a reads, are copied to it; set data.cache "
+             "to a folder"],
+        ),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             MixtureDataConfig(**values)

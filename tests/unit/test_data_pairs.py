@@ -35,8 +35,9 @@ def read(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl", **k
     """Return the pairs of all rows."""
     seq_len = keys.pop("seq_len", 1000)
     file = write(folder / name, rows)
+    template = keys.pop("template", CHATML)
     cfg = PreferencesDataConfig(path=str(file), eval_fraction=0.0, cache=None, **keys)
-    return build_pairs(cfg, byte_tokenizer(CHATML), seq_len=seq_len, split="train")
+    return build_pairs(cfg, byte_tokenizer(template), seq_len=seq_len, split="train")
 
 
 def texts(pairs: PairedRows) -> list[list[str]]:
@@ -89,6 +90,21 @@ def test_only_turns_after_the_shared_messages_have_a_loss(tmp_path: Path) -> Non
     assert chosen.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb")
     assert [part.partition("]]")[0] for part in chosen.split("[[")[1:]] == ["d<|im_end|>", "f<|im_end|>"]
     assert [part.partition("]]")[0] for part in rejected.split("[[")[1:]] == ["g<|im_end|>"]
+
+
+def test_answers_whose_turns_are_rendered_differently_later_are_rejected(tmp_path: Path) -> None:
+    """Each would become a sample per turn. Equal totals must not hide it: here both sides have three samples."""
+    template = CHATML.replace("{{ m.content }}", "{{ '<t>' if m.role == 'assistant' and loop.last }}{{ m.content }}")
+    short, long = [assistant("yes")], [assistant("wait"), {"role": "tool", "content": "4"}, assistant("no")]
+    rows = [
+        {"prompt": [user("one")], "chosen": short, "rejected": long},
+        {"prompt": [user("two")], "chosen": long, "rejected": short},
+    ]
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: .* no single sample contains the answer; use answers of one"):
+        read(tmp_path, rows, template=template)
+    labeled = [{"prompt": [user("one")], "completion": long, "label": True}, LABELED[1]]
+    with pytest.raises(ConfigError, match="no single sample contains the answer"):
+        read(tmp_path, labeled, template=template, label_column="label")
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig
+from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig, SftDataConfig, TextDataConfig
 from components.data.loading import build_dataset
 from components.data.sources.files import read_rows
 from components.data.sources.rows import BadRowReport, each_conversation
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import ROWS, problems, same_problems, sample_texts, sft_config, write
+
+HALF = "cut \ud83d"
+USER = {"role": "user", "content": "a"}
 
 
 def bad_row_lines(cfg: RowsDataConfig) -> list[str]:
@@ -51,6 +54,36 @@ def test_number_in_a_text_column_is_a_bad_row(tmp_path):
     assert row == f"  {file}:1: data.response_column=response: holds int 72, not text"
 
 
+@pytest.mark.parametrize(
+    ("cfg", "values", "where"),
+    [
+        (SftDataConfig, {"prompt": "a", "response": HALF}, "data.response_column=response: holds"),
+        (TextDataConfig, {"text": HALF}, "data.text_column=text: holds"),
+        (
+            ChatDataConfig,
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": HALF}]}]},
+            "message 2 of 'messages' (role assistant): data.content_key=content: holds",
+        ),
+        (
+            ChatDataConfig,
+            {"messages": [USER, {"role": "assistant", "content": "a", "reasoning_content": HALF}]},
+            "message 2 of 'messages' (role assistant): holds",
+        ),
+        (
+            ChatDataConfig,
+            {"messages": [USER, {"role": "assistant", "content": "a"}], "tools": [{"name": HALF}]},
+            "data.tools_column=tools: holds",
+        ),
+    ],
+    ids=["sft", "text", "parts", "reasoning", "tools"],
+)
+def test_half_of_a_surrogate_pair_is_a_bad_row(tmp_path, cfg, values, where):
+    """JSON can hold it as an escape, and cutting text at a fixed length leaves it."""
+    file = write(tmp_path / "x.jsonl", [values])
+    problem = f"{where} \\ud83d, one half of a surrogate pair, which is no character; correct the text"
+    assert bad_row_lines(cfg(path=str(file), cache=None))[1] == f"  {file}:1: {problem}"
+
+
 def test_bad_row_in_a_later_file_is_reported_with_its_file(tmp_path):
     write(tmp_path / "train-0.jsonl", ROWS)
     write(tmp_path / "train-1.jsonl", [{"question": "a"}])
@@ -66,7 +99,8 @@ def test_input_column_and_system_prompt_are_part_of_the_prompt(tmp_path):
     rows = [
         {"instruction": "Add.", "input": "1, 2", "output": "3"},
         {"instruction": "Say hi.", "input": "", "output": "hi"},
-        {"instruction": "Say ho.", "output": "ho"},
+        {"instruction": "Say ho.", "input": " \n", "output": "ho"},
+        {"instruction": "Say hu.", "output": "hu"},
     ]
     file = write(tmp_path / "x.jsonl", rows)
     columns = {"prompt_column": "instruction", "input_column": "input", "response_column": "output"}
@@ -75,6 +109,7 @@ def test_input_column_and_system_prompt_are_part_of_the_prompt(tmp_path):
         "Be brief.\nAdd.\n\n1, 2\n3</s>",
         "Be brief.\nSay hi.\nhi</s>",
         "Be brief.\nSay ho.\nho</s>",
+        "Be brief.\nSay hu.\nhu</s>",
     ]
     assert same_problems(sft_config(file, **{**columns, "input_column": "inputs"}))[0].endswith("did you mean 'input'?")
 

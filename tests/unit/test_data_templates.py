@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tokenizers import models, pre_tokenizers
 
 from components.config.errors import ConfigError
+from components.config.schema.data import SftDataConfig, UnusedKeys
 from components.data.examples import IGNORED, encode_conversations
+from components.data.loading import build_dataset
+from components.data.sources.rows import Conversation
 from tests.unit.test_data_examples import byte_tokenizer, chat, encode_one, fast_tokenizer, target_texts
+from tests.unit.test_data_files import write
 
 CHATML = (
     "{% for m in messages %}"
@@ -136,3 +142,51 @@ def test_template_that_writes_the_date_gives_the_same_tokens_every_day(date):
     text = dated.decode(encode_one(dated, chat("a", "b")).input_ids)
     assert text.endswith(undated.decode(encode_one(undated, chat("a", "b")).input_ids))
     assert text.startswith(("26 Jul 2024<", "2024-07-26<"))
+
+
+PARTS = CHATML.replace("m['content']", "(m['content'] if m['content'] is string else m['content'][0]['text'])")
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        (CHATML.replace("m['content']", "(m['content'] | string | trim)"), "text"),  # as Llama 3.1: renders the list
+        (CHATML.replace("m['content']", "(m['content'] if m['content'] is string else '')"), "text"),  # as Qwen3
+        (CHATML, "text"),  # fails on a list
+        (PARTS, "parts"),
+        (CHATML.replace("m['content']", "m['content'][0]['text']"), "parts"),  # fails on a text
+    ],
+    ids=["representation", "omitted", "text only", "either", "parts only"],
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_text_parts_are_joined_unless_the_template_renders_them(template: str, content: str, role: str):
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    if content == "parts" and role != "user":
+        pytest.skip("every message needs parts")
+    messages = [{"role": each, "content": f"{each} content"} for each in ("system", "user", "tool", "assistant")]
+    expected = encode_conversations(byte_tokenizer(PARTS), [Conversation("x.jsonl:1", messages)])
+    for message in messages:
+        if content == "parts":
+            message["content"] = parts(message["content"])
+        elif message["role"] == role:
+            message["content"] = parts(f"{role} ", "content")
+    assert encode_conversations(byte_tokenizer(template), [Conversation("x.jsonl:1", messages)]) == expected
+
+
+def test_answers_of_which_the_template_drops_a_part_are_reported(tmp_path: Path):
+    answer = "<think>\nlong reasoning\n</think>\n\n<b>yes</b>"
+    rows = write(tmp_path / "x.jsonl", [{"prompt": "q", "response": answer}])
+
+    def unused(rendered: str) -> list[str]:
+        template = CHATML.replace("m['content']", f"(m['content']{rendered})")
+        cfg = SftDataConfig(path=str(rows), cache=None, eval_fraction=0)
+        return build_dataset(cfg, byte_tokenizer(template), seq_len=999, split="train").facts.unused
+
+    assert unused(".split('</think>')[-1]") == ["part of content (role assistant)"]  # as DeepSeek-R1
+    assert unused(" | escape") == unused("| replace('\n\n', '\n') | trim") == unused("") == []
+    refusing = SftDataConfig(path=str(rows), cache=None, eval_fraction=0, unused_keys=UnusedKeys.refuse)
+    cutting = byte_tokenizer(CHATML.replace("m['content']", "m['content'].split('</think>')[-1]"))
+    with pytest.raises(ConfigError, match=r"data.unused_keys=refuse: .* part of content \(role assistant\)"):
+        build_dataset(refusing, cutting, seq_len=999, split="train")

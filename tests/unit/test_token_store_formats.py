@@ -142,6 +142,11 @@ def damage(folder: Path, kind: str) -> tuple[Path, int | None]:
         path, _ = write(folder, "npy_int32")
         os.truncate(path, path.stat().st_size - 4)
         return path, None
+    if kind == "cut_llmc":
+        path.with_suffix(".idx").unlink()
+        path, _ = write(folder, "llmc")
+        os.truncate(path, path.stat().st_size - 4)
+        return path, None
     if kind == "loss_mask":
         path, _ = write(folder, "datatrove2")
         Path(f"{path}.loss").write_bytes(b"\0")
@@ -173,6 +178,7 @@ def damage(folder: Path, kind: str) -> tuple[Path, int | None]:
         ("npy_2d", r"shape \(2, 2\)"),
         ("npy_int64", "dtype int64"),
         ("cut_npy", "its header declares"),
+        ("cut_llmc", "shard.bin: has .* bytes, its header declares"),
         ("loss_mask", "loss mask"),
         ("ds_without_metadata", "shard.ds.metadata.*give id_bytes"),
         ("ends_beyond", "document ends are not ascending, or not within"),

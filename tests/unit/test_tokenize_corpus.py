@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -115,6 +116,15 @@ def test_tasks_of_an_array_write_what_one_run_writes(tmp_path: Path, capsys: pyt
     assert files_of(tmp_path / "parts")["a.jsonl.safetensors"] != files_of(tmp_path / "whole")["a.jsonl.safetensors"]
 
 
+def test_store_in_the_folder_of_its_corpus_can_be_written_again(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    for out in (tmp_path / "store", tmp_path):
+        for _ in range(2):
+            assert run(tmp_path, "--tokenizer", "bytes", "--out", out) == 0
+        assert [shard.path for shard in read_manifest(str(out)).shards] == ["a.jsonl.safetensors"]
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+
+
 def processes_with(text: str) -> list[int]:
     """Return the processes that hold a file of this folder open."""
     found = []
@@ -185,7 +195,7 @@ def write_wrong(folder: Path) -> None:
         ("empty.jsonl", "empty.jsonl: has no rows; leave it out"),
         ("blank.jsonl", "--bad-rows refuse: 2 rows cannot become a sample; correct these, or set --bad-rows drop to "
          "leave such rows out: blank.jsonl:2: --text-column text: is empty blank.jsonl:4: --text-column text: holds"),
-        ("latin.txt", "latin.txt: is not UTF-8 text (byte 3)"),
+        ("latin.txt", "latin.txt:1: is not UTF-8 text"),
         ("x.pdf", "INPUT=x.pdf: files with suffix '.pdf' are not supported"),
         ("none.jsonl", "none.jsonl: no such file or folder"),
         ("good.jsonl more/good.jsonl", "more/good.jsonl: its shard would have the name of that of good.jsonl"),

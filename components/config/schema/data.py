@@ -435,6 +435,12 @@ class MixtureDataConfig(DataConfig):
             f"{key}.cache={value}: all sources share the cache of the mixture; set data.cache instead"
             for _, value in _changed(source, ["cache"])
         ]
+        paths = (source.path, source.eval_path) if isinstance(source, RowsDataConfig | TokensDataConfig) else ()
+        problems += [
+            f"data.cache=null: objects of {path}, which {key} reads, are copied to it; set data.cache to a folder"
+            for path in paths
+            if self.cache is None and path is not None and is_url(path)
+        ]
         if source.pack and not self.pack:
             problems.append(
                 f"{key}.pack=true: either all sources are packed or none; set it to false, or set data.pack=true"

@@ -13,7 +13,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
@@ -103,8 +103,26 @@ def files_of_split(location: Location) -> list[Path]:
             f"{setting}: no such file or folder; set {location.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
             "folder of them, or the name of a hub dataset (owner/name)"
         )
+    return [folder / name for name in names_of_split(location, names_in(folder))]
+
+
+def names_in(folder: Path) -> list[Path]:
+    """Return the readable files of a folder, relative to it and sorted by name."""
     found = sorted(file for file in folder.rglob("*") if format_of(file) and file.is_file())
-    return [folder / name for name in names_of_split(location, [file.relative_to(folder) for file in found])]
+    return [file.relative_to(folder) for file in found]
+
+
+def names_without_split(location: Location) -> list[str]:
+    """Return the files of a folder that are in no split, because only other files' names have a split's prefix."""
+    folder = Path(os.path.expanduser(location.path))
+    if is_url(location.path):
+        from components.data.sources.objects import names_below
+
+        found = names_below(location)
+    else:
+        found = names_in(folder) if folder.is_dir() else []
+    splits = _splits_of(location, found)
+    return [str(file) for file, name in splits.items() if name is None]
 
 
 def check_single_file(location: Location, file: Path) -> None:
@@ -123,12 +141,9 @@ def check_single_file(location: Location, file: Path) -> None:
 def names_of_split(location: Location, found: Sequence[Path]) -> list[Path]:
     """Return the files of a folder that belong to a split; paths are relative to the folder. Raises ConfigError."""
     setting = f"{location.key}={location.path}"
-    visible = [file for file in found if not any(part.startswith(".") for part in file.parts)]
-    if not visible:
+    splits = _splits_of(location, found)
+    if not splits:
         raise ConfigError(f"{setting}: the folder contains no file of a supported format ({_SUPPORTED})")
-    splits = {file: _split_of(file, location.split) for file in visible}
-    if not any(splits.values()):
-        splits = dict.fromkeys(visible, "train")
     chosen = [file for file, name in splits.items() if name == location.split]
     if not chosen:
         available = _listed(sorted({name for name in splits.values() if name}))
@@ -183,7 +198,7 @@ def readable(file: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start}); convert it to UTF-8") from error
+        raise ConfigError(f"{_undecodable(file)}: is not UTF-8 text; convert the file to UTF-8") from error
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
@@ -192,6 +207,19 @@ def readable(file: Path) -> Iterator[None]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{file}: is damaged or has another format: {error}") from error
+
+
+def _undecodable(file: Path) -> str:
+    """Return the file with its first line that is not UTF-8, which errors of buffered reading do not hold."""
+    if format_of(file) == ".parquet":  # has no lines
+        return str(file)
+    with gzip.open(file) if file.suffix == _GZIP else file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"{file}:{number}"
+    return str(file)
 
 
 def _open_text(file: Path, newline: str | None = None) -> TextIO:
@@ -240,6 +268,9 @@ def _csv_rows(file: Path) -> Iterator[Row]:
     try:
         with _open_text(file, newline="") as lines:
             reader = csv.DictReader(lines, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
+            header = [name for name in reader.fieldnames or [] if name]
+            if repeated := sorted({name for name in header if header.count(name) > 1}):
+                raise ConfigError(f"{file}:1: the header has the column {repeated[0]!r} more than once; rename one")
             for values in reader:
                 where = f"{file}:{reader.line_num}"
                 if None in values:
@@ -272,6 +303,13 @@ def without_null_keys(value: Any) -> Any:
     if isinstance(value, list):
         return [without_null_keys(entry) for entry in value]
     return value
+
+
+def _splits_of(location: Location, found: Sequence[Path]) -> Mapping[Path, str | None]:
+    """Return the split of each visible file, None if it has none: all are train if no name has a split's prefix."""
+    visible = [file for file in found if not any(part.startswith(".") for part in file.parts)]
+    splits = {file: _split_of(file, location.split) for file in visible}
+    return splits if any(splits.values()) else dict.fromkeys(visible, "train")
 
 
 def _split_of(relative: Path, wanted: str) -> str | None:

@@ -36,6 +36,16 @@ def copies_of_split(location: Location) -> list[Path]:
     return copies
 
 
+def names_below(location: Location) -> list[Path]:
+    """Return the readable objects of a folder, relative to it; [] for a single object. Raises ConfigError."""
+    if format_of(Path(location.path)):
+        return []
+    try:
+        return list(_objects_below(_open(location), location))
+    except OSError as error:
+        raise ConfigError(_unreadable(location, error)) from error
+
+
 def object_problems(location: Location) -> list[str]:
     """Return the problems of the objects of a split that are visible without reading them.
 
@@ -63,10 +73,15 @@ def _objects_of_split(store: ObjectStore, location: Location) -> list[StoredObje
     if format_of(Path(location.path)):
         check_single_file(location, Path(location.path))
         return [store.stat(location.path)]
+    found = _objects_below(store, location)
+    return [found[name] for name in names_of_split(location, list(found))]
+
+
+def _objects_below(store: ObjectStore, location: Location) -> dict[Path, StoredObject]:
+    """Return the readable objects of a folder by their names relative to it."""
     prefix = join(location.path, "")
     found = {Path(each.url.removeprefix(prefix)): each for each in store.list(location.path)}
-    names = [name for name in found if format_of(name)]
-    return [found[name] for name in names_of_split(location, names)]
+    return {name: each for name, each in found.items() if format_of(name)}
 
 
 def _unreadable(location: Location, error: OSError) -> str:

@@ -40,7 +40,7 @@ _USUAL_COLUMNS = {
 _NOT_REQUIRED = ("prompt_column", "system_column")
 _ASKING = ("user", "system")
 """Roles of messages that belong to a prompt."""
-_COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys in which the messages that two conversations share are equal; others are metadata, such as a rating."""
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": ASSISTANT}
@@ -126,7 +126,7 @@ def _pair_answer(cfg: AnswerConfig, values: dict[str, Any]) -> tuple[list[Messag
     both samples have the same prompt.
     """
     chosen, rejected = (_conversation(cfg, values, key) for key in ("chosen_column", "rejected_column"))
-    compared = [[[each.get(key) for key in _COMPARED] for each in answer] for answer in (chosen, rejected)]
+    compared = [[[each.get(key) for key in COMPARED] for each in answer] for answer in (chosen, rejected)]
     if compared[0] == compared[1]:
         raise BadRowError(f"data.chosen_column={cfg.chosen_column}: is equal to {cfg.rejected_column!r}")
     pairs = enumerate(zip(*compared, strict=False))

@@ -197,7 +197,7 @@ def _sft_conversation(cfg: SftDataConfig, row: Row) -> Conversation:
     values = row.values
     prompt = text_value(values, "prompt_column", cfg.prompt_column)
     response = text_value(values, "response_column", cfg.response_column)
-    if cfg.input_column is not None and values.get(cfg.input_column):
+    if cfg.input_column is not None and not _is_blank(values.get(cfg.input_column)):
         prompt += "\n\n" + text_value(values, "input_column", cfg.input_column)
     messages: list[Message] = []
     if cfg.system_prompt is not None:
@@ -205,6 +205,10 @@ def _sft_conversation(cfg: SftDataConfig, row: Row) -> Conversation:
     messages.append({"role": "user", "content": prompt})
     messages.append({"role": "assistant", "content": response})
     return Conversation(row.where, messages)
+
+
+def _is_blank(value: Any) -> bool:
+    return not (value.strip() if isinstance(value, str) else value)
 
 
 def _labeled_text(cfg: LabelsDataConfig, row: Row) -> LabeledText:
@@ -301,6 +305,7 @@ def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
     message = {"role": role, "content": turn.get(cfg.content_key), **rest}
     try:
         _check_content(message, turn, cfg.content_key)
+        _check_unicode(message, "holds")
     except BadRowError as error:
         raise BadRowError(f"(role {given}): {error}") from error
     return {key: value for key, value in message.items() if value is not None}
@@ -351,6 +356,7 @@ def _decoded(values: dict[str, Any], key: str, name: str | None, kind: type) -> 
             raise BadRowError(f"data.{key}={name}: holds text that is not JSON ({error})") from error
     if value is not None and not isinstance(value, kind):
         raise BadRowError(f"data.{key}={name}: holds {kind_of(value)}, not {'a list' if kind is list else 'an object'}")
+    _check_unicode(value, f"data.{key}={name}: holds")
     return value
 
 
@@ -372,7 +378,19 @@ def text_value(values: dict[str, Any], key: str, name: str) -> str:
         raise BadRowError(f"data.{key}={name}: holds {kind_of(value)}, not text{missing}")
     if not value.strip():
         raise BadRowError(f"data.{key}={name}: is empty")
+    _check_unicode(value, f"data.{key}={name}: holds")
     return value
+
+
+def _check_unicode(value: Any, where: str) -> None:
+    """Reject half of a surrogate pair, which JSON can hold but a tokenizer cannot read. Raises BadRowError."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start]).strip("'")
+        raise BadRowError(
+            f"{where} {half}, one half of a surrogate pair, which is no character; correct the text"
+        ) from error
 
 
 def kind_of(value: Any) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain, compress, islice
@@ -37,11 +37,12 @@ from components.data.sources.files import (
     files_of_split,
     format_of,
     is_local,
+    names_without_split,
     read_rows,
     readable,
 )
 from components.data.sources.hub_rows import hub_columns, hub_files, hub_rows
-from components.data.sources.preference_rows import AnswerConfig, each_answer
+from components.data.sources.preference_rows import COMPARED, AnswerConfig, each_answer
 from components.data.sources.rows import (
     ASSISTANT,
     BadRowReport,
@@ -118,6 +119,14 @@ class SourceSplit:
         return sorted(self._columns - {*columns_wanted(self._cfg).values(), *columns_optional(self._cfg)})
 
     @property
+    def unread_files(self) -> list[str]:
+        """Data files of the source's folder that belong to no split."""
+        if not isinstance(self._cfg, RowsDataConfig):
+            return []
+        location = location_of(self._cfg, self.is_eval)
+        return names_without_split(location) if is_local(location.path) else []
+
+    @property
     def _in_split(self) -> np.ndarray:
         """Mask of the source's records that are in this split, (records,) bool. The first access reads the source.
 
@@ -176,8 +185,8 @@ class SourceSplit:
         if isinstance(cfg, TextDataConfig) and location.path == STDLIB:
             rows = stdlib_rows(cfg.text_column)
         else:
-            rows = rows_of(cfg, location)
-            self._columns.update(_columns_of_tables(cfg, location))
+            rows = rows_of(cfg, location, self.files)
+            self._columns.update(_columns_of_tables(cfg, location, self.files))
         for row in rows:
             self._columns.update(row.values)
             yield row
@@ -227,14 +236,21 @@ def hash_of_prompt(sample: Record | Example) -> int:
     if isinstance(sample, Document):
         prompt = sample.text
     elif isinstance(sample, LabeledText):
-        prompt = sample.content if isinstance(sample.content, str) else json.dumps(sample.content, default=str)
+        prompt = sample.content if isinstance(sample.content, str) else _as_prompt(sample.content)
     elif isinstance(sample, Conversation):
         roles = [message["role"] for message in sample.messages]
-        prompt = json.dumps(sample.messages[: roles.index(ASSISTANT)], default=str)
+        prompt = _as_prompt(sample.messages[: roles.index(ASSISTANT)])
     else:
         first_target = next((i for i, label in enumerate(sample.labels) if label != IGNORED), None)
-        prompt = json.dumps(sample.input_ids[:first_target])
+        # Without a prompt, the sample is a document. The first token is never a target, so one token is no prompt.
+        prompt = json.dumps(sample.input_ids[: None if first_target in (0, 1) else first_target])
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big")
+
+
+def _as_prompt(messages: Sequence[Message]) -> str:
+    """Return messages as text without their metadata, such as an id, which equal prompts need not share."""
+    kept = [{key: value for key, value in message.items() if key in COMPARED} for message in messages]
+    return json.dumps(kept, default=str)
 
 
 def first_prompts(split: SourceSplit, count: int) -> list[str]:
@@ -293,8 +309,11 @@ def columns_at(cfg: RowsDataConfig, location: Location) -> list[str]:
     raise ConfigError(f"{location.key}={location.path}: has no rows; set {location.key} to a source with rows")
 
 
-def rows_of(cfg: RowsDataConfig, location: Location) -> Iterator[Row]:
+def rows_of(cfg: RowsDataConfig, location: Location, files: Sequence[Path] | None = None) -> Iterator[Row]:
     """Return an iterator over the rows at a location, with the columns that `cfg` uses.
+
+    Args:
+        files: Files of the location; None: look them up, which downloads objects that were changed.
 
     Raises ConfigError if a required column is missing.
     """
@@ -302,7 +321,7 @@ def rows_of(cfg: RowsDataConfig, location: Location) -> Iterator[Row]:
     optional = columns_optional(cfg)
     if not is_local(location.path):
         return hub_rows(location, cfg.subset, cfg.revision, wanted, optional)
-    files = files_of_split(location)
+    files = files_of_split(location) if files is None else files
     columns = columns_of(files[0])
     problems = check_columns(wanted, columns, str(files[0])) if columns else []
     if problems:
@@ -310,11 +329,11 @@ def rows_of(cfg: RowsDataConfig, location: Location) -> Iterator[Row]:
     return chain.from_iterable(read_rows(file, [*wanted.values(), *optional]) for file in files)
 
 
-def _columns_of_tables(cfg: RowsDataConfig, location: Location) -> list[str]:
+def _columns_of_tables(cfg: RowsDataConfig, location: Location, files: Sequence[Path]) -> list[str]:
     """Return all columns of hub datasets and Parquet files, whose rows are read with only the required columns."""
     if not is_local(location.path):
         return hub_columns(location, cfg.subset, cfg.revision)
-    return [name for file in files_of_split(location) if file.suffix == ".parquet" for name in columns_of(file)]
+    return [name for file in files if file.suffix == ".parquet" for name in columns_of(file)]
 
 
 def _as_json(record: Record) -> Any:

@@ -48,7 +48,7 @@ def layout_of(path: Path, id_bytes: int | None = None) -> ShardLayout:
             return _npy(path, file)
         if id_bytes is None:  # OLMo's .npy files are the bare ids
             raise ValueError(f"{path}: has no NumPy header, so the size of its ids is unknown; {_GIVE_SIZE}")
-    return _llmc(file) or _raw(path, file, ShardFormat.raw, id_bytes or 2)
+    return _llmc(path, file) or _raw(path, file, ShardFormat.raw, id_bytes or 2)
 
 
 def _megatron(path: Path, file: OpenFile) -> ShardLayout:
@@ -96,14 +96,16 @@ def _npy(path: Path, file: OpenFile) -> ShardLayout:
     return ShardLayout(ShardFormat.raw, offset, dtype.itemsize, shape[0])
 
 
-def _llmc(file: OpenFile) -> ShardLayout | None:
-    """Return the layout of a file with llm.c's header, or None if it has none."""
+def _llmc(path: Path, file: OpenFile) -> ShardLayout | None:
+    """Return the layout of a file with llm.c's header, or None if it has none. Raises ValueError if it is truncated."""
     if file.size < _LLMC_HEADER:
         return None
     magic, version, tokens = struct.unpack("<iii", file.read(12, 0))
     id_bytes = _LLMC_ID_BYTES.get((magic, version))
-    if id_bytes is None or file.size != _LLMC_HEADER + tokens * id_bytes:
+    if id_bytes is None:
         return None
+    if file.size != (declared := _LLMC_HEADER + tokens * id_bytes):
+        raise ValueError(f"{path}: has {file.size:,} bytes, its header declares {declared:,}")
     return ShardLayout(ShardFormat.raw, _LLMC_HEADER, id_bytes, tokens)
 
 
