@@ -225,15 +225,21 @@ def test_ranks_are_started_again_after_a_crash_that_may_not_recur(run_dir: Path,
 
 
 @pytest.mark.parametrize(
-    ("attempts", "before", "requeued"),
-    [([PUBLISHED, NOTHING], 1, True), ([PUBLISHED, NOTHING], 0, False), ([PUBLISHED, STEP], 1, False)],
+    ("attempts", "before", "status", "requeued"),
+    [
+        ([PUBLISHED, NOTHING], 1, 1, True),
+        ([PUBLISHED, NOTHING], 0, 1, False),
+        ([PUBLISHED, STEP], 1, 1, False),
+        ([STEP, NOTHING], 0, 233, True),  # srun: Communication connection failure
+        ([NOTHING, NOTHING], 0, 233, False),
+    ],
 )
 def test_job_is_requeued_if_its_ranks_cannot_be_started_again(
-    run_dir: Path, attempts: list[tuple[bool, bool]], before: int, requeued: bool
+    run_dir: Path, attempts: list[tuple[bool, bool]], before: int, status: int, requeued: bool
 ) -> None:
-    """srun cannot reach a node after a crash; before a first crash it is an error of the job."""
+    """srun cannot reach a node after a crash or a requeue; before the job's first step it is an error of the job."""
     last = job_of_attempts(run_dir, *attempts, hung=before, status="failed")
-    conclude(run_dir, last, 1, cancelled=False, restart_if_left="UNLIMITED")
+    conclude(run_dir, last, status, cancelled=False, restart_if_left="UNLIMITED")
     assert (run_dir / "requeue").exists() == requeued
     assert not (run_dir / "restart").exists()
 

@@ -13,10 +13,11 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from components.config.schema.schedulers.slurm import seconds_of
-from components.launch.schedulers.job_attempts import attempts_of_job, cluster_of
+from components.launch.schedulers.job_attempts import JobAttempt, attempts_of_job, cluster_of
 from components.launch.slurm.attempt_start import record_failed_nodes
 from components.launch.slurm.requeue import (
     CRASHED,
@@ -131,7 +132,9 @@ def _restart(run_dir: Path, attempt: int, failure: Failure | None, time_left: st
     if failure is not None and failure.report is not None and failure.report.is_gpu_error:
         record_failed_nodes(run_dir, attempt, [failure.report.node])
     attempts = attempts_of_job(run_dir, attempt)
-    if reason := reason_not_after_crash(run_dir, attempts):
+    if _has_only_earlier_steps(attempts):
+        _requeue(run_dir, attempt, "the ranks could not be started")
+    elif reason := reason_not_after_crash(run_dir, attempts):
         print_text(f"the ranks are not started again: {reason}", flush=True)
     elif _ends_soon(run_dir, time_left):
         _requeue(run_dir, attempt, "the time limit is near")
@@ -140,9 +143,14 @@ def _restart(run_dir: Path, attempt: int, failure: Failure | None, time_left: st
         print_text("starting the ranks again in this job", flush=True)
 
 
+def _has_only_earlier_steps(attempts: Sequence[JobAttempt]) -> bool:
+    """Return whether the last attempt took no step but an earlier one did: a node may be lost, which Slurm notices only
+    minutes later."""
+    return any(each.stepped for each in attempts) and not attempts[-1].stepped
+
+
 def _could_not_restart(run_dir: Path, attempt: int) -> bool:
-    """Return whether an attempt after a crash failed before its first step: a node may be lost, which Slurm notices
-    only minutes later."""
+    """Return whether an attempt after a crash failed before its first step."""
     attempts = attempts_of_job(run_dir, attempt)[-2:]
     return len(attempts) == 2 and all(each.status in CRASHED for each in attempts) and not attempts[1].stepped
 
