@@ -56,8 +56,10 @@ def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = No
 
     Args:
         resume: "auto": the newest complete checkpoint of `run_dir`; a damaged one is skipped with a warning that names
-            the file. "never": None. Otherwise the path of a checkpoint to start from; checkpoints that `run_dir` has
-            saved since it started from that path take precedence, so that a requeued job continues.
+            the file. "never": the same without `mirror`, so that a requeued job continues: the launcher rejects "never"
+            for a directory with checkpoints, so all of them were saved since that start. Otherwise the path of a
+            checkpoint to start from; checkpoints that `run_dir` has saved since it started from that path take
+            precedence, for the same reason.
         mirror: The run's copies in an object store. One that is newer than all intact checkpoints of `run_dir` is
             copied there, verified and returned; a damaged one is skipped like others.
 
@@ -66,7 +68,7 @@ def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = No
         ConfigError: `resume` is the path of something that is not a complete checkpoint.
     """
     if resume == NEVER:
-        return None
+        resume, mirror = AUTO, None  # the copies may be of an earlier run
     folder = Path(run_dir) / FOLDER
     found: list[str] = []
     with fail_together(f"the checkpoints of {run_dir} could not be listed"):

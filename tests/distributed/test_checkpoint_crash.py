@@ -237,10 +237,10 @@ def test_symlink_with_the_name_of_a_checkpoint_is_not_overwritten(tmp_path: Path
     assert save(tmp_path, 1).name == "step_1.1"
 
 
-def test_missing_checkpoint_is_none_for_auto_and_rejected_for_a_path(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_none_and_rejected_for_a_path(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto") is None
-    save(tmp_path, 1)
     assert find_checkpoint(tmp_path, "never") is None
+    save(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"run.resume=.*step_5: not a complete checkpoint: there is no such folder"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_5"))
 
@@ -259,6 +259,12 @@ def test_requeued_run_resumes_from_its_own_newer_checkpoint(tmp_path: Path) -> N
     (since / "state.json").write_text("[]")
     assert find_checkpoint(run_dir, origin) == Path(origin)
     assert run_ranks(2, lambda rank: find_checkpoint(run_dir, origin)) == [Path(origin)] * 2
+
+
+def test_requeued_run_with_resume_never_continues(tmp_path: Path) -> None:
+    """The launcher rejects run.resume=never for a directory with checkpoints, so these are of the same start."""
+    newest = [save(tmp_path, step) for step in (1, 2)][-1]
+    assert find_checkpoint(tmp_path, "never") == newest
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def test_accept_changes_rejects_keys_that_may_always_change() -> None:
         RunConfig(accept_changes=["optimizer.lr", "data.path", "data"])
 
 
-def test_restart_in_a_directory_with_checkpoints_is_rejected() -> None:
+def test_restart_in_a_directory_with_checkpoints_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = start(config("mine"))
     end(directory)
     again = config("mine")
@@ -299,7 +299,9 @@ def test_restart_in_a_directory_with_checkpoints_is_rejected() -> None:
     end(start(copy.deepcopy(again)))
     (directory.path / "checkpoints" / "step_5").mkdir()
     with pytest.raises(ConfigError, match="run.resume=never: .* contains checkpoints"):
-        open_run_directory(again, "finetune")
+        open_run_directory(copy.deepcopy(again), "finetune")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the ranks of the user's torchrun
+    start(again)
 
 
 def test_run_of_another_recipe_is_rejected_by_name() -> None:

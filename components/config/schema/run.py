@@ -46,8 +46,9 @@ class RunConfig:
     """true: use deterministic kernels only, so that runs on the same mesh and devices are bit-equal; slower on GPUs. An
     operator without such a kernel ends the run."""
     resume: str = "auto"
-    """auto: resume from the newest complete checkpoint in run.dir, if any; never: start from step 0; or the path of a
-    checkpoint to resume from."""
+    """auto: resume from the newest complete checkpoint in run.dir, if any; never: start from step 0, in a run.dir
+    without checkpoints; or the path of a checkpoint to resume from. A start that is interrupted continues from its own
+    newest checkpoint when it is requeued or restarted."""
     private: bool = False
     """true: create all files readable by the owner only (umask 077); false: use the umask of the user. Files that hold
     samples, environment variables or addresses (logs, environment.json, job.sbatch) are always private."""

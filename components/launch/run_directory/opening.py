@@ -217,7 +217,9 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
         raise ConfigError(
             f"run.dir={path}: contains a run of the recipe {owners[0]}, not {recipe}; choose another run.dir"
         )
-    if cfg.run.resume == "never":
+    # torchrun restarts its ranks with the same command line: the checkpoints are then those of this start.
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if cfg.run.resume == "never" and not is_restart:
         if any(".tmp" not in folder.name for folder in checkpoints.glob("step_*")):
             raise ConfigError(
                 f"run.resume=never: run.dir={path} contains checkpoints, which would mix with those of a new run; "
