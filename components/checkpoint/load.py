@@ -16,7 +16,7 @@ from components.checkpoint.base_fingerprint import base_fingerprint, check_base_
 from components.checkpoint.checkpoint_error import fail_together
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, candidates, random_file
 from components.checkpoint.listing import newest_complete
-from components.checkpoint.manifest import Manifest, ManifestError
+from components.checkpoint.manifest import Manifest, ManifestError, may_be_intact
 from components.checkpoint.random_state import set_random_state
 from components.checkpoint.remote.fetch import fetch_checkpoint
 from components.checkpoint.remote.mirror import Mirror
@@ -64,17 +64,21 @@ def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = No
             copied there, verified and returned; a damaged one is skipped like others.
 
     Raises:
-        CheckpointError: On every rank, if the store of `mirror` cannot be read.
-        ConfigError: `resume` is the path of something that is not a complete checkpoint.
+        CheckpointError: On every rank, if the store of `mirror` or a file cannot be read. That is no damage: an older
+            checkpoint would repeat steps, and retention would then remove the newer ones.
+        ConfigError: `resume` is the path of something that is not a complete checkpoint, or there are checkpoints, but
+            all are damaged.
     """
     if resume == NEVER:
         resume, mirror = AUTO, None  # the copies may be of an earlier run
     folder = Path(run_dir) / FOLDER
     found: list[str] = []
+    damaged: list[str] = []
     with fail_together(f"the checkpoints of {run_dir} could not be listed"):
         if this_rank() == 0:
-            found = _newest_first(folder, resume, mirror)
-    for place in broadcast_json(found):
+            found, damaged = _newest_first(folder, resume, mirror)
+    found, damaged = broadcast_json([found, damaged])
+    for place in found:
         if mirror is not None and is_url(place):
             path, problems = fetch_checkpoint(mirror, place, folder, verify)
         else:
@@ -82,7 +86,13 @@ def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = No
         if not problems:
             return path
         _warn(place, problems)
+        damaged.append(place)
     if resume == AUTO:
+        if damaged:
+            raise ConfigError(
+                f"run.dir={run_dir}: all of its checkpoints are damaged or incomplete: {', '.join(damaged[:SHOWN])}; "
+                "restore one of them, or remove them or choose another run.dir to start over"
+            )
         return None
     path = Path(resume).expanduser()
     if problems := verify(path):
@@ -116,19 +126,28 @@ def verify(path: Path) -> list[str]:
     """Return the missing or damaged files of a checkpoint, the same list on every rank; a collective.
 
     The ranks share the work: each verifies every world-size-th block of the files.
+
+    Raises CheckpointError on every rank if a file cannot be read although it may be intact.
     """
     problems: list[str] = []
     body: dict[str, Any] = {}
-    if this_rank() == 0:
-        try:
-            manifest = Manifest.read(path)
-            body, problems = manifest.body(), manifest.check_sizes(path)
-        except ManifestError as error:
-            problems = [str(error)]
+    failure = (
+        f"checkpoint {path} could not be read, which is no damage (repeat the command, or name another checkpoint: "
+        "run.resume=PATH)"
+    )
+    with fail_together(failure):
+        if this_rank() == 0:
+            try:
+                manifest = Manifest.read(path)
+                body, problems = manifest.body(), manifest.check_sizes(path)
+            except ManifestError as error:
+                problems = _problems_of(error)
     body, problems = broadcast_json([body, problems])
     if problems:
         return problems
-    mine = Manifest.from_body(body).check_hashes(path, this_rank(), world_size())
+    mine: list[str] = []
+    with fail_together(failure):
+        mine = Manifest.from_body(body).check_hashes(path, this_rank(), world_size())
     return [problem for part in all_gather_json(mine) for problem in part]
 
 
@@ -233,32 +252,43 @@ def holds_average(stored: Iterable[str]) -> bool:
     return any(name.startswith(AVERAGE) for name in stored)
 
 
-def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> list[str]:
-    """Return the candidates for resuming, newest first, as paths and URLs; warn about those without a valid manifest.
+def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tuple[list[str], list[str]]:
+    """Return the candidates for resuming, newest first, as paths and URLs, and those without a valid manifest.
 
-    A checkpoint of the folder precedes its copy.
+    A checkpoint of the folder precedes its copy. Warns about manifests that are not valid. Raises OSError.
     """
     usable: list[tuple[int, bool, str]] = []
+    damaged: list[str] = []
     for path in candidates(folder):
         try:
             serial = Manifest.read(path).serial
             if resume == AUTO or _same_path(_began_from(_text(path / STATE)), resume):
                 usable.append((serial, True, str(path)))
         except ManifestError as error:
-            _warn(path, [str(error)])
+            _warn(path, _problems_of(error))
+            damaged.append(str(path))
     for each in [] if mirror is None else mirror.copies():
         if mirror is None or each.manifest is None:
             continue
         state = b"" if resume == AUTO or STATE not in each.objects else mirror.store.read(each.objects[STATE].url)
         if resume == AUTO or _same_path(_began_from(state), resume):
             usable.append((each.manifest.serial, False, each.url))
-    return [place for _, _, place in sorted(usable, reverse=True)]
+    return [place for _, _, place in sorted(usable, reverse=True)], damaged
+
+
+def _problems_of(error: ManifestError) -> list[str]:
+    """Return the error as the problem of a checkpoint; raise its OSError if the manifest may be intact."""
+    if may_be_intact(cause := error.__cause__) and cause is not None:
+        raise cause
+    return [str(error)]
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if may_be_intact(error):
+            raise
         return ""
 
 
