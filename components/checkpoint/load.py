@@ -49,7 +49,9 @@ SHOWN = 8
 """Names listed in an error."""
 
 
-def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = None) -> Path | None:
+def find_checkpoint(
+    run_dir: Path | str, resume: str, mirror: Mirror | None = None, skipped: list[Path] | None = None
+) -> Path | None:
     """Return the checkpoint to resume from, fully verified and the same on every rank; None to start from scratch.
 
     Rank 0 orders the candidates by their manifests; the ranks share the work of verifying the hashes. A collective.
@@ -62,6 +64,7 @@ def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = No
             precedence, for the same reason.
         mirror: The run's copies in an object store. One that is newer than all intact checkpoints of `run_dir` is
             copied there, verified and returned; a damaged one is skipped like others.
+        skipped: Extended by the damaged checkpoints of `run_dir`, for `Saver.damaged`.
 
     Raises:
         CheckpointError: On every rank, if the store of `mirror` or a file cannot be read. That is no damage: an older
@@ -87,6 +90,8 @@ def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = No
             return path
         _warn(place, problems)
         damaged.append(place)
+        if skipped is not None and not is_url(place):
+            skipped.append(Path(place))
     if resume == AUTO:
         if damaged:
             raise ConfigError(

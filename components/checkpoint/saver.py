@@ -69,6 +69,8 @@ class Saver:
             mirror: Copies each checkpoint to checkpoint.remote; None: there are no copies.
         """
         self.buffers = CopyBuffers()
+        self.damaged: list[Path] = []
+        """Checkpoints that proved damaged when the run resumed; retention neither counts nor removes them."""
         self._run_dir, self._model, self._optimizer, self._policy = run_dir, model, optimizer, policy
         self._report, self._average, self._mirror = report, average, mirror
         self._group = create_gloo_group() if policy.async_save else None
@@ -120,6 +122,14 @@ class Saver:
         paused = f"saving step {step} in the background, training paused for {time.perf_counter() - began:.2f} s"
         self._report(f"{paused}, {waited:.2f} s of it for the previous checkpoint" if waited > 0.1 else paused)
 
+    def copy(self, path: Path) -> None:
+        """Copy a published checkpoint to the mirror unless it is there, such as one that an earlier attempt left.
+
+        Raises CheckpointError on every rank.
+        """
+        if self._mirror is not None:
+            self._copy(self._mirror, path, None, last=True)
+
     def wait(self) -> Path | None:
         """Wait for the checkpoint that is being written; return its folder, or None if there was nothing to wait for.
 
@@ -152,7 +162,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None, last: bool = False) -> Path:
         after = 0 if self._mirror is None else self._mirror.newest_serial
-        path = write_snapshot(self._run_dir, snapshot, self._policy, group, after)
+        path = write_snapshot(self._run_dir, snapshot, self._policy, group, after, self.damaged)
         self._report(f"saved {path}")
         if self._mirror is not None:
             self._copy(self._mirror, path, group, last)

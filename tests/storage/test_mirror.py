@@ -158,6 +158,17 @@ def test_only_the_last_copy_must_succeed(s3: S3, tmp_path: Path, monkeypatch: py
     assert resumed_step(tmp_path / "run", None) == 2
 
 
+def test_last_checkpoint_whose_copy_failed_is_copied_by_the_next_attempt(s3: S3, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    path = save_checkpoint(run_dir, 1, *start(1.0), {"step": 1}, POLICY)
+    lines: list[str] = []
+    for _ in range(2):
+        with Saver(run_dir, *start(), POLICY, lines.append, mirror=opened(run_dir)) as saver:
+            saver.copy(path)
+    assert steps(s3) == ["step_1"]
+    assert all(line.startswith(f"copied to {URL}/step_1") for line in lines)
+
+
 def test_wrong_urls_are_config_errors() -> None:
     for value, rule in {
         "/tmp/x": "must be a URL",
