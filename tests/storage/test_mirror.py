@@ -130,10 +130,12 @@ def _fail(*_: object) -> None:
 
 def test_a_url_belongs_to_one_run(s3: S3, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    save(run_dir, 1, opened(run_dir))
+    mirror = opened(run_dir)
     assert json.loads(s3.get("run/run.json")) == {"run": str(run_dir)}
-    with pytest.raises(ConfigError, match=f"{URL}: holds the checkpoints of the run {run_dir}; set it to another URL"):
+    taken = f"{URL}: belongs to the run {run_dir}; set it to another URL, .* or remove {URL}/run.json"
+    with pytest.raises(ConfigError, match=taken):  # before the first copy too
         opened(tmp_path / "other")
+    save(run_dir, 1, mirror)
     # Another run that starts over in the same directory continues the order of the copies.
     shutil.rmtree(run_dir)
     model, optimizer = start(7.0)
