@@ -35,6 +35,7 @@ from components.checkpoint.tensors import (
 )
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
+from components.config.schema.run import is_same_checkpoint
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.models.weights.shards import local_part
 from components.resilience.faults import fault_point
@@ -267,7 +268,7 @@ def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tu
     for path in candidates(folder):
         try:
             serial = Manifest.read(path).serial
-            if resume == AUTO or _same_path(_began_from(_text(path / STATE)), resume):
+            if resume == AUTO or is_same_checkpoint(_began_from(_text(path / STATE)), resume):
                 usable.append((serial, True, str(path)))
         except ManifestError as error:
             _warn(path, _problems_of(error))
@@ -276,7 +277,7 @@ def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tu
         if mirror is None or each.manifest is None:
             continue
         state = b"" if resume == AUTO or STATE not in each.objects else mirror.store.read(each.objects[STATE].url)
-        if resume == AUTO or _same_path(_began_from(state), resume):
+        if resume == AUTO or is_same_checkpoint(_began_from(state), resume):
             usable.append((each.manifest.serial, False, each.url))
     return [place for _, _, place in sorted(usable, reverse=True)], damaged
 
@@ -304,13 +305,6 @@ def _began_from(state: str | bytes) -> str | None:
         return load_yaml(config or "")["run"]["resume"]
     except (ValueError, LookupError, TypeError, yaml.YAMLError):
         return None
-
-
-def _same_path(earlier: str | None, resume: str) -> bool:
-    """Compare two values of run.resume as resolved paths; "auto" and "never" are not paths."""
-    if earlier in (None, AUTO, NEVER):
-        return False
-    return Path(str(earlier)).expanduser().resolve() == Path(resume).expanduser().resolve()
 
 
 def compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from components.config.schema.checks import raise_all, within
 
@@ -29,6 +30,13 @@ def is_defining(key: str) -> bool:
 def accepts(accepted: Collection[str], key: str) -> bool:
     """Return whether `accepted` (run.accept_changes) lists `key` or its section."""
     return key in accepted or key.partition(".")[0] in accepted
+
+
+def is_same_checkpoint(earlier: object, resume: str) -> bool:
+    """Return whether two values of run.resume name the same checkpoint; "auto" and "never" name none."""
+    if earlier in (None, "auto", "never"):
+        return False
+    return Path(str(earlier)).expanduser().resolve() == Path(resume).expanduser().resolve()
 
 
 @dataclass(kw_only=True, slots=True)
