@@ -115,6 +115,10 @@ class Pipeline:
         """This rank's copy of a head that is tied to the embedding; None on ranks without one."""
         return self._stages.tied_head
 
+    def weights_changed(self) -> None:
+        """Copy the embedding to the tied head again before the next forward. For changes outside a training step."""
+        self._tied_is_fresh = False
+
     @contextmanager
     def stages_apart(self) -> Iterator[None]:
         """Disable communication in `forward` within the context: each rank runs its stages on random hidden states.
