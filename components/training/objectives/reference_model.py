@@ -117,8 +117,8 @@ def with_reference(
     scores it at every step.
 
     Call it before a checkpoint is loaded: the reference is the model at that time, or with adapters the model without
-    them. The log-probabilities (16 bytes per pair) are computed once, in one pass over the pairs, and saved in the run
-    directory, from which a resume on any mesh reads them.
+    them. The log-probabilities (16 bytes per pair) are computed in one pass over the pairs when a run begins, and saved
+    in the run directory, from which a resume on any mesh reads them.
 
     Raises ConfigError if a resumed run without adapters has no file of log-probabilities, because the reference weights
     are not loaded then.
@@ -126,7 +126,8 @@ def with_reference(
     if not preference.needs_stored_reference:
         return data.pack_pairs(pairs)
     file = Path(run.dir) / f"reference-{pairs.fingerprint[:16]}.safetensors"
-    saved = _read(file)
+    # A file in the directory of a run that begins is of an earlier attempt, which may have had other weights.
+    saved = None if run.resume_from is None else _read(file)
     if all(all_gather_json(saved is not None)) and saved is not None:  # all ranks read the file, or all compute
         return data.pack_pairs(pairs.with_values(REFERENCE, saved))
     has_adapters = bool(models.adapted_layers(model.module))
