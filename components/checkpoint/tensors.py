@@ -164,7 +164,7 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
         if MODEL + name not in trained_anywhere:
             raise ConfigError(
                 f"the checkpoint holds optimizer state of {name}, which this run does not train; train the same "
-                "parameters as the run that saved it, or set run.resume=never to start over"
+                "parameters as the run that saved it, or choose another run.dir to start over"
             )
         parameter = parameters.get(MODEL + name)
         if parameter is None or id(parameter) not in owners:
@@ -198,7 +198,7 @@ def _check_moments(optimizers: Optimizers, parameters: Tensors) -> None:
         name, quantities = next(iter(lacking.items()))
         raise ConfigError(
             f"the checkpoint holds {', '.join(quantities)} of {name}, but AdamW needs exp_avg and exp_avg_sq; set "
-            "optimizer as in the run that saved it, or set run.resume=never to start over"
+            "optimizer as in the run that saved it, or choose another run.dir to start over"
         )
 
 

@@ -17,7 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.checkpoint import CheckpointError, find_checkpoint, load_model_weights, manifest, save_checkpoint, verify
+from components.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_model_weights,
+    manifest,
+    save_checkpoint,
+    verify,
+)
 from components.checkpoint.manifest import Manifest
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
