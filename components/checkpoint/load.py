@@ -32,6 +32,7 @@ from components.checkpoint.tensors import (
     merge_over_ranks,
     model_tensors,
     read_tensors,
+    restore_numbers,
 )
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
@@ -193,6 +194,7 @@ def load_checkpoint(
     tensors = parameters | make_optimizer_state(optimizer, parameters, stored.by_name) | average
     with fail_together(f"checkpoint {path} could not be read"):
         read_tensors(stored, tensors)
+        restore_numbers(optimizer, parameters, tensors)
         mesh = mesh_of(parameters)
         if manifest.mesh == mesh:
             set_random_state(json.loads((path / random_file(this_rank())).read_text()))

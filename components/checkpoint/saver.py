@@ -76,8 +76,8 @@ class Saver:
         self._group = create_gloo_group() if policy.async_save else None
         self._writing: _Writing | None = None
         self._allocating: threading.Thread | None = None
-        if policy.async_save and (policy.every or policy.every_minutes):
-            self._first_step = list_optimizers(optimizer)[-1].register_step_post_hook(self._allocate_buffers)
+        if policy.every or policy.every_minutes or policy.last:
+            self._first_step = list_optimizers(optimizer)[-1].register_step_post_hook(self._after_first_step)
 
     def __enter__(self) -> Saver:
         return self
@@ -139,14 +139,17 @@ class Saver:
         writing, self._writing = self._writing, None
         return None if writing is None else writing.result()
 
-    def _allocate_buffers(self, *_: object) -> None:
-        """Allocate the host buffers in a thread during the second step, so that the first save does not have to.
+    def _after_first_step(self, *_: object) -> None:
+        """Reject optimizer state that cannot be saved, which exists now, rather than at the first save.
 
-        The hook runs after the first step, when the optimizer state exists.
+        In the background mode, also allocate the host buffers in a thread during the second step, so that the first
+        save does not have to.
         """
         self._first_step.remove()
         tensors = model_tensors(self._model)
         tensors |= optimizer_tensors(self._optimizer, tensors) | (self._average or {})
+        if not (self._policy.async_save and (self._policy.every or self._policy.every_minutes)):
+            return
         self._allocating = _thread("buffers for checkpoints", lambda: self.buffers.allocate(tensors))
         self._allocating.start()
 

@@ -2,7 +2,7 @@
 
 A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
 of the parameter's shape or with one value per block of its rows, `counter/<quantity>/<parameter>` for scalars such as
-AdamW's step, `average/<parameter>` for the moving average of the weights. The mesh is not part of the format, so a
+AdamW's step, `number/...` for scalars that are Python numbers, `average/<parameter>` for the moving average of the weights. The mesh is not part of the format, so a
 checkpoint can be loaded on any mesh. Ranks of different pipeline stages hold different names: where all names are
 needed, the ranks exchange them, and each rank reads only its own tensors. torch.distributed.checkpoint saves the blocks
 (planners.py). Its Hugging Face storage writes safetensors only; its default storage would write a pickled metadata
@@ -40,9 +40,12 @@ T = TypeVar("T")
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COUNTER = "counter/"
+NUMBER = "number/"
 AVERAGE = "average/"
 AVERAGE_UPDATES = "average_updates"
 """Name of the number of updates in the moving average, a scalar."""
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""Python type of a number -> dtype that stores it."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name with disjoint parameters."""
 FILE_BYTES = 512 * 1024**2
@@ -79,7 +82,7 @@ def list_optimizers(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 def optimizer_tensors(optimizers: Optimizers, parameters: Tensors) -> Tensors:
-    """Return the optimizer state of `parameters` as `optimizer/...` and `counter/...`.
+    """Return the optimizer state of `parameters` as `optimizer/...`, `counter/...` and `number/...`.
 
     Raises:
         NotImplementedError: State that is neither a scalar, nor of the parameter's shape, nor one value per block of
@@ -99,6 +102,14 @@ def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensor
         for quantity, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
+            if type(value) in NUMBERS:
+                tensors[f"{NUMBER}{quantity}/{name}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__}: its state {quantity} of {name} is a {type(value).__name__}; only "
+                    "numbers and tensors can be saved, choose another optimizer"
+                )
             if value.ndim == 0:
                 tensors[f"{COUNTER}{quantity}/{name}"] = value
             elif value.shape == parameter.shape or _is_sharded_like(value, parameter):
@@ -159,7 +170,7 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
     for key, described in stored.items():
         kind, _, rest = key.partition("/")
         quantity, _, name = rest.partition("/")
-        if f"{kind}/" not in (OPTIMIZER, COUNTER):
+        if f"{kind}/" not in (OPTIMIZER, COUNTER, NUMBER):
             continue
         if MODEL + name not in trained_anywhere:
             raise ConfigError(
@@ -171,7 +182,10 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
             continue
         optimizer, group = owners[id(parameter)]
         dtype = described.dtype
-        if f"{kind}/" == OPTIMIZER:
+        value: torch.Tensor | bool | int | float
+        if f"{kind}/" == NUMBER:
+            value = next(each(0) for each, stored_as in NUMBERS.items() if stored_as == dtype)
+        elif f"{kind}/" == OPTIMIZER:
             value = zeros_sharded_like(parameter, torch.Size(described.shape), dtype)
         else:
             # As in torch.optim: step counters are on the device only for fused and capturable kernels.
@@ -180,6 +194,15 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
         optimizer.state[parameter][quantity] = value
     _check_moments(optimizers, parameters)
     return optimizer_tensors(optimizers, parameters)
+
+
+def restore_numbers(optimizers: Optimizers, parameters: Tensors, tensors: Tensors) -> None:
+    """Set the optimizer state that consists of Python numbers to the values that were read into `tensors`."""
+    states = {id(each): optimizer.state[each] for optimizer in list_optimizers(optimizers) for each in optimizer.state}
+    for key, value in tensors.items():
+        if key.startswith(NUMBER):
+            quantity, _, name = key.removeprefix(NUMBER).partition("/")
+            states[id(parameters[MODEL + name])][quantity] = value.item()
 
 
 def _check_moments(optimizers: Optimizers, parameters: Tensors) -> None:
