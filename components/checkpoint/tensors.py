@@ -12,6 +12,7 @@ file.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,9 +32,11 @@ from components.checkpoint.manifest import FileRecord
 from components.checkpoint.planners import BlockWriter, SaveBlocks, Tensors, index_of, local_shards
 from components.checkpoint.stored_tensors import CheckpointTensors, StoredTensor
 from components.config.errors import ConfigError
-from components.exchange import all_gather_json
+from components.exchange import all_gather_json, this_rank
 from components.models.lora import adapted_layers
 from components.models.weights.shards import zeros_sharded_like
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -46,6 +49,11 @@ AVERAGE_UPDATES = "average_updates"
 """Name of the number of updates in the moving average, a scalar."""
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Python type of a number -> dtype that stores it."""
+USED_STATE = {
+    **dict.fromkeys(("Adam", "AdamW", "AdamW8bit"), ("step", "exp_avg", "max_exp_avg")),
+    **dict.fromkeys(("Muon", "SGD"), ("momentum_buffer",)),
+}
+"""Optimizer -> first characters of the names of its state, with that which it converts or `_check_moments` rejects."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name with disjoint parameters."""
 FILE_BYTES = 512 * 1024**2
@@ -152,7 +160,8 @@ def read_tensors(stored: CheckpointTensors, tensors: Tensors) -> None:
 def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Mapping[str, StoredTensor]) -> Tensors:
     """Allocate the stored optimizer state of this rank's parameters and return it by stored name; a collective.
 
-    Stepping the optimizers would allocate it too, but also change the parameters.
+    Stepping the optimizers would allocate it too, but also change the parameters. State that an optimizer does not use,
+    as after a change from adamw to muon, is dropped: it would be saved again for good, and be stale after a change back.
 
     Raises:
         ConfigError: On every rank, if there is stored state of a parameter that no optimizer of any rank trains, or
@@ -165,6 +174,7 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
         for parameter in group["params"]
     }
     trained_anywhere = merge_over_ranks({name: True for name, each in parameters.items() if id(each) in owners})
+    dropped: dict[str, str] = {}
     for optimizer in list_optimizers(optimizers):
         optimizer.state.clear()
     for key, described in stored.items():
@@ -181,6 +191,9 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
         if parameter is None or id(parameter) not in owners:
             continue
         optimizer, group = owners[id(parameter)]
+        if not _uses(optimizer, quantity):
+            dropped[quantity] = type(optimizer).__name__
+            continue
         dtype = described.dtype
         value: torch.Tensor | bool | int | float
         if f"{kind}/" == NUMBER:
@@ -192,8 +205,16 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
             on_device = group.get("fused") or group.get("capturable")
             value = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
         optimizer.state[parameter][quantity] = value
+    if (dropped := merge_over_ranks(dropped)) and this_rank() == 0:
+        names = ", ".join(f"{quantity} ({optimizer})" for quantity, optimizer in sorted(dropped.items()))
+        logger.warning("state of the checkpoint that the optimizer of this run does not use is dropped: %s", names)
     _check_moments(optimizers, parameters)
     return optimizer_tensors(optimizers, parameters)
+
+
+def _uses(optimizer: torch.optim.Optimizer, quantity: str) -> bool:
+    """Return whether an optimizer uses state of this name; True for those of unknown state."""
+    return quantity.startswith(USED_STATE.get(type(optimizer).__name__, ""))
 
 
 def restore_numbers(optimizers: Optimizers, parameters: Tensors, tensors: Tensors) -> None:

@@ -294,7 +294,10 @@ def test_numbers_in_the_optimizer_state_are_restored_with_their_types(tmp_path: 
 
 
 def test_optimizer_state_that_cannot_be_saved_is_rejected_after_the_first_step(tmp_path: Path) -> None:
-    for value, message in (("text", "its state odd of 0.weight is a str"), (torch.ones(3), "odd of 0.weight has shape")):
+    for value, message in (
+        ("text", "its state odd of 0.weight is a str"),
+        (torch.ones(3), "odd of 0.weight has shape"),
+    ):
         model, _ = start()
         optimizer = Counting(model.parameters(), {"odd": value})
         with Saver(tmp_path, model, optimizer, CheckpointConfig(every=100)):

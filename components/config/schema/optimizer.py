@@ -177,7 +177,7 @@ class SGDConfig(OptimizerConfig):
 
 @dataclass(kw_only=True, slots=True)
 class CustomOptimizerConfig(OptimizerConfig):
-    """An optimizer from a function of yours. Its state: scalars, as numbers or tensors, and tensors of its shape."""
+    """An optimizer from a function of yours. State: numbers, scalar tensors, tensors of a parameter shape."""
 
     kind: OptimizerKind = OptimizerKind.custom
     """custom."""
