@@ -2,11 +2,11 @@
 
 A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
 of the parameter's shape or with one value per block of its rows, `counter/<quantity>/<parameter>` for scalars such as
-AdamW's step, `number/...` for scalars that are Python numbers, `average/<parameter>` for the moving average of the weights. The mesh is not part of the format, so a
-checkpoint can be loaded on any mesh. Ranks of different pipeline stages hold different names: where all names are
-needed, the ranks exchange them, and each rank reads only its own tensors. torch.distributed.checkpoint saves the blocks
-(planners.py). Its Hugging Face storage writes safetensors only; its default storage would write a pickled metadata
-file.
+AdamW's step, `number/<quantity>/<parameter>` for those that are Python numbers, `average/<parameter>` for the moving
+average of the weights. The mesh is not part of the format, so a checkpoint can be loaded on any mesh. Ranks of
+different pipeline stages hold different names: where all names are needed, the ranks exchange them, and each rank reads
+only its own tensors. torch.distributed.checkpoint saves the blocks (planners.py). Its Hugging Face storage writes
+safetensors only; its default storage would write a pickled metadata file.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
     """Allocate the stored optimizer state of this rank's parameters and return it by stored name; a collective.
 
     Stepping the optimizers would allocate it too, but also change the parameters. State that an optimizer does not use,
-    as after a change from adamw to muon, is dropped: it would be saved again for good, and be stale after a change back.
+    as after a change from adamw to muon, is dropped: it would be saved again, and be stale after a change back.
 
     Raises:
         ConfigError: On every rank, if there is stored state of a parameter that no optimizer of any rank trains, or

@@ -300,9 +300,9 @@ def test_optimizer_state_that_cannot_be_saved_is_rejected_after_the_first_step(t
     ):
         model, _ = start()
         optimizer = Counting(model.parameters(), {"odd": value})
-        with Saver(tmp_path, model, optimizer, CheckpointConfig(every=100)):
-            with pytest.raises(NotImplementedError, match=message):
-                optimizer.step()
+        saver = Saver(tmp_path, model, optimizer, CheckpointConfig(every=100))
+        with saver, pytest.raises(NotImplementedError, match=message):
+            optimizer.step()
 
 
 def test_requeued_run_with_resume_never_continues(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ class SGDConfig(OptimizerConfig):
 
 @dataclass(kw_only=True, slots=True)
 class CustomOptimizerConfig(OptimizerConfig):
-    """An optimizer from a function of yours. State: numbers, scalar tensors, tensors of a parameter shape."""
+    """An optimizer from a function of yours. Its state must consist of scalars (numbers or tensors) and
+    tensors of the parameter's shape."""
 
     kind: OptimizerKind = OptimizerKind.custom
     """custom."""

@@ -42,7 +42,6 @@ from components.training.objectives.preference import (
 from components.training.setup.prepare import prepare_frozen
 from components.training.setup.prepared import Prepared
 
-
 logger = logging.getLogger(__name__)
 
 
