@@ -22,7 +22,7 @@ from pathlib import Path
 
 from components.checkpoint.folders import FOLDER
 from components.config.errors import ConfigError
-from scripts._export.object_output import output_folder, upload_output
+from scripts._export.object_output import output_folder, removed_on, upload_output
 from scripts._export.options import add_output_options, check_output_options, run_export
 from scripts._export.sources import find_sources, open_sources, read_average
 
@@ -58,20 +58,21 @@ def average(options: Namespace) -> Path:
         block = read_average(sources, weights, name, index)
         return block.to(dtype if tensors[name].is_floating_point() else block.dtype)
 
-    try:
-        return models.export_stored(
-            sources[0].model,
-            sources[0].tokenizer,
-            folder,
-            read,
-            dtype=dtype,
-            shard_bytes=options.shard_bytes,
-            card=_card(paths, weights),
-        )
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: the average could not be written: {error}") from error
-    except NotImplementedError as error:
-        raise ConfigError(f"{paths[0]}: {error}") from error
+    with removed_on(BaseException, folder, options.out):
+        try:
+            return models.export_stored(
+                sources[0].model,
+                sources[0].tokenizer,
+                folder,
+                read,
+                dtype=dtype,
+                shard_bytes=options.shard_bytes,
+                card=_card(paths, weights),
+            )
+        except OSError as error:
+            raise ConfigError(f"--out {folder}: the average could not be written: {error}") from error
+        except NotImplementedError as error:
+            raise ConfigError(f"{paths[0]}: {error}") from error
 
 
 def _shares(weights: Sequence[float] | None, paths: Sequence[Path]) -> list[float]:

@@ -27,7 +27,7 @@ from components.config.schema.parallelism import describe_processes
 from components.terminal import print_text
 from scripts._export.checkpoints import OpenCheckpoint, RunSections, read_run
 from scripts._export.hub import HubTarget, find_target, upload
-from scripts._export.object_output import output_folder, upload_output
+from scripts._export.object_output import output_folder, removed_on, upload_output
 from scripts._export.options import add_output_options, check_output_options, run_export
 
 
@@ -42,6 +42,8 @@ def read_options(arguments: list[str]) -> Namespace:
     add_output_options(parser, "RUN_DIR/export-step_N", "as stored")
     options = parser.parse_args(arguments)
     check_output_options(options)
+    if options.adapter and (options.dtype is not None or options.shard_size != parser.get_default("shard_size")):
+        raise ConfigError("--adapter: writes one file in the stored dtype; leave out --dtype and --shard-size")
     if options.public and options.push is None:
         raise ConfigError("--public: only affects an upload; add --push NAME, or leave out --public")
     return options
@@ -68,25 +70,26 @@ def export(options: Namespace) -> Path:
     mesh = f"{mesh} on {describe_processes(world)}" if mesh else describe_processes(world)
     card = observability.render_model_card(run_dir, state, mesh, averaged=options.averaged)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    try:
-        if options.adapter:
-            adapters = source.adapters()
-            config = models.adapter_config(model, adapters, cfg.model, cfg.peft)
-            models.write_adapter(tokenizer, folder, adapters, config, card)
-            return folder
-        return models.export_stored(
-            model,
-            tokenizer,
-            folder,
-            source.reader(dtype),  # the moving average is at least float32
-            dtype=dtype,
-            shard_bytes=options.shard_bytes,
-            card=card,
-        )
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: the export could not be written: {error}") from error
-    except NotImplementedError as error:
-        raise ConfigError(f"{checkpoint}: {error}") from error
+    with removed_on(BaseException, folder, options.out):
+        try:
+            if options.adapter:
+                adapters = source.adapters()
+                config = models.adapter_config(model, adapters, cfg.model, cfg.peft)
+                models.write_adapter(tokenizer, folder, adapters, config, card)
+                return folder
+            return models.export_stored(
+                model,
+                tokenizer,
+                folder,
+                source.reader(dtype),  # the moving average is at least float32
+                dtype=dtype,
+                shard_bytes=options.shard_bytes,
+                card=card,
+            )
+        except OSError as error:
+            raise ConfigError(f"--out {folder}: the export could not be written: {error}") from error
+        except NotImplementedError as error:
+            raise ConfigError(f"{checkpoint}: {error}") from error
 
 
 def _config_of(run_dir: Path, options: Namespace) -> RunSections:
@@ -112,7 +115,8 @@ def main(arguments: list[str]) -> int:
 
     def upload_if_asked(folder: Path) -> None:
         if target is not None:
-            print_text(f"uploaded {upload(folder, target)}")
+            with removed_on(KeyboardInterrupt, folder, out):
+                print_text(f"uploaded {upload(folder, target)}")
         upload_output(folder, out)
 
     return run_export(check_and_export, upload_if_asked)

@@ -79,7 +79,7 @@ def check_base_weights(path: object, stored: str | None, current: str | None) ->
         raise ConfigError(
             f"checkpoint {path}: its adapters were trained on other base weights (fingerprint {stored}) than the ones "
             f"from model.path, model.config, model.dtype and run.seed (fingerprint {current}); restore those settings, "
-            "or set run.resume=never to start over"
+            "or choose another run.dir to start over"
         )
 
 

@@ -90,7 +90,10 @@ def apply_policy(entries: list[ListedCheckpoint], policy: CheckpointConfig) -> N
 def check_contents(entry: ListedCheckpoint) -> list[str]:
     """Compare every block of a checkpoint with its hash; store the problems in the entry and return them."""
     if entry.manifest and not entry.problems:
-        entry.problems = entry.manifest.check_hashes(entry.path, rank=0, world=1)
+        try:
+            entry.problems = entry.manifest.check_hashes(entry.path, rank=0, world=1)
+        except OSError as error:
+            entry.problems = [f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"]
     return entry.problems
 
 

@@ -16,7 +16,7 @@ from components.checkpoint.base_fingerprint import base_fingerprint, check_base_
 from components.checkpoint.checkpoint_error import fail_together
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, candidates, random_file
 from components.checkpoint.listing import newest_complete
-from components.checkpoint.manifest import Manifest, ManifestError
+from components.checkpoint.manifest import Manifest, ManifestError, may_be_intact
 from components.checkpoint.random_state import set_random_state
 from components.checkpoint.remote.fetch import fetch_checkpoint
 from components.checkpoint.remote.mirror import Mirror
@@ -32,9 +32,11 @@ from components.checkpoint.tensors import (
     merge_over_ranks,
     model_tensors,
     read_tensors,
+    restore_numbers,
 )
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
+from components.config.schema.run import is_same_checkpoint
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.models.weights.shards import local_part
 from components.resilience.faults import fault_point
@@ -49,30 +51,39 @@ SHOWN = 8
 """Names listed in an error."""
 
 
-def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = None) -> Path | None:
+def find_checkpoint(
+    run_dir: Path | str, resume: str, mirror: Mirror | None = None, skipped: list[Path] | None = None
+) -> Path | None:
     """Return the checkpoint to resume from, fully verified and the same on every rank; None to start from scratch.
 
     Rank 0 orders the candidates by their manifests; the ranks share the work of verifying the hashes. A collective.
 
     Args:
         resume: "auto": the newest complete checkpoint of `run_dir`; a damaged one is skipped with a warning that names
-            the file. "never": None. Otherwise the path of a checkpoint to start from; checkpoints that `run_dir` has
-            saved since it started from that path take precedence, so that a requeued job continues.
+            the file. "never": the same without `mirror`, so that a requeued job continues: the launcher rejects "never"
+            for a directory with checkpoints, so all of them were saved since that start. Otherwise the path of a
+            checkpoint to start from; checkpoints that `run_dir` has saved since it started from that path take
+            precedence, for the same reason.
         mirror: The run's copies in an object store. One that is newer than all intact checkpoints of `run_dir` is
             copied there, verified and returned; a damaged one is skipped like others.
+        skipped: Extended by the damaged checkpoints of `run_dir`, for `Saver.damaged`.
 
     Raises:
-        CheckpointError: On every rank, if the store of `mirror` cannot be read.
-        ConfigError: `resume` is the path of something that is not a complete checkpoint.
+        CheckpointError: On every rank, if the store of `mirror` or a file cannot be read. That is no damage: an older
+            checkpoint would repeat steps, and retention would then remove the newer ones.
+        ConfigError: `resume` is the path of something that is not a complete checkpoint, or there are checkpoints, but
+            all are damaged.
     """
     if resume == NEVER:
-        return None
+        resume, mirror = AUTO, None  # the copies may be of an earlier run
     folder = Path(run_dir) / FOLDER
     found: list[str] = []
+    damaged: list[str] = []
     with fail_together(f"the checkpoints of {run_dir} could not be listed"):
         if this_rank() == 0:
-            found = _newest_first(folder, resume, mirror)
-    for place in broadcast_json(found):
+            found, damaged = _newest_first(folder, resume, mirror)
+    found, damaged = broadcast_json([found, damaged])
+    for place in found:
         if mirror is not None and is_url(place):
             path, problems = fetch_checkpoint(mirror, place, folder, verify)
         else:
@@ -80,7 +91,15 @@ def find_checkpoint(run_dir: Path | str, resume: str, mirror: Mirror | None = No
         if not problems:
             return path
         _warn(place, problems)
+        damaged.append(place)
+        if skipped is not None and not is_url(place):
+            skipped.append(Path(place))
     if resume == AUTO:
+        if damaged:
+            raise ConfigError(
+                f"run.dir={run_dir}: all of its checkpoints are damaged or incomplete: {', '.join(damaged[:SHOWN])}; "
+                "restore one of them, or remove them or choose another run.dir to start over"
+            )
         return None
     path = Path(resume).expanduser()
     if problems := verify(path):
@@ -114,19 +133,28 @@ def verify(path: Path) -> list[str]:
     """Return the missing or damaged files of a checkpoint, the same list on every rank; a collective.
 
     The ranks share the work: each verifies every world-size-th block of the files.
+
+    Raises CheckpointError on every rank if a file cannot be read although it may be intact.
     """
     problems: list[str] = []
     body: dict[str, Any] = {}
-    if this_rank() == 0:
-        try:
-            manifest = Manifest.read(path)
-            body, problems = manifest.body(), manifest.check_sizes(path)
-        except ManifestError as error:
-            problems = [str(error)]
+    failure = (
+        f"checkpoint {path} could not be read, which is no damage (repeat the command, or name another checkpoint: "
+        "run.resume=PATH)"
+    )
+    with fail_together(failure):
+        if this_rank() == 0:
+            try:
+                manifest = Manifest.read(path)
+                body, problems = manifest.body(), manifest.check_sizes(path)
+            except ManifestError as error:
+                problems = _problems_of(error)
     body, problems = broadcast_json([body, problems])
     if problems:
         return problems
-    mine = Manifest.from_body(body).check_hashes(path, this_rank(), world_size())
+    mine: list[str] = []
+    with fail_together(failure):
+        mine = Manifest.from_body(body).check_hashes(path, this_rank(), world_size())
     return [problem for part in all_gather_json(mine) for problem in part]
 
 
@@ -166,6 +194,7 @@ def load_checkpoint(
     tensors = parameters | make_optimizer_state(optimizer, parameters, stored.by_name) | average
     with fail_together(f"checkpoint {path} could not be read"):
         read_tensors(stored, tensors)
+        restore_numbers(optimizer, parameters, tensors)
         mesh = mesh_of(parameters)
         if manifest.mesh == mesh:
             set_random_state(json.loads((path / random_file(this_rank())).read_text()))
@@ -231,32 +260,43 @@ def holds_average(stored: Iterable[str]) -> bool:
     return any(name.startswith(AVERAGE) for name in stored)
 
 
-def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> list[str]:
-    """Return the candidates for resuming, newest first, as paths and URLs; warn about those without a valid manifest.
+def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tuple[list[str], list[str]]:
+    """Return the candidates for resuming, newest first, as paths and URLs, and those without a valid manifest.
 
-    A checkpoint of the folder precedes its copy.
+    A checkpoint of the folder precedes its copy. Warns about manifests that are not valid. Raises OSError.
     """
     usable: list[tuple[int, bool, str]] = []
+    damaged: list[str] = []
     for path in candidates(folder):
         try:
             serial = Manifest.read(path).serial
-            if resume == AUTO or _same_path(_began_from(_text(path / STATE)), resume):
+            if resume == AUTO or is_same_checkpoint(_began_from(_text(path / STATE)), resume):
                 usable.append((serial, True, str(path)))
         except ManifestError as error:
-            _warn(path, [str(error)])
+            _warn(path, _problems_of(error))
+            damaged.append(str(path))
     for each in [] if mirror is None else mirror.copies():
         if mirror is None or each.manifest is None:
             continue
         state = b"" if resume == AUTO or STATE not in each.objects else mirror.store.read(each.objects[STATE].url)
-        if resume == AUTO or _same_path(_began_from(state), resume):
+        if resume == AUTO or is_same_checkpoint(_began_from(state), resume):
             usable.append((each.manifest.serial, False, each.url))
-    return [place for _, _, place in sorted(usable, reverse=True)]
+    return [place for _, _, place in sorted(usable, reverse=True)], damaged
+
+
+def _problems_of(error: ManifestError) -> list[str]:
+    """Return the error as the problem of a checkpoint; raise its OSError if the manifest may be intact."""
+    if may_be_intact(cause := error.__cause__) and cause is not None:
+        raise cause
+    return [str(error)]
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if may_be_intact(error):
+            raise
         return ""
 
 
@@ -267,13 +307,6 @@ def _began_from(state: str | bytes) -> str | None:
         return load_yaml(config or "")["run"]["resume"]
     except (ValueError, LookupError, TypeError, yaml.YAMLError):
         return None
-
-
-def _same_path(earlier: str | None, resume: str) -> bool:
-    """Compare two values of run.resume as resolved paths; "auto" and "never" are not paths."""
-    if earlier in (None, AUTO, NEVER):
-        return False
-    return Path(str(earlier)).expanduser().resolve() == Path(resume).expanduser().resolve()
 
 
 def compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -21,6 +22,8 @@ BLOCK_BYTES = 64 * 1024**2
 """Bytes per hash, and the unit in which ranks share the work of verifying."""
 READ_BYTES = 1024**2
 """Bytes per read while verifying."""
+_DAMAGE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO}
+"""Errors of opening a path that is no file. After others (EIO, ESTALE, EACCES) the file may be intact."""
 
 
 class ManifestError(ValueError):
@@ -132,7 +135,10 @@ class Manifest:
         return problems + [f"{name} is not listed in {MANIFEST}" for name in unlisted]
 
     def check_hashes(self, folder: Path, rank: int, world: int) -> list[str]:
-        """Return the damaged files of `folder`; verify every `world`-th block, starting at block `rank`."""
+        """Return the damaged files of `folder`; verify every `world`-th block, starting at block `rank`.
+
+        Raises OSError, which names the file, if one cannot be read although it may be intact.
+        """
         blocks = [
             (name, index, digest) for name, record in self.files.items() for index, digest in enumerate(record.xxh3)
         ]
@@ -143,11 +149,18 @@ class Manifest:
                     file.seek(index * BLOCK_BYTES)
                     same = _hash_of(file, BLOCK_BYTES) == digest
             except OSError as error:
+                if may_be_intact(error):
+                    raise OSError(error.errno, error.strerror, str(folder / name)) from error
                 damaged.append(f"{name} cannot be read ({error})")
                 continue
             if not same:
                 damaged.append(f"{name} is damaged")
         return list(dict.fromkeys(damaged))
+
+
+def may_be_intact(error: BaseException | None) -> bool:
+    """Return whether a file that could not be read for this reason may be intact; a failed read is no damage."""
+    return isinstance(error, OSError) and error.errno not in _DAMAGE
 
 
 class HashedFile(io.BufferedWriter):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from components.checkpoint.base_fingerprint import check_base_weights, fingerprint_by_blocks
+from components.checkpoint.checkpoint_error import CheckpointError
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, PUBLISHED, STATE, TEMPORARY, candidates
 from components.checkpoint.load import SHOWN, compare_names, verify
 from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
@@ -59,7 +60,11 @@ class StoredWeights:
         Args:
             averaged: Read the moving average of the trained weights in place of the weights.
         """
-        if problems := verify(path):
+        try:
+            problems = verify(path)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        if problems:
             raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}")
         self.manifest = Manifest.read(path)
         state = json.loads((path / STATE).read_text())

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -129,6 +130,7 @@ def write_snapshot(
     policy: CheckpointConfig,
     group: dist.ProcessGroup | None = None,
     after: int = 0,
+    damaged: Collection[Path] = (),
 ) -> Path:
     """Write and publish the snapshots of all ranks, as described in `save_checkpoint`; a collective.
 
@@ -136,6 +138,7 @@ def write_snapshot(
         after: Its serial is above this one and those in the folder.
         group: Process group of all ranks; None: the default group. A background thread needs a group that only it uses:
             collectives of two threads in one group could start in a different order on each rank.
+        damaged: Checkpoints that the policy does not count, and that are not removed.
     """
     folder = Path(run_dir) / FOLDER
     tmp = folder / broadcast_json(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
@@ -160,7 +163,7 @@ def write_snapshot(
             shutil.rmtree(tmp, ignore_errors=True)
         raise
     if this_rank() == 0:
-        _prune(folder, policy)
+        _prune(folder, policy, damaged)
     return Path(broadcast_json(str(final), group=group))
 
 
@@ -235,13 +238,17 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord], afte
     return final
 
 
-def _prune(folder: Path, policy: CheckpointConfig) -> None:
+def _prune(folder: Path, policy: CheckpointConfig, damaged: Collection[Path] = ()) -> None:
     """Remove complete checkpoints that the policy does not keep, and leftovers of killed attempts.
 
-    Checkpoints with missing or truncated files are neither counted nor removed.
+    Those in `damaged` and those with missing or truncated files are neither counted nor removed.
     """
     try:
-        complete = [(path, manifest) for path, manifest in published(folder) if not manifest.check_sizes(path)]
+        complete = [
+            (path, manifest)
+            for path, manifest in published(folder)
+            if path not in damaged and not manifest.check_sizes(path)
+        ]
         reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
         remove(path for (path, _), why in zip(complete, reasons, strict=True) if not why)
         remove(leftovers(folder))

@@ -69,13 +69,15 @@ class Saver:
             mirror: Copies each checkpoint to checkpoint.remote; None: there are no copies.
         """
         self.buffers = CopyBuffers()
+        self.damaged: list[Path] = []
+        """Checkpoints that proved damaged when the run resumed; retention neither counts nor removes them."""
         self._run_dir, self._model, self._optimizer, self._policy = run_dir, model, optimizer, policy
         self._report, self._average, self._mirror = report, average, mirror
         self._group = create_gloo_group() if policy.async_save else None
         self._writing: _Writing | None = None
         self._allocating: threading.Thread | None = None
-        if policy.async_save and (policy.every or policy.every_minutes):
-            self._first_step = list_optimizers(optimizer)[-1].register_step_post_hook(self._allocate_buffers)
+        if policy.every or policy.every_minutes or policy.last:
+            self._first_step = list_optimizers(optimizer)[-1].register_step_post_hook(self._after_first_step)
 
     def __enter__(self) -> Saver:
         return self
@@ -120,6 +122,14 @@ class Saver:
         paused = f"saving step {step} in the background, training paused for {time.perf_counter() - began:.2f} s"
         self._report(f"{paused}, {waited:.2f} s of it for the previous checkpoint" if waited > 0.1 else paused)
 
+    def copy(self, path: Path) -> None:
+        """Copy a published checkpoint to the mirror unless it is there, such as one that an earlier attempt left.
+
+        Raises CheckpointError on every rank.
+        """
+        if self._mirror is not None:
+            self._copy(self._mirror, path, None, last=True)
+
     def wait(self) -> Path | None:
         """Wait for the checkpoint that is being written; return its folder, or None if there was nothing to wait for.
 
@@ -129,14 +139,17 @@ class Saver:
         writing, self._writing = self._writing, None
         return None if writing is None else writing.result()
 
-    def _allocate_buffers(self, *_: object) -> None:
-        """Allocate the host buffers in a thread during the second step, so that the first save does not have to.
+    def _after_first_step(self, *_: object) -> None:
+        """Reject optimizer state that cannot be saved, which exists now, rather than at the first save.
 
-        The hook runs after the first step, when the optimizer state exists.
+        In the background mode, also allocate the host buffers in a thread during the second step, so that the first
+        save does not have to.
         """
         self._first_step.remove()
         tensors = model_tensors(self._model)
         tensors |= optimizer_tensors(self._optimizer, tensors) | (self._average or {})
+        if not (self._policy.async_save and (self._policy.every or self._policy.every_minutes)):
+            return
         self._allocating = _thread("buffers for checkpoints", lambda: self.buffers.allocate(tensors))
         self._allocating.start()
 
@@ -152,7 +165,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None, last: bool = False) -> Path:
         after = 0 if self._mirror is None else self._mirror.newest_serial
-        path = write_snapshot(self._run_dir, snapshot, self._policy, group, after)
+        path = write_snapshot(self._run_dir, snapshot, self._policy, group, after, self.damaged)
         self._report(f"saved {path}")
         if self._mirror is not None:
             self._copy(self._mirror, path, group, last)

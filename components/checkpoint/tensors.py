@@ -2,16 +2,17 @@
 
 A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
 of the parameter's shape or with one value per block of its rows, `counter/<quantity>/<parameter>` for scalars such as
-AdamW's step, `average/<parameter>` for the moving average of the weights. The mesh is not part of the format, so a
-checkpoint can be loaded on any mesh. Ranks of different pipeline stages hold different names: where all names are
-needed, the ranks exchange them, and each rank reads only its own tensors. torch.distributed.checkpoint saves the blocks
-(planners.py). Its Hugging Face storage writes safetensors only; its default storage would write a pickled metadata
-file.
+AdamW's step, `number/<quantity>/<parameter>` for those that are Python numbers, `average/<parameter>` for the moving
+average of the weights. The mesh is not part of the format, so a checkpoint can be loaded on any mesh. Ranks of
+different pipeline stages hold different names: where all names are needed, the ranks exchange them, and each rank reads
+only its own tensors. torch.distributed.checkpoint saves the blocks (planners.py). Its Hugging Face storage writes
+safetensors only; its default storage would write a pickled metadata file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,18 +32,28 @@ from components.checkpoint.manifest import FileRecord
 from components.checkpoint.planners import BlockWriter, SaveBlocks, Tensors, index_of, local_shards
 from components.checkpoint.stored_tensors import CheckpointTensors, StoredTensor
 from components.config.errors import ConfigError
-from components.exchange import all_gather_json
+from components.exchange import all_gather_json, this_rank
 from components.models.lora import adapted_layers
 from components.models.weights.shards import zeros_sharded_like
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COUNTER = "counter/"
+NUMBER = "number/"
 AVERAGE = "average/"
 AVERAGE_UPDATES = "average_updates"
 """Name of the number of updates in the moving average, a scalar."""
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""Python type of a number -> dtype that stores it."""
+USED_STATE = {
+    **dict.fromkeys(("Adam", "AdamW", "AdamW8bit"), ("step", "exp_avg", "max_exp_avg")),
+    **dict.fromkeys(("Muon", "SGD"), ("momentum_buffer",)),
+}
+"""Optimizer -> first characters of the names of its state, with that which it converts or `_check_moments` rejects."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name with disjoint parameters."""
 FILE_BYTES = 512 * 1024**2
@@ -79,7 +90,7 @@ def list_optimizers(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 def optimizer_tensors(optimizers: Optimizers, parameters: Tensors) -> Tensors:
-    """Return the optimizer state of `parameters` as `optimizer/...` and `counter/...`.
+    """Return the optimizer state of `parameters` as `optimizer/...`, `counter/...` and `number/...`.
 
     Raises:
         NotImplementedError: State that is neither a scalar, nor of the parameter's shape, nor one value per block of
@@ -99,6 +110,14 @@ def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensor
         for quantity, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
+            if type(value) in NUMBERS:
+                tensors[f"{NUMBER}{quantity}/{name}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__}: its state {quantity} of {name} is a {type(value).__name__}; only "
+                    "numbers and tensors can be saved, choose another optimizer"
+                )
             if value.ndim == 0:
                 tensors[f"{COUNTER}{quantity}/{name}"] = value
             elif value.shape == parameter.shape or _is_sharded_like(value, parameter):
@@ -141,7 +160,8 @@ def read_tensors(stored: CheckpointTensors, tensors: Tensors) -> None:
 def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Mapping[str, StoredTensor]) -> Tensors:
     """Allocate the stored optimizer state of this rank's parameters and return it by stored name; a collective.
 
-    Stepping the optimizers would allocate it too, but also change the parameters.
+    Stepping the optimizers would allocate it too, but also change the parameters. State that an optimizer does not use,
+    as after a change from adamw to muon, is dropped: it would be saved again, and be stale after a change back.
 
     Raises:
         ConfigError: On every rank, if there is stored state of a parameter that no optimizer of any rank trains, or
@@ -154,32 +174,56 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
         for parameter in group["params"]
     }
     trained_anywhere = merge_over_ranks({name: True for name, each in parameters.items() if id(each) in owners})
+    dropped: dict[str, str] = {}
     for optimizer in list_optimizers(optimizers):
         optimizer.state.clear()
     for key, described in stored.items():
         kind, _, rest = key.partition("/")
         quantity, _, name = rest.partition("/")
-        if f"{kind}/" not in (OPTIMIZER, COUNTER):
+        if f"{kind}/" not in (OPTIMIZER, COUNTER, NUMBER):
             continue
         if MODEL + name not in trained_anywhere:
             raise ConfigError(
                 f"the checkpoint holds optimizer state of {name}, which this run does not train; train the same "
-                "parameters as the run that saved it, or set run.resume=never to start over"
+                "parameters as the run that saved it, or choose another run.dir to start over"
             )
         parameter = parameters.get(MODEL + name)
         if parameter is None or id(parameter) not in owners:
             continue
         optimizer, group = owners[id(parameter)]
+        if not _uses(optimizer, quantity):
+            dropped[quantity] = type(optimizer).__name__
+            continue
         dtype = described.dtype
-        if f"{kind}/" == OPTIMIZER:
+        value: torch.Tensor | bool | int | float
+        if f"{kind}/" == NUMBER:
+            value = next(each(0) for each, stored_as in NUMBERS.items() if stored_as == dtype)
+        elif f"{kind}/" == OPTIMIZER:
             value = zeros_sharded_like(parameter, torch.Size(described.shape), dtype)
         else:
             # As in torch.optim: step counters are on the device only for fused and capturable kernels.
             on_device = group.get("fused") or group.get("capturable")
             value = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
         optimizer.state[parameter][quantity] = value
+    if (dropped := merge_over_ranks(dropped)) and this_rank() == 0:
+        names = ", ".join(f"{quantity} ({optimizer})" for quantity, optimizer in sorted(dropped.items()))
+        logger.warning("state of the checkpoint that the optimizer of this run does not use is dropped: %s", names)
     _check_moments(optimizers, parameters)
     return optimizer_tensors(optimizers, parameters)
+
+
+def _uses(optimizer: torch.optim.Optimizer, quantity: str) -> bool:
+    """Return whether an optimizer uses state of this name; True for those of unknown state."""
+    return quantity.startswith(USED_STATE.get(type(optimizer).__name__, ""))
+
+
+def restore_numbers(optimizers: Optimizers, parameters: Tensors, tensors: Tensors) -> None:
+    """Set the optimizer state that consists of Python numbers to the values that were read into `tensors`."""
+    states = {id(each): optimizer.state[each] for optimizer in list_optimizers(optimizers) for each in optimizer.state}
+    for key, value in tensors.items():
+        if key.startswith(NUMBER):
+            quantity, _, name = key.removeprefix(NUMBER).partition("/")
+            states[id(parameters[MODEL + name])][quantity] = value.item()
 
 
 def _check_moments(optimizers: Optimizers, parameters: Tensors) -> None:
@@ -198,7 +242,7 @@ def _check_moments(optimizers: Optimizers, parameters: Tensors) -> None:
         name, quantities = next(iter(lacking.items()))
         raise ConfigError(
             f"the checkpoint holds {', '.join(quantities)} of {name}, but AdamW needs exp_avg and exp_avg_sq; set "
-            "optimizer as in the run that saved it, or set run.resume=never to start over"
+            "optimizer as in the run that saved it, or choose another run.dir to start over"
         )
 
 

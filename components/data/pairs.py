@@ -203,9 +203,9 @@ class LabeledDataset(PairedRows):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all token ids and labels."""
+        """Hash of all token ids and labels, and of the length that mismatched answers are cut to."""
         labels = self.values[DESIRABLE][:, 0].int().tolist()
-        return xxhash.xxh3_128(f"{self.labeled.fingerprint} {labels}".encode()).hexdigest()
+        return xxhash.xxh3_128(f"{self.labeled.fingerprint} {labels} {self.seq_len}".encode()).hexdigest()
 
     def show(self, index: int) -> str:
         """Return the text of an answer, with the spans that contribute to the loss in [[ ]]."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from components.config.compose.explain import override_parts
-from components.config.compose.frozen import read_section
+from components.config.compose.frozen import read_optional_section
 from components.config.compose.sweep import override_of
 from components.config.compose.texts import literal
 from components.config.errors import ConfigError
@@ -75,10 +75,13 @@ def _overrides(given: str, others: list[str], folder: Path) -> list[str]:
     if not file.is_file():
         raise ConfigError(f"{given}: not a run directory, it has no {CONFIG}; give the directory of a training run")
     chosen = {override_parts(each)[0]: each for each in others}
-    _check_objective(_read(given, file, "objective", ObjectiveConfig), given, run_dir, chooses_data="data" in chosen)
+    _check_objective(
+        _read_optional(given, file, "objective", ObjectiveConfig), given, run_dir, chooses_data="data" in chosen
+    )
     overrides = []
     for name, schema in SECTIONS.items():
-        if name not in chosen:
+        lacks_adapters = name == "peft" and _read_optional(given, file, name, schema) is None  # an own recipe
+        if name not in chosen and not lacks_adapters:
             _write_option(folder / name / f"{OPTION}.yaml", name, _read(given, file, name, schema))
             overrides.append(f"{name}={OPTION}")
     training, run = _read(given, file, "training", TrainingConfig), _read(given, file, "run", RunConfig)
@@ -95,14 +98,22 @@ def _overrides(given: str, others: list[str], folder: Path) -> list[str]:
 
 
 def _read(given: str, file: Path, name: str, schema: type[Section]) -> Section:
+    section = _read_optional(given, file, name, schema)
+    if section is None:
+        raise ConfigError(
+            f"{given}: {file}: the config of this run has no section {name}; give the directory of a training run"
+        )
+    return section
+
+
+def _read_optional(given: str, file: Path, name: str, schema: type[Section]) -> Section | None:
     try:
-        return read_section(file, name, schema)
+        return read_optional_section(file, name, schema)
     except ConfigError as error:
-        hint = "; give the directory of a training run" if error.problems[0].endswith(f"no section {name}") else ""
-        raise ConfigError([f"{given}: {problem}{hint}" for problem in error.problems]) from error
+        raise ConfigError([f"{given}: {problem}" for problem in error.problems]) from error
 
 
-def _check_objective(objective: ObjectiveConfig, given: str, run_dir: Path, *, chooses_data: bool) -> None:
+def _check_objective(objective: ObjectiveConfig | None, given: str, run_dir: Path, *, chooses_data: bool) -> None:
     """Reject a run whose model or data has no loss per token; report one whose eval_loss is another than that."""
     result = run_dir / RESULT
     if isinstance(objective, ScoreConfig):

@@ -6,6 +6,7 @@ the list and are left unchanged.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ from components.models.weights.shards import local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+NORM = re.compile("Norm(?!al)")
+"""Matches the class name of a norm; not that of a NormalizedLinear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,19 @@ def checkpoint_activations(
     layers = decoder_layers(model, anatomy)[:: 1 + (policy == ActivationCheckpointing.alternate)]
     for layer in filter(has_parameters, layers):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+
+
+def vector_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are vectors or stacks of vectors: biases, weights of norms, and all of one dim.
+
+    Stacked ones have as many dims as matrices: the biases of all experts, the norms of all heads.
+    """
+    return {
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() < 2 or name.endswith("bias") or NORM.search(type(module).__name__)
+    }
 
 
 def has_parameters(layer: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from components import training
 from components.config.schema.optimizer import AdamWConfig
+from components.models.layers import vector_parameters
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels of one sequence without padding, (seq,) each."""
@@ -56,8 +57,9 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
     """Train `model` in place on the samples of each step and return its curve."""
     curve, config = Curve(), settings.optimizer
     device = next(model.parameters()).device
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    not_decayed = [p for p in model.parameters() if p.dim() < 2]
+    vectors = vector_parameters(model)
+    decayed = [p for p in model.parameters() if p not in vectors]
+    not_decayed = [p for p in model.parameters() if p in vectors]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, foreach=False

@@ -66,7 +66,8 @@ class Run(Attempt):
         self.total_steps = cfg.training.max_steps or 0
         """Optimizer steps of the whole run. With training.epochs it is 0 until `begin`, which reads the data."""
         self._mirror = checkpoint.Mirror.open(cfg.checkpoint, self.dir)
-        self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume, self._mirror)
+        self._damaged: list[Path] = []
+        self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume, self._mirror, self._damaged)
         self._step_contexts = ExitStack()
         self._comparison_is_due = False
         """Whether the replicas are still to be compared after the last step (checkpoint.check_replicas)."""
@@ -137,15 +138,22 @@ class Run(Attempt):
         self._saver = checkpoint.Saver(
             self.dir, model.module, optimizer, cfg.checkpoint, self.print, self._average, self._mirror
         )
+        self._saver.damaged += self._damaged
         self._gc = GarbageCollection(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
+
+    @property
+    def _own_checkpoint(self) -> Path | None:
+        """Checkpoint of this run that it resumes from; None if it begins, or starts from another run's checkpoint."""
+        folder = self.resume_from
+        is_own = folder is not None and folder.parent.parent.absolute() == Path(self.dir).absolute()
+        return folder if is_own else None
 
     def _saved_at(self) -> float | None:
         """Return when this run saved the checkpoint that it resumes from, in seconds since the epoch; None if it
         begins, or starts from another run's checkpoint."""
-        folder = self.resume_from
-        is_own = folder is not None and folder.parent.parent.absolute() == Path(self.dir).absolute()
-        return checkpoint.saved_at(folder) if folder is not None and is_own and self._is_main else None
+        folder = self._own_checkpoint
+        return checkpoint.saved_at(folder) if folder is not None and self._is_main else None
 
     def _draw_mesh(self, measured_bytes: int | None = None) -> None:
         """Draw mesh.svg on rank 0, with the peak memory measured so far if it is given. A run does not need it."""
@@ -273,7 +281,8 @@ class Run(Attempt):
     def finish(self) -> None:
         """Save the last checkpoint if it is due, and wait for all writes. A collective.
 
-        The loop may have been left early.
+        The loop may have been left early. If nothing was trained, the checkpoint that the run resumed from is the last
+        one: it is copied to checkpoint.remote if the copy of an earlier attempt failed.
         """
         self._step_contexts.close()
         self._read_all()
@@ -282,6 +291,8 @@ class Run(Attempt):
             self._save(checkpoint.Mark(self._eval_loss_of_step), last=True)
         elif is_new:
             self._compare_replicas()  # the export must not hold wrong numbers either
+        elif self._own_checkpoint is not None:
+            self._saver.copy(self._own_checkpoint)
         self._saver.wait()
         if self._planned() is not None:
             self._draw_mesh(observability.peak_memory_bytes(self.device))

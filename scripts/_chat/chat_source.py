@@ -11,7 +11,7 @@ from typing import Any
 from components.checkpoint.folders import PUBLISHED
 from components.checkpoint.listing import newest_complete
 from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
-from components.config.compose.frozen import read_section
+from components.config.compose.frozen import read_optional_section, read_section
 from components.config.errors import ConfigError
 from components.config.model_files import GGUF_BASE, check_weights, locate
 from components.config.schema import ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig, WeightInit
@@ -123,7 +123,7 @@ def _checkpoint(path: Path, trusts: bool, notes: Sequence[str] = ()) -> Checkpoi
     if problems:
         raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}; give another one")
     file = path.parent.parent / CONFIG
-    if isinstance(read_section(file, "objective", ObjectiveConfig), ScoreConfig):
+    if isinstance(read_optional_section(file, "objective", ObjectiveConfig), ScoreConfig):
         raise ConfigError(f"{path}: {SCORES}")
     model, training = read_section(file, "model", ModelConfig), read_section(file, "training", TrainingConfig)
     if model.trust_remote_code and not trusts:
@@ -131,7 +131,7 @@ def _checkpoint(path: Path, trusts: bool, notes: Sequence[str] = ()) -> Checkpoi
             f"{path}: the model {model.path} runs Python code from its repository; read that code, then add "
             "--trust-remote-code"
         )
-    peft = read_section(file, "peft", PeftConfig)
+    peft = read_optional_section(file, "peft", PeftConfig) or PeftConfig()
     if model.path is not None:
         locate(model.path)
         raise_all(check_weights(model.path) if peft.adapts and model.init == WeightInit.pretrained else [])

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.config.compose.frozen import read_section
+from components.config.compose.frozen import read_optional_section, read_section
 from components.config.errors import ConfigError
 from components.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig
 from components.config.schema.model import QAT_GROUP_SIZES, Attention, DType, Float8, Qat
@@ -38,7 +38,7 @@ def read_run(run_dir: Path, *, trust_remote_code: bool) -> RunSections:
     cfg = RunSections(
         run=read_section(file, "run", RunConfig),
         model=read_section(file, "model", ModelConfig),
-        peft=read_section(file, "peft", PeftConfig),
+        peft=read_optional_section(file, "peft", PeftConfig) or PeftConfig(),
         labels=_labels_of(file),
     )
     if cfg.model.trust_remote_code and not trust_remote_code:
@@ -58,7 +58,7 @@ def read_run(run_dir: Path, *, trust_remote_code: bool) -> RunSections:
 
 
 def _labels_of(file: Path) -> tuple[str, ...] | None:
-    objective = read_section(file, "objective", ObjectiveConfig)
+    objective = read_optional_section(file, "objective", ObjectiveConfig)
     if not isinstance(objective, ScoreConfig):
         return None
     return score_labels(read_section(file, "data", DataConfig), objective)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from components.config.errors import ConfigError
@@ -34,13 +36,25 @@ def output_folder(out: str | None, default: Path, beside: Path) -> Path:
     return new_folder(beside / f".upload-{secrets.token_hex(4)}" / name_of(out))
 
 
+@contextmanager
+def removed_on(kind: type[BaseException], folder: Path, out: str | None) -> Iterator[None]:
+    """Remove the temporary folder of `output_folder` if the body raises `kind`; nothing if `out` is no URL."""
+    try:
+        yield
+    except kind:
+        if out is not None and is_url(out):
+            shutil.rmtree(folder.parent, ignore_errors=True)
+        raise
+
+
 def upload_output(folder: Path, out: str | None) -> None:
     """Upload the folder and remove it, if `out` is a URL. Raises ConfigError, and keeps the folder then."""
     if out is None or not is_url(out):
         return
     store = ObjectStore(out)
     try:
-        upload_folder(store, folder, out, LAST)
+        with removed_on(KeyboardInterrupt, folder, out):
+            upload_folder(store, folder, out, LAST)
     except OSError as error:
         raise ConfigError(f"--out {out}: {describe(error)}; the export in {folder} is complete") from error
     if (repeats := store.repeats()) is not None:

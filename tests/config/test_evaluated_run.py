@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.frozen import frozen_text
-from components.config.schema import EvaluateConfig, FinetuneConfig, RecipeConfig
+from components.config.compose.texts import literal
+from components.config.schema import EvaluateConfig, FinetuneConfig, PeftConfig, RecipeConfig
 from components.config.schema.data import DocsDataConfig
 from components.launch.evaluated_run import evaluated_run
+from scripts._export.checkpoints import read_run
 from tests.config.commands import REPOSITORY, Commands
 from tests.config.test_composition import compose
 
@@ -62,6 +65,18 @@ def test_sections_of_the_run_are_composed(case: str, tmp_path: Path, monkeypatch
     assert (evaluation.checkpoint, evaluation.average) == (str(run), trained.training.ema_decay is not None)
     assert evaluation.seq_len == trained.training.seq_len
     assert evaluation.micro_batch_size == trained.training.micro_batch_size
+
+
+def test_run_of_an_own_recipe_has_neither_objective_nor_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = write_run(tmp_path / "run", "finetune", "model=tiny")
+    sections = {name: each for name, each in asdict(trained).items() if name not in ("objective", "peft")}
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(literal(sections))))
+    cfg = compose_evaluation(monkeypatch, f"run={tmp_path}/run")
+    assert (cfg.model, cfg.peft) == (trained.model, PeftConfig())
+    read = read_run(tmp_path / "run", trust_remote_code=False)
+    assert (read.peft, read.labels) == (PeftConfig(), None)
 
 
 def test_other_arguments_override_the_run_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

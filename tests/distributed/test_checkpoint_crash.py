@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from components.checkpoint import (
     CheckpointError,
     Mark,
+    Saver,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -237,10 +238,10 @@ def test_symlink_with_the_name_of_a_checkpoint_is_not_overwritten(tmp_path: Path
     assert save(tmp_path, 1).name == "step_1.1"
 
 
-def test_missing_checkpoint_is_none_for_auto_and_rejected_for_a_path(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_none_and_rejected_for_a_path(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto") is None
-    save(tmp_path, 1)
     assert find_checkpoint(tmp_path, "never") is None
+    save(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"run.resume=.*step_5: not a complete checkpoint: there is no such folder"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_5"))
 
@@ -259,6 +260,55 @@ def test_requeued_run_resumes_from_its_own_newer_checkpoint(tmp_path: Path) -> N
     (since / "state.json").write_text("[]")
     assert find_checkpoint(run_dir, origin) == Path(origin)
     assert run_ranks(2, lambda rank: find_checkpoint(run_dir, origin)) == [Path(origin)] * 2
+
+
+class Counting(torch.optim.SGD):
+    """SGD whose state holds other values than tensors."""
+
+    def __init__(self, parameters: Any, values: dict[str, Any]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._values = values
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] |= self._values
+
+
+def test_numbers_in_the_optimizer_state_are_restored_with_their_types(tmp_path: Path) -> None:
+    values = {"steps": 3, "scale": 0.1, "warm": True}
+
+    def body(rank: int) -> None:
+        model, _ = start(1.0)
+        optimizer = Counting(model.parameters(), values)
+        optimizer.step()
+        path = save_checkpoint(tmp_path, 1, model, optimizer, {}, CheckpointConfig())
+        resumed = Counting(model.parameters(), {})
+        load_checkpoint(path, model, resumed)
+        for parameter in model.parameters():
+            assert resumed.state[parameter] == values
+            assert [type(each) for each in resumed.state[parameter].values()] == [float, int, bool]
+
+    run_ranks(2, body)
+
+
+def test_optimizer_state_that_cannot_be_saved_is_rejected_after_the_first_step(tmp_path: Path) -> None:
+    for value, message in (
+        ("text", "its state odd of 0.weight is a str"),
+        (torch.ones(3), "odd of 0.weight has shape"),
+    ):
+        model, _ = start()
+        optimizer = Counting(model.parameters(), {"odd": value})
+        saver = Saver(tmp_path, model, optimizer, CheckpointConfig(every=100))
+        with saver, pytest.raises(NotImplementedError, match=message):
+            optimizer.step()
+
+
+def test_requeued_run_with_resume_never_continues(tmp_path: Path) -> None:
+    """The launcher rejects run.resume=never for a directory with checkpoints, so these are of the same start."""
+    newest = [save(tmp_path, step) for step in (1, 2)][-1]
+    assert find_checkpoint(tmp_path, "never") == newest
 
 
 @pytest.mark.parametrize(

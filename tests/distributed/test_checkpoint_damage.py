@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -16,7 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.checkpoint import find_checkpoint, load_model_weights, manifest, save_checkpoint, verify
+from components.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_model_weights,
+    manifest,
+    save_checkpoint,
+    verify,
+)
 from components.checkpoint.manifest import Manifest
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
@@ -70,6 +78,36 @@ def test_damage_is_reported_by_file_name_and_the_previous_checkpoint_is_used(
             find_checkpoint(run_dir, str(damaged))
         with pytest.raises(ConfigError, match=name):
             load_model_weights(damaged, start()[0])
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "random-00000.json"])
+def test_failed_read_on_any_rank_is_no_damage(name: str, tmp_path: Path) -> None:
+    """An older checkpoint would repeat steps, and later saves would remove the newer one."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    newest = tmp_path / "checkpoints" / "step_2"
+
+    def fail(event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and str(args[0]) == str(newest / name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(args[0]))
+
+    def body(rank: int) -> str:
+        sys.addaudithook(fail)
+        with pytest.raises(CheckpointError) as caught:
+            find_checkpoint(tmp_path, "auto")
+        return str(caught.value)
+
+    for message in run_ranks(2, body):
+        assert f"Input/output error: '{newest / name}'" in message
+        assert "could not be" in message
+    assert find_checkpoint(tmp_path, "auto") == newest
+
+
+def test_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: Path) -> None:
+    newest = save(tmp_path, 1)
+    flip(newest / "state.json", 0.5)
+    with pytest.raises(ConfigError, match=rf"run.dir={tmp_path}: all of its checkpoints are damaged .*{newest}; "):
+        find_checkpoint(tmp_path, "auto")
 
 
 def test_swapped_or_foreign_shards_are_detected(tmp_path: Path) -> None:

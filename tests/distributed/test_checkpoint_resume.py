@@ -255,6 +255,22 @@ def test_checkpoint_of_another_model_is_rejected_with_the_tensor_names(tmp_path:
         load_checkpoint(path, model, torch.optim.AdamW(model.model.layers[0].parameters()))
 
 
+def test_state_that_another_optimizer_does_not_use_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = start(None, 0)
+    train(run, 1)
+    path = save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig())
+    model, _ = start(None, 1)
+    changed = model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    load_checkpoint(path, *changed)
+    assert "does not use is dropped: exp_avg (SGD), exp_avg_sq (SGD), step (SGD)" in caplog.text
+    train(changed, 1)
+    path = save_checkpoint(tmp_path, 2, *changed, {}, CheckpointConfig())
+    run = start(None, 2)
+    load_checkpoint(path, *run)
+    assert not any(run[1].state.values())  # neither the momentum of SGD nor the moments of step 1
+    train(run, 1)
+
+
 def two_level_shards(split: str) -> Run:
     """A matrix sharded over four ranks: FSDP over TP shards of uneven size (5 rows), or over a fused projection (12
     rows: three matrices, each of which TP shards separately)."""

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from components import training
 from components.batch import Batch
-from components.checkpoint import Mark, find_checkpoint, save_checkpoint, verify
+from components.checkpoint import Mark, Saver, find_checkpoint, save_checkpoint, verify
 from components.checkpoint.listing import remove
 from components.checkpoint.manifest import Manifest
 from components.config.schema.checkpoint import CheckpointConfig
@@ -94,6 +94,20 @@ def test_truncated_checkpoint_does_not_count_toward_keep(tmp_path: Path) -> None
     for step in (3, 4):
         save_checkpoint(tmp_path, step, *run, {}, CheckpointConfig(keep=2))
         assert saved_names(tmp_path) == {"step_2", "step_3", "step_1" if step == 3 else "step_4"}
+
+
+def test_checkpoint_found_damaged_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    run, policy = build_run(), CheckpointConfig(keep=2, keep_best=True)
+    for step, loss in ((1, 2.0), (2, 1.5), (3, 1.0)):
+        save_checkpoint(tmp_path, step, *run, {}, policy, Mark(loss))
+    flip(next((tmp_path / "checkpoints" / "step_3").glob("*.safetensors")))
+    damaged: list[Path] = []
+    assert find_checkpoint(tmp_path, "auto", skipped=damaged) == tmp_path / "checkpoints" / "step_2"
+    with Saver(tmp_path, *run, policy) as saver:
+        saver.damaged += damaged
+        for step, loss in ((3, 1.2), (4, 1.3), (5, 1.4)):
+            saver.save(step, {}, Mark(loss))
+    assert saved_names(tmp_path) == {"step_3", "step_3.1", "step_4", "step_5"}  # step_3.1 is the best intact one
 
 
 def test_nan_eval_loss_is_stored_as_none(tmp_path: Path) -> None:

@@ -204,6 +204,8 @@ ARGUMENTS: dict[str, list[str]] = {
     "not there": ["nothing"],
     "dtype": ["run", "--dtype", "float8"],
     "size": ["run", "--shard-size", "4TBs"],
+    "adapter dtype": ["run", "--adapter", "--dtype", "bfloat16"],
+    "adapter size": ["run", "--adapter", "--shard-size", "1GB"],
     "taken": ["run", "--out", "run/checkpoints"],
     "no folder": ["run", "--out", "run/config.yaml/out"],
 }
@@ -225,6 +227,8 @@ ARGUMENTS: dict[str, list[str]] = {
         ("not there", "nothing: no such folder"),
         ("dtype", "--dtype float8: must be one of bfloat16, float16, float32, float64"),
         ("size", "--shard-size 4TBs: must be a size such as 500MB"),
+        ("adapter dtype", "--adapter: writes one file in the stored dtype; leave out --dtype and --shard-size"),
+        ("adapter size", "--adapter: writes one file in the stored dtype; leave out --dtype and --shard-size"),
         ("taken", "exists and is not an empty folder"),
         ("no folder", "the export could not be written"),
     ],

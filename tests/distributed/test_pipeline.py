@@ -24,6 +24,7 @@ from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
 from scripts._memory.ranks import allocations, highest, local_bytes
+from tests.distributed import tiny_runs
 from tests.distributed.packed import batches_of, packed
 from tests.distributed.parity import SMALL, Case, Sample, build, pad, recipe_config, samples_of_step
 from tests.harness import run_ranks
@@ -251,6 +252,24 @@ def test_losses_and_generations_on_every_mesh_match_one_process(world: int, save
 
     problems = [line for lines in run_ranks(world, body, timeout=240) for line in lines]
     assert not problems, "\n".join(sorted(set(problems)))
+
+
+def test_frozen_tied_embedding_stays_as_it_is_on_both_stages() -> None:
+    built = tiny_runs.build("llama_tied")
+
+    def train(mesh: str, world: int) -> list[float]:
+        run = tiny_runs.start(tiny_runs.cell_named("llama_tied", mesh, world), built)
+        run.model.get_input_embeddings().requires_grad_(False)  # as docs/recipes.md
+        losses, _ = run.train(3)
+        for name, parameter in run.model.named_parameters():
+            is_frozen = torch.equal(parameter.full_tensor(), built.get_parameter(name))
+            assert is_frozen == ("embed_tokens" in name), name
+        return losses
+
+    (expected,) = run_ranks(1, lambda rank: train("fsdp2", 1))
+    for mesh in ("pp2", "pp2 ZBVZeroBubble"):
+        for losses in run_ranks(2, lambda rank, mesh=mesh: train(mesh, 2), timeout=60):
+            assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_config_error_of_one_stage_is_raised_on_all_ranks() -> None:

@@ -15,6 +15,7 @@ from components import training
 from components.checkpoint import StoredWeights, find_checkpoint, load_checkpoint, load_model_weights
 from components.checkpoint.save import take_snapshot, write_snapshot
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.training import EvalWeights
 from components.training.optimizers.weight_average import WeightAverage
 from tests.distributed.parity import OPTIMIZER
 from tests.distributed.tiny_runs import MAX_STEPS, TinyRun, build, cell_named, start
@@ -98,3 +99,23 @@ def test_average_on_meshes_equals_that_of_one_process_and_is_resumed(tmp_path: P
             assert torch.equal(stored, each)
 
     run_ranks(2, sharded)
+
+
+def test_tied_head_of_a_pipeline_follows_the_evaluated_weights() -> None:
+    built = build("llama_tied")
+
+    def measure(mesh: str, world: int) -> list[tuple[float, float, float]]:
+        """Return the training loss, and the held-out losses of the averaged and trained weights, after each step."""
+        run = start(cell_named("llama_tied", mesh, world), built)
+        average = WeightAverage(run.model, DECAY, EvalWeights.both)
+        prepared = training.Prepared(run.model, run.settings, run.called, average=average)
+        rows, found = list(run.batches.at(7)), []
+        for _ in range(3):
+            (loss,) = train(run, prepared, 1)
+            measured = training.evaluate(prepared, rows)
+            found.append((loss, measured.loss, measured.metrics["loss_trained"]))
+        return found
+
+    (expected,) = run_ranks(1, lambda rank: measure("fsdp2", 1))
+    for found in run_ranks(2, lambda rank: measure("pp2", 2)):
+        assert [each for step in found for each in step] == pytest.approx(sum(expected, ()), rel=1e-5)

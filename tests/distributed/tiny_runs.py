@@ -23,7 +23,7 @@ from tests.distributed.grid import GPT2_PLAN, ROUTER_AUX, Cell, build_model, cel
 from tests.distributed.parity import CLIP, OPTIMIZER, Case, router_config
 
 GLOBAL_BATCH = 8
-LAYERS = {"llama": 4}
+LAYERS = {"llama": 4, "llama_tied": 4}
 """Number of layers of models that are also split into four stages; other models have two."""
 MAX_STEPS = 100
 SAMPLES = 89

@@ -64,10 +64,11 @@ def load(case: Case, folder: Path) -> Any:
 def train(case: Case, model: Any) -> Curve:
     """Train `model` in place on all rows at each step, and return its curve."""
     curve = Curve()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = {n: p for n, p in trained.items() if p.dim() >= 2 and "norm" not in n and not n.endswith("bias")}
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [*matrices.values()], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for n, p in trained.items() if n not in matrices], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, foreach=False)
     samples = _samples(case.train, case.seq_len)
@@ -86,11 +87,11 @@ def train(case: Case, model: Any) -> Curve:
                 loss = loss + case.router_aux * targets * _balance_loss(output.router_logits, selected)
             (loss / count).backward()
             total += loss.item()
-        norm = torch.sqrt(sum(p.grad.square().sum() for p in trained if p.grad is not None))  # type: ignore[arg-type]
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in trained.values() if p.grad is not None))  # type: ignore[arg-type]
         curve.losses.append(total / count)
         curve.norms.append(norm.item())
         if case.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(trained, case.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(trained.values(), case.max_grad_norm, norm)
         optimizer.step()
     curve.eval_losses.append(_held_out_loss(case, model))
     merged = model.merge_and_unload() if case.adapters else model

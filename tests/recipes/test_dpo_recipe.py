@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.recipes.launching import Bench
 from tests.suites import TORTURE
@@ -89,15 +92,26 @@ def test_every_way_to_score_the_reference_logs_the_same_metrics(dpo: Bench) -> N
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6), adapters
 
 
-def test_resume_without_reference_log_probs_is_rejected(dpo: Bench) -> None:
+def test_reference_log_probs_are_read_by_a_resume_only_and_computed_again_without_their_file(dpo: Bench) -> None:
     common = (*SHORT, "run.dir=mine", "parallelism=single")
     assert dpo.start(*common, "training.max_steps=2").wait().status == 0
-    for file in (dpo.folder / "mine").glob("reference-*.safetensors"):
+    files = [*(dpo.folder / "mine").glob("reference-*.safetensors")]
+    for file in files:  # as if another model had been at model.path
+        save_file({name: each - 5 for name, each in load_file(file).items()}, file)
+    shutil.rmtree(dpo.folder / "mine" / "checkpoints")
+    assert dpo.start(*common, "training.max_steps=2").wait().status == 0
+    begun = [line for line in lines_of(dpo.folder / "mine") if line.get("step") == 1 and "loss" in line]
+    assert [line["loss"] for line in begun] == pytest.approx([0.693147], abs=1e-5)
+    assert begun[0]["reward_chosen"] == pytest.approx(0, abs=1e-5)
+    before = {file: load_file(file) for file in files}
+    for file in files:  # as in another run directory
         file.unlink()
     done = dpo.start(*common, "training.max_steps=4").wait()
-    assert done.status == 2
-    assert "the log-probabilities under the reference model are missing" in done.errors
-    assert "Traceback" not in done.errors
+    assert done.status == 0, done.errors
+    for file, tensors in before.items():
+        assert f"{file.name}: missing or unreadable" in done.output + done.errors
+        for name, each in load_file(file).items():
+            assert torch.allclose(each, tensors[name])
 
 
 def test_sweep_over_beta_is_compared_by_held_out_accuracy(dpo: Bench) -> None:

@@ -14,7 +14,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 SHORT = (
     *("training.max_steps=2", "training.global_batch_size=4", "training.micro_batch_size=2", "training.seq_len=64"),
     *("data.max_samples=32", "data.max_eval_samples=2", "generation.samples=0", "cluster.device=cpu"),
-    *("checkpoint.export=false", "logging.plot=false", "run.dir=mine", "cluster=local_2proc", "parallelism=fsdp2"),
+    *("checkpoint.export=false", "logging.plot=false", "run.dir=mine", "cluster=local_2proc"),
 )
 OPTIMIZER = "        optimizer = training.build_optimizer(model, cfg.optimizer)\n"
 OBJECTIVE = "        objective = training.NextToken(cfg.objective)\n"
@@ -30,7 +30,7 @@ CHANGES = {
         )
     ],
     "frozen embeddings": [
-        (OPTIMIZER, f"        model.module.get_input_embeddings().weight.requires_grad_(False)\n{OPTIMIZER}")
+        (OPTIMIZER, f"        model.module.get_input_embeddings().requires_grad_(False)\n{OPTIMIZER}")
     ],
     "metric": [
         (STEP, f"            run.log(step, tokens_here=sum(batch.target_count for batch in step.batches))\n{STEP}")
@@ -70,9 +70,10 @@ def test_changed_recipe_trains_saves_and_resumes(change: str, bench: Bench) -> N
         lines += len(after.strip().splitlines()) - after.count(before)
     assert lines <= 10
     bench.recipe.write_text(text)
-    done = bench.start(*SHORT).wait()
+    mesh = "parallelism=pp2_1f1b" if change == "frozen embeddings" else "parallelism=fsdp2"
+    done = bench.start(*SHORT, mesh).wait()
     assert done.status == 0, done.errors
-    again = bench.start(*SHORT, "training.max_steps=3").wait()
+    again = bench.start(*SHORT, mesh, "training.max_steps=3").wait()
     assert again.status == 0, again.errors
     rows = [json.loads(line) for line in (bench.folder / "mine" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]

@@ -272,13 +272,15 @@ def test_sweep_is_judged_by_speed_and_by_any_metric(bench: Bench) -> None:
     assert report(sweep, "--metric", "bleu", cwd=bench.folder).status == 2
 
 
-def test_runs_of_a_sweep_share_a_wandb_group(bench: Bench) -> None:
+def test_runs_of_a_sweep_share_a_wandb_group_but_no_url_of_copies(bench: Bench) -> None:
     bench.write("pass")
-    assert bench.run("-m", "run.seed=1,2", "logging.wandb.mode=offline").status == 0
+    remote = "checkpoint.remote=s3://bucket/${model.kind}"
+    assert bench.run("-m", "run.seed=1,2", "logging.wandb.mode=offline", remote).status == 0
     sweep = only_sweep(bench)
     for name in ("0_1", "1_2"):
         config = yaml.safe_load((sweep / name / "config.yaml").read_text())
         assert (config["logging"]["wandb"]["group"], config["run"]["name"]) == (sweep.name, name)
+        assert config["checkpoint"]["remote"] == f"s3://bucket/{config['model']['kind']}/{name}"
 
 
 def test_dry_run_lists_the_points_and_writes_nothing(bench: Bench) -> None:

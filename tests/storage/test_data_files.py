@@ -13,7 +13,7 @@ from components.config.schema.data import SftDataConfig
 from components.data.preflight import check_files
 from components.data.sources.rows import Conversation
 from components.data.sources.split import SourceSplit
-from scripts._export.object_output import output_folder, upload_output
+from scripts._export.object_output import output_folder, removed_on, upload_output
 from tests.storage.conftest import S3
 
 ROWS = [{"prompt": f"question {number}", "response": f"answer {number}"} for number in range(40)]
@@ -109,3 +109,23 @@ def test_an_export_is_uploaded_with_its_config_last(s3: S3, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=f"--out {out}: there are objects below it"):
         output_folder(out, tmp_path / "unused", tmp_path)
     assert output_folder(None, tmp_path / "local", tmp_path) == tmp_path / "local"
+
+
+def test_an_interrupted_upload_leaves_no_folder(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = "s3://bucket/models/mine"
+
+    errors: list[BaseException] = [OSError("lost"), KeyboardInterrupt()]
+
+    def fail(*_: object) -> None:
+        raise errors.pop()
+
+    monkeypatch.setattr("scripts._export.object_output.upload_folder", fail)
+    for raised, left in ((KeyboardInterrupt, 0), (ConfigError, 1)):
+        folder = output_folder(out, tmp_path / "unused", tmp_path)
+        folder.mkdir(parents=True)
+        with pytest.raises(raised):
+            upload_output(folder, out)
+        assert len(list(tmp_path.iterdir())) == left  # the message about a failure names the folder
+    with pytest.raises(ZeroDivisionError), removed_on(BaseException, folder, out):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []

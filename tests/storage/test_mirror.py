@@ -130,10 +130,12 @@ def _fail(*_: object) -> None:
 
 def test_a_url_belongs_to_one_run(s3: S3, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    save(run_dir, 1, opened(run_dir))
+    mirror = opened(run_dir)
     assert json.loads(s3.get("run/run.json")) == {"run": str(run_dir)}
-    with pytest.raises(ConfigError, match=f"{URL}: holds the checkpoints of the run {run_dir}; set it to another URL"):
+    taken = f"{URL}: belongs to the run {run_dir}; set it to another URL, .* or remove {URL}/run.json"
+    with pytest.raises(ConfigError, match=taken):  # before the first copy too
         opened(tmp_path / "other")
+    save(run_dir, 1, mirror)
     # Another run that starts over in the same directory continues the order of the copies.
     shutil.rmtree(run_dir)
     model, optimizer = start(7.0)
@@ -156,6 +158,17 @@ def test_only_the_last_copy_must_succeed(s3: S3, tmp_path: Path, monkeypatch: py
         with pytest.raises(CheckpointError, match="out of service"):
             saver.save(2, {"step": 2}, last=True)
     assert resumed_step(tmp_path / "run", None) == 2
+
+
+def test_last_checkpoint_whose_copy_failed_is_copied_by_the_next_attempt(s3: S3, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    path = save_checkpoint(run_dir, 1, *start(1.0), {"step": 1}, POLICY)
+    lines: list[str] = []
+    for _ in range(2):
+        with Saver(run_dir, *start(), POLICY, lines.append, mirror=opened(run_dir)) as saver:
+            saver.copy(path)
+    assert steps(s3) == ["step_1"]
+    assert all(line.startswith(f"copied to {URL}/step_1") for line in lines)
 
 
 def test_wrong_urls_are_config_errors() -> None:

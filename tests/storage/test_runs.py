@@ -52,6 +52,9 @@ def test_run_killed_in_a_copy_goes_on_from_the_store(faulty_s3: S3, tmp_path: Pa
     assert final_state(remote.run_dir) == final_state(local.run_dir)
     for name in ("model.safetensors", "config.json"):
         assert faulty_s3.get(f"run/export/{name}") == (local.run_dir / "export" / name).read_bytes()
+    faulty_s3.delete("run/step_8/manifest.json")  # as if the last copy had failed
+    ended(remote.start())
+    assert "run/step_8/manifest.json" in faulty_s3.names()
     assert sum(faulty_s3.faults().values()) > 0
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), f"{file} contains a credential"

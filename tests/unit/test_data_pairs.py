@@ -185,6 +185,14 @@ def test_labels_change_the_fingerprint_and_follow_dropped_rows(tmp_path: Path) -
     assert kept.values[DESIRABLE][:, 0].tolist() == [0, 1, 0]
 
 
+def test_length_that_mismatched_answers_are_cut_to_changes_the_fingerprint(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * 30, "completion": "A", "label": True}, {"prompt": "y", "completion": "B" * 30, "label": 0}]
+    whole, cut = (read(tmp_path, rows, label_column="label", seq_len=length) for length in (1000, 60))
+    assert [pair.first for pair in cut] == [pair.first for pair in whole]
+    assert [pair.second for pair in cut] != [pair.second for pair in whole]
+    assert cut.fingerprint != whole.fingerprint
+
+
 def test_labels_of_a_csv_file_are_read_from_text(tmp_path: Path) -> None:
     rows = [{"prompt": label, "completion": "b", "label": label} for label in ("True", "false", "0", "1")]
     assert read(tmp_path, rows, "rows.csv", label_column="label").values[DESIRABLE][:, 0].tolist() == [1, 0, 0, 1]

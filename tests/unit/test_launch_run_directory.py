@@ -261,6 +261,29 @@ def test_checkpoint_of_another_run_is_compared_with_its_saved_config(
         open_run_directory(other, "finetune")
 
 
+def test_changed_command_does_not_continue_an_earlier_start_from_the_same_checkpoint(tmp_path: Path) -> None:
+    source = start(config("there"))
+    text = (source.path / "config.yaml").read_text()
+    checkpoint = tmp_path / "step_3"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": text}))
+    cfg = config("mine")
+    cfg.run.resume = str(checkpoint)
+    directory = start(copy.deepcopy(cfg))
+    end(directory)
+    own = directory.path / "checkpoints" / "step_5"
+    own.mkdir(parents=True)
+    text = (directory.path / "config.yaml").read_text()
+    (own / "state.json").write_text(json.dumps({"step": 5, "extra": {}, "config": text}))
+    cfg.parallelism.tp = 2
+    end(start(copy.deepcopy(cfg)))  # continues on another mesh
+    cfg.optimizer.lr = 1.0
+    with pytest.raises(ConfigError, match=r"already started from it, with other values \(optimizer.lr: .* -> 1.0\)"):
+        open_run_directory(copy.deepcopy(cfg), "finetune")
+    cfg.run.resume = "auto"
+    start(cfg)
+
+
 def test_evaluation_rejects_peft_settings_that_differ_from_training(tmp_path: Path) -> None:
     trained = config("there")
     trained.peft = PeftConfig(method="lora", alpha=8.0, rslora=True)
@@ -290,7 +313,7 @@ def test_accept_changes_rejects_keys_that_may_always_change() -> None:
         RunConfig(accept_changes=["optimizer.lr", "data.path", "data"])
 
 
-def test_restart_in_a_directory_with_checkpoints_is_rejected() -> None:
+def test_restart_in_a_directory_with_checkpoints_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = start(config("mine"))
     end(directory)
     again = config("mine")
@@ -299,7 +322,9 @@ def test_restart_in_a_directory_with_checkpoints_is_rejected() -> None:
     end(start(copy.deepcopy(again)))
     (directory.path / "checkpoints" / "step_5").mkdir()
     with pytest.raises(ConfigError, match="run.resume=never: .* contains checkpoints"):
-        open_run_directory(again, "finetune")
+        open_run_directory(copy.deepcopy(again), "finetune")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the ranks of the user's torchrun
+    start(again)
 
 
 def test_run_of_another_recipe_is_rejected_by_name() -> None:

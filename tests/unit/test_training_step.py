@@ -14,7 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import training
 from components.batch import Batch
 from components.config.schema import AdamWConfig, Schedule
+from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
+from components.models.layers import vector_parameters
+from components.training.optimizers.muon import divide_parameters
 from components.training.optimizers.optim import step_if_finite
 
 LLAMA = {
@@ -160,6 +163,26 @@ def test_weight_decay_excludes_norms_and_biases() -> None:
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert all(p.dim() >= 2 for p in groups[0]["params"])
     assert len(groups[1]["params"]) == 5  # two norms per layer and the final one
+
+
+def test_stacked_biases_and_norms_are_vectors_for_weight_decay_and_muon() -> None:
+    small = {**LLAMA, "intermediate_size": 32, "head_dim": 8}
+    models = [
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small, **values))
+        for kind, values in (("gpt_oss", {"num_local_experts": 4}), ("cohere", {"use_qk_norm": True}))
+    ]
+    stacked = set()
+    for model in models:
+        vectors = vector_parameters(model)
+        adamw = training.build_optimizer(model, AdamWConfig(weight_decay=0.3)).param_groups
+        assert {*adamw[1]["params"]} == vectors
+        muon = divide_parameters(model, read_anatomy(model), vectors)
+        assert not vectors & {matrix.parameter for matrix in muon.matrices}
+        for name, parameter in model.named_parameters():
+            assert (parameter in vectors) == (name.endswith("bias") or "norm" in name or "sinks" in name), name
+            if parameter in vectors and parameter.dim() > 1:
+                stacked.add(".".join(name.split(".")[-2:]))
+    assert stacked == {"experts.gate_up_proj_bias", "experts.down_proj_bias", "q_norm.weight", "k_norm.weight"}
 
 
 def test_learning_rate_schedules_reach_their_end_points() -> None:

@@ -56,8 +56,8 @@ class Mirror:
                 owner = mirror._claim(str(Path(run_dir).absolute()))
         if (owner := broadcast_json(owner)) is not None:
             raise ConfigError(
-                f"checkpoint.remote={policy.remote}: holds the checkpoints of the run {owner}; set it to another URL, "
-                "or run.dir to that run's directory"
+                f"checkpoint.remote={policy.remote}: belongs to the run {owner}; set it to another URL, or run.dir to "
+                f"that run's directory, or remove {join(mirror.url, OWNER)} if that run needs its copies no longer"
             )
         return mirror
 
@@ -120,14 +120,17 @@ class Mirror:
         return self.store.repeats()
 
     def _claim(self, run: str) -> str | None:
-        """Write which run uses the URL. Return another run that does, whose checkpoints exist."""
+        """Write which run uses the URL, unless another run does; return that one.
+
+        It counts before its first copy too: each run would remove the other one's copies.
+        """
         existing = self.copies()
         self.newest_serial = max((each.manifest.serial for each in existing if each.manifest), default=0)
         try:
             owner = json.loads(self.store.read(join(self.url, OWNER)))["run"]
         except (FileNotFoundError, ValueError, LookupError, TypeError):
             owner = None
-        if owner not in (None, run) and existing:
+        if owner not in (None, run):
             return str(owner)
         self.store.write(join(self.url, OWNER), json.dumps({"run": run}).encode())
         return None

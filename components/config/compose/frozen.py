@@ -55,12 +55,20 @@ def read_section(path: Path, name: str, schema: type[Section]) -> Section:
 
     Raises ConfigError if the file cannot be read, or lacks the section, or the section is not a valid `schema`.
     """
+    section = read_optional_section(path, name, schema)
+    if section is None:
+        raise ConfigError(f"{path}: the config of this run has no section {name}")
+    return section
+
+
+def read_optional_section(path: Path, name: str, schema: type[Section]) -> Section | None:
+    """Return one section like `read_section`; None if the recipe has none, such as an own one without adapters."""
     try:
         loaded = load_yaml(read_intact(path))
     except yaml.YAMLError as error:
         raise _unreadable(path, error) from error
     if not isinstance(loaded, dict) or name not in loaded:
-        raise ConfigError(f"{path}: the config of this run has no section {name}")
+        return None
     try:
         return typed(loaded[name], schema)
     except ConfigError as error:

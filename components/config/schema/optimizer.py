@@ -38,7 +38,7 @@ class OptimizerConfig:
     lr: float = 2e-5
     """Peak learning rate, greater than 0."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, applied to parameters with two or more dims; norms and biases are not decayed."""
+    """Decoupled weight decay, applied to matrices; norms and biases are not decayed."""
     schedule: Schedule = Schedule.cosine
     """Learning rate after the warmup: constant, linear or cosine (decay over all remaining steps), or wsd (constant,
     then linear decay over decay_steps)."""
@@ -119,7 +119,7 @@ class MuonConfig(OptimizerConfig):
     lr: float = 2e-4
     """Peak learning rate of matrices, greater than 0."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, applied to parameters with two or more dims; norms and biases are not decayed."""
+    """Decoupled weight decay, applied to matrices; norms and biases are not decayed."""
     momentum: float = 0.95
     """Decay rate of the (Nesterov) momentum, in [0, 1)."""
     ns_steps: int = 5
@@ -160,7 +160,7 @@ class SGDConfig(OptimizerConfig):
     lr: float = 1e-3
     """Peak learning rate, greater than 0."""
     weight_decay: float = 0.0
-    """Coefficient of the weights in the gradient, for parameters with two or more dims."""
+    """Coefficient of the weights in the gradient, for matrices; 0 for norms and biases."""
     momentum: float = 0.0
     """Decay rate of the momentum, in [0, 1); 0: none."""
     nesterov: bool = False
@@ -177,7 +177,8 @@ class SGDConfig(OptimizerConfig):
 
 @dataclass(kw_only=True, slots=True)
 class CustomOptimizerConfig(OptimizerConfig):
-    """An optimizer from a function of yours. Its state must consist of scalars and tensors of the parameter's shape."""
+    """An optimizer from a function of yours. Its state must consist of scalars (numbers or tensors) and
+    tensors of the parameter's shape."""
 
     kind: OptimizerKind = OptimizerKind.custom
     """custom."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from components.config.schema.checks import raise_all, within
 
@@ -31,6 +32,13 @@ def accepts(accepted: Collection[str], key: str) -> bool:
     return key in accepted or key.partition(".")[0] in accepted
 
 
+def is_same_checkpoint(earlier: object, resume: str) -> bool:
+    """Return whether two values of run.resume name the same checkpoint; "auto" and "never" name none."""
+    if earlier in (None, "auto", "never"):
+        return False
+    return Path(str(earlier)).expanduser().resolve() == Path(resume).expanduser().resolve()
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
     """Run directory, name, seed and resume policy."""
@@ -46,8 +54,9 @@ class RunConfig:
     """true: use deterministic kernels only, so that runs on the same mesh and devices are bit-equal; slower on GPUs. An
     operator without such a kernel ends the run."""
     resume: str = "auto"
-    """auto: resume from the newest complete checkpoint in run.dir, if any; never: start from step 0; or the path of a
-    checkpoint to resume from."""
+    """auto: resume from the newest complete checkpoint in run.dir, if any; never: start from step 0, in a run.dir
+    without checkpoints; or the path of a checkpoint to resume from. A start that is interrupted continues from its own
+    newest checkpoint when it is requeued or restarted."""
     private: bool = False
     """true: create all files readable by the owner only (umask 077); false: use the umask of the user. Files that hold
     samples, environment variables or addresses (logs, environment.json, job.sbatch) are always private."""

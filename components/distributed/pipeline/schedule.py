@@ -44,6 +44,8 @@ class Pipeline:
         self._cached: tuple[tuple[int, ...], Any] = ((), None)
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._tied_is_fresh = False
+        self._tied_is_trained: bool | None = None
+        """Whether the tied weight requires gradients, on both of its stages; None before the first forward."""
         self._isolated = False
         if stages.tied_head is not None:
             stages.tied_head.to_empty(device=self._device)
@@ -114,6 +116,10 @@ class Pipeline:
     def tied_head(self) -> nn.Module | None:
         """This rank's copy of a head that is tied to the embedding; None on ranks without one."""
         return self._stages.tied_head
+
+    def weights_changed(self) -> None:
+        """Copy the embedding to the tied head again before the next forward. For changes outside a training step."""
+        self._tied_is_fresh = False
 
     @contextmanager
     def stages_apart(self) -> Iterator[None]:
@@ -222,13 +228,36 @@ class Pipeline:
             return
         self._tied_is_fresh = True
         embedding, head = self._tied_weights()
+        if self._tied_is_trained is None:
+            self._tied_is_trained = self._share_requires_grad(embedding, head)
         with torch.no_grad():
             self._move(embedding, head)
+
+    def _share_requires_grad(self, embedding: Any, head: Any) -> bool:
+        """Set `requires_grad` of the tied head to that of the embedding, which may have been frozen; return it.
+
+        The host of the last stage waits for it once, before the first forward, because FSDP reads it there.
+        """
+        if embedding is None and head is None:
+            return False
+        own: bool = (head if embedding is None else embedding).requires_grad
+        if dist.get_backend(self.group) == dist.Backend.FAKE:  # a dry run has no other stages
+            return own
+        shared = torch.tensor(float(own), device=self._device)
+        self._move(None if embedding is None else shared, None if head is None else shared)
+        if head is not None:
+            head.requires_grad_(bool(shared))
+        return bool(shared)
 
     def _move_tied_gradient(self) -> None:
         """Add the gradient of the tied head's copy to the embedding's, before the optimizer step."""
         embedding, head = self._tied_weights()
-        if not any(weight is not None and weight.requires_grad for weight in (embedding, head)):
+        if embedding is not None and embedding.requires_grad != self._tied_is_trained:
+            raise RuntimeError(
+                f"the tied embedding was {'unfrozen' if embedding.requires_grad else 'frozen'} after the first forward "
+                "of a pipeline, whose last stage holds a copy: set its requires_grad right after training.prepare"
+            )
+        if not self._tied_is_trained:
             return  # not tied, or frozen: the copy stays valid
         self._tied_is_fresh = False
         head_grad = None if embedding is None else torch.empty_like(_local(embedding))

@@ -17,7 +17,7 @@ from components.launch.clusters import job_of, jobs_by_id, stop_command
 from components.launch.run_directory.directory import RunDirectory
 from components.launch.run_directory.filesystem import check_writable, make, make_new, reported_by_path
 from components.launch.run_directory.lease import take_lease
-from components.launch.run_directory.resume_check import check_changes, check_source
+from components.launch.run_directory.resume_check import check_changes, check_second_start, check_source
 from components.protocol.run_files import (
     CHECKPOINTS,
     CONFIG,
@@ -217,7 +217,9 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
         raise ConfigError(
             f"run.dir={path}: contains a run of the recipe {owners[0]}, not {recipe}; choose another run.dir"
         )
-    if cfg.run.resume == "never":
+    # torchrun restarts its ranks with the same command line: the checkpoints are then those of this start.
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if cfg.run.resume == "never" and not is_restart:
         if any(".tmp" not in folder.name for folder in checkpoints.glob("step_*")):
             raise ConfigError(
                 f"run.resume=never: run.dir={path} contains checkpoints, which would mix with those of a new run; "
@@ -232,6 +234,7 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
         raise ConfigError(
             f"run.dir={path}: its {CONFIG} does not fit this recipe ({quoted}{more}); choose another run.dir"
         ) from error
+    check_second_start(path, cfg)
     check_changes(stored.text, cfg, f"run.dir={path}")
 
 

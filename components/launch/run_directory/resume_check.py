@@ -18,15 +18,17 @@ from components.config.schema.checks import field_values, raise_all
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig, section
-from components.config.schema.run import accepts, is_defining
+from components.config.schema.run import accepts, is_defining, is_same_checkpoint
 from components.config.schema.training import EvaluationConfig
-from components.protocol.run_files import CONFIG
+from components.protocol.run_files import CHECKPOINTS, CONFIG
 from components.terminal import print_text
 
 _STATE = "state.json"
 """File of a checkpoint that contains the config it was saved with."""
 _PER_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
 """Keys that may differ between starts without a message: they do not change what the run computes."""
+_WITHOUT_EFFECT = ("checkpoint.", "cluster.", "logging.", "parallelism.", "training.micro_batch_size")
+"""Keys, by their first characters, that do not change the loss curve."""
 
 
 def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
@@ -91,6 +93,36 @@ def check_source(cfg: RecipeConfig) -> None:
         raise ConfigError(f"run.resume={cfg.run.resume}: not a complete checkpoint: {file}: {error!r}") from error
     if before is not None:
         check_changes(before, cfg, f"run.resume={cfg.run.resume}")
+
+
+def check_second_start(path: Path, cfg: RecipeConfig) -> None:
+    """Reject a changed command that would continue an earlier start from the checkpoint in run.resume, and ignore it.
+
+    Checkpoints that this run directory saved since it started from run.resume take precedence over it, for requeues and
+    for repeated commands. Raises ConfigError.
+    """
+    if cfg.run.resume in ("auto", "never"):
+        return
+    now = _flat(yaml.safe_load(to_yaml(cfg)))
+    for file in sorted((path / CHECKPOINTS).glob(f"step_*/{_STATE}")):
+        try:
+            then = {**_defaults(cfg), **_flat(load_yaml(json.loads(file.read_text())["config"]))}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
+            continue  # the search for checkpoints reports the problem
+        if not is_same_checkpoint(then.get("run.resume"), cfg.run.resume):
+            continue
+        changed = [
+            key
+            for key in sorted({*then, *now})
+            if then.get(key) != now.get(key) and not key.startswith((*_WITHOUT_EFFECT, *_PER_START))
+        ]
+        if changed:
+            differences = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
+            raise ConfigError(
+                f"run.resume={cfg.run.resume}: run.dir={path} already started from it, with other values "
+                f"({differences}), and would continue from {file.parent.name}; choose another run.dir to start from "
+                "this checkpoint again, or set run.resume=auto to continue with the new values"
+            )
 
 
 def _check_adapters(peft: PeftConfig, checkpoint: str) -> None:

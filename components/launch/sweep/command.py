@@ -14,9 +14,10 @@ from components.config.compose.diagnose import Check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
 from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
 from components.config.errors import ConfigError
+from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.checks import raise_all
 from components.config.schema.logging import trackers_without_group
-from components.config.schema.recipes import RecipeConfig
+from components.config.schema.recipes import RecipeConfig, section
 from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
 from components.launch.evaluated_run import reject_swept_run
@@ -42,6 +43,7 @@ from components.launch.sweep.point_rows import read_points
 from components.launch.sweep.points import PointLoop, conclude, run_points
 from components.launch.sweep.shares import share_problems
 from components.launch.sweep.study import JOURNAL, MOST_REPEATS, PointStudy, space_of
+from components.storage.urls import join
 from components.terminal import print_text
 
 NOTHING_SWEPT = (
@@ -284,6 +286,9 @@ def _point(sweep: Sweep, number: int, point: PointRequest, cfg: RecipeConfig | N
         mesh = None if problems else str(cfg.parallelism.resolve(processes))
         runs_here = backend_of(cfg.cluster.kind).runs_here
         overrides += [override_of(f"{key}.group", sweep.id) for key in trackers_without_group(cfg.logging)]
+        checkpoints = section(cfg, CheckpointConfig)
+        if checkpoints is not None and checkpoints.remote is not None and "checkpoint.remote" not in point.values:
+            overrides.append(override_of("checkpoint.remote", join(checkpoints.remote, name)))  # one URL for each run
         if cfg.run.name is None:
             overrides.append(override_of("run.name", name))  # used as job name
     return Point(number, name, point.values, overrides, mesh, processes, runs_here)

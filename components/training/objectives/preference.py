@@ -58,6 +58,8 @@ class Preference(ABC):
 
     def __init__(self, reference: ReferenceScorer | None = None) -> None:
         self.reference = reference
+        self.load_reference: Callable[[], Any] | None = None
+        """Loads the reference model (`Prepared`) for a resumed run that lacks its log-probabilities; a collective."""
         self.token_loss = CrossEntropy()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,6 +42,8 @@ from components.training.objectives.preference import (
 from components.training.setup.prepare import prepare_frozen
 from components.training.setup.prepared import Prepared
 
+logger = logging.getLogger(__name__)
+
 
 class ReferenceRun(Protocol):
     """Attributes of a run that the functions below use."""
@@ -71,6 +74,12 @@ def build_preference(cfg: DpoConfig, run: ReferenceRun, model: Prepared, vocabul
     Raises ConfigError for a model with dropout, and TypeError for a config that is none of the kinds.
     """
     _check_dropout(model.module, cfg.objective.kind)
+    preference = _preference_of(cfg, run, vocabulary)
+    preference.load_reference = lambda: prepare_frozen(cfg, run, vocabulary)
+    return preference
+
+
+def _preference_of(cfg: DpoConfig, run: ReferenceRun, vocabulary: int) -> Preference:
     match cfg.objective:
         case SimPOConfig() as objective:
             return SimPO(objective)
@@ -117,27 +126,35 @@ def with_reference(
     scores it at every step.
 
     Call it before a checkpoint is loaded: the reference is the model at that time, or with adapters the model without
-    them. The log-probabilities (16 bytes per pair) are computed once, in one pass over the pairs, and saved in the run
-    directory, from which a resume on any mesh reads them.
+    them. The log-probabilities (16 bytes per pair) are computed in one pass over the pairs when a run begins, and saved
+    in the run directory, from which a resume on any mesh reads them. A resume without that file, such as one in another
+    directory, computes them again: with adapters with the model, otherwise with a second copy of the base weights.
 
-    Raises ConfigError if a resumed run without adapters has no file of log-probabilities, because the reference weights
-    are not loaded then.
+    Raises ConfigError if such a copy is needed and the objective cannot load it.
     """
     if not preference.needs_stored_reference:
         return data.pack_pairs(pairs)
     file = Path(run.dir) / f"reference-{pairs.fingerprint[:16]}.safetensors"
-    saved = _read(file)
+    # A file in the directory of a run that begins is of an earlier attempt, which may have had other weights.
+    saved = None if run.resume_from is None else _read(file)
     if all(all_gather_json(saved is not None)) and saved is not None:  # all ranks read the file, or all compute
         return data.pack_pairs(pairs.with_values(REFERENCE, saved))
     has_adapters = bool(models.adapted_layers(model.module))
+    reference = model
     if run.resume_from is not None and not has_adapters:
-        raise ConfigError(
-            f"{file}: the log-probabilities under the reference model are missing or unreadable, and a resumed run "
-            "cannot compute them, because it does not load the reference weights; restore the file, or start a new "
-            "run (run.resume=never)"
-        )
+        if preference.load_reference is None:
+            raise ConfigError(
+                f"{file}: the log-probabilities under the reference model are missing or unreadable, and this resumed "
+                "run does not load the reference weights; restore the file, choose another run.dir to start over, or "
+                "set the objective's load_reference"
+            )
+        if run.rank == 0:
+            logger.warning(
+                "%s: missing or unreadable; the log-probabilities under the reference model are computed again", file
+            )
+        reference = preference.load_reference()
     with models.adapters_off(model.module) if has_adapters else nullcontext():
-        log_probs = score_pairs(model, pairs, run.plan)
+        log_probs = score_pairs(reference, pairs, run.plan)
     if run.rank == 0:
         atomic_write(file, save({REFERENCE: log_probs}))
     return data.pack_pairs(pairs.with_values(REFERENCE, log_probs))

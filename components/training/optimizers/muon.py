@@ -8,7 +8,7 @@ same shape on its owner as in one process, so the result does not depend on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,10 +141,13 @@ class MuonParameters:
     others: list[nn.Parameter]
 
 
-def divide_parameters(model: nn.Module, anatomy: Anatomy) -> MuonParameters:
+def divide_parameters(model: nn.Module, anatomy: Anatomy, vectors: Container[nn.Parameter]) -> MuonParameters:
     """Divide the trainable parameters: matrices within decoder layers, and the rest.
 
     The rest are embeddings, the head, norms, biases, routers, and anything outside the decoder layers.
+
+    Args:
+        vectors: Parameters that are vectors or stacks of vectors.
     """
     model_type = str(getattr(config_of(model), "model_type", ""))
     layers = tuple(f"{name}." for name in anatomy.layers)
@@ -154,7 +157,8 @@ def divide_parameters(model: nn.Module, anatomy: Anatomy) -> MuonParameters:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.dim() not in (2, 3) or not name.startswith(layers) or name.startswith(excluded):
+        is_matrix = parameter.dim() in (2, 3) and parameter not in vectors
+        if not is_matrix or not name.startswith(layers) or name.startswith(excluded):
             others.append(parameter)
             continue
         if parameter.dim() == 3 and name.rpartition(".")[0] not in anatomy.experts:

@@ -21,6 +21,7 @@ from components.config.schema.optimizer import (
     SGDConfig,
 )
 from components.models.anatomy import Anatomy
+from components.models.layers import vector_parameters
 from components.training.optimizers.adamw import AdamW
 from components.training.optimizers.adamw8bit import AdamW8bit, is_quantized
 from components.training.optimizers.masked_step import masked_step
@@ -36,7 +37,7 @@ def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Opt
 
     Call it after sharding and loading.
 
-    A collective for Muon. Weight decay applies to matrices, not to parameters with fewer than two dims (norms, biases).
+    A collective for Muon. Weight decay applies to matrices, not to norms, biases and other vectors.
 
     Raises:
         ConfigError: An optimizer.factory that cannot be imported, or that does not return an optimizer; torchao is not
@@ -45,38 +46,46 @@ def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Opt
     """
     module = model.module if isinstance(model, Prepared) else model
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    vectors = vector_parameters(module)
     match config:
         case AdamWConfig():
-            return _adamw(trained, config, config.lr)
+            return _adamw(trained, vectors, config, config.lr)
         case AdamW8bitConfig():
-            return _adamw8bit(trained, config)
+            return _adamw8bit(trained, vectors, config)
         case SGDConfig():
             return torch.optim.SGD(
-                _groups(trained, config), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+                _groups(trained, vectors, config), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
             )
         case MuonConfig():
             if not isinstance(model, Prepared) or model.anatomy is None:
                 raise TypeError("build_optimizer needs the model from training.prepare for optimizer=muon")
-            return _muon(module, model.anatomy, config)
+            return _muon(module, model.anatomy, vectors, config)
         case CustomOptimizerConfig():
-            return _custom(_groups(trained, config), config)
+            return _custom(_groups(trained, vectors, config), config)
     raise TypeError(f"build_optimizer: there is no optimizer for {type(config).__name__}")
 
 
-def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+def _groups(
+    parameters: list[nn.Parameter], vectors: set[nn.Parameter], config: OptimizerConfig
+) -> list[dict[str, Any]]:
     """Return the parameter groups with and without weight decay that are not empty."""
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p not in vectors], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p in vectors], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | AdamW8bitConfig | MuonConfig, lr: float) -> AdamW:
+def _adamw(
+    parameters: list[nn.Parameter],
+    vectors: set[nn.Parameter],
+    config: AdamWConfig | AdamW8bitConfig | MuonConfig,
+    lr: float,
+) -> AdamW:
     """Return AdamW with fused kernels, except on the meta device, which has none."""
     fused = parameters[0].device.type != "meta"
     return AdamW(
-        _groups(parameters, config),
+        _groups(parameters, vectors, config),
         lr=lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
@@ -85,25 +94,25 @@ def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | AdamW8bitConfig
     )
 
 
-def _adamw8bit(parameters: list[nn.Parameter], config: AdamW8bitConfig) -> Optimizers:
+def _adamw8bit(parameters: list[nn.Parameter], vectors: set[nn.Parameter], config: AdamW8bitConfig) -> Optimizers:
     quantized = [parameter for parameter in parameters if is_quantized(parameter)]
     others = [parameter for parameter in parameters if not is_quantized(parameter)]
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if quantized:
-        optimizers["adamw8bit"] = AdamW8bit(_groups(quantized, config), config)
+        optimizers["adamw8bit"] = AdamW8bit(_groups(quantized, vectors, config), config)
     if others:
-        optimizers["adamw"] = _adamw(others, config, config.lr)
+        optimizers["adamw"] = _adamw(others, vectors, config, config.lr)
     return optimizers
 
 
-def _muon(module: nn.Module, anatomy: Anatomy, config: MuonConfig) -> Optimizers:
-    divided = divide_parameters(module, anatomy)
+def _muon(module: nn.Module, anatomy: Anatomy, vectors: set[nn.Parameter], config: MuonConfig) -> Optimizers:
+    divided = divide_parameters(module, anatomy, vectors)
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if divided.matrices:  # some pipeline stage may hold none
         optimizers["muon"] = Muon(divided.matrices, config)
     if divided.others:
         lr = config.lr if config.adamw_lr is None else config.adamw_lr
-        optimizers["adamw"] = _adamw(divided.others, config, lr)
+        optimizers["adamw"] = _adamw(divided.others, vectors, config, lr)
         for group in optimizers["adamw"].param_groups:
             group[LR_SCALE] = lr / config.lr
     return optimizers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +96,22 @@ class Prepared:
         note = f"EMA of the weights: decay {training.ema_decay}, {average.local_bytes:,} bytes on this rank"
         return replace(self, average=average, notes=[*self.notes, f"{note}; {training.eval_weights.described}"])
 
-    def with_weights(self, averaged: bool) -> AbstractContextManager[None]:
-        """Return a context in which the module holds the averaged weights, if `averaged` and there is an average."""
-        return self.average.swapped_in() if averaged and self.average is not None else nullcontext()
+    @contextmanager
+    def with_weights(self, averaged: bool) -> Iterator[None]:
+        """Context in which the module holds the averaged weights, if `averaged` and there is an average."""
+        if not averaged or self.average is None:
+            yield
+            return
+        try:
+            with self.average.swapped_in():
+                self._weights_changed()
+                yield
+        finally:
+            self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if self.pipeline is not None:  # its copy of a tied embedding is of the other weights
+            self.pipeline.weights_changed()
 
     @property
     def evaluates_average(self) -> bool:
