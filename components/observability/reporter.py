@@ -247,6 +247,8 @@ class Reporter:
         """
         self._since_log.add(metrics)
         self._show_steps(completed=metrics.step)
+        if metrics.skipped:
+            self.print(f"step {metrics.step:>6}  update skipped: gradients are not finite")
         if metrics.step % every:
             return
         interval, self._since_log = self._since_log, Interval()
@@ -272,8 +274,6 @@ class Reporter:
             *([f"tokens {tokens:,}"] if self.console.width >= WIDE else []),
         ]
         self.print("  ".join(values))
-        if metrics.skipped:
-            self.print(f"step {metrics.step:>6}  update skipped: gradients are not finite")
         if self._plot is not None:
             self._plot.update()
 
