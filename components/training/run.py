@@ -19,6 +19,7 @@ import torch
 from components import checkpoint, data, distributed, models, observability
 from components.checkpoint.load import STORED_DTYPE
 from components.config.errors import ConfigError
+from components.config.metrics_log import STEP_KEYS
 from components.config.rules.run_rules import profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import TrainConfig
@@ -33,7 +34,7 @@ from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
 from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.muon import Muon
-from components.training.optimizers.optim import learning_rate, set_learning_rate
+from components.training.optimizers.optim import keep_group_rates, learning_rate, set_learning_rate
 from components.training.read_ahead import ReadAhead
 from components.training.state import SaveClock, TrainState
 
@@ -107,6 +108,8 @@ class Run(Attempt):
                 "training.prepare or model.with_average(cfg.training), or set training.ema_decay=null"
             )
         self._model, self._optimizer, self._batches = model, optimizer, batches
+        for each in checkpoint.list_optimizers(optimizer):
+            keep_group_rates(each, cfg.optimizer)
         self._average = None if model.average is None else model.average.tensors
         self._watch.follow(model.called)
         self._title = title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
@@ -225,6 +228,11 @@ class Run(Attempt):
         if step.is_done:
             raise RuntimeError(
                 f"run.log(step, ...) was called after step.done() of step {step.number}: call it before step.done()"
+            )
+        if reserved := sorted(values.keys() & STEP_KEYS):
+            raise ValueError(
+                f"run.log(step, {reserved[0]}=...): every line of metrics.jsonl has {reserved[0]} already; "
+                f"choose another name than {', '.join(sorted(STEP_KEYS))}"
             )
         self._reader.log(values)
 
