@@ -20,7 +20,7 @@ from components import checkpoint, data, distributed, models, observability
 from components.checkpoint.load import STORED_DTYPE
 from components.config.errors import ConfigError
 from components.config.metrics_log import STEP_KEYS
-from components.config.rules.run_rules import profile_end_problems
+from components.config.rules.run_rules import decay_problems, profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import TrainConfig
 from components.distributed.init import get_local_world_size_preinit
@@ -99,7 +99,7 @@ class Run(Attempt):
             held_out: Held-out batches, for the banner only.
 
         Raises ConfigError if the data or its order differ from the checkpoint's and run.accept_changes does not allow
-        it, or if training.epochs gives fewer steps than the batch-size ramp or the profile needs.
+        it, or if training.epochs gives fewer steps than the batch-size ramp, the profile or the final decay needs.
         """
         cfg = self.cfg
         if cfg.training.ema_decay is not None and model.average is None:
@@ -171,6 +171,7 @@ class Run(Attempt):
             [
                 *cfg.training.ramp_end_problems(steps),
                 *profile_end_problems(cfg.logging.profile, cfg.training, steps),
+                *decay_problems(cfg.optimizer, cfg.training, steps),
             ]
         )
         return steps
