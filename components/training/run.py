@@ -286,6 +286,7 @@ class Run(Attempt):
         """
         self._step_contexts.close()
         self._read_all()
+        self._profile.finish()
         is_new = self.state.step > self._resumed_at or not (self.resume_from or self.stopped)
         if is_new and (self.cfg.checkpoint.last or self.stopped):
             self._save(checkpoint.Mark(self._eval_loss_of_step), last=True)
