@@ -43,6 +43,7 @@ def main(cfg: DpoConfig) -> None:
         optimizer = training.build_optimizer(model, cfg.optimizer)
 
         run.begin(model, optimizer, batches, held_out)
+        training.check_kernels(model, cfg.model, batches.at, run)
         run.report_eval(training.evaluate(model, held_out, preference, run))
         for step in run.steps():
             step.done(training.train_step(model, step.batches, optimizer, preference, step.requests))

@@ -25,7 +25,7 @@ def main(cfg: EvaluateConfig) -> None:
     """Evaluate on this rank. The launcher calls it in every process."""
     with training.EvaluationRun(cfg) as run:
         # Data: every held-out sample is evaluated by exactly one data-parallel rank
-        tokenizer = models.load_tokenizer(cfg.model)
+        tokenizer = models.load_tokenizer(cfg.model, run.resume_from)
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.evaluation.seq_len, split="eval")
         tasks = training.load_tasks(cfg.evaluation, tokenizer)  # benchmarks of lm-eval; none by default
 

@@ -26,6 +26,8 @@ from components.protocol.run_files import (
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"
+STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", CHECK, NONFINITE}
+"""Keys of a step's line that no other metric may have."""
 _CHECK = re.compile(rf', "{CHECK}": "(\d{{1,18}})-([0-9a-f]{{8}})"\}}$')
 _JOINT = re.compile(rb'(?<=\})[^{}"]{0,3}(?=\{)')
 """Boundary of two lines whose newline was lost or overwritten."""

@@ -30,6 +30,7 @@ from components.config.rules.mesh_rules import model_problems, row_problems
 from components.config.rules.run_rules import (
     adapter_problems,
     best_checkpoint_problems,
+    decay_problems,
     optimizer_problems,
     profile_problems,
 )
@@ -80,7 +81,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         if peft is not None:
             problems += adapter_problems(peft, evaluation)
     if optimizer is not None:
-        problems += optimizer_problems(optimizer, model, peft)
+        problems += [*optimizer_problems(optimizer, model, peft), *decay_problems(optimizer, training)]
     takes_pairs = preference is not None or scores is not None
     problems += data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
     if preference is not None:

@@ -10,6 +10,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
 from components.models.weights.hub_files import explain_loading_error
+from components.protocol.run_files import RECORD, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,14 +41,26 @@ BYTE_CHAT_TEMPLATE = (
 """ChatML; assistant messages are marked for `apply_chat_template(return_assistant_tokens_mask=True)`."""
 
 
-def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `cfg.tokenizer`, or of `cfg.path` if that is None.
 
     It pads on the right. If it has no pad token, the end-of-text token becomes the pad token, which is logged.
 
+    Args:
+        checkpoint: Checkpoint of a training run that the tokenizer is used with. With one of recipes/pretrain.py, whose
+            model is not trained on chats, the tokenizer has no chat template.
+
     Raises:
         ConfigError: The tokenizer is missing or unreachable, or has neither a pad nor an end-of-text token.
     """
+    tokenizer = _padded(cfg)
+    if checkpoint is not None and read_json(checkpoint.parent.parent / RECORD).get("recipe") == "pretrain":
+        tokenizer.chat_template = None
+    return tokenizer
+
+
+def _padded(cfg: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, with a pad token. Raises ConfigError."""
     if cfg.tokenizer == BYTES:
         return byte_tokenizer()
     key, path = ("model.path", cfg.path) if cfg.tokenizer is None else ("model.tokenizer", cfg.tokenizer)

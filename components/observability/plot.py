@@ -12,13 +12,15 @@ from components.config.schema.data import DataConfig, RowsDataConfig, TokensData
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.stored_run import model_name
-from components.figures import MISSING, finish_axes, has_matplotlib, new_figure, save_figure
+from components.figures import LOSS, MISSING, finish_axes, has_matplotlib, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UPDATE_SECONDS = 60.0
 """Minimum time between two plots during a run."""
+TARGET_TOKEN = "target token"
+"""Unit of losses whose label has their unit, nats."""
 
 
 class LossPlot:
@@ -32,6 +34,8 @@ class LossPlot:
             read: Function that returns the objects of metrics.jsonl.
         """
         self._file, self._title, self._read = run_dir / "loss.png", title or run_dir.name, read
+        self.unit = TARGET_TOKEN
+        """What a loss is a mean over; set by the first evaluation."""
         self._thread: threading.Thread | None = None
         self._next = 0.0  # time.monotonic() from which the next update may start
 
@@ -61,7 +65,7 @@ class LossPlot:
         held_out = [(line["step"], line["eval_loss"]) for line in metrics if line.get("eval_loss") is not None]
         if not training and not held_out:
             return "no plot: no loss was logged"
-        save_figure(_figure(training, held_out, self._title), self._file)
+        save_figure(_figure(training, held_out, self._title, self.unit), self._file)
         return None
 
 
@@ -71,7 +75,9 @@ def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
     return f"{model_name(model.path, model.config)} on {source}, {mesh.summary}"
 
 
-def _figure(training: list[tuple[int, float]], held_out: list[tuple[int, float]], title: str) -> Figure:
+def _figure(
+    training: list[tuple[int, float]], held_out: list[tuple[int, float]], title: str, unit: str = TARGET_TOKEN
+) -> Figure:
     """Return a figure of the two curves, each a list of (optimizer step, loss)."""
     figure = new_figure(7, 4)
     axes = figure.add_subplot()
@@ -80,5 +86,5 @@ def _figure(training: list[tuple[int, float]], held_out: list[tuple[int, float]]
     if held_out:
         axes.plot(*zip(*held_out, strict=True), label="held out", marker="o")
     axes.set(title=title)
-    finish_axes(axes)
+    finish_axes(axes, ylabel=LOSS if unit == TARGET_TOKEN else f"loss per {unit}")
     return figure

@@ -41,6 +41,15 @@ class StepProfile:
             self._finish(self._profiler)
             self._profiler = None
 
+    def finish(self) -> None:
+        """Report that an attempt, which may have resumed, ended before the configured steps."""
+        first, last = self._cfg.start, self._cfg.start + self._cfg.steps - 1
+        if self._cfg.enabled and self._steps < last:
+            self._report(
+                f"no profile of steps {first} to {last} of this attempt, which had {self._steps}: logging.profile "
+                "counts from the start of an attempt; set logging.profile.start and logging.profile.steps lower"
+            )
+
     def _finish(self, profiler: torch.profiler.profile) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the kernels that these steps have launched belong to the trace

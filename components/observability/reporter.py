@@ -20,7 +20,7 @@ from components.config.metrics_log import MetricsLog
 from components.config.schema.logging import LoggingConfig
 from components.console import PlainConsole
 from components.observability.lost_work import lost_work, record_first_step, record_start
-from components.observability.plot import LossPlot
+from components.observability.plot import TARGET_TOKEN, LossPlot
 from components.observability.result import Result, summary
 from components.observability.trackers.enabled import Trackers, enabled_trackers
 from components.protocol.role import ATTEMPT
@@ -247,6 +247,8 @@ class Reporter:
         """
         self._since_log.add(metrics)
         self._show_steps(completed=metrics.step)
+        if metrics.skipped:
+            self.print(f"step {metrics.step:>6}  update skipped: gradients are not finite")
         if metrics.step % every:
             return
         interval, self._since_log = self._since_log, Interval()
@@ -272,8 +274,6 @@ class Reporter:
             *([f"tokens {tokens:,}"] if self.console.width >= WIDE else []),
         ]
         self.print("  ".join(values))
-        if metrics.skipped:
-            self.print(f"step {metrics.step:>6}  update skipped: gradients are not finite")
         if self._plot is not None:
             self._plot.update()
 
@@ -308,7 +308,7 @@ class Reporter:
         step: int,
         eval_loss: float,
         count: int,
-        unit: str = "target token",
+        unit: str = TARGET_TOKEN,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Log the result of an evaluation on the held-out split.
@@ -317,6 +317,8 @@ class Reporter:
             count: Number of units (such as target tokens) evaluated; 0: no loss is logged.
             metrics: Metrics besides the loss, by name; logged with the prefix `eval_`.
         """
+        if self._plot is not None:
+            self._plot.unit = unit
         if not count:
             self.print(f"step {step:>6}  no eval_loss: the evaluation was stopped, or the samples have no {unit}s")
             return

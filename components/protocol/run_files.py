@@ -219,11 +219,17 @@ def set_aside(path: Path, reason: str) -> Path:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object as strict JSON: NaN and infinite values become null and move to the object at `nonfinite`."""
+    """Return the object as strict JSON: NaN and infinite values become null and move to the object at `nonfinite`.
+
+    Each object within the object has a `nonfinite` of its own.
+    """
     nonfinite = {
         key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)
     }
-    finite_values = {key: None if key in nonfinite else value for key, value in values.items()}
+    finite_values = {
+        key: None if key in nonfinite else finite(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+    }
     return finite_values | ({NONFINITE: nonfinite} if nonfinite else {})
 
 

@@ -59,7 +59,7 @@ class StepMetrics:
 
 
 class HostCopy:
-    """Asynchronous copy of a device tensor to pinned host memory, started on construction."""
+    """Copy of a tensor on the host, made on construction; from a GPU asynchronously, to pinned memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
@@ -68,8 +68,9 @@ class HostCopy:
             copy.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
-            tensor = copy
-        self._tensor = tensor
+        else:
+            copy = tensor.clone()  # the recipe may change a logged tensor in place before it is read
+        self._tensor = copy
 
     def read(self) -> torch.Tensor:
         """Wait for the copy and return the tensor on the host."""

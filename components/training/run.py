@@ -19,7 +19,8 @@ import torch
 from components import checkpoint, data, distributed, models, observability
 from components.checkpoint.load import STORED_DTYPE
 from components.config.errors import ConfigError
-from components.config.rules.run_rules import profile_end_problems
+from components.config.metrics_log import STEP_KEYS
+from components.config.rules.run_rules import decay_problems, profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import TrainConfig
 from components.distributed.init import get_local_world_size_preinit
@@ -33,7 +34,7 @@ from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
 from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.muon import Muon
-from components.training.optimizers.optim import learning_rate, set_learning_rate
+from components.training.optimizers.optim import keep_group_rates, learning_rate, set_learning_rate
 from components.training.read_ahead import ReadAhead
 from components.training.state import SaveClock, TrainState
 
@@ -99,7 +100,7 @@ class Run(Attempt):
             held_out: Held-out batches, for the banner only.
 
         Raises ConfigError if the data or its order differ from the checkpoint's and run.accept_changes does not allow
-        it, or if training.epochs gives fewer steps than the batch-size ramp or the profile needs.
+        it, or if training.epochs gives fewer steps than the batch-size ramp, the profile or the final decay needs.
         """
         cfg = self.cfg
         if cfg.training.ema_decay is not None and model.average is None:
@@ -108,6 +109,8 @@ class Run(Attempt):
                 "training.prepare or model.with_average(cfg.training), or set training.ema_decay=null"
             )
         self._model, self._optimizer, self._batches = model, optimizer, batches
+        for each in checkpoint.list_optimizers(optimizer):
+            keep_group_rates(each, cfg.optimizer)
         self._average = None if model.average is None else model.average.tensors
         self._watch.follow(model.called)
         self._title = title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
@@ -176,6 +179,7 @@ class Run(Attempt):
             [
                 *cfg.training.ramp_end_problems(steps),
                 *profile_end_problems(cfg.logging.profile, cfg.training, steps),
+                *decay_problems(cfg.optimizer, cfg.training, steps),
             ]
         )
         return steps
@@ -234,6 +238,11 @@ class Run(Attempt):
             raise RuntimeError(
                 f"run.log(step, ...) was called after step.done() of step {step.number}: call it before step.done()"
             )
+        if reserved := sorted(values.keys() & STEP_KEYS):
+            raise ValueError(
+                f"run.log(step, {reserved[0]}=...): every line of metrics.jsonl has {reserved[0]} already; "
+                f"choose another name than {', '.join(sorted(STEP_KEYS))}"
+            )
         self._reader.log(values)
 
     def report_eval(self, measured: Evaluation) -> None:
@@ -286,6 +295,7 @@ class Run(Attempt):
         """
         self._step_contexts.close()
         self._read_all()
+        self._profile.finish()
         is_new = self.state.step > self._resumed_at or not (self.resume_from or self.stopped)
         if is_new and (self.cfg.checkpoint.last or self.stopped):
             self._save(checkpoint.Mark(self._eval_loss_of_step), last=True)

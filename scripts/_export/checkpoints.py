@@ -82,7 +82,7 @@ class OpenCheckpoint:
             cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, dtype=DType(saved)))
         self.cfg = cfg
         self.stored: StoredWeights = StoredWeights(path, averaged=averaged)
-        self.tokenizer = models.load_tokenizer(cfg.model)
+        self.tokenizer = models.load_tokenizer(cfg.model, path)
         self.model: Any = models.build_on_meta(cfg.model, len(self.tokenizer), cfg.labels)
         models.add_adapters(self.model, dataclasses.replace(cfg.peft, export=PeftExport.both), exports=exports_adapter)
         self._expected = saved_tensors(self.model)

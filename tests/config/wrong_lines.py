@@ -361,6 +361,11 @@ AXES = [
             "profile.steps",
         ),
     ),
+    (
+        "optimizer.decay_steps=20 optimizer.schedule=wsd training.max_steps=20",
+        "optimizer.decay_steps=20: must fit, after optimizer.warmup_steps=",
+        "into training.max_steps=20; set it to at most 1",
+    ),
     ("logging.profile.start=0", "logging.profile.start=0: must be at least 1"),
     ("training.gc_every=-1", "training.gc_every=-1: must be at least 0"),
     ("model.loss=fused", "model.loss=fused", "must be one of auto, logits, chunked, liger"),

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from components.config.schema.data import SftDataConfig
+from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
+from components.observability import Reporter
 from components.observability.plot import LossPlot, _figure, run_title
 from tests.suites import in_torture
 
@@ -103,6 +105,16 @@ def test_plot_is_updated_during_a_run(tmp_path: Path) -> None:
     assert not picture.exists()
     assert plot.finish() is None
     assert picture.exists()
+
+
+def test_plot_names_the_unit_of_the_evaluated_loss(tmp_path: Path) -> None:
+    report = Reporter(LoggingConfig(), str(tmp_path), enabled=True)
+    labels = []
+    for unit in ("target token", "pair"):
+        report.evaluation(step=0, eval_loss=0.7, count=3, unit=unit)
+        labels.append(_figure([(1, 0.7)], [], "title", report._plot.unit).axes[0].get_ylabel())
+    report._plot.wait()
+    assert labels == ["loss per target token (nats)", "loss per pair"]
 
 
 @pytest.mark.parametrize("steps", [2, 3, 400])

@@ -57,6 +57,7 @@ def test_resumed_run_logs_the_metrics_of_an_uninterrupted_run(dpo: Bench, peft: 
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5)  # log 2: the policy still equals the reference
     assert {"margin", "accuracy", "reward_chosen", "log_prob_rejected"} <= first.keys()
     assert "column source" in uninterrupted.output  # reported as unused
+    assert "attention: " in uninterrupted.output
     assert "logits, 256 tokens x" in uninterrupted.output  # 2 pairs of 2 rows of 64 tokens, or 2 packed rows
     exported = subprocess.run(
         [sys.executable, EXPORT, "uninterrupted"], cwd=dpo.folder, capture_output=True, text=True, check=False

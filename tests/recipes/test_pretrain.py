@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from components.data.order import SampleOrder
+from scripts.export import main as export
 from scripts.tokenize_corpus import main as tokenize
 from tests.recipes.test_finetune import curve, result, run
 
@@ -82,6 +83,26 @@ def test_export_is_a_text_model_with_the_logged_eval_loss(pretrained: tuple[Path
     assert mean_loss(model, documents(folder / "text.txt")[1]) == pytest.approx(
         result(folder / "run")["eval_loss"], rel=1e-5
     )
+
+
+def test_evaluation_and_export_of_the_run_have_no_chat_template(pretrained: tuple[Path, str]) -> None:
+    """The byte tokenizer has one; with it, prompts of the evaluation would be chats."""
+    folder, _ = pretrained
+    output = run(
+        *(
+            "evaluate.py",
+            f"run={folder}/run",
+            "parallelism=single",
+            "cluster.device=cpu",
+            f"run.dir={folder}/evaluated",
+        ),
+        *("generation.samples=1", "generation.max_new_tokens=1"),
+        cwd=folder,
+    )
+    assert "prompt: 8 times 2" in output
+    assert result(folder / "evaluated")["eval_loss"] == pytest.approx(result(folder / "run")["eval_loss"], rel=1e-5)
+    assert export([str(folder / "run"), "--out", str(folder / "exported")]) == 0
+    assert AutoTokenizer.from_pretrained(folder / "exported").chat_template is None
 
 
 def cut_of(text: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.recipes.launching import Bench
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -78,6 +80,29 @@ def test_checkpoint_saved_before_the_evaluation_has_no_held_out_loss(bench: Benc
     manifests = (bench.folder / "mine" / "checkpoints").glob("step_*/manifest.json")
     marked = {file.parent.name: json.loads(file.read_text())["body"]["eval_loss"] is not None for file in manifests}
     assert marked == {"step_2": False, "step_4": False, "step_6": True}
+
+
+def test_groups_keep_their_learning_rates_and_logged_names_are_checked(bench: Bench) -> None:
+    change_recipe(bench, STEP, f"            run.log(step, head_lr=optimizer.param_groups[0]['lr'])\n{STEP}")
+    text, built = bench.recipe.read_text(), "        optimizer = training.build_optimizer(model, cfg.optimizer)\n"
+    assert text.count(built) == 1
+    own = """
+        import torch
+        head, *others = reversed([*model.module.parameters()])
+        rate = cfg.optimizer.lr
+        optimizer = torch.optim.AdamW([{"params": [head], "lr": 10 * rate}, {"params": others}], lr=rate)
+"""
+    bench.recipe.write_text(text.replace(built, own))
+    done = bench.start(*SHORT).wait()
+    assert done.status == 0, done.errors
+    lines = [json.loads(line) for line in (bench.folder / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["head_lr"] for line in lines if "loss" in line] == pytest.approx(
+        [10 * line["lr"] for line in lines if "loss" in line]
+    )
+    bench.recipe.write_text(bench.recipe.read_text().replace("head_lr=", "lr="))
+    done = bench.start(*SHORT, "run.dir=other").wait()
+    assert done.status == 1
+    assert "run.log(step, lr=...): every line of metrics.jsonl has lr already" in done.errors
 
 
 def test_unhandled_exception_ends_the_run_as_failed(bench: Bench) -> None:

@@ -111,7 +111,9 @@ def test_mlflow_has_one_run_with_the_curves_and_the_config(resumed: Path, monkey
 def test_wandb_continues_the_run_under_the_same_id(resumed: Path) -> None:
     stored = sorted((resumed / "run" / "wandb").glob("offline-run-*"))
     assert len(stored) == 2
-    assert {folder.name.rpartition("-")[2] for folder in stored} == {"run"}
+    run_id = json.loads((resumed / "run" / "trackers.json").read_text())["wandb"]
+    assert run_id.startswith("run-")
+    assert {folder.name.split("-", 3)[3] for folder in stored} == {run_id}
 
 
 @pytest.mark.skipif(not HAS_TRACKIO, reason="trackio is not installed")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from components.config.errors import ConfigError
-from components.config.rules.run_rules import profile_end_problems
+from components.config.rules.run_rules import decay_problems, profile_end_problems
 from components.config.schema import TrainingConfig
 from components.config.schema.logging import ProfileConfig
+from components.config.schema.optimizer import AdamWConfig, Schedule
 from components.data.batches import BatchPlan, TrainBatches
 
 RAMP = ((2, 1), (5, 3))
@@ -81,6 +82,15 @@ def test_ramp_and_profile_must_fit_into_the_steps() -> None:
     (problem,) = profile_end_problems(profile, training, 9)
     assert "ends with step 10, after the 9 steps of training.epochs=1.5; change" in problem
     assert profile_end_problems(dataclasses.replace(profile, enabled=False), training, 9) == []
+
+
+def test_final_decay_must_begin_after_the_warmup() -> None:
+    training = TrainingConfig(epochs=1.5, max_steps=None)
+    wsd = AdamWConfig(schedule=Schedule.wsd, warmup_steps=5, decay_steps=10)
+    assert decay_problems(wsd, training, 15) == decay_problems(wsd, training) == []
+    (problem,) = decay_problems(wsd, training, 14)
+    assert "after optimizer.warmup_steps=5, into the 14 steps of training.epochs=1.5; set it to at most 9" in problem
+    assert decay_problems(dataclasses.replace(wsd, schedule=Schedule.cosine), training, 14) == []
 
 
 def test_exactly_one_of_epochs_and_max_steps() -> None:

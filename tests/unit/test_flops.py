@@ -182,4 +182,10 @@ def test_profile_covers_only_the_configured_steps_and_ranks(tmp_path: Path) -> N
     trace = json.loads((tmp_path / "profile" / "rank_0.json").read_text())
     assert sum(event.get("name") == "aten::cumsum" for event in trace["traceEvents"]) == 2
     assert "aten::cumsum" in (tmp_path / "profile" / "rank_0.txt").read_text()
+    profile.finish()
     assert len(messages) == 1
+    late = observability.StepProfile(ProfileConfig(enabled=True, start=6, steps=2), str(tmp_path), messages.append)
+    with late.step():
+        pass
+    late.finish()
+    assert messages[1].startswith("no profile of steps 6 to 7 of this attempt, which had 1: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from components.config.schema.logging import LoggingConfig
 from components.observability import Reporter, Result, peak_memory_bytes, peak_reserved_bytes
 from components.observability.result import summary
+from components.protocol.run_files import read_json
+from components.training import StepMetrics
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
@@ -35,6 +38,25 @@ def test_closed_output_pipe_does_not_end_the_run(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     if not both:
         assert capsys.readouterr().err.count("the output pipe is closed; the run continues") == 1
+
+
+def test_skipped_update_is_printed_at_steps_that_are_not_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True)
+    for step in range(1, 5):
+        skipped = step in (3, 4)
+        values = {"loss": 1.0, "grad_norm": 1.0, "tokens": 10, "seconds": 1.0, "preempt": False, "interrupt": False}
+        report.step(StepMetrics(step=step, skipped=skipped, must_save=False, **values), lr=1.0, tokens=10, every=4)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in printed if "update skipped" in line] == ["3", "4"]
+
+
+def test_result_with_task_scores_that_are_not_numbers_is_written(tmp_path: Path) -> None:
+    tasks = {"a/acc": math.nan, "b": 0.5}
+    result = Result(status="ok", steps=1, mesh="1", processes=1, wall_seconds=2.0, peak_memory_bytes=1, tasks=tasks)
+    Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True).finish(result)
+    assert read_json(tmp_path / "result.json")["tasks"] == {"a/acc": None, "b": 0.5, "nonfinite": {"a/acc": "nan"}}
 
 
 def test_peak_memory_is_reported_as_allocated_and_reserved_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from components.observability import Reporter
 from components.observability.trackers import enabled
 from components.observability.trackers.enabled import enabled_trackers
 from components.observability.trackers.tracker import TrackedRun
+from components.observability.trackers.wandb import WandbTracker
 
 
 class FakeTracker:
@@ -116,6 +117,20 @@ def test_run_goes_on_after_the_store_of_mlflow_is_lost(
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [each.step for each in events.Scalars("eval_loss")] == [0, 1, 2]
+
+
+def test_wandb_run_has_an_id_of_its_own_that_a_resume_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="the extra `dev` is not installed; make install installs it")
+    ids: list[str] = []
+    monkeypatch.setattr(wandb, "init", lambda **settings: ids.append(settings["id"]))  # a real one takes seconds
+    for name in ("a/mine", "b/mine", "b/x:y#1", "a/mine"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        WandbTracker(WandbConfig(mode=WandbMode.offline)).start(TrackedRun(tmp_path / name))
+    assert ids[0] == ids[3]
+    assert len(set(ids)) == 3
+    assert ids[2].startswith("x-y-1-")
 
 
 def test_credentials_in_urls_are_removed_from_messages() -> None:

@@ -18,7 +18,7 @@ from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
 from components.models.layers import vector_parameters
 from components.training.optimizers.muon import divide_parameters
-from components.training.optimizers.optim import step_if_finite
+from components.training.optimizers.optim import keep_group_rates, step_if_finite
 
 LLAMA = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -202,6 +202,17 @@ def test_learning_rate_schedules_reach_their_end_points() -> None:
     assert wsd[-1] == pytest.approx(0.1)
 
 
+def test_groups_with_their_own_learning_rate_keep_its_ratio_to_the_schedule() -> None:
+    config = AdamWConfig(lr=0.1, schedule=Schedule.linear, min_lr_ratio=0.0)
+    head, rest = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": [head], "lr": 0.3}, {"params": [rest]}], lr=0.1)
+    for step in range(2):
+        keep_group_rates(optimizer, config)  # again when a recipe begins again with it
+        training.set_learning_rate(optimizer, config, step, 2)
+        expected = training.learning_rate(config, step, 2)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3 * expected, expected])
+
+
 def test_step_reader_lags_by_a_fixed_number_of_steps() -> None:
     reader = training.StepReader(lag=2)
     vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0, i == 0, 0.5], dtype=torch.float64) for i in range(4)]
@@ -219,6 +230,15 @@ def test_drained_step_reader_returns_every_step_once() -> None:
     arrivals = [reader.push(step, training.StepNumbers(vector), began=0.0, drain=step % 3 != 0) for step in range(6)]
     assert [[m.step for m in arrived] for arrived in arrivals] == [[], [0, 1], [2], [], [3, 4], [5]]
     assert all(m.must_stop for arrived in arrivals for m in arrived)
+
+
+def test_logged_tensor_may_change_before_it_is_read() -> None:
+    reader, value = training.StepReader(lag=1), torch.zeros(())
+    for step in (1, 2):
+        value += 1
+        reader.log({"count": value})
+        arrived = reader.push(step, training.StepNumbers(torch.zeros(8, dtype=torch.float64)), began=0.0)
+    assert [each.others for each in [*arrived, *reader.flush()]] == [{"count": 1.0}, {"count": 2.0}]
 
 
 class SlowVector(torch.Tensor):

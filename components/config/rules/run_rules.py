@@ -1,4 +1,4 @@
-"""Rules about best checkpoints, profiler traces, trackers, tasks, the evaluation of adapters, and their optimizer."""
+"""Rules about best checkpoints, profiler traces, trackers, tasks, the evaluation of adapters, and optimizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.logging import LoggingConfig, ProfileConfig, WandbMode
 from components.config.schema.model import DType, ModelConfig
-from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig
+from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig, Schedule
 from components.config.schema.peft import PeftConfig
 from components.config.schema.training import EvaluationConfig, TasksConfig, TrainingConfig
 
@@ -51,6 +51,20 @@ def profile_end_problems(profile: ProfileConfig, training: TrainingConfig, steps
     return [
         f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, after "
         f"{training.length(steps)}; change logging.profile.start or logging.profile.steps"
+    ]
+
+
+def decay_problems(optimizer: OptimizerConfig, training: TrainingConfig | None, steps: int | None = None) -> list[str]:
+    """Require the final decay under wsd to begin after the warmup; `steps` None: training.max_steps, if it is set."""
+    steps = steps if training is None or steps is not None else training.max_steps
+    if training is None or steps is None or optimizer.schedule is not Schedule.wsd or not optimizer.decay_steps:
+        return []
+    longest = max(0, steps - optimizer.warmup_steps)
+    if optimizer.decay_steps <= longest:
+        return []
+    return [
+        f"optimizer.decay_steps={optimizer.decay_steps}: must fit, after optimizer.warmup_steps="
+        f"{optimizer.warmup_steps}, into {training.length(steps)}; set it to at most {longest}, or change the others"
     ]
 
 

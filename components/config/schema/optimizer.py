@@ -45,7 +45,8 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to lr; 0: no warmup."""
     decay_steps: int = 0
-    """Optimizer steps of the final decay under wsd; 0: a tenth of the run's steps. Other schedules ignore it."""
+    """Optimizer steps of the final decay under wsd, at most those after the warmup; 0: a tenth of the run's steps.
+    Other schedules ignore it."""
     min_lr_ratio: float = 0.1
     """Learning rate of the last step as a fraction of lr, in [0, 1]; ignored by the constant schedule."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from components.observability.trackers.tracker import TrackedRun, name_in_group
 
 
 class WandbTracker:
-    """A wandb run whose id is the name of the run directory, so that a resumed run continues its curve.
+    """A wandb run whose id is stored in the run directory, so that a resumed run continues its curve.
 
     wandb keeps the first values of steps that a resumed run repeats.
     """
@@ -26,14 +27,19 @@ class WandbTracker:
         import wandb
 
         config = self._config
-        group = re.sub(r"[/\\#?%:\s]", "-", config.group or "")
+        run_id = run.stored_id("wandb")
+        if run_id is None:
+            # The name alone would merge runs of directories with the same name, and wandb rejects these characters.
+            name = re.sub(r"[/\\#?%:\s]", "-", name_in_group(run.directory, config.group))
+            run_id = f"{name[-80:]}-{secrets.token_hex(4)}"
+            run.store_id("wandb", run_id)
         # Private, because wandb's files contain the host, the command and the environment.
         Path(run.directory, "wandb").mkdir(mode=0o700, exist_ok=True)
         self._run = wandb.init(
             # save_code would upload the recipe and all uncommitted changes, including any secrets in them.
             settings=wandb.Settings(silent=True, console="off", save_code=False),
             dir=str(run.directory),
-            id=name_in_group(run.directory, group),
+            id=run_id,
             name=run.directory.name,
             resume="allow",
             mode=config.mode.value,

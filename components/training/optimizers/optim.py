@@ -160,6 +160,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig,
         group["lr"] = learning_rate(config, step, max_steps) * group.get(LR_SCALE, 1.0)
 
 
+def keep_group_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """Let the schedule scale each parameter group's own learning rate, which relates to optimizer.lr.
+
+    Call it before the first `set_learning_rate`, which overwrites the groups' rates.
+    """
+    for group in optimizer.param_groups:
+        group.setdefault(LR_SCALE, float(group["lr"]) / config.lr)
+
+
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor:
     """Update the weights unless `norm` is not finite; return 1 if the update was skipped, else 0 (a scalar).
 
