@@ -63,13 +63,15 @@ def shared_share(a: list[str], b: list[str]) -> float:
 def own_names(recipe: ast.Module) -> set[str]:
     """Return the names of Meshbook that a recipe uses.
 
-    These are its imports from components, and attributes of those and of `run` and `step`; config keys do not count.
+    These are attributes of packages imported from components, of `run` and of `step`, and names imported from deeper
+    modules; the packages themselves and config keys do not count.
     """
-    ours: set[str] = set()
+    packages, ours = set[str](), set[str]()
     for node in ast.walk(recipe):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "components":
-            ours |= {alias.asname or alias.name for alias in node.names}
-    roots = ours | {"run", "step"}
+            names = {alias.asname or alias.name for alias in node.names}
+            packages, ours = (packages | names, ours) if node.module == "components" else (packages, ours | names)
+    roots = packages | ours | {"run", "step"}
     return ours | {node.attr for node in ast.walk(recipe) if isinstance(node, ast.Attribute) and _root(node) in roots}
 
 
