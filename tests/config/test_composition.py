@@ -30,6 +30,7 @@ from components.config.schema import (
     Strategy,
 )
 from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
+from components.config.shape import read_shape
 from tests.config.commands import Commands
 from tests.config.ready import HUB_MODELS
 
@@ -468,3 +469,18 @@ def test_all_problems_of_a_frozen_config_are_reported() -> None:
         "optimizer.lr=-1.0",
         "training.max_steps=many",
     ]
+
+
+def test_sizes_of_an_option_do_not_describe_another_model(commands: Commands, tmp_path: Path) -> None:
+    other = compose("finetune", "model.path=someone/other", "model.kv_heads=3", "model.hidden=576").model
+    assert (other.kv_heads, other.hidden) == (3, 576)  # typed, although the option states the same values
+    assert [other.layers, other.heads, other.vocab, other.mlp, other.tied] == [None] * 5
+    listed = read_shape(compose("finetune", "model.path=Qwen/Qwen3-8B").model)
+    assert (listed.layers, listed.heads, listed.vocab, listed.tied) == (36, 32, 151936, False)
+    default = compose("finetune").model
+    assert compose("finetune", f"model.path={default.path}").model == default
+    wrong = ["model.path=Qwen/Qwen3-8B", "parallelism.pp=33", "training.max_step=1"]
+    ended = commands.run(CONF.parent / "recipes" / "finetune.py", [*wrong, "cluster.procs_per_node=33"], tmp_path)
+    assert "36 layers" not in ended.errors
+    assert "30 layers" not in ended.errors
+    assert "training.max_step" in ended.errors

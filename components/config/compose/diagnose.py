@@ -33,6 +33,7 @@ from components.config.compose.frozen import from_container
 from components.config.compose.sources import (
     Request,
     conf_resolvers,
+    drop_sizes,
     option_groups,
     option_texts,
     strict_booleans,
@@ -169,6 +170,7 @@ class _Search:
                 self.problems.append(problem)
             else:
                 self.values.append(override)
+        drop_sizes(cfg, _values(self._compose(self.options), "model"), self.values)
         return cfg
 
     def complete(self, cfg: DictConfig) -> RecipeConfig | None:
@@ -189,9 +191,10 @@ class _Search:
 
     def _typed_without(self, is_bad: Callable[[str], bool]) -> RecipeConfig:
         cfg = self._compose([option for option in self.options if not is_bad(option)])
-        for value in self.values:
-            if not is_bad(value):
-                _apply(value, cfg)
+        before, kept = _values(cfg, "model"), [value for value in self.values if not is_bad(value)]
+        for value in kept:
+            _apply(value, cfg)
+        drop_sizes(cfg, before, kept)
         return from_container(cfg, self.request.schema)
 
     def rejected(self) -> set[str]:

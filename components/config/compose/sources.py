@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,18 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import BooleanNode, DictConfig, OmegaConf, ValidationError
+from omegaconf import BooleanNode, DictConfig, OmegaConf, ValidationError, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from components.config.compose.explain import override_parts
 from components.config.compose.typed import type_hints
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS, kinds_of
-from components.config.safe_yaml import YamlLimitError, check_expansion
+from components.config.safe_yaml import YamlLimitError, check_expansion, load_yaml
 from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
+from components.config.shape import ModelShape
 from components.project import PROJECT
 
 CONF = PROJECT / "conf"
@@ -60,11 +62,40 @@ class Request:
                 initialize_config_dir(folder, job_name=self.name, version_base="1.3"),
                 conf_resolvers(),  # Hydra resolves the value of a key that an override adds
             ):
-                return compose(self.name, overrides=[*self.search_path, *overrides])
+                overrides = list(overrides)
+                cfg = compose(self.name, overrides=[*self.search_path, *overrides], return_hydra_config=True)
         except OmegaConfBaseException:
             raise
         except (ValueError, YAMLError) as error:  # Hydra's error for parallelism=3; an invalid YAML file
             raise HydraException(str(error)) from error
+        option = str(OmegaConf.select(cfg, "hydra.runtime.choices.model"))
+        with open_dict(cfg):
+            cfg.pop("hydra", None)
+        with suppress(YAMLError):
+            drop_sizes(cfg, load_yaml(option_texts(self.folders, "model").get(option, "")), overrides)
+        return cfg
+
+
+def drop_sizes(cfg: DictConfig, option: Any, overrides: Iterable[str]) -> None:
+    """Set the sizes that a model's option states to null if `model.path` is another model than the option's.
+
+    Sizes of the wrong model would reject meshes that the model can have. Sizes among the overrides are kept.
+
+    Args:
+        cfg: A composed config.
+        option: Values of the section `model` before `model.path` was set; anything but a dict is ignored.
+    """
+    model = cfg.get("model")
+    if not isinstance(option, dict) or not isinstance(model, DictConfig):
+        return
+    values: Any = OmegaConf.to_container(model)
+    if values.get("path") == option.get("path"):
+        return
+    given = {override_parts(override)[0] for override in overrides}
+    for name in (each.name for each in fields(ModelShape)):
+        stated = option.get(name)
+        if stated is not None and values.get(name) == stated and f"model.{name}" not in given:
+            model[name] = None
 
 
 @contextmanager
