@@ -212,6 +212,27 @@ def test_mixture_is_composed_of_options_with_weights_set_by_name(commands: Comma
     assert other.output == f"{cfg.data}\n"
 
 
+@pytest.mark.parametrize("text", ["2024_06_15", "1.10", "1e5", "12e4567", "true", "False", "inf", "-1_0", "007", ".5"])
+def test_text_that_looks_like_a_number_is_stored_as_typed(text: str) -> None:
+    cfg = compose(
+        "classify",
+        *(f"run.dir={text}", f"model.revision={text}", f"cluster.env.V={text}", f"+logging.wandb.group={text}"),
+        *(f"data.label_names=[a, {text},'1,1_0']", "data.path=a", "data.num_labels=null"),
+    )
+    assert [cfg.run.dir, cfg.model.revision, cfg.cluster.env["V"], cfg.logging.wandb.group] == [text] * 4
+    assert cfg.data.label_names == ["a", text, "1,1_0"]
+    assert from_yaml(to_yaml(cfg), ClassifyConfig) == cfg
+    whole = compose("finetune", f"cluster.env={{V: {text},W:{text}, X: 'a:1_0'}}")
+    assert whole.cluster.env == {"V": text, "W": text, "X": "a:1_0"}
+    mixture = ["data=mixture", "+data@data.sources.docs=jsonl", f"data.sources.docs.path={text}"]
+    assert compose("finetune", *mixture).data.sources["docs"].path == text
+
+
+def test_null_and_choices_are_no_texts() -> None:
+    cfg = compose("finetune", "run.dir=null", "model.compile=true", "training.max_steps=1_0", "optimizer.lr=1e-3")
+    assert (cfg.run.dir, cfg.model.compile, cfg.training.max_steps, cfg.optimizer.lr) == (None, "true", 10, 1e-3)
+
+
 AMBIGUOUS_TEXTS = [
     "null",
     "true",

@@ -28,7 +28,8 @@ from components.config.compose.sweep_values import (
     list_values,
     number_as_value,
 )
-from components.config.compose.typed import free_keys, known_keys
+from components.config.compose.texts import quoted_numbers
+from components.config.compose.typed import free_keys, known_keys, text_keys
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 
@@ -97,7 +98,12 @@ def expand_sweep(
     arguments, problems = read_arguments(schema)
     keys, key_problems = read_sweep_keys(arguments.sweep)
     listed = list_values(arguments.overrides, keys, only_ends=bool(key_problems))
-    arguments.overrides = listed.overrides
+    texts = text_keys(schema)
+    arguments.overrides = [
+        f"{key}={quoted_numbers(value)}" if texts.get(key) is str and "," in value else override
+        for override in listed.overrides
+        for key, _, value in [override.partition("=")]
+    ]
     problems += key_problems + listed.problems
     try:
         request = read_request(arguments, name, schema, recipe_dir)
