@@ -65,7 +65,7 @@ def choices(name: str) -> list[str]:
     if name == "dpo":  # differs from finetune in these two sections
         return ["data=preferences", *(f"objective={each}" for each in ("dpo", "simpo", "orpo", "kto"))]
     if name == "classify":
-        return ["objective=classification", "objective=reward"]
+        return ["objective=classification", "objective=reward", "model/rope=none"]
     if name in ("distill", "teacher"):
         return ["objective=distillation"]
     groups = {*sections(name), "network", "model/rope"}

@@ -177,6 +177,9 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
     assert "  sgd: torch's SGD." in section
     key = installed.run("help", "optimizer.lr").stdout
     assert "optimizer.kind=muon:\n  optimizer.lr=0.0002\n" in key
+    assert "The value without an option. Set by optimizer=adamw (0.0002)," in key
+    assert "conf/finetune.yaml (40)" in " ".join(installed.run("help", "training.max_steps").stdout.split())
+    assert "Options, cluster.gpu=OPTION:" in installed.run("help", "gpu").stdout
     assert "scale: rms" in installed.run("help", "optimizer=muon").stdout
     recipe = installed.run("finetune", "--help", "optimizer=muon", "training.max_steps=7").stdout
     assert "  training.max_steps=7\n" in recipe
@@ -194,6 +197,8 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
     [
         ("meshbook fine", ["finetune"]),
         ("meshbook finetune optimizer.l", ["optimizer.lr="]),
+        ("meshbook evaluate optim", []),
+        ("meshbook finetune g", ["generation."]),
         ("meshbook finetune model=tiny parallelism=fsdp2_tp", ["fsdp2_tp2", "fsdp2_tp2_sp", "fsdp2_tp4"]),
         ("meshbook sweep finetune cluster.device=", ["auto", "cpu", "cuda"]),
         ("meshbook help training.gl", ["training.global_batch_size"]),

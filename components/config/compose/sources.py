@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -50,6 +50,11 @@ class Request:
         """Override that adds all folders but the first to Hydra's search path."""
         escaped = [str(folder).replace("\\", "\\\\").replace("'", "\\'") for folder in self.folders[1:]]
         return ["hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in escaped) + "]"] if escaped else []
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Names of the options of each group of the recipe, by group."""
+        return recipe_groups(self.name, self.folders)
 
     def compose(self, overrides: Iterable[str]) -> DictConfig:
         """Compose the main config with `overrides`. Raises HydraException or OmegaConfBaseException."""
@@ -226,6 +231,32 @@ def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
             options = groups.setdefault(file.parent.relative_to(folder).as_posix(), [])
             if file.stem not in options:
                 options.append(file.stem)
+    return groups
+
+
+def recipe_groups(name: str, folders: Iterable[Path]) -> dict[str, list[str]]:
+    """Return the groups of `option_groups` that the defaults list of <name>.yaml has, and the user's own groups.
+
+    Hydra rejects the options of any other group.
+    """
+    folders = list(folders)
+    groups, known, listed = option_groups(folders), option_groups([CONF]), _listed_groups(name, folders)
+    return {group: options for group, options in groups.items() if group in listed or group not in known}
+
+
+def _listed_groups(name: str, folders: Sequence[Path]) -> set[str]:
+    """Return the groups in the defaults list of a main config, and of those that it includes."""
+    file = next((file for folder in folders if (file := folder / f"{name}.yaml").is_file()), None)
+    try:
+        entries = (load_yaml(file.read_text()) or {}).get("defaults", []) if file else []
+    except (OSError, UnicodeDecodeError, YAMLError, AttributeError):
+        return set()  # the composition reports the file
+    groups: set[str] = set()
+    for entry in entries:
+        if isinstance(entry, dict):
+            groups |= {str(key).split()[-1].partition("@")[0].lstrip("/") for key in entry}
+        elif entry not in ("_self_", name):
+            groups |= _listed_groups(str(entry).split()[-1].partition("@")[0].lstrip("/"), folders)
     return groups
 
 

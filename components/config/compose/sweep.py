@@ -18,7 +18,7 @@ from components.config.compose.command_line import addable, read_arguments, read
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, accepted_options, diagnose
 from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
-from components.config.compose.sources import Request, option_groups
+from components.config.compose.sources import Request
 from components.config.compose.sweep_keys import SweepConfig, read_sweep_keys
 from components.config.compose.sweep_values import (
     ListedValues,
@@ -109,7 +109,7 @@ def expand_sweep(
         request = read_request(arguments, name, schema, recipe_dir)
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from error
-    groups = option_groups(request.folders)
+    groups = request.groups
     parsed, unparsed = _parse(arguments.overrides, groups)
     swept = [override for override in parsed if override.is_sweep_override()]
     known = [*known_keys(schema), *groups]
