@@ -17,7 +17,7 @@ _NUMBER = r"[+-]?(?:\d[\w.+-]*|\.\d[\w+-]*|inf|nan)"
 _VALUE = re.compile(rf"{_NUMBER}|true|false", re.IGNORECASE)
 """Text that Hydra may read as a number or a boolean, whose text may differ from what was typed: 1_0, 1.10, 1e5."""
 _QUOTED = r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
-_ENTRY = {
+_ENTRY: dict[type, re.Pattern[str]] = {
     list: re.compile(rf"{_QUOTED}|(?P<before>[\[,]\s*)(?P<value>{_VALUE.pattern})(?=\s*[,\]])", re.IGNORECASE),
     dict: re.compile(
         rf"{_QUOTED}|(?P<before>[{{,][^,:{{}}]+:\s*)(?P<value>{_VALUE.pattern})(?=\s*[,}}])", re.IGNORECASE
