@@ -8,10 +8,10 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 _CONTROLS = re.compile(
     "["
@@ -42,11 +42,27 @@ def print_text(
 def exit_on_broken_pipe() -> Iterator[None]:
     """Exit with the status of SIGPIPE if the reader of stdout has closed it: `--help | head`."""
     try:
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+        except SystemExit:  # --help
+            _flush()
+            raise
+        _flush()
     except BrokenPipeError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
         raise SystemExit(128 + signal.SIGPIPE) from error
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # None: the process was started with stdout closed
+        sys.stdout.flush()
+
+
+def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run a tool with the arguments of the command line, and exit with its status or that of `exit_on_broken_pipe`."""
+    with exit_on_broken_pipe():
+        status = main(sys.argv[1:])
+    sys.exit(status)
 
 
 def guard_output() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.config.compose.sources import option_groups
+from components.config.compose.sources import recipe_groups
 from components.config.compose.typed import type_hints
 from components.config.errors import ConfigError
 from components.config.key_reference import RECIPES, Key, keys_of, variants_of
@@ -69,7 +69,7 @@ def _candidates(before: list[str], word: str) -> list[str]:
     if name not in RECIPES:
         return []
     key, has_value, _ = word.partition("=")
-    groups = option_groups(option_folders())
+    groups = recipe_groups(name, option_folders())
     if has_value:
         known = _keys(name)
         return [f"{key}={value}" for value in groups.get(key) or (known[key].choices if key in known else ())]

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from components.config.compose.explain import did_you_mean, nearest, nearest_key
+from yaml import YAMLError
+
+from components.config.compose.explain import SET_BY_KEY, did_you_mean, nearest, nearest_key
 from components.config.compose.help_text import key_help, section_help
 from components.config.compose.sources import CONF, option_groups, option_texts
 from components.config.errors import ConfigError
-from components.config.key_reference import Key, keys_of, purpose_of, sections, shared_keys, variants_of
+from components.config.key_reference import (
+    RECIPES,
+    Key,
+    keys_of,
+    purpose_of,
+    sections,
+    shared_keys,
+    variants_of,
+    written,
+)
+from components.config.safe_yaml import load_yaml
 from meshbook.programs import COMMAND, recipes, tools
+
+_RESOLVED = re.compile(r"^\$\{unless_epochs:(.*)\}$")
+MOST_SETTINGS = 8
+"""Values of options that the text of a key lists."""
 
 
 def describe(names: list[str], width: int) -> str:
@@ -67,7 +86,7 @@ def _section(name: str, options: list[str], width: int) -> str:
     if name in sections():
         lines.append(section_help(name, variants_of(sections()[name]), width).lstrip("\n"))
     if options:
-        lines.append(f"\nOptions, {name}=OPTION:")
+        lines.append(f"\nOptions, {SET_BY_KEY.get(name, name)}=OPTION:")
     texts = option_texts(option_folders(), name)
     for option in options:
         purpose = purpose_of(texts.get(option, ""))
@@ -83,4 +102,27 @@ def _key(name: str, keys: dict[str, Key], width: int) -> list[str]:
     for key, names in kinds.items():
         lines += [f"{section}.kind={', '.join(names)}:"] if any(names) else []
         lines.append(key_help(name, key, width, "" if key.default == "required" else key.default))
+    settings = [source for source, value in _settings(name) if {value} != {key.default for key in kinds}]
+    if settings:
+        more = f" and {len(settings) - MOST_SETTINGS} more" if len(settings) > MOST_SETTINGS else ""
+        text = f"The value without an option. Set by {', '.join(settings[:MOST_SETTINGS])}{more}."
+        lines.append(textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return lines
+
+
+def _settings(name: str) -> list[tuple[str, str]]:
+    """Return where the configs of recipes and the options of the key's section set it, as text, with the values."""
+    section, _, path = name.partition(".")
+    files = {recipe: (CONF / f"{recipe}.yaml").read_text() for recipe in RECIPES}
+    values = [(f"conf/{recipe}.yaml", text, name) for recipe, text in files.items()]
+    values += [(f"{section}={option}", text, path) for option, text in option_texts(option_folders(), section).items()]
+    found = []
+    for source, text, key in values:
+        with suppress(YAMLError):
+            value: Any = load_yaml(text)
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None and not isinstance(value, dict):
+                text = _RESOLVED.sub(r"\1", written(value))
+                found.append((f"{source} ({text})", text))
+    return found

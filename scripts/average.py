@@ -15,13 +15,13 @@ of the first checkpoint. Exit status 0, or 2 for an invalid command line, a dama
 from __future__ import annotations
 
 import math
-import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
 from components.checkpoint.folders import FOLDER
 from components.config.errors import ConfigError
+from components.terminal import exit_with
 from scripts._export.object_output import output_folder, removed_on, upload_output
 from scripts._export.options import add_output_options, check_output_options, run_export
 from scripts._export.sources import find_sources, open_sources, read_average
@@ -118,4 +118,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

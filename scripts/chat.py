@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +27,7 @@ from components.config.schema.checks import raise_all
 from components.launch.machine import visible_gpus
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
+from components.terminal import exit_with
 from scripts._chat.answer_screen import Screen, TerminalScreen, open_screen
 from scripts._chat.chat_source import find_source
 
@@ -156,11 +155,8 @@ def main(arguments: list[str]) -> int:
         return EXIT_INVALID
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
-        return 128 + signal.SIGPIPE
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

@@ -13,7 +13,6 @@ nothing while a run or a job uses the directory. Exit status 2 for an invalid co
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from components.launch.run_directory.opening import exclude_starts
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CONFIG
-from components.terminal import print_text
+from components.terminal import exit_with, print_text
 
 COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept because", "state")
 
@@ -127,4 +126,4 @@ def _size(entry: ListedCheckpoint) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

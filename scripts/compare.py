@@ -29,7 +29,7 @@ from components.launch.run_directory.lease import is_held
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CONFIG, RECORD, atomic_write
-from components.terminal import print_text, printable
+from components.terminal import exit_with, print_text, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -243,4 +243,4 @@ def status_of(run: StoredRun) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

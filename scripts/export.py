@@ -18,13 +18,12 @@ checked before the export. A new repository is private unless --public is given.
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import describe_processes
-from components.terminal import print_text
+from components.terminal import exit_with, print_text
 from scripts._export.checkpoints import OpenCheckpoint, RunSections, read_run
 from scripts._export.hub import HubTarget, find_target, upload
 from scripts._export.object_output import output_folder, removed_on, upload_output
@@ -123,4 +122,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from components.launch.machine import visible_gpus
+from components.terminal import exit_with
 from scripts._gpu.checks import SECONDS, SEVERAL_SECONDS
 from scripts._gpu.verdict import Line, Verdict, as_json, as_markdown, failed
 
@@ -95,4 +96,4 @@ def run_check(name: str, device: str, ranks: int, small: bool) -> Iterator[Line]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

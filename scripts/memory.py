@@ -11,7 +11,6 @@ measures the second. It prints a Markdown table per model; each figure is the ma
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from components.config.schema.parallelism import ContextAttention, ParallelismCo
 from components.config.shape import read_shape
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.terminal import print_text
+from components.terminal import exit_with, print_text
 from scripts._memory.options import models_to_measure, read_options
 
 if TYPE_CHECKING:
@@ -115,4 +114,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

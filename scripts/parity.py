@@ -12,7 +12,6 @@ agree; 1: at least one differs; 2: invalid options, or a named mesh cannot run.
 
 from __future__ import annotations
 
-import sys
 import time
 from os import environ
 from pathlib import Path
@@ -24,6 +23,7 @@ from components.config.schema.cluster import Device
 from components.launch.machine import device_problems, visible_gpus
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
+from components.terminal import exit_with
 from scripts._parity.options import compose, plan, read_options
 
 
@@ -61,4 +61,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

@@ -15,13 +15,11 @@ at least one mesh fits; 2: invalid options, an unknown device or model, or nothi
 
 from __future__ import annotations
 
-import sys
-
 from components.config.errors import ConfigError
 from components.planning.dry_run.played_run import play_run
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.terminal import print_text
+from components.terminal import exit_with, print_text
 from scripts._plan.drawing import write_drawing
 from scripts._plan.options import read_request
 from scripts._plan.report import as_json, left_out_lines, played_lines, table_lines, why_lines
@@ -53,4 +51,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

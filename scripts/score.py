@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -21,15 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
-from components.config.schema.data import PreferencesDataConfig
+from components.config.schema.data import BadRows, PreferencesDataConfig
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.terminal import print_text
+from components.terminal import exit_with, print_text
 
 if TYPE_CHECKING:
     import torch
 
-    from components.data.sources.rows import Conversation
+    from components.data.sources.rows import BadRowReport, Conversation
 
 
 def read_options(arguments: list[str]) -> Namespace:
@@ -56,6 +55,8 @@ def read_options(arguments: list[str]) -> Namespace:
     options.out = options.out or options.data.with_suffix(".rewards.jsonl")
     if options.out.exists():
         problems.append(f"--out {options.out}: exists; choose another file, or remove it")
+    elif not options.out.parent.is_dir():
+        problems.append(f"--out {options.out}: no folder {options.out.parent}; create it, or choose another file")
     if problems:
         raise ConfigError(problems)
     return options
@@ -83,6 +84,13 @@ def score(options: Namespace) -> tuple[int, int]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    from components.data.sources.rows import BadRowReport
+
+    try:
+        torch.zeros(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:  # torch's CPU build raises AssertionError for cuda
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"--device {options.device}: cannot be used: {reason}; set --device cpu") from error
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     try:
         model: Any = AutoModelForSequenceClassification.from_pretrained(options.model).to(options.device).eval()
@@ -93,8 +101,26 @@ def score(options: Namespace) -> tuple[int, int]:
         prompt_column=options.prompt_column,
         chosen_column=options.chosen_column,
         rejected_column=options.rejected_column,
+        bad_rows=BadRows.drop,  # reported below
     )
-    answers = zip(*_answers(cfg), strict=True)
+    bad = BadRowReport()
+    try:
+        counts = _write_rewards(model, tokenizer, zip(*_answers(cfg, bad), strict=True), options)
+        if bad.count:
+            count = "1 row is no pair" if bad.count == 1 else f"{bad.count:,} rows are no pairs"
+            raise ConfigError(f"{options.data}: {count}; correct or remove such rows:\n  " + "\n  ".join(bad.messages))
+    except ConfigError:
+        options.out.unlink(missing_ok=True)  # incomplete; the corrected command would be rejected for it
+        raise
+    return counts
+
+
+def _write_rewards(
+    model: Any, tokenizer: Any, answers: Iterator[tuple[Conversation, ...]], options: Namespace
+) -> tuple[int, int]:
+    """Write a line per pair, and return the number of pairs and of those whose chosen answer has the higher reward."""
+    import torch
+
     pairs = won = 0
     with options.out.open("w") as output, torch.inference_mode():
         while batch := list(islice(answers, options.batch_size)):
@@ -107,16 +133,18 @@ def score(options: Namespace) -> tuple[int, int]:
     return pairs, won
 
 
-def _answers(cfg: PreferencesDataConfig) -> list[Iterator[Conversation]]:
-    """Return the conversations with the chosen answers and those with the rejected ones."""
+def _answers(cfg: PreferencesDataConfig, bad: BadRowReport) -> list[Iterator[Conversation]]:
+    """Return the conversations with the chosen answers and those with the rejected ones; report bad rows in `bad`."""
     from components.data.sources.preference_rows import answer_configs, each_answer
     from components.data.sources.rows import BadRowReport, train_location
     from components.data.sources.split import columns_at, rows_of
 
     location = train_location(cfg)
     return [
-        each_answer(answers, rows_of(answers, location), BadRowReport())
-        for answers in answer_configs(cfg, columns_at(cfg, location), location.path)
+        each_answer(answers, rows_of(answers, location), report)
+        for answers, report in zip(
+            answer_configs(cfg, columns_at(cfg, location), location.path), (bad, BadRowReport()), strict=True
+        )
     ]
 
 
@@ -153,4 +181,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

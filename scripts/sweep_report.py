@@ -12,7 +12,6 @@ or submitted, and losses that must be equal agree, and the metric exists; 1: oth
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from components.launch.sweep.points import retry
 from components.launch.sweep.report import report_now, watch
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
+from components.terminal import exit_with
 
 
 def main(arguments: list[str]) -> int:
@@ -60,4 +60,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

@@ -37,7 +37,7 @@ from components.data.token_store.manifest import write_manifest
 from components.launch.machine import usable_cores
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.terminal import print_text
+from components.terminal import exit_with, print_text
 from scripts._tokenize_corpus.display import Display
 from scripts._tokenize_corpus.options import as_options, read_options
 from scripts._tokenize_corpus.workers import process_files
@@ -121,4 +121,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

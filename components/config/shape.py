@@ -10,8 +10,10 @@ from typing import Any, BinaryIO
 
 from components.config.errors import ConfigError
 from components.config.model_files import locate
+from components.config.safe_yaml import load_yaml
 from components.config.schema.checks import field_values
 from components.config.schema.model import ModelConfig
+from components.project import PROJECT
 
 CONFIG_NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -103,10 +105,15 @@ class ModelShape:
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
-    """Return the sizes of a model: from its config option, overridden by local files, then by `model.config`."""
+    """Return the sizes of a model: the stated ones, overridden by local files, then by `model.config`.
+
+    Unstated sizes are those of the option of conf/model that has the model's path, if there is one.
+    """
     stated = field_values(model)
     sizes: dict[str, Any] = {field.name: stated.get(field.name) for field in fields(ModelShape)}
     if model.path is not None:
+        if sizes["family"] is None or sizes["layers"] is None:
+            sizes |= {name: size for name, size in _sizes_of_option(model.path).items() if sizes[name] is None}
         files = locate(model.path)
         if files.gguf_file:
             sizes |= _read_gguf(Path(files.name_or_folder) / files.gguf_file)
@@ -119,6 +126,16 @@ def read_shape(model: ModelConfig) -> ModelShape:
         sizes |= _shape_of_family(model.config)
     sizes |= shape_of_config(model.config)
     return ModelShape(**sizes)
+
+
+def _sizes_of_option(path: str) -> dict[str, Any]:
+    """Return the sizes in the option of conf/model whose model has this path; empty if there is none."""
+    names = {each.name for each in fields(ModelShape)}
+    for file in sorted((PROJECT / "conf" / "model").glob("*.yaml")):
+        text = file.read_text()
+        if path in text and (values := load_yaml(text)).get("path") == path:
+            return {name: value for name, value in values.items() if name in names}
+    return {}
 
 
 def shape_of_built(config: dict[str, Any]) -> ModelShape:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from components.models.activations.activation_offload import offload_activations
     from components.models.anatomy import Anatomy, read_anatomy
     from components.models.attention import use_causal_sdpa
-    from components.models.build import build_on_meta, model_shape
+    from components.models.build import build_on_meta, check_positions, model_shape
     from components.models.compile import compile_layers
     from components.models.fused_layers import FusedLayers, fuse_layers
     from components.models.generation import (

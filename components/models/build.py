@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,28 @@ def model_shape(model: PreTrainedModel | PreTrainedConfig) -> ModelShape:
     # Models without grouped-query attention have no such key: there are as many key-value heads as heads.
     sizes.setdefault("kv_heads", sizes.get("heads"))
     return ModelShape(**sizes)
+
+
+def check_positions(model: PreTrainedModel, key: str, seq_len: int) -> None:
+    """Raise ConfigError if rows of `seq_len` tokens, the value of `key`, exceed a table of position embeddings.
+
+    Rotary positions and ALiBi are defined for any length.
+    """
+    declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if declared is None or seq_len <= declared:
+        return
+    tables = [
+        (name, module.num_embeddings) for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    ]
+    # GPT-J's and CodeGen's tables are not learned, but have an end too.
+    tables += [(name, len(table)) for name, table in model.named_buffers() if name.endswith("embed_positions")]
+    for name, size in tables:
+        # OPT's table begins with two unused rows. Encoders of images have tables of other sizes.
+        if re.search(r"pos|wpe", name) and declared <= size <= declared + 2:
+            raise ConfigError(
+                f"{key}={seq_len}: must be at most {declared}, the number of positions that the model has embeddings "
+                f"for; lower {key}"
+            )
 
 
 def load_config(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedConfig:

@@ -99,7 +99,8 @@ def generate(
 
     Prompts are formatted with the tokenizer's chat template if it has one. Call it on all ranks with the same prompts:
     they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step. An answer
-    ends where the model's context does.
+    ends with an end-of-text token, with the token that ends a turn of the chat template, or where the model's context
+    does.
 
     Args:
         forward: Forward of the mesh; None: call the model itself. Without a cache of keys and values (pp, and tp with
@@ -220,7 +221,30 @@ def context_length(model: PreTrainedModel) -> int | None:
     return None if length is None else int(length)
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token with which the chat template closes an answer; None if there is none.
+
+    It is the last target of a turn in training. In base models with a ChatML template it differs from the end-of-text
+    token.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    from jinja2 import TemplateError
+
+    answer = "probe answer"
+    messages = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": answer}]
+    try:
+        with running_template("a probe of the chat template"):
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (ConfigError, TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+        return None  # conversations that the template supports may be of another form
+    _, found, after = text.rpartition(answer)
+    tokens = tokenizer.encode(after.lstrip(), add_special_tokens=False) if found else []
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return tokens[0] if tokens and tokens[0] in special | set(tokenizer.all_special_ids) else None
+
+
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     declared = model.generation_config.eos_token_id
     tokens = declared if isinstance(declared, list) else [declared]
-    return {token for token in [*tokens, tokenizer.eos_token_id] if token is not None}
+    return {token for token in [*tokens, tokenizer.eos_token_id, end_of_turn(tokenizer)] if token is not None}

@@ -218,4 +218,5 @@ class EvaluationRun(Attempt):
 
     @property
     def _when(self) -> str:
-        return "(greedy)"
+        how = self.cfg.generation
+        return f"(temperature {how.temperature:g}, top_p {how.top_p:g})" if how.temperature else "(greedy)"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +30,7 @@ def killed(device: str, small: bool) -> Iterator[Line]:
             run_dir = Path(folder) / name
             command = [
                 sys.executable, str(REPOSITORY / "recipes" / "pretrain.py"), *COMMON, f"run.dir={run_dir}",
-                f"cluster.device={device}", "checkpoint.every=4",
+                f"cluster.device={device}", "cluster.procs_per_node=1", "checkpoint.every=4",
             ]  # fmt: skip
             if kill:
                 _kill_at_checkpoint(command, run_dir / "checkpoints" / "step_4")
@@ -47,11 +45,12 @@ def killed(device: str, small: bool) -> Iterator[Line]:
 
 
 def _kill_at_checkpoint(command: list[str], checkpoint: Path) -> None:
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0) as run:
+    # In the process group of the check, so that a timeout of the check kills the run too.
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         while run.poll() is None and not checkpoint.is_dir():
             time.sleep(0.02)
         if run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
+            run.kill()  # its ranks die with it
 
 
 def _weights_digest(checkpoint: Path) -> str:

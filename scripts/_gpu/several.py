@@ -29,8 +29,13 @@ COMMON = [
     "experiment=bench_mesh", "model=llama_2m", f"training.max_steps={STEPS}", "training.seq_len=128",
     "training.global_batch_size=16", "training.micro_batch_size=2", "data.max_samples=400",
 ]  # fmt: skip
-LARGE = {"model": "llama3_1_8b", "seq_len": 4096, "micro": 2}
-"""The model whose throughput is measured, with random weights, and its rows."""
+LARGE: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+"""The shape of Llama 3.1 8B, whose throughput is measured with random weights."""
+LARGE_SEQ_LEN, LARGE_MICRO_BATCH = 4096, 2
 STEP_TIMEOUT = 20.0
 """Seconds without progress after which a run ends as hung."""
 
@@ -133,14 +138,15 @@ def export(device: str, ranks: int, small: bool) -> Iterator[Line]:
 
 
 def start_recipe(name: str, run_dir: Path, device: str, ranks: int, overrides: list[str]) -> subprocess.Popen[str]:
-    """Start a recipe on a number of processes, with stdout and stderr in one pipe."""
+    """Start a recipe on a number of processes, with stdout and stderr in one pipe.
+
+    It stays in the process group of the check, so that a timeout of the check kills it too; its ranks die with it.
+    """
     command = [
         sys.executable, str(REPOSITORY / "recipes" / f"{name}.py"), *overrides, f"run.dir={run_dir}",
         f"cluster.device={device}", f"cluster.procs_per_node={ranks}",
     ]  # fmt: skip
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent, process_group=0
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
 
 
 def run_recipe(
@@ -165,12 +171,12 @@ def last_line(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def _large(ranks: int) -> list[str]:
-    """Return the overrides of LARGE with random weights, bfloat16 matmuls and data of full rows."""
-    micro, seq_len = LARGE["micro"], LARGE["seq_len"]
+    """Return the overrides of LARGE with random weights, bfloat16 matmuls and data of full rows. Needs no hub."""
     return [
-        "experiment=bench_mesh", f"model={LARGE['model']}", "model.init=random", "model.tokenizer=bytes",
-        "training.max_steps=10", f"training.seq_len={seq_len}", f"training.micro_batch_size={micro}",
-        f"training.global_batch_size={micro * ranks}", *_device_option(),
+        "experiment=bench_mesh", "model=llama3_1_8b", "model.path=null", "model.init=random", "model.tokenizer=bytes",
+        *(f"model.config.{name}={str(value).lower()}" for name, value in LARGE.items()),
+        "training.max_steps=10", f"training.seq_len={LARGE_SEQ_LEN}", f"training.micro_batch_size={LARGE_MICRO_BATCH}",
+        f"training.global_batch_size={LARGE_MICRO_BATCH * ranks}", *_device_option(),
     ]  # fmt: skip
 
 

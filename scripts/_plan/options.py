@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from components.launch.planned_mesh import device_of, fixed_keys
 from components.planning.formulas.candidates import Choice, LeftOut
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.ranking import Plan, legal_plans
+from components.project import INSTALLED, PROJECT
 
 RECIPES: dict[str, type[TrainConfig]] = {
     "finetune": FinetuneConfig,
@@ -65,7 +67,9 @@ class PlanRequest:
         kept = [
             each for each in self.overrides if override_parts(each)[0] not in {one.partition("=")[0] for one in chosen}
         ]
-        return " ".join(["python", f"recipes/{self.options.recipe}.py", *kept, *chosen])
+        recipe = self.options.recipe
+        start = ["meshbook", recipe] if PROJECT == INSTALLED else ["python", f"recipes/{recipe}.py"]
+        return shlex.join([*start, *kept, *chosen])
 
 
 class _Parser(ArgumentParser):

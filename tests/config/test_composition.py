@@ -30,6 +30,7 @@ from components.config.schema import (
     Strategy,
 )
 from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
+from components.config.shape import read_shape
 from tests.config.commands import Commands
 from tests.config.ready import HUB_MODELS
 
@@ -64,7 +65,7 @@ def choices(name: str) -> list[str]:
     if name == "dpo":  # differs from finetune in these two sections
         return ["data=preferences", *(f"objective={each}" for each in ("dpo", "simpo", "orpo", "kto"))]
     if name == "classify":
-        return ["objective=classification", "objective=reward"]
+        return ["objective=classification", "objective=reward", "model/rope=none"]
     if name in ("distill", "teacher"):
         return ["objective=distillation"]
     groups = {*sections(name), "network", "model/rope"}
@@ -209,6 +210,27 @@ def test_mixture_is_composed_of_options_with_weights_set_by_name(commands: Comma
     other = commands.run(tmp_path / "recipe.py", ["model=tiny", "data=mine", "data.sources.docs.weight=2"], tmp_path)
     cfg.data.sources["docs"].weight = 2.0
     assert other.output == f"{cfg.data}\n"
+
+
+@pytest.mark.parametrize("text", ["2024_06_15", "1.10", "1e5", "12e4567", "true", "False", "inf", "-1_0", "007", ".5"])
+def test_text_that_looks_like_a_number_is_stored_as_typed(text: str) -> None:
+    cfg = compose(
+        "classify",
+        *(f"run.dir={text}", f"model.revision={text}", f"cluster.env.V={text}", f"+logging.wandb.group={text}"),
+        *(f"data.label_names=[a, {text},'1,1_0']", "data.path=a", "data.num_labels=null"),
+    )
+    assert [cfg.run.dir, cfg.model.revision, cfg.cluster.env["V"], cfg.logging.wandb.group] == [text] * 4
+    assert cfg.data.label_names == ["a", text, "1,1_0"]
+    assert from_yaml(to_yaml(cfg), ClassifyConfig) == cfg
+    whole = compose("finetune", f"cluster.env={{V: {text},W:{text}, X: 'a:1_0'}}")
+    assert whole.cluster.env == {"V": text, "W": text, "X": "a:1_0"}
+    mixture = ["data=mixture", "+data@data.sources.docs=jsonl", f"data.sources.docs.path={text}"]
+    assert compose("finetune", *mixture).data.sources["docs"].path == text
+
+
+def test_null_and_choices_are_no_texts() -> None:
+    cfg = compose("finetune", "run.dir=null", "model.compile=true", "training.max_steps=1_0", "optimizer.lr=1e-3")
+    assert (cfg.run.dir, cfg.model.compile, cfg.training.max_steps, cfg.optimizer.lr) == (None, "true", 10, 1e-3)
 
 
 AMBIGUOUS_TEXTS = [
@@ -468,3 +490,18 @@ def test_all_problems_of_a_frozen_config_are_reported() -> None:
         "optimizer.lr=-1.0",
         "training.max_steps=many",
     ]
+
+
+def test_sizes_of_an_option_do_not_describe_another_model(commands: Commands, tmp_path: Path) -> None:
+    other = compose("finetune", "model.path=someone/other", "model.kv_heads=3", "model.hidden=576").model
+    assert (other.kv_heads, other.hidden) == (3, 576)  # typed, although the option states the same values
+    assert [other.layers, other.heads, other.vocab, other.mlp, other.tied] == [None] * 5
+    listed = read_shape(compose("finetune", "model.path=Qwen/Qwen3-8B").model)
+    assert (listed.layers, listed.heads, listed.vocab, listed.tied) == (36, 32, 151936, False)
+    default = compose("finetune").model
+    assert compose("finetune", f"model.path={default.path}").model == default
+    wrong = ["model.path=Qwen/Qwen3-8B", "parallelism.pp=33", "training.max_step=1"]
+    ended = commands.run(CONF.parent / "recipes" / "finetune.py", [*wrong, "cluster.procs_per_node=33"], tmp_path)
+    assert "36 layers" not in ended.errors
+    assert "30 layers" not in ended.errors
+    assert "training.max_step" in ended.errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,22 @@ def test_the_table_ranks_meshes_and_ends_with_a_command(commands: Commands, tmp_
     assert lines[0].startswith("8.03B parameters, 1,048,576 tokens per step in rows of 8,192, on 64 x h100_80")
     assert lines[-1].strip().startswith("python recipes/finetune.py model=llama3_1_8b cluster=slurm_8node")
     assert [line.split()[0] for line in lines[3:11]] == [str(number) for number in range(1, 9)]
+
+
+def test_the_command_is_quoted_for_a_shell(commands: Commands, tmp_path: Path) -> None:
+    special = "run.name='a b'"
+    last = commands.run(PLAN, [*TINY, special], tmp_path).output.splitlines()[-1]
+    assert special in shlex.split(last)
+
+
+def test_the_reader_of_the_table_may_close_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(PLAN), *TINY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as planned:
+        assert planned.stdout
+        planned.stdout.close()
+        assert planned.stderr
+        assert planned.stderr.read() == b""
+    assert planned.returncode == 128 + signal.SIGPIPE
 
 
 def test_rows_are_distinct_fit_and_are_sorted_by_time(commands: Commands, tmp_path: Path) -> None:

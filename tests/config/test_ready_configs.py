@@ -105,6 +105,12 @@ def test_experiments_are_for_one_gpu_one_node_and_eight_nodes() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_mesh_of_an_experiment_can_be_replaced(name: str) -> None:
+    mesh = compose("finetune", f"experiment={name}", "parallelism=fsdp2_tp4").parallelism
+    assert (mesh.pp, mesh.dp_shard, mesh.ep, mesh.tp, mesh.sequence_parallel) == (1, -1, 1, 4, False)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_mesh_of_a_ready_experiment_is_among_the_planners_best(
     commands: Commands, tmp_path: Path, name: str
 ) -> None:

@@ -365,6 +365,17 @@ def test_evaluate_recipe_rejects_invalid_keys_and_values(commands: Commands, eva
     assert_rejected(ended, ["data.eval_fraction=0.0: nothing is held out"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "training.max_steps=3"], tmp_path)
     assert_rejected(ended, ["training.max_steps=3: no such key"], tmp_path)
+    ended = commands.run(evaluate, ["model=tiny", "optimizer=adamw"], tmp_path)
+    assert_rejected(ended, ["optimizer=adamw: this recipe has no options of optimizer; remove it"], tmp_path)
+    listed = commands.run(evaluate, ["--help"], tmp_path).output
+    assert "\nmodel/rope: " in listed
+    assert not any(f"\n{group}: " in listed.partition("Keys,")[0] for group in ("gpu", "optimizer", "objective"))
+
+
+def test_key_of_a_source_that_is_not_in_an_empty_mixture(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+    ended = commands.run(finetune, ["data=mixture", "data.sources.a.path=x"], tmp_path)
+    hint = "data.sources.a.path=x: the mixture has no source a; add it: +data@data.sources.a=OPTION"
+    assert hint in ended.errors.splitlines()
 
 
 def test_missing_checkpoint_is_rejected_before_the_start(

@@ -20,6 +20,9 @@ UNKNOWN_KEY = [
     ("+logging.wandb.projet=x", "no such key", "did you mean logging.wandb.project?"),
     ("++run.sed=1", "run.sed=1: no such key", "did you mean run.seed?"),
     ("++xyzzy=3", "xyzzy=3: no such key"),
+    ("gpu=h100_80", "gpu=h100_80: no such key; write cluster.gpu=h100_80"),
+    ("-m gpu=h100_80,b200", "no such key; did you mean cluster.gpu?"),
+    ("cluster.env.V=null", "cluster.env.V=null: must not be null"),
     ("training={max_stepz:3}", "training={max_stepz:3}", "does not have"),
     (
         "data.path=x.jsonl",

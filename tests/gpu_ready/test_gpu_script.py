@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts._gpu import several
 from scripts._gpu.verdict import Verdict, at_least, at_most
 from tests.suites import PARITY, in_parity
 
@@ -37,6 +39,34 @@ def test_wrong_calls_end_with_one_message(tmp_path: Path, arguments: tuple[str, 
     assert ended.returncode == 2
     assert message in ended.stderr
     assert not (tmp_path / "verdict").exists()
+
+
+def test_the_large_model_of_several_gpus_needs_no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    overrides = [*several._large(8), "parallelism=fsdp2", "cluster.procs_per_node=8", "cluster.oversubscribe=true"]
+    command = [sys.executable, str(SCRIPT.parents[1] / "recipes" / "pretrain.py"), *overrides]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
+    ended = subprocess.run(
+        [*command, "cluster.device=cpu", "cluster.dry_run=true"],
+        check=False, capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_the_runs_of_a_check_are_in_its_process_group(tmp_path: Path) -> None:
+    """scripts/gpu.py kills the group of a check that takes too long."""
+    code = (
+        "import sys, time; from pathlib import Path; from scripts._gpu.several import start_recipe\n"
+        "run = start_recipe('pretrain', Path(sys.argv[1]) / 'run', 'cpu', 1, ['model=llama_2m'])\n"
+        "print(run.pid, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=SCRIPT.parents[1], process_group=0) as check:
+        assert check.stdout
+        try:
+            assert os.getpgid(int(check.stdout.readline())) == check.pid
+        finally:
+            os.killpg(check.pid, signal.SIGKILL)
 
 
 @in_parity

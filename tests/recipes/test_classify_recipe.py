@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from components.models.tokenizer import byte_tokenizer
+from scripts.score import main as score
 from tests.recipes.launching import TWO, Bench
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +92,27 @@ def test_run_resumes_on_another_mesh_and_transformers_loads_its_export(classify:
     assert last["eval_accuracy"] == pytest.approx((logits.argmax(1) == targets).double().mean().item())
 
 
+def check_rejected_by_score(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder or device that does not exist, and a bad row, after which the corrected command is accepted."""
+    rows = (folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:2]
+    (folder / "bad.jsonl").write_text("".join([rows[0], '{"prompt": "a"}\n', rows[1]]))
+    for arguments, message in (
+        (["bad.jsonl", "--out", "absent/x.jsonl"], "no folder"),
+        (["bad.jsonl", "--device", "cuda:77"], "--device cuda:77: cannot be used: "),
+        (["bad.jsonl"], "1 row is no pair; correct or remove such rows:\n"),
+        (["bad.jsonl"], "1 row is no pair; correct or remove such rows:\n"),
+    ):
+        paths = [str(folder / each) if each.endswith(".jsonl") else each for each in arguments]
+        assert score([model, *paths]) == 2
+        errors = capsys.readouterr().err
+        assert message in errors
+        assert "bad_rows" not in errors  # a key of recipes only
+
+
 @torch.no_grad()
-def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(classify: Bench) -> None:
+def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(
+    classify: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     pairs = ("objective=reward", "data=preferences", "data.path=pairs.jsonl", "data.eval_path=pairs.jsonl")
     adapters = ("peft=lora", "peft.export=both", "parallelism=single", "run.dir=run")
     done = classify.start(*SHORT, *pairs, *adapters, model=BASE).wait()
@@ -108,6 +128,8 @@ def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(classify:
     margins = torch.tensor([line["chosen"] - line["rejected"] for line in rewards], dtype=torch.float64)
     assert last["eval_margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
     assert last["eval_loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
+
+    check_rejected_by_score(str(run / "export"), classify.folder, capsys)
 
     again = [sys.executable, str(ROOT / "scripts" / "export.py"), "run", "--out", "again"]
     exported = subprocess.run(again, cwd=classify.folder, capture_output=True, text=True, check=False)

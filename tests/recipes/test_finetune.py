@@ -131,8 +131,9 @@ def test_evaluate_repeats_the_held_out_loss(weights: str, single_process: tuple[
                  f"run.dir={tmp_path}/run", "parallelism=fsdp2", "cluster=local_2proc",
                  "generation.max_new_tokens=4"]  # fmt: skip
     if weights == "export":
-        overrides += ["model.init=pretrained", "model.tokenizer=null", "model.config={}"]
+        overrides += ["model.init=pretrained", "model.tokenizer=null", "model.config={}", "generation.temperature=0.5"]
     output = run("evaluate.py", *overrides, cwd=tmp_path)
+    assert f"answer ({'greedy' if weights == 'checkpoint' else 'temperature 0.5, top_p 1'}): " in output
     assert result(tmp_path / "run")["eval_loss"] == pytest.approx(result(run_dir)["eval_loss"], rel=1e-5)
     assert f"perplexity {math.exp(result(run_dir)['eval_loss']):.3f}"[:14] in output
 

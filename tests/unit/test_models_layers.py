@@ -314,7 +314,7 @@ def test_failed_export_leaves_no_files_and_keeps_the_previous_export(error: Base
     (tmp_path / "export" / "older").touch()
 
     class Unsaveable:
-        bos_token_id = eos_token_id = pad_token_id = None
+        bos_token_id = eos_token_id = pad_token_id = chat_template = None
 
         def save_pretrained(self, folder: Path) -> None:
             raise error

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from components.config.compose.frozen import from_container
+from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.errors import ConfigError
 from components.config.schema.model import ModelConfig
+from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape, read_shape
 from components.models.anatomy import SLIDING, read_anatomy
 from components.planning.formulas.architecture import FAMILIES, Architecture, read_architecture
@@ -136,3 +139,12 @@ def test_options_of_hub_models_state_every_size() -> None:
                 read_architecture(ModelShape(**known), name)
         else:
             assert read_architecture(ModelShape(**known), name).parameters > 0, name
+
+
+def test_sizes_that_a_local_config_omits_are_not_those_of_the_option(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, **sizes}))
+    register_schemas("finetune", FinetuneConfig)
+    request = Request("finetune", FinetuneConfig, (CONF,), ())
+    cfg = from_container(request.compose([f"model.path={tmp_path}"]), FinetuneConfig)
+    assert read_architecture(read_shape(cfg.model), "llama").parameters == 6_738_415_616  # Llama 7B

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hydra._internal.utils import (
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
-from components.config.compose.explain import no_option, override_parts
+from components.config.compose.explain import SOURCES, no_option, override_parts
 from components.config.compose.frozen import Config, from_container
 from components.config.compose.help_text import recipe_help
 from components.config.compose.sources import (
@@ -28,7 +29,8 @@ from components.config.compose.sources import (
     replaceable_kinds,
 )
 from components.config.compose.sweep_keys import is_sweep_key, needs_multirun
-from components.config.compose.typed import free_keys, known_keys
+from components.config.compose.texts import quoted_value
+from components.config.compose.typed import free_keys, known_keys, text_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.terminal import print_text
@@ -152,9 +154,25 @@ def read_request(
 
 
 def addable(overrides: Iterable[str], schema: type[Config]) -> tuple[str, ...]:
-    """Prefix overrides of free-form sections (model.config.x=1) with ++, which Hydra requires to add a key."""
+    """Return overrides as Hydra requires them.
+
+    Those of free-form sections (model.config.x=1) get the prefix ++, which adds a key. Values of texts that Hydra would
+    read as numbers or booleans (run.dir=2024_06_15) are quoted.
+    """
     free = tuple(start for key in free_keys(schema) for start in (f"{key}.", f"{key}={{"))
-    return tuple(f"++{override}" if override.startswith(free) else override for override in overrides)
+    texts = text_keys(schema)
+    quoted = [_with_quotes(override, texts) for override in overrides]
+    return tuple(f"++{override}" if override.startswith(free) else override for override in quoted)
+
+
+def _with_quotes(override: str, texts: Mapping[str, type]) -> str:
+    key, assigned, value = override_parts(override)
+    if not assigned or override.startswith("~"):
+        return override
+    source = re.fullmatch(rf"{re.escape(SOURCES)}\.\w+\.(.+)", key)
+    key = f"data.{source[1]}" if source else key
+    kind = str if texts.get(key.rpartition(".")[0]) is dict else texts.get(key)
+    return override if kind is None else f"{override.partition('=')[0]}={quoted_value(value, kind)}"
 
 
 def _answered_by_hydra(arguments: Namespace) -> bool:

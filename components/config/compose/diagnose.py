@@ -23,6 +23,7 @@ from components.config.compose.explain import (
     explain_file,
     explain_override,
     explain_value,
+    no_group,
     no_source,
     no_such_option,
     override_parts,
@@ -33,6 +34,7 @@ from components.config.compose.frozen import from_container
 from components.config.compose.sources import (
     Request,
     conf_resolvers,
+    drop_sizes,
     option_groups,
     option_texts,
     strict_booleans,
@@ -93,7 +95,7 @@ class _Search:
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        return option_groups(self.request.folders)
+        return self.request.groups
 
     @cached_property
     def accepted_options(self) -> dict[str, list[str]]:
@@ -169,6 +171,7 @@ class _Search:
                 self.problems.append(problem)
             else:
                 self.values.append(override)
+        drop_sizes(cfg, _values(self._compose(self.options), "model"), self.values)
         return cfg
 
     def complete(self, cfg: DictConfig) -> RecipeConfig | None:
@@ -189,9 +192,10 @@ class _Search:
 
     def _typed_without(self, is_bad: Callable[[str], bool]) -> RecipeConfig:
         cfg = self._compose([option for option in self.options if not is_bad(option)])
-        for value in self.values:
-            if not is_bad(value):
-                _apply(value, cfg)
+        before, kept = _values(cfg, "model"), [value for value in self.values if not is_bad(value)]
+        for value in kept:
+            _apply(value, cfg)
+        drop_sizes(cfg, before, kept)
         return from_container(cfg, self.request.schema)
 
     def rejected(self) -> set[str]:
@@ -207,6 +211,8 @@ class _Search:
     def _override_problem(self, override: str, cfg: DictConfig) -> str | None:
         if problem := _syntax_problem(override):
             return problem
+        if (key := override_parts(override)[0]) not in self.keys and key in option_groups(self.request.folders):
+            return no_group(override)
         try:
             with conf_resolvers():
                 _apply(override, cfg)
@@ -216,7 +222,7 @@ class _Search:
             sources, name = data.get("sources"), key.removeprefix("data.")
             if sources is not None and key in self.keys and name != key and name not in data:
                 return f"{key}={value}: must be set per source of a mixture; set {SOURCES}.NAME.{name}"
-            if sources and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
+            if isinstance(sources, dict) and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
                 return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)
             return explain_override(override, error, self.keys, self.accepted_options, fitting)

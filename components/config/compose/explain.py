@@ -53,6 +53,8 @@ NOT_STORING = "belongs to scripts/teacher.py, which stores the most likely token
 
 PACKAGES = {"network": "cluster"}
 """Group -> section whose keys its options set, if the names differ; other groups without a section use _global_."""
+SET_BY_KEY = {"gpu": "cluster.gpu"}
+"""Folder of options that are no group of a recipe -> key whose value names one of them."""
 
 VALUE_RULES = (
     (NOT_CONVERTIBLE, "must be {wanted}"),
@@ -111,6 +113,14 @@ def no_option(option: str, existing: Iterable[str]) -> str:
 def no_such_option(override: str, option: str, options: list[str]) -> str:
     """Return the message for an option of a group that no config folder holds."""
     return f"{override}: {_unknown_option(option, options)}"
+
+
+def no_group(override: str) -> str:
+    """Return the message for an option of a group that the recipe's config does not have."""
+    key, _, value = override_parts(override)
+    if key in SET_BY_KEY:
+        return f"{key}={value}: no such key; write {SET_BY_KEY[key]}={value}"
+    return f"{key}={value}: this recipe has no options of {key}; remove it"
 
 
 def no_source(subject: str, name: str, sources: Iterable[str]) -> str:
@@ -183,6 +193,7 @@ def explain_override(
     """
     text = f"{error} {error.__cause__ or ''}"
     key, assigned, value = override_parts(override)
+    override = override.removeprefix("++")  # added to those of free-form sections
     if IN_FILE.search(text) or NOT_YAML.search(text) or _requested_by_file(key, value, text):
         return explain_file(error, keys, groups, f"{key}/{value}")
     if found := NO_OPTION.search(text):

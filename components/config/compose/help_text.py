@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from components.config.compose.sources import Request, conf_resolvers, option_groups
+from components.config.compose.sources import Request, conf_resolvers
 from components.config.compose.typed import type_hints
 from components.config.key_reference import Key, keys_of, section_class, shared_keys, summary, variants_of, written
 
@@ -28,7 +28,7 @@ def recipe_help(description: str, request: Request, width: int) -> str:
         request: The command line; the text shows the values that it sets.
     """
     values = request.compose(request.overrides)
-    groups = option_groups(request.folders)
+    groups = request.groups
     parts = [
         f"{description.strip()}\n",
         "Options:\n\n" + textwrap.indent(OPTIONS, "  "),

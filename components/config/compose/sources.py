@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,18 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import BooleanNode, DictConfig, OmegaConf, ValidationError
+from omegaconf import BooleanNode, DictConfig, OmegaConf, ValidationError, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from components.config.compose.explain import override_parts
 from components.config.compose.typed import type_hints
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS, kinds_of
-from components.config.safe_yaml import YamlLimitError, check_expansion
+from components.config.safe_yaml import YamlLimitError, check_expansion, load_yaml
 from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
+from components.config.shape import ModelShape
 from components.project import PROJECT
 
 CONF = PROJECT / "conf"
@@ -49,6 +51,11 @@ class Request:
         escaped = [str(folder).replace("\\", "\\\\").replace("'", "\\'") for folder in self.folders[1:]]
         return ["hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in escaped) + "]"] if escaped else []
 
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Names of the options of each group of the recipe, by group."""
+        return recipe_groups(self.name, self.folders)
+
     def compose(self, overrides: Iterable[str]) -> DictConfig:
         """Compose the main config with `overrides`. Raises HydraException or OmegaConfBaseException."""
         GlobalHydra.instance().clear()
@@ -60,11 +67,40 @@ class Request:
                 initialize_config_dir(folder, job_name=self.name, version_base="1.3"),
                 conf_resolvers(),  # Hydra resolves the value of a key that an override adds
             ):
-                return compose(self.name, overrides=[*self.search_path, *overrides])
+                overrides = list(overrides)
+                cfg = compose(self.name, overrides=[*self.search_path, *overrides], return_hydra_config=True)
         except OmegaConfBaseException:
             raise
         except (ValueError, YAMLError) as error:  # Hydra's error for parallelism=3; an invalid YAML file
             raise HydraException(str(error)) from error
+        option = str(OmegaConf.select(cfg, "hydra.runtime.choices.model"))
+        with open_dict(cfg):
+            cfg.pop("hydra", None)
+        with suppress(YAMLError):
+            drop_sizes(cfg, load_yaml(option_texts(self.folders, "model").get(option, "")), overrides)
+        return cfg
+
+
+def drop_sizes(cfg: DictConfig, option: Any, overrides: Iterable[str]) -> None:
+    """Set the sizes that a model's option states to null if `model.path` is another model than the option's.
+
+    Sizes of the wrong model would reject meshes that the model can have. Sizes among the overrides are kept.
+
+    Args:
+        cfg: A composed config.
+        option: Values of the section `model` before `model.path` was set; anything but a dict is ignored.
+    """
+    model = cfg.get("model")
+    if not isinstance(option, dict) or not isinstance(model, DictConfig):
+        return
+    values: Any = OmegaConf.to_container(model)
+    if values.get("path") == option.get("path"):
+        return
+    given = {override_parts(override)[0] for override in overrides}
+    for name in (each.name for each in fields(ModelShape)):
+        stated = option.get(name)
+        if stated is not None and values.get(name) == stated and f"model.{name}" not in given:
+            model[name] = None
 
 
 @contextmanager
@@ -195,6 +231,32 @@ def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
             options = groups.setdefault(file.parent.relative_to(folder).as_posix(), [])
             if file.stem not in options:
                 options.append(file.stem)
+    return groups
+
+
+def recipe_groups(name: str, folders: Iterable[Path]) -> dict[str, list[str]]:
+    """Return the groups of `option_groups` that the defaults list of <name>.yaml has, and the user's own groups.
+
+    Hydra rejects the options of any other group.
+    """
+    folders = list(folders)
+    groups, known, listed = option_groups(folders), option_groups([CONF]), _listed_groups(name, folders)
+    return {group: options for group, options in groups.items() if group in listed or group not in known}
+
+
+def _listed_groups(name: str, folders: Sequence[Path]) -> set[str]:
+    """Return the groups in the defaults list of a main config, and of those that it includes."""
+    file = next((file for folder in folders if (file := folder / f"{name}.yaml").is_file()), None)
+    try:
+        entries = (load_yaml(file.read_text()) or {}).get("defaults", []) if file else []
+    except (OSError, UnicodeDecodeError, YAMLError, AttributeError):
+        return set()  # the composition reports the file
+    groups: set[str] = set()
+    for entry in entries:
+        if isinstance(entry, dict):
+            groups |= {str(key).split()[-1].partition("@")[0].lstrip("/") for key in entry}
+        elif entry not in ("_self_", name):
+            groups |= _listed_groups(str(entry).split()[-1].partition("@")[0].lstrip("/"), folders)
     return groups
 
 

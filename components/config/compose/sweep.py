@@ -18,7 +18,7 @@ from components.config.compose.command_line import addable, read_arguments, read
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, accepted_options, diagnose
 from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
-from components.config.compose.sources import Request, option_groups
+from components.config.compose.sources import Request
 from components.config.compose.sweep_keys import SweepConfig, read_sweep_keys
 from components.config.compose.sweep_values import (
     ListedValues,
@@ -28,7 +28,8 @@ from components.config.compose.sweep_values import (
     list_values,
     number_as_value,
 )
-from components.config.compose.typed import free_keys, known_keys, whole_number_keys
+from components.config.compose.texts import quoted_numbers
+from components.config.compose.typed import free_keys, known_keys, text_keys, whole_number_keys
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 
@@ -97,13 +98,18 @@ def expand_sweep(
     arguments, problems = read_arguments(schema)
     keys, key_problems = read_sweep_keys(arguments.sweep)
     listed = list_values(arguments.overrides, keys, whole_number_keys(schema), only_ends=bool(key_problems))
-    arguments.overrides = listed.overrides
+    texts = text_keys(schema)
+    arguments.overrides = [
+        f"{key}={quoted_numbers(value)}" if texts.get(key) is str and "," in value else override
+        for override in listed.overrides
+        for key, _, value in [override.partition("=")]
+    ]
     problems += key_problems + listed.problems
     try:
         request = read_request(arguments, name, schema, recipe_dir)
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from error
-    groups = option_groups(request.folders)
+    groups = request.groups
     parsed, unparsed = _parse(arguments.overrides, groups)
     swept = [override for override in parsed if override.is_sweep_override()]
     known = [*known_keys(schema), *groups]

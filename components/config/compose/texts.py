@@ -1,4 +1,4 @@
-"""Strings that omegaconf or YAML would misread: ${, ??? and characters that YAML cannot store."""
+"""Strings that Hydra, omegaconf or YAML would misread: numbers, ${, ??? and characters that YAML cannot store."""
 
 from __future__ import annotations
 
@@ -12,6 +12,38 @@ UNSET = "???"
 _MARK = re.compile(r"(\\*)\$\{")
 _LOST = re.compile("[\x85\ud800-\udfff]")
 """NEL, which YAML reads as a line break, and surrogates, which stand for bytes that are not UTF-8."""
+
+_NUMBER = r"[+-]?(?:\d[\w.+-]*|\.\d[\w+-]*|inf|nan)"
+_VALUE = re.compile(rf"{_NUMBER}|true|false", re.IGNORECASE)
+"""Text that Hydra may read as a number or a boolean, whose text may differ from what was typed: 1_0, 1.10, 1e5."""
+_QUOTED = r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
+_ENTRY: dict[type, re.Pattern[str]] = {
+    list: re.compile(rf"{_QUOTED}|(?P<before>[\[,]\s*)(?P<value>{_VALUE.pattern})(?=\s*[,\]])", re.IGNORECASE),
+    dict: re.compile(
+        rf"{_QUOTED}|(?P<before>[{{,][^,:{{}}]+:\s*)(?P<value>{_VALUE.pattern})(?=\s*[,}}])", re.IGNORECASE
+    ),
+}
+
+
+def quoted_value(value: str, kind: type) -> str:
+    """Return the value of an override with quotes around texts that Hydra would read as numbers or booleans.
+
+    Args:
+        value: As it was typed.
+        kind: str, or list or dict for lists and dicts of texts.
+    """
+    if kind is str:
+        return f'"{value.strip()}"' if _VALUE.fullmatch(value.strip()) else value
+    return _ENTRY[kind].sub(
+        lambda found: f'{found["before"]}"{found["value"]}"' if found["value"] is not None else found[0], value
+    )
+
+
+def quoted_numbers(values: str) -> str:
+    """Return the values of a swept key for texts, separated by commas, with quotes around numbers."""
+    if re.search(r"[\"'()\[\]{}$]", values):
+        return values
+    return ",".join(f'"{each.strip()}"' if re.fullmatch(_NUMBER, each.strip()) else each for each in values.split(","))
 
 
 def literal(value: Any) -> Any:

@@ -75,6 +75,21 @@ def whole_number_keys(schema: type) -> set[str]:
     return {key for key, is_whole in whole.items() if is_whole}
 
 
+def text_keys(schema: type, prefix: str = "") -> dict[str, type]:
+    """Return the dotted keys of texts in all kinds, with str, or list or dict for lists and dicts of texts."""
+    hints: dict[str, set[type | None]] = {}
+    for key, hint in _keys(schema, prefix):
+        hints.setdefault(key, set()).add(_kind_of_text(hint))
+    return {key: kind for key, found in hints.items() if len(found) == 1 and (kind := found.pop()) is not None}
+
+
+def _kind_of_text(hint: Any) -> type | None:
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    texts = {str: str, list[str]: list, dict[str, str]: dict}
+    found = [texts.get(each) for each in kinds if each is not type(None)]
+    return found[0] if len(found) == 1 else None
+
+
 def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys below `schema` with their type hints; keys shared by several kinds are repeated."""
     for variant in kinds_of(schema).values() or (schema,):

@@ -264,7 +264,8 @@ class ModelConfig:
     """Allow transformers to run Python code from the model's repository; read that code first."""
     layers: int | None = None
     """Number of decoder layers. This and the keys below are only used before the model is loaded, to check the mesh and
-    to plan; a local config.json or GGUF header overrides them. null: unknown."""
+    to plan; a local config.json or GGUF header overrides them. Those of an option of conf/model are dropped if
+    model.path is set to another model. null: unknown."""
     heads: int | None = None
     """Number of attention (query) heads."""
     kv_heads: int | None = None

@@ -14,6 +14,7 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig, PeftExport
 from components.exchange import broadcast_json, this_rank
 from components.models.classifier import TokenScores
+from components.models.generation import end_of_turn
 from components.models.meta_copy import meta_copy
 from components.models.weights.adapter_files import Merge, export_adapter
 from components.models.weights.gather import WRITER, gathered_tensors
@@ -226,6 +227,7 @@ def _write_configs(
     if not isinstance(model, TokenScores):
         generation = copy.deepcopy(model.generation_config)
         _align_special_tokens(generation, tokenizer)
+        _add_end_of_turn(generation, tokenizer)
         generation.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card)
@@ -242,6 +244,14 @@ def _align_special_tokens(config: PreTrainedConfig | GenerationConfig, tokenizer
         current = getattr(config, key, None)
         if token is not None and not (isinstance(current, list) and token in current):
             setattr(config, key, token)
+
+
+def _add_end_of_turn(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let generation also stop at the token with which the chat template closes an answer, as it does in runs."""
+    token, ends = end_of_turn(tokenizer), generation.eos_token_id
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if token is not None and token not in ends:
+        generation.eos_token_id = [*ends, token]
 
 
 def _card(name: str, text: str, model: PreTrainedModel) -> str:

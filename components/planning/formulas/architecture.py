@@ -296,7 +296,8 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
     if shape.family is None:
         raise ConfigError(
             f"model.path={model}: its sizes are unknown, because it is not on this machine; set model.family, "
-            "model.layers, model.hidden, model.heads, model.mlp and model.vocab, or model.path to a local folder"
+            "model.layers, model.hidden, model.heads, model.kv_heads, model.mlp and model.vocab, or model.path to a "
+            "local folder"
         )
     family = FAMILIES.get(shape.family)
     if family is None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from components.config.micro_batches import fitting_micro_batch
-from components.config.safe_yaml import load_yaml
 from components.config.schema.model import DType, Float8, LossMethod, ModelConfig, Qat
 from components.config.schema.objective import (
     DistillationConfig,
@@ -20,9 +19,8 @@ from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import MeshShape, ParallelismConfig, Strategy
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import TrainConfig, frozen_model, score_labels, section
-from components.config.shape import ModelShape, read_shape
+from components.config.shape import read_shape
 from components.planning.formulas.architecture import Architecture, read_architecture
-from components.planning.formulas.hardware import PROJECT_CONF
 
 BYTE_VOCABULARY = 264
 """Embeddings of a model from scratch with the byte tokenizer: 256 bytes and four special tokens, rounded up to 8."""
@@ -193,21 +191,9 @@ def architecture_of(model: ModelConfig, section: str = "model") -> Architecture:
     Raises ConfigError if its sizes are unknown.
     """
     shape = read_shape(model)
-    if shape.family is None and model.path is not None:
-        shape = _shape_of_option(model.path) or shape
     if shape.vocab is None and model.path is None and model.tokenizer == "bytes":
         shape = replace(shape, vocab=BYTE_VOCABULARY)
     return read_architecture(shape, model.path or str(model.config.get("model_type")), section)
-
-
-def _shape_of_option(path: str) -> ModelShape | None:
-    """Return the sizes in the option of conf/model whose model has this path; None if there is none."""
-    names = {each.name for each in fields(ModelShape)}
-    for file in sorted((PROJECT_CONF / "model").glob("*.yaml")):
-        values = load_yaml(file.read_text())
-        if values.get("path") == path:
-            return ModelShape(**{name: value for name, value in values.items() if name in names})
-    return None
 
 
 def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:

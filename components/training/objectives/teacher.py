@@ -148,5 +148,6 @@ def _check_tokenizer(cfg: DistillConfig, teacher: ModelConfig, tokenizer: PreTra
 
 
 def _with_teacher_keys(problem: str) -> str:
-    """Return a problem of the teacher's model config with its keys (model.path) rewritten to teacher.path."""
+    """Return a problem of the teacher's config with its keys (model.path) rewritten to those of the run."""
+    problem = problem.replace("evaluation.seq_len", "training.seq_len")  # a frozen model has no training section
     return re.sub(r"\bmodel\.(?=(path|revision|tokenizer|dtype|trust_remote_code)\b)", "teacher.", problem)

@@ -70,6 +70,9 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
     cfg = with_section(cfg, cfg.model, replace(cfg.model, dtype=_stored_dtype(cfg, run)))
     labels = score_labels(cfg.data, section(cfg, ObjectiveConfig))
     model = models.build_on_meta(cfg.model, vocabulary, labels)
+    for name, sizes in (("training", section(cfg, TrainingConfig)), ("evaluation", section(cfg, EvaluationConfig))):
+        if sizes is not None:
+            models.check_positions(model, f"{name}.seq_len", sizes.seq_len)
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, _adapters(cfg), exports=section(cfg, TrainingConfig) is not None)
     return prepare_built(model, anatomy, cfg, run)
