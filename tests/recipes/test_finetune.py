@@ -179,7 +179,7 @@ def test_copied_recipe_runs_from_any_folder(tmp_path: Path) -> None:
 def test_wandb_runs_offline_and_its_failure_does_not_stop_a_run(tmp_path: Path) -> None:
     short = (*TINY, "training.max_steps=2", "checkpoint.export=false", "generation.samples=0", "parallelism=single")
     run("finetune.py", *short, f"run.dir={tmp_path}/offline", "logging.wandb.mode=offline", cwd=tmp_path)
-    (stored,) = (tmp_path / "offline" / "wandb").glob("offline-run-*-offline/*.wandb")
+    (stored,) = (tmp_path / "offline" / "wandb").glob("offline-run-*-offline-*/*.wandb")
     sections = ("training", "optimizer", "parallelism", "model", "data", "cluster", "run")
     keys = (
         "global_batch_size",
