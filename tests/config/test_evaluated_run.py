@@ -104,7 +104,7 @@ def test_runs_that_cannot_be_evaluated_are_rejected_without_torch(commands: Comm
     write_run(tmp_path / "evaluation", "evaluate")
     problems = {
         ("run=nowhere",): "run=nowhere: not a run directory, it has no config.yaml; give the directory of a training",
-        ("run=evaluation",): "the config of this run has no section objective; give the directory of a training run",
+        ("run=evaluation",): "the config of this run has no section training; give the directory of a training run",
         ("run=dpo",): "run=dpo: its data are preferences, which have no loss per token; its eval_loss is in dpo/result",
         ("run=reward",): "run=reward: its model has a score head and no loss per token",
         ("run=unsaved",): "evaluation.checkpoint=unsaved: the run has no complete checkpoint; wait for its first save",
