@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from components.config.compose.sources import CONF
 from components.config.safe_yaml import load_yaml
-from components.config.schema.model import Attention, CausalLMConfig
+from components.config.schema.model import Attention, CausalLMConfig, RouterAux
 from components.config.shape import CONFIG_NAMES, ModelShape, read_shape
 from components.models.anatomy import read_anatomy
 from components.models.build import build_on_meta, load_config, model_shape
@@ -89,6 +89,12 @@ def test_models_that_are_defaults_of_transformers_state_them(name: str) -> None:
         key = next((key for key in keys if key in config), None)
         if size in values and key is not None:
             assert values[size] == config[key], size
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "gpt_oss_120b"])
+def test_gpt_oss_trains_without_the_router_loss_that_its_config_states(name: str) -> None:
+    """A coefficient of 0.9 with output_router_logits=false, under which transformers adds none."""
+    assert CausalLMConfig(**HUB_MODELS[name].values).router_aux == RouterAux.none
 
 
 def test_several_models_state_their_published_number_of_parameters() -> None:
