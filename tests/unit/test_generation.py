@@ -82,8 +82,13 @@ def test_token_depends_on_seed_prompt_and_position_only() -> None:
     assert first == int(uniform(7, 2, 3) * 100_000)
 
 
-def test_texts_equal_a_plain_loop_without_a_cache() -> None:
-    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=LLAMA)
+MAMBA: dict[str, Any] = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+
+
+@pytest.mark.parametrize("values", [LLAMA, MAMBA], ids=["llama", "mamba"])
+def test_texts_equal_a_plain_loop_without_a_cache(values: dict[str, Any]) -> None:
+    """Mamba's output has no cache of keys and values."""
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=values)
     model, tokenizer = build_on_meta(cfg), load_tokenizer(cfg)
     tokenizer.chat_template = None
     materialize(model, "cpu")
