@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from components.config.schema.model import ModelConfig, WeightInit
+from components.config.schema.model import Attention, ModelConfig, WeightInit
 from components.models import Sampling, build_on_meta, fill_weights, generate, load_tokenizer, materialize
 from tests.tiny_models import SIZES
 
@@ -88,7 +88,8 @@ MAMBA: dict[str, Any] = {"model_type": "mamba", "hidden_size": 32, "num_hidden_l
 @pytest.mark.parametrize("values", [LLAMA, MAMBA], ids=["llama", "mamba"])
 def test_texts_equal_a_plain_loop_without_a_cache(values: dict[str, Any]) -> None:
     """Mamba's output has no cache of keys and values."""
-    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=values)
+    attention = Attention.eager if values is MAMBA else Attention.sdpa
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=values, attention=attention)
     model, tokenizer = build_on_meta(cfg), load_tokenizer(cfg)
     tokenizer.chat_template = None
     materialize(model, "cpu")
