@@ -59,8 +59,10 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
         reason = f"uses {implementation} attention, which does not receive document bounds"
         packing_error = f"{reason}; set model.attention=sdpa or"
     packed = _PackedRows(model, packing_error)
-    model.base_model.register_forward_pre_hook(packed.before, with_kwargs=True)
-    model.base_model.register_forward_hook(packed.after, with_kwargs=True)
+    # On the causal LM too: its forward may drop the bounds (Falcon), or call its decoder directly (OPT).
+    for module in dict.fromkeys((model, model.base_model)):
+        module.register_forward_pre_hook(packed.before, with_kwargs=True)
+        module.register_forward_hook(packed.after, with_kwargs=True)
     if reason and flash:
         raise ConfigError(f"model.attention=sdpa_flash: {type(model).__name__} {reason}; set model.attention=sdpa")
     if reason:
@@ -188,7 +190,7 @@ def _inputs(observed: ObservedAttention) -> str:
 
 
 class _PackedRows:
-    """Forward hooks of the base model: pass document bounds to attention, or reject packed rows."""
+    """Forward hooks of a model and its base model: pass document bounds to attention, or reject packed rows."""
 
     def __init__(self, model: PreTrainedModel, error: str) -> None:
         """`error`: why this model cannot train on packed rows, and the settings to change; empty if it can."""
@@ -199,7 +201,7 @@ class _PackedRows:
         """Replace the bounds by one `Documents` object, which all layers of this forward share."""
         longest = kwargs.pop(LONGEST_DOCUMENT, None)
         bounds = kwargs.get(DOCUMENTS)
-        if bounds is None:
+        if bounds is None or isinstance(bounds, Documents):
             return args, kwargs
         if self._error:
             raise ConfigError(f"data.pack=true: {self._name} {self._error} data.pack=false")

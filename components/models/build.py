@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import logging
 import re
 from collections.abc import Sequence
@@ -211,7 +212,7 @@ def _check_keys(overrides: dict[str, Any], cls: type[PreTrainedConfig]) -> None:
     for key, value in overrides.items():
         if key in OTHER_KEYS:
             problems.append(f"model.config.{key}={value}: set {OTHER_KEYS[key]} instead")
-        elif key not in valid:
+        elif key not in valid and not (key == "head_dim" and _reads_head_dim(cls)):
             problems.append(f"model.config.{key}={value}: {cls.__name__} has no such key{_nearest(key, valid)}")
     if overrides.get("model_type", cls.model_type) != cls.model_type:
         problems.append(
@@ -220,6 +221,17 @@ def _check_keys(overrides: dict[str, Any], cls: type[PreTrainedConfig]) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _reads_head_dim(cls: type[PreTrainedConfig]) -> bool:
+    """Return whether a family's attention reads `head_dim` although its config does not declare it (Qwen2, OLMo 2)."""
+    try:
+        spec = importlib.util.find_spec(cls.__module__.replace("configuration_", "modeling_"))
+    except ModuleNotFoundError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    return 'self.head_dim = getattr(config, "head_dim"' in Path(spec.origin).read_text("utf-8")
 
 
 def _reject_quantized(values: dict[str, Any], path: str) -> None:

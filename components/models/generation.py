@@ -165,7 +165,8 @@ def stream_tokens(
         last = torch.tensor([len(new) - 1], device=device)
         cache_options = {"past_key_values": cache, "use_cache": True} if keeps_cache else {}
         output = call(input_ids=ids, position_ids=positions, logits_to_keep=last, **cache_options)
-        cache = output.past_key_values if keeps_cache else None
+        # Without one (Mamba, RWKV, GPT-1), the complete row is recomputed for each token.
+        cache = getattr(output, "past_key_values", None) if keeps_cache else None
         token = _next_token(output.logits, partial(choose, position=len(tokens) - start))
         if token in stop_tokens:
             break

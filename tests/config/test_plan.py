@@ -96,6 +96,18 @@ def test_what_the_command_line_sets_is_kept(commands: Commands, tmp_path: Path) 
     }
 
 
+def test_eager_attention_has_no_cp_and_counts_its_scores(commands: Commands, tmp_path: Path) -> None:
+    """Probabilities, float32 and bfloat16, of 32 layers of 32 heads: twice the row, four times the bytes per row."""
+    fixed = ["model.attention=eager", "parallelism.dp_shard=64", "training.micro_batch_size=1",
+             "parallelism.activation_checkpointing=none", "cluster.gpu=b200"]  # fmt: skip
+    for tokens in (2048, 4096):
+        found = rows(commands, [*LLAMA_8B, f"training.seq_len={tokens}", *fixed], tmp_path)
+        saved = next(term["value"] for term in found[0]["memory"] if term["name"] == "activations")
+        assert saved > 32 * 32 * tokens**2 * 6
+    free = [*LLAMA_8B, "training.seq_len=16384", "model.attention=eager", "cluster.gpu=b200"]
+    assert {row["mesh"]["cp"] for row in rows(commands, [*free, "--top", "40"], tmp_path)} == {1}
+
+
 def test_sequence_parallelism_of_an_experiment_excludes_no_mesh(commands: Commands, tmp_path: Path) -> None:
     """The mesh of an experiment is not fixed, and its sequence parallelism needs tp, which ddp does not have."""
     overrides = [*TINY, "experiment=llama3_1_8b_1node", "cluster.gpu=null", "training.global_batch_size=16"]

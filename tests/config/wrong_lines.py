@@ -222,6 +222,11 @@ OUT_OF_RANGE = [
         "model.attention=eager: does not receive the document bounds",
         "set model.attention=sdpa or",
     ),
+    (
+        "model.attention=eager parallelism=fsdp2_cp2 data.pack=false",
+        "model.attention=eager: parallelism.cp=2 splits rows, which only sdpa supports",
+        "set parallelism.cp=1",
+    ),
     ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),
     ("cluster.dry_run=maybe", "cluster.dry_run=maybe: must be true, plan or false"),
     ("cluster.nodes=2", "cluster.nodes=2", "set cluster.nodes=1"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from components.config.errors import ConfigError
-from components.config.schema.model import DType, LossMethod
+from components.config.schema.model import Attention, DType, LossMethod
 from components.config.schema.optimizer import MuonConfig, SGDConfig
 from components.config.schema.recipes import FinetuneConfig, TrainConfig
 from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
@@ -46,12 +46,14 @@ def _moe(world: int, **values: Any) -> tuple[int, Make]:
 
 
 BFLOAT16 = {"compute_dtype": DType.bfloat16}
+EAGER = {"attention": Attention.eager}
 CASES: dict[str, tuple[int, Make]] = {
     "Llama single": _llama(1, strategy="single"),
     "Llama single, bfloat16": _llama(1, strategy="single", model_values=BFLOAT16),
     "Llama ddp 2": _llama(2, strategy="ddp", dp_replicate=2),
     "Llama dp_shard 2": _llama(2, dp_shard=2),
     "Llama dp_shard 2, bfloat16": _llama(2, dp_shard=2, model_values=BFLOAT16),
+    "Llama single, eager attention": _llama(1, strategy="single", seq_len=1024, rows=1, model_values=EAGER),
     "Llama dp_shard 4": _llama(4, dp_shard=4),
     "Llama dp_replicate 2 x dp_shard 2": _llama(4, dp_replicate=2, dp_shard=2),
     "Llama dp_shard 2, not resharded": _llama(2, dp_shard=2, reshard_after_forward=False),

@@ -22,6 +22,7 @@ from tests.distributed.test_parity import DDP, FSDP2, FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
 from tests.suites import PARITY
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": parity.MODELS["llama"],
     "llama_tied": parity.MODELS["llama_tied"],
@@ -30,6 +31,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {**SMALL, "model_type": "cohere", "logit_scale": 0.3, "tie_word_embeddings": True},
     "granite": {**SMALL, "model_type": "granite", "logits_scaling": 3.0, "tie_word_embeddings": False},
     "phi": {**SMALL, "model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": False},  # a head with a bias
+    # tp replicates its head.
+    "stablelm": {**SMALL, "model_type": "stablelm", "tie_word_embeddings": False, "rope_parameters": ROPE},
     "deep": {**parity.MODELS["llama"], "num_hidden_layers": 4},
     "mixtral": parity.MOE_MODELS["mixtral"],
 }  # fmt: skip
@@ -44,6 +47,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("llama", TP),
         ("llama_tied", {**TP, **SP}),
         ("gemma3", TP),
+        ("stablelm", TP),
         ("gemma3", CP),
         ("llama_tied", PP),
         ("deep", {**PP, "pp_schedule": "ZBVZeroBubble"}),

@@ -11,6 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import ModelConfig
+from components.config.schema.objective import NextTokenConfig
+from components.config.schema.recipes import FinetuneConfig
+from components.config.schema.training import TrainingConfig
+from components.parity.comparison import Comparison, _hyperparameters
 from tests.preloaded import run_preloaded
 from tests.suites import PARITY, in_parity
 
@@ -96,3 +102,14 @@ def test_invalid_options_are_rejected_before_torch_is_imported(
     assert message in completed.stderr
     assert "Traceback" not in completed.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_comparison_trains_the_terms_of_the_configured_objective(tmp_path: Path) -> None:
+    cfg = FinetuneConfig(
+        model=ModelConfig(path="made here"),
+        data=DocsDataConfig(),
+        objective=NextTokenConfig(label_smoothing=0.1, z_loss=0.02),
+        training=TrainingConfig(max_steps=3),
+    )
+    found = _hyperparameters(Comparison(cfg, 2, steps=3, dtype="float64", gradients=True, out=tmp_path))
+    assert (found.label_smoothing, found.z_loss, found.max_steps) == (0.1, 0.02, 3)

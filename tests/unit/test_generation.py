@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from components.config.schema.model import ModelConfig, WeightInit
+from components.config.schema.model import Attention, ModelConfig, WeightInit
 from components.models import Sampling, build_on_meta, fill_weights, generate, load_tokenizer, materialize
 from components.models.generation import end_of_turn, stream_tokens
 from components.models.weights.export import export_model
@@ -108,8 +108,14 @@ def test_token_depends_on_seed_prompt_and_position_only() -> None:
     assert first == int(uniform(7, 2, 3) * 100_000)
 
 
-def test_texts_equal_a_plain_loop_without_a_cache() -> None:
-    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=LLAMA)
+MAMBA: dict[str, Any] = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+
+
+@pytest.mark.parametrize("values", [LLAMA, MAMBA], ids=["llama", "mamba"])
+def test_texts_equal_a_plain_loop_without_a_cache(values: dict[str, Any]) -> None:
+    """Mamba's output has no cache of keys and values."""
+    attention = Attention.eager if values is MAMBA else Attention.sdpa
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=values, attention=attention)
     model, tokenizer = build_on_meta(cfg), load_tokenizer(cfg)
     tokenizer.chat_template = None
     materialize(model, "cpu")

@@ -61,6 +61,7 @@ def test_parameter_dtype_and_attention_follow_the_config() -> None:
         ({"rope_theta": 1.0}, r"model.config.rope_theta=1.0: set model.config.rope_parameters instead"),
         ({"vocab_size": 100}, r"model.config.vocab_size=100: the tokenizer has 260 tokens"),
         ({"model_type": "t5", "d_model": 8}, r"T5Config has no such key"),
+        ({"model_type": "gpt2", "head_dim": 8}, r"model.config.head_dim=8: GPT2Config has no such key"),
     ],
 )
 def test_invalid_model_config_is_rejected_by_key(config: dict[str, Any], message: str) -> None:
@@ -72,6 +73,12 @@ def test_all_unknown_keys_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         build_on_meta(scratch(hiden_size=1, num_layer=2))
     assert len(caught.value.problems) == 2
+
+
+def test_head_dim_is_accepted_where_attention_reads_it() -> None:
+    """Qwen2Config does not declare it."""
+    model = build_on_meta(scratch(model_type="qwen2", head_dim=32), vocab_size=260)
+    assert model.model.layers[0].self_attn.q_proj.out_features == 32 * model.config.num_attention_heads
 
 
 def test_overrides_of_a_saved_config_also_update_derived_values(tmp_path: Path) -> None:

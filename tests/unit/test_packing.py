@@ -250,9 +250,7 @@ def test_varlen_kernel_gets_arguments_equivalent_to_the_mask(has_gqa: bool, monk
 class DropsKeywords(LlamaForCausalLM):
     """A model whose layers receive no keyword arguments."""
 
-    def forward(
-        self, input_ids: torch.Tensor, documents: Any, longest_document: int, position_ids: Any, use_cache: bool
-    ) -> Any:
+    def forward(self, input_ids: torch.Tensor, documents: Any, position_ids: Any, use_cache: bool) -> Any:
         self.model.layers[0].forward = lambda hidden, **kw: hidden
         self.model.layers[1].forward = lambda hidden, **kw: hidden
         return super().forward(input_ids, position_ids=position_ids, documents=documents, use_cache=use_cache)
@@ -281,6 +279,17 @@ def test_model_that_attends_across_documents_is_rejected() -> None:
     mixed.model.short = torch.nn.Conv1d(2, 2, 3)
     models.use_causal_sdpa(mixed)
     assert "mixes neighboring tokens by Conv1d, also across documents; set data.pack=false" in rejection(mixed)
+
+
+def test_packed_rows_of_causal_lms_that_do_not_call_their_base_model_with_the_bounds() -> None:
+    """Falcon's swallows keywords, so it is rejected; OPT's calls the decoder within its base model."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+    falcon = build("falcon", torch.float32, {"model_type": "falcon", **sizes})
+    models.use_causal_sdpa(falcon)
+    assert "data.pack=true: FalconForCausalLM computes attention in its own code" in rejection(falcon)
+    values = {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, **sizes}
+    opt = build("opt", torch.float64, values)
+    assert differences(reference(opt, documents(packed())), packed_step(opt)) == []
 
 
 def test_build_dataset_packs_if_data_pack_is_set() -> None:

@@ -11,10 +11,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from components.config.compose.sources import CONF
 from components.config.safe_yaml import load_yaml
-from components.config.schema.model import Attention, CausalLMConfig
+from components.config.schema.model import Attention, CausalLMConfig, RouterAux
 from components.config.shape import CONFIG_NAMES, ModelShape, read_shape
 from components.models.anatomy import read_anatomy
-from components.models.build import build_on_meta, model_shape
+from components.models.build import build_on_meta, load_config, model_shape
+from components.planning.dry_run.played_run import buildable
 from components.planning.formulas.architecture import read_architecture
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
 
@@ -66,6 +67,20 @@ def test_sizes_equal_those_of_the_model_on_meta(name: str, tmp_path: Path) -> No
         assert abs(parameters - count) <= max(0.01 * count, half_a_unit), (parameters, count)
 
 
+@pytest.mark.parametrize("name", HUB_MODELS)
+def test_a_dry_run_builds_the_sizes_of_an_option(name: str) -> None:
+    """Without files of the model, as on a machine that does not have it."""
+    values = HUB_MODELS[name].values
+    cfg = CausalLMConfig(**{**values, "attention": Attention(values.get("attention", "sdpa"))})
+    stated = read_shape(cfg)
+    built = load_config(buildable(cfg, stated))
+    for size in ("layers", "heads", "kv_heads", "hidden", "vocab", "experts", "head_dim", "experts_per_token", "tied"):
+        if getattr(stated, size) is not None:
+            assert getattr(model_shape(built), size) in (getattr(stated, size), None), size
+    experts = stated.expert_mlp
+    assert experts in (None, getattr(built, "moe_intermediate_size", built.intermediate_size))
+
+
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_models_that_are_defaults_of_transformers_state_them(name: str) -> None:
     values = HUB_MODELS[name].values
@@ -74,6 +89,12 @@ def test_models_that_are_defaults_of_transformers_state_them(name: str) -> None:
         key = next((key for key in keys if key in config), None)
         if size in values and key is not None:
             assert values[size] == config[key], size
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "gpt_oss_120b"])
+def test_gpt_oss_trains_without_the_router_loss_that_its_config_states(name: str) -> None:
+    """A coefficient of 0.9 with output_router_logits=false, under which transformers adds none."""
+    assert CausalLMConfig(**HUB_MODELS[name].values).router_aux == RouterAux.none
 
 
 def test_several_models_state_their_published_number_of_parameters() -> None:

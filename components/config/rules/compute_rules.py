@@ -185,6 +185,11 @@ def attention_problems(model: ModelConfig, mesh: MeshShape, device: Device, *, p
             f"model.attention=sdpa_flash: parallelism.cp={mesh.cp} uses attention masks, which the flash kernel does "
             "not support; set model.attention=sdpa"
         )
+    if model.attention not in (Attention.sdpa, Attention.sdpa_flash) and mesh.cp > 1:
+        problems.append(
+            f"model.attention={model.attention}: parallelism.cp={mesh.cp} splits rows, which only sdpa supports; set "
+            "parallelism.cp=1 or model.attention=sdpa"
+        )
     if model.attention == Attention.flex_attention and device == Device.cpu and trains:
         problems.append(NO_FLEX_BACKWARD)
     return problems

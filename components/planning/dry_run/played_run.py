@@ -27,8 +27,15 @@ SIZE_KEYS = {
     "tied": "tie_word_embeddings",
 }
 """Size of a model -> its key in the configs of transformers."""
-LOCAL_EXPERTS = ("mixtral", "gpt_oss")
-"""Model types that call the number of experts num_local_experts; others call it num_experts."""
+EXPERT_KEYS = {
+    "mixtral": "num_local_experts",
+    "gpt_oss": "num_local_experts",
+    "deepseek_v3": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+}
+"""Model type -> its key for the number of experts; num_experts for others."""
+SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe")
+"""Model types without dense MLPs, whose intermediate_size is that of an expert."""
 
 
 def play_run(cfg: TrainConfig, shape: ModelShape, world: int) -> list[DryRun]:
@@ -49,7 +56,9 @@ def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:
     values: dict[str, Any] = {"model_type": shape.family}
     values |= {key: getattr(shape, name) for name, key in SIZE_KEYS.items() if getattr(shape, name) is not None}
     if shape.experts:
-        values["num_local_experts" if shape.family in LOCAL_EXPERTS else "num_experts"] = shape.experts
+        values[EXPERT_KEYS.get(shape.family or "", "num_experts")] = shape.experts
+    if shape.family in SINGLE_MLP_SIZE and shape.expert_mlp is not None:
+        values["intermediate_size"] = values.pop("moe_intermediate_size")
     return replace(
         model, path=None, revision=None, init=WeightInit.random, tokenizer="bytes", config={**values, **model.config}
     )

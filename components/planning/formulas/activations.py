@@ -5,6 +5,8 @@ hidden size h with q query and k key-value features, f MLP features, elements of
 
 - each norm: its input in float32 (4 h), the normalized states and the output (2 h c); fused, its input and output;
 - attention: queries, keys, values and the output ((2 q + 2 k) c), and a float32 per head;
+- eager attention, per head and key: the probabilities (c), below float32 also in float32 unless it has sinks; with
+  softcapping, the capped scores (c);
 - a gated MLP: gate, up, the activated gate and their product (4 f c), fused without the activated gate; without a gate
   2 f c;
 - with model.qat, as counted with torchao 0.18: 2 c per weight and c per input of a linear layer (int8_int4), or 16 + c
@@ -29,6 +31,9 @@ class LayerActivations:
     none: float
     selective: float
     full: float
+    transient: float = 0.0
+    """Bytes that exist only during the layer's backward: gradients of the scores and probabilities of eager
+    attention, whatever the policy."""
 
     def of(self, policy: ActivationCheckpointing) -> float:
         """Return the bytes per layer under a policy; `auto` counts like `none`."""
@@ -56,12 +61,16 @@ def layer_activations(w: Workload) -> LayerActivations:
         attention += c * queries  # the output before and after the all-to-all
     if a.family.query_key_norm is not QueryKeyNorm.none:
         attention += (c if w.fused else 4 + c) * (queries + keys)
+    scores = heads * w.seq_len if w.eager_attention else 0
+    widened = 4 if c < 4 and not a.family.sinks else 0
+    attention += scores * (c + widened + (c if a.family.softcap else 0))
     mlp = _experts(w) if a.experts else (_gated(w) if a.family.gated else 2) * c * -(-a.mlp // tp)
     none = tokens * (norm_inputs + norm_outputs + attention + mlp) + _fake_quantized(w)
     layer_input = tokens * hidden * c / sp
     matmuls = (2 * queries + 2 * keys + hidden / sp * 2) * c + 4 * heads
     matmuls += (2 if a.family.gated else 1) * c * -(-a.mlp // tp) * (a.experts_per_token or 1)
-    return LayerActivations(none=none, selective=layer_input + tokens * matmuls, full=layer_input)
+    transient = tokens * scores * (c + (widened or c))
+    return LayerActivations(none, selective=layer_input + tokens * matmuls, full=layer_input, transient=transient)
 
 
 def _gated(w: Workload) -> int:

@@ -44,6 +44,8 @@ class Family:
     """Whether every MLP is a mixture of experts."""
     expert_bias: bool = False
     router_bias: bool = False
+    softcap: bool = False
+    """Whether attention scores pass through tanh, which only eager attention implements."""
     sinks: bool = False
     """One learned attention logit per head."""
     full_every: int = 0
@@ -69,7 +71,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(tied=True),
     "ernie4_5": Family(tied=True, head_dim=128),
     "gemma": Family(tied=True, head_dim=256, norm_offset=True),
-    "gemma2": Family(tied=True, head_dim=256, norms=4, norm_offset=True, full_every=2),
+    "gemma2": Family(tied=True, head_dim=256, norms=4, norm_offset=True, softcap=True, full_every=2),
     "gemma3_text": Family(
         tied=True, head_dim=256, norms=4, norm_offset=True, query_key_norm=QueryKeyNorm.head, full_every=6
     ),

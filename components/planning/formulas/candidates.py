@@ -10,7 +10,7 @@ from typing import Any
 from components.config.errors import ConfigError
 from components.config.meshes import mesh_shapes
 from components.config.micro_batches import batch_problems
-from components.config.rules.compute_rules import compile_problems, recompute_problems
+from components.config.rules.compute_rules import attention_problems, compile_problems, recompute_problems
 from components.config.rules.mesh_rules import model_problems, row_problems
 from components.config.schema.checks import field_values
 from components.config.schema.parallelism import (
@@ -88,6 +88,7 @@ def candidates(cfg: TrainConfig, shape: ModelShape, choice: Choice, left_out: Le
             problems = [
                 *model_problems(parallelism, mesh, shape),
                 *row_problems("training.seq_len", cfg.training.seq_len, parallelism, mesh),
+                *attention_problems(cfg.model, mesh, cfg.cluster.device, packs=cfg.data.pack, trains=True),
                 *recompute_problems(cfg.model, parallelism, mesh),
                 *compile_problems(cfg.model, parallelism, mesh, shape),
             ]

@@ -315,7 +315,7 @@ def _last_gradients(w: Workload, rank: _Rank, gradients: Term, activations: Term
     A pipeline stage accumulates the gradients of a micro-batch only at the end of its backward.
     """
     layer = layer_activations(w)
-    one = Term("activations", max(layer.none, layer.full), "one layer")
+    one = Term("activations", max(layer.none, layer.full) + layer.transient, "one layer")
     if w.mesh.pp > 1:
         others = activations.value * (in_flight - 1) / in_flight
         new = rank.trained_layer.gathered
@@ -400,8 +400,8 @@ def _activation_terms(w: Workload, rank: _Rank) -> tuple[Term, Term, float]:
     again = {
         ActivationCheckpointing.full: saved.none,
         ActivationCheckpointing.selective: saved.none - saved.selective + saved.full,
-    }.get(policy, 0.0)
-    return activations, Term("recomputed layer", again, f"activations of one layer that {policy} recomputes"), in_flight
+    }.get(policy, 0.0) + saved.transient
+    return activations, Term("recomputed layer", again, "activations that the backward of a layer computes"), in_flight
 
 
 def micro_batches_in_flight(w: Workload, stage: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from components.config.micro_batches import fitting_micro_batch
-from components.config.schema.model import DType, Float8, LossMethod, ModelConfig, Qat
+from components.config.schema.model import Attention, DType, Float8, LossMethod, ModelConfig, Qat
 from components.config.schema.objective import (
     DistillationConfig,
     DPOConfig,
@@ -53,6 +53,8 @@ class Workload:
     """auto, logits, chunked or liger, as configured."""
     optimizer: OptimizerConfig
     peft: PeftConfig
+    eager_attention: bool = False
+    """Whether attention materializes its scores (model.attention=eager)."""
     qat: Qat = Qat.none
     """Quantization that the training emulates (model.qat)."""
     averages: bool = False
@@ -171,6 +173,7 @@ def build_workload(
         loss=LossMethod.chunked if section(cfg, DistillationConfig) else model.loss,
         optimizer=cfg.optimizer,
         peft=cfg.peft,
+        eager_attention=model.attention is Attention.eager,
         qat=model.qat,
         averages=training.ema_decay is not None,
         frozen=None if frozen is None else architecture_of(frozen, "model" if frozen is cfg.model else "teacher"),

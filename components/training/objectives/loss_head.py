@@ -182,6 +182,7 @@ class _TakesTargets:
             return hidden
         per_token = output == HeadOutput.token_losses
         rows: Any = hidden
+        returns_dtensor = isinstance(hidden, DTensor)  # tp's hooks of the head convert them, of a replicated head none
         if isinstance(hidden, DTensor):
             is_sharded = spec.vocabulary.group is not None
             rows = hidden.to_local(grad_placements=[Partial() if is_sharded else Replicate()])
@@ -196,9 +197,7 @@ class _TakesTargets:
         if per_token:
             loss = loss.view(targets.shape)
         # tp's output hook of the head expects a DTensor if its input hook passed one.
-        return (
-            loss if mesh is None or rows is hidden else DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
-        )
+        return DTensor.from_local(loss, mesh, [Replicate()], run_check=False) if returns_dtensor else loss
 
 
 def _chunk_logits(device: torch.device, mesh: Mesh | None) -> int | None:
