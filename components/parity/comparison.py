@@ -261,8 +261,14 @@ def _hyperparameters(comparison: Comparison) -> Hyperparameters:
             f"training.epochs={cfg.training.epochs:g}: the comparison needs the length of the learning-rate schedule "
             "in steps; set training.max_steps and training.epochs=null"
         )
-    terms = {"label_smoothing": cfg.objective.label_smoothing, "z_loss": cfg.objective.z_loss}
-    return Hyperparameters(cfg.optimizer, comparison.steps, cfg.training.max_steps, cfg.training.max_grad_norm, **terms)
+    return Hyperparameters(
+        cfg.optimizer,
+        comparison.steps,
+        cfg.training.max_steps,
+        cfg.training.max_grad_norm,
+        label_smoothing=cfg.objective.label_smoothing,
+        z_loss=cfg.objective.z_loss,
+    )
 
 
 def _router_coefficient(cfg: FinetuneConfig, model: Any) -> float:
