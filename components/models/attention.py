@@ -258,8 +258,8 @@ def causal_sdpa(
         attention_mask = documents.mask(keys, window)
     elif attention_mask is None and window is not None:
         position = torch.arange(keys, device=query.device)
-        distance = position[keys - queries :, None] - position[None, :]  # (seq of queries, seq of keys)
-        attention_mask = ((distance >= 0) & (distance < window))[None, None]
+        last = position[keys - queries :, None]  # (seq of queries, 1): comparing needs no matrix of distances
+        attention_mask = ((position <= last) & (position > last - window))[None, None]
     prefer: SDPBackend | None = kwargs.pop("prefer", None)
     if prefer is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
