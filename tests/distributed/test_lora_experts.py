@@ -157,7 +157,7 @@ def test_exported_adapter_is_loaded_by_peft_and_merges(name: str, tmp_path: Path
 
 def tokenizer_with_ids() -> Any:
     tokenizer: Any = _Tokenizer()
-    tokenizer.bos_token_id = tokenizer.eos_token_id = tokenizer.pad_token_id = None
+    tokenizer.bos_token_id = tokenizer.eos_token_id = tokenizer.pad_token_id = tokenizer.chat_template = None
     return tokenizer
 
 
