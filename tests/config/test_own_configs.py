@@ -152,8 +152,9 @@ def test_missing_sections_are_not_validated() -> None:
         parallelism=ParallelismConfig(cp=2),
         cluster=LocalClusterConfig(device=Device.cpu),
     )
-    (problem,) = validate(cfg, 2)
-    assert problem.startswith("evaluation.seq_len=99: must be a multiple of 4")
+    of_length, of_attention = validate(cfg, 2)
+    assert of_length.startswith("evaluation.seq_len=99: must be a multiple of 4")
+    assert of_attention.startswith("model.attention=flex_attention: parallelism.cp=2 splits rows")
     assert fit_micro_batches(cfg, 2) is cfg
 
 

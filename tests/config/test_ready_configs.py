@@ -62,7 +62,7 @@ for name in names:
         answers[name] |= {"problems": error.problems}
 print(json.dumps(answers))
 """
-KEYS = ("path", "attention", "family", *SIZES, "experts_per_token", "window", "tied")
+KEYS = ("path", "attention", "router_aux", "family", *SIZES, "experts_per_token", "window", "tied")
 # One pipeline stage, one replica and whole rows: 20 candidates instead of thousands.
 OVERRIDES = [
     *("cluster=slurm_8node", "cluster.gpu=h100_80", "training.global_batch_size=128", "training.seq_len=4096"),
@@ -80,7 +80,7 @@ def test_every_hub_model_composes_and_fits_some_mesh(commands: Commands, tmp_pat
     answers: dict[str, Any] = json.loads(ended.output)
     limit = usable_bytes(find_hardware("h100_80"))
     for name, answer in answers.items():
-        stated = dict.fromkeys(KEYS) | {"attention": "sdpa"} | HUB_MODELS[name].values
+        stated = dict.fromkeys(KEYS) | {"attention": "sdpa", "router_aux": "sequence"} | HUB_MODELS[name].values
         assert answer["values"] == stated, name
         if name in NOT_PLANNED:
             assert "the formulas do not cover this model type" in answer["problems"][0], name
