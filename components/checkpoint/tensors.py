@@ -49,11 +49,15 @@ AVERAGE_UPDATES = "average_updates"
 """Name of the number of updates in the moving average, a scalar."""
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Python type of a number -> dtype that stores it."""
+_OURS = "components.training.optimizers"
+_ADAM, _MOMENTUM = ("step", "exp_avg", "max_exp_avg"), ("momentum_buffer",)
 USED_STATE = {
-    **dict.fromkeys(("Adam", "AdamW", "AdamW8bit"), ("step", "exp_avg", "max_exp_avg")),
-    **dict.fromkeys(("Muon", "SGD"), ("momentum_buffer",)),
+    **dict.fromkeys(("torch.optim.adam.Adam", "torch.optim.adamw.AdamW"), _ADAM),
+    **dict.fromkeys((f"{_OURS}.adamw.AdamW", f"{_OURS}.adamw8bit.AdamW8bit"), _ADAM),
+    **dict.fromkeys(("torch.optim.sgd.SGD", f"{_OURS}.muon.Muon"), _MOMENTUM),
 }
-"""Optimizer -> first characters of the names of its state, with that which it converts or `_check_moments` rejects."""
+"""Optimizer, with its module since a user's own may have the same name -> first characters of the names of its state,
+with that which it converts or `_check_moments` rejects."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name with disjoint parameters."""
 FILE_BYTES = 512 * 1024**2
@@ -214,7 +218,8 @@ def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Ma
 
 def _uses(optimizer: torch.optim.Optimizer, quantity: str) -> bool:
     """Return whether an optimizer uses state of this name; True for those of unknown state."""
-    return quantity.startswith(USED_STATE.get(type(optimizer).__name__, ""))
+    kind = type(optimizer)
+    return quantity.startswith(USED_STATE.get(f"{kind.__module__}.{kind.__name__}", ""))
 
 
 def restore_numbers(optimizers: Optimizers, parameters: Tensors, tensors: Tensors) -> None:

@@ -271,6 +271,24 @@ def test_state_that_another_optimizer_does_not_use_is_dropped(tmp_path: Path, ca
     train(run, 1)
 
 
+def test_state_of_an_own_optimizer_with_the_name_of_another_is_kept(tmp_path: Path) -> None:
+    def step(self: torch.optim.Optimizer) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["velocity"] = self.state[parameter].get("velocity", 0) + parameter.grad
+
+    own = type("Muon", (torch.optim.Optimizer,), {"step": step})
+    model, _ = start(None, 0)
+    saved = own(model.parameters(), {"lr": 1e-2})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    path = save_checkpoint(tmp_path, 1, model, saved, {}, CheckpointConfig())
+    model, _ = start(None, 1)
+    loaded = own(model.parameters(), {"lr": 1e-2})
+    load_checkpoint(path, model, loaded)
+    assert all(torch.equal(loaded.state[each]["velocity"], torch.ones_like(each)) for each in model.parameters())
+
+
 def two_level_shards(split: str) -> Run:
     """A matrix sharded over four ranks: FSDP over TP shards of uneven size (5 rows), or over a fused projection (12
     rows: three matrices, each of which TP shards separately)."""
