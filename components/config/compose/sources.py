@@ -76,8 +76,10 @@ class Request:
         option = str(OmegaConf.select(cfg, "hydra.runtime.choices.model"))
         with open_dict(cfg):
             cfg.pop("hydra", None)
-        with suppress(YAMLError):
-            drop_sizes(cfg, load_yaml(option_texts(self.folders, "model").get(option, "")), overrides)
+        files = (folder / "model" / f"{option}.yaml" for folder in self.folders)
+        if file := next((file for file in files if file.is_file()), None):
+            with suppress(OSError, UnicodeDecodeError, YAMLError):
+                drop_sizes(cfg, load_yaml(file.read_text()), overrides)
         return cfg
 
 
