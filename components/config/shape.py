@@ -29,6 +29,7 @@ CONFIG_NAMES = {
     "experts_per_token": ("num_experts_per_tok",),
     "window": ("sliding_window",),
     "tied": ("tie_word_embeddings",),
+    "per_layer_input": ("hidden_size_per_layer_input",),
 }
 """Name of a size in Meshbook -> its keys in config.json files."""
 
@@ -97,6 +98,8 @@ class ModelShape:
     """Whether the LM head shares its weight with the embedding."""
     rotary: bool | None = None
     """Whether it has rotary position embeddings with transformers' types of scaling."""
+    per_layer_input: int | None = None
+    """Width of the inputs that each layer gets from the token ids, beside the hidden states (Gemma 4 E2B); 0: none."""
 
     @property
     def tp_divides_mlp(self) -> bool:

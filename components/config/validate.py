@@ -16,6 +16,7 @@ from components.config.rules.compute_rules import (
     float8_problems,
     loss_problems,
     offload_problems,
+    precision_problems,
     qat_problems,
     recompute_problems,
     rope_problems,
@@ -91,6 +92,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     if section(cfg, DistillationConfig) is not None:
         problems += distillation_problems(model, section(cfg, TeacherConfig), training)
     problems += rope_problems(model, shape)
+    problems += precision_problems(model, parallelism, section(cfg, TeacherConfig))
     problems += compile_problems(model, parallelism, mesh, shape)
     problems += async_tp_problems(model, parallelism, device, packs=cfg.data.pack)
     problems += loss_problems(model, parallelism, mesh, device, tasks)

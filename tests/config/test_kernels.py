@@ -13,6 +13,8 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
 from components.config.validate import validate
 
+SINGLE = ParallelismConfig(strategy="single", dp_shard=1)
+DDP = ParallelismConfig(strategy="ddp", dp_replicate=-1, dp_shard=1)
 EIGHT = {"float8": "rowwise", "float8_emulate": True}
 
 
@@ -72,6 +74,18 @@ MESH += [
         "model.qat=int8_int4: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B",
     ),
 ]  # fmt: skip
+MESH += [
+    (
+        model(dtype="bfloat16", compute_dtype="float32"), {"parallelism": SINGLE}, 1,
+        "model.compute_dtype=float32: parallelism.strategy=single computes with the stored weights, which are in bfl",
+        "set model.dtype=float32, or parallelism=fsdp2",
+    ),
+    (
+        model(compute_dtype="float64"), {"parallelism": DDP}, 2,
+        "model.compute_dtype=float64: parallelism.strategy=ddp computes with the stored weights, which are in float32",
+        "set model.dtype=float64, or parallelism=fsdp2",
+    ),
+]  # fmt: skip
 ALONE = [
     ({"qat_group_size": 64}, "model.qat_group_size=64: needs model.qat; set model.qat=int8_int4"),
     (
@@ -85,6 +99,23 @@ ALONE = [
     ),
     ({"float8": "rowwise", "dtype": "float64"}, "but model.dtype=float64 with model.compute_dtype=auto has none; set"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "compute", "strategy"),
+    [
+        ("bfloat16", "float32", "fsdp2"),
+        ("float32", "float32", "single"),
+        ("auto", "float32", "ddp"),
+        ("float32", "bfloat16", "single"),
+        ("bfloat16", "auto", "single"),
+        ("float64", "float64", "single"),
+    ],
+)
+def test_dtypes_that_a_strategy_computes_in_are_accepted(stored: str, compute: str, strategy: str) -> None:
+    chosen = model(dtype=stored, compute_dtype=compute)
+    parallelism = ParallelismConfig(strategy=strategy, dp_shard=1)
+    assert validate(FinetuneConfig(model=chosen, data=DocsDataConfig(), parallelism=parallelism), 1) == []
 
 
 @pytest.mark.parametrize(("chosen", "sections", "world", "rule", "key"), MESH)

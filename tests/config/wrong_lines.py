@@ -256,6 +256,20 @@ MESH = [
     ),
     ("parallelism.tp=3", "parallelism.tp=3: does not divide the 160 features of the model's MLPs"),
     ("model=smollm2_135m parallelism.tp=5", "parallelism.tp=5: does not divide the 1536 features"),
+    (
+        "model=tiny model.config.model_type=bamba parallelism=pp2_1f1b",
+        "parallelism.pp=2: the forward of bamba models cannot be split into stages; set parallelism.pp=1",
+    ),
+    (
+        "model=tiny model.config.model_type=gemma4_text model.config.hidden_size_per_layer_input=8 "
+        "parallelism=pp2_1f1b",
+        "parallelism.pp=2: the model computes inputs of each layer from the token ids (hidden_size_per_layer_input=8)",
+    ),
+    (
+        "model=tiny model.config.model_type=gemma4_text model.config.hidden_size_per_layer_input=8 "
+        "parallelism=fsdp2_tp2_sp",
+        "which tp does not shard with the hidden states; set parallelism.sequence_parallel=false",
+    ),
     ("parallelism.sequence_parallel=true", "parallelism.sequence_parallel=true: needs parallelism.tp > 1"),
     ("parallelism=single parallelism.pp=2", "parallelism.pp=2: strategy single has no such axis"),
 ]

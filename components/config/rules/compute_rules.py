@@ -16,7 +16,13 @@ from components.config.schema.model import (
     RopeType,
     TeacherConfig,
 )
-from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, MeshShape, ParallelismConfig
+from components.config.schema.parallelism import (
+    SPLIT_BACKWARD,
+    ActivationCheckpointing,
+    MeshShape,
+    ParallelismConfig,
+    Strategy,
+)
 from components.config.schema.training import TasksConfig, TrainingConfig
 from components.config.shape import ModelShape
 
@@ -39,6 +45,22 @@ def compile_problems(
             "cannot be compiled; set model.compile=false, or model.dtype=float32"
         )
     return problems
+
+
+def precision_problems(model: ModelConfig, parallelism: ParallelismConfig, teacher: TeacherConfig | None) -> list[str]:
+    """Return the problems of model.compute_dtype: without FSDP2, matmuls use the stored dtype or bfloat16."""
+    compute, strategy = model.compute_dtype, parallelism.strategy
+    if strategy == Strategy.fsdp2 or compute in (DType.auto, DType.bfloat16):
+        return []
+    stored = {"model.dtype": model.stored_dtype()}
+    if teacher is not None and teacher.dtype is not None:
+        stored["teacher.dtype"] = teacher.dtype
+    return [
+        f"model.compute_dtype={compute}: parallelism.strategy={strategy} computes with the stored weights, which are "
+        f"in {dtype}; set {key}={compute}, or parallelism=fsdp2"
+        for key, dtype in stored.items()
+        if dtype not in (compute, DType.auto)
+    ]
 
 
 def async_tp_problems(model: ModelConfig, parallelism: ParallelismConfig, device: Device, *, packs: bool) -> list[str]:

@@ -6,6 +6,9 @@ from components.config.layouts import AttentionLayout, attention_layout, local_h
 from components.config.schema.parallelism import ContextAttention, MeshShape, ParallelismConfig, UnevenHeads
 from components.config.shape import ModelShape
 
+NOT_STAGED = frozenset({"bamba", "nemotron_h", "openai-gpt"})
+"""Model types whose forward fails in a stage: it uses the type or outputs of every layer, or the shape of the ids."""
+
 
 def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
     """Return the sizes of the model that the mesh cannot divide. Checked before loading the model and again after
@@ -24,6 +27,7 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
             f"parallelism.tp={mesh.tp}: does not divide the {shape.mlp} features of the model's MLPs; change "
             "parallelism.tp"
         )
+    problems += _forward_problems(parallelism, mesh, shape)
     stages = len(parallelism.stage_ranks(mesh.pp))
     if shape.layers is not None and shape.layers < stages:
         fewer = ", or parallelism.pp_schedule=1F1B (one stage per rank)" if stages > mesh.pp else ""
@@ -43,6 +47,30 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
     elif shape.experts is not None and shape.experts % mesh.ep:
         problems.append(
             f"parallelism.ep={mesh.ep}: does not divide the model's {shape.experts} experts; change parallelism.ep"
+        )
+    return problems
+
+
+def _forward_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
+    """Return the axes that the model's forward rules out."""
+    problems = []
+    inputs = (
+        "the model computes inputs of each layer from the token ids "
+        f"(hidden_size_per_layer_input={shape.per_layer_input})"
+    )
+    if mesh.pp > 1 and shape.per_layer_input:
+        problems.append(
+            f"parallelism.pp={mesh.pp}: {inputs}, which only the first stage receives; set parallelism.pp=1"
+        )
+    if mesh.pp > 1 and shape.family in NOT_STAGED:
+        problems.append(
+            f"parallelism.pp={mesh.pp}: the forward of {shape.family} models cannot be split into stages; set "
+            "parallelism.pp=1"
+        )
+    if mesh.tp > 1 and parallelism.sequence_parallel and shape.per_layer_input:
+        problems.append(
+            f"parallelism.sequence_parallel=true: {inputs}, which tp does not shard with the hidden states; set "
+            "parallelism.sequence_parallel=false"
         )
     return problems
 
