@@ -67,7 +67,7 @@ def build_on_mesh(case: parity.Case) -> tuple[nn.Module, torch.optim.Optimizer, 
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """State in each file of a checkpoint; of safetensors the parsed header, whose order varies, and a data hash."""
+    """State in each file of a checkpoint; of safetensors the data hash and the parsed header, whose order varies."""
     return {file.name: state_in(file) for file in path.iterdir() if file.name not in ("manifest.json", "config.yaml")}
 
 
@@ -77,8 +77,11 @@ def state_in(file: Path) -> Any:
         values.pop("config", None)
         return values
     written = file.read_bytes()
-    header = 8 + int.from_bytes(written[:8], "little")
-    return json.loads(written[8:header]), hashlib.sha256(written[header:]).hexdigest()
+    start = 8 + int.from_bytes(written[:8], "little")
+    header = json.loads(written[8:start])
+    metadata = header["__metadata__"]
+    metadata["DCP_SHARDING_INFO"] = json.loads(metadata["DCP_SHARDING_INFO"])  # torch's own, whose order varies too
+    return header, hashlib.sha256(written[start:]).hexdigest()
 
 
 def hold_background_writes(gate: threading.Event) -> None:

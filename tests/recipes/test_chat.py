@@ -76,9 +76,10 @@ def talk(monkeypatch: pytest.MonkeyPatch, lines: Sequence[str], *arguments: str)
     """Return what the chat prints for lines of stdin without a terminal."""
     typed = io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in lines).encode()))
     printed = io.StringIO()
-    monkeypatch.setattr(sys, "stdin", typed)
-    monkeypatch.setattr(sys, "stdout", printed)
-    assert chat.main([*arguments, *SHORT]) == 0
+    with monkeypatch.context() as patched:  # undone at once: capsys would be closed first, and its closed stream stay
+        patched.setattr(sys, "stdin", typed)
+        patched.setattr(sys, "stdout", printed)
+        assert chat.main([*arguments, *SHORT]) == 0
     return printed.getvalue()
 
 
