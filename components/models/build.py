@@ -119,7 +119,7 @@ def model_shape(model: PreTrainedModel | PreTrainedConfig) -> ModelShape:
     """Return the sizes that a mesh must divide, read from the model itself, for the second validation."""
     full_config = model.config if isinstance(model, nn.Module) else model
     config = full_config.get_text_config()
-    sizes: dict[str, Any] = {"family": config.model_type, **shape_of_config(config.to_dict())}
+    sizes: dict[str, Any] = shape_of_config(config.to_dict())
     # Models without grouped-query attention have no such key: there are as many key-value heads as heads.
     sizes.setdefault("kv_heads", sizes.get("heads"))
     return ModelShape(**sizes)
