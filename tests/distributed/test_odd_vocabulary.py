@@ -150,7 +150,7 @@ def compare(built: dict[Case, Any], expected: dict[Case, Step], tp: int, chunk: 
             problems += [f"tp={tp} rank {rank} {case}: {line}" for line in differences(expected[case], step)]
             if set(step[1]) != set(expected[case][1]):
                 problems.append(f"tp={tp} rank {rank} {case}: gradients of {sorted(step[1])} only")
-            exceeds_chunk = case.rows * case.seq > DEFAULT_CHUNK // -(-case.vocabulary // tp)
+            exceeds_chunk = case.rows * case.seq > DEFAULT_CHUNK // case.vocabulary  # of all logits, also under tp
             if in_chunks != (case.loss == LossMethod.chunked or exceeds_chunk):
                 problems.append(f"tp={tp} rank {rank} {case}: computed in chunks: {in_chunks}")
         return problems
