@@ -1,4 +1,5 @@
-"""Rules about what the mesh must divide: attention heads, MLP features, layers, experts and rows."""
+"""Rules about what the mesh must divide (attention heads, MLP features, layers, experts, rows), and about models whose
+forward rules out an axis."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ NOT_STAGED = frozenset({"bamba", "nemotron_h", "openai-gpt"})
 
 
 def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
-    """Return the sizes of the model that the mesh cannot divide. Checked before loading the model and again after
-    it."""
+    """Return what the mesh cannot divide of the model, and the axes that its forward rules out. Checked before loading
+    the model and again after it."""
     problems: list[str] = []
     if shape.heads is not None and mesh.tp > 1 and parallelism.uneven_heads == UnevenHeads.refuse:
         kv_heads = shape.kv_heads or shape.heads
