@@ -16,7 +16,7 @@ batch               micro-batch of a rank
 cgroup              memory that this process may use
 console             rich console for untrusted text
 cpu_limit           CPU time limit for code that comes with a model
-dtypes              torch dtypes by name
+dtypes              torch dtypes by name, and the one that autocast uses
 exchange            collectives on JSON values
 housekeeping        bytes read and written by this process, as a measure of progress
 lazy                packages that import a name when it is first used

@@ -1,4 +1,4 @@
-"""torch's variable-length attention kernel: which inputs it supports, and the dtype and lengths that it takes."""
+"""torch's variable-length attention kernel: which inputs it supports, and the lengths that it takes."""
 
 from __future__ import annotations
 
@@ -45,15 +45,3 @@ def _varlen_parameters() -> frozenset[str]:
     except ImportError:
         return frozenset()
     return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast queries, keys and values as autocast does inside torch's attention, because kernels are selected by dtype.
-
-    Without this, rotary embeddings, which are float32 under autocast, promote queries and keys to float32.
-    """
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [each if each.dtype == torch.float64 else each.to(dtype) for each in tensors]

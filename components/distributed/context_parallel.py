@@ -26,8 +26,9 @@ from components.config.layouts import ulysses_divides
 from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh
+from components.dtypes import cast_by_autocast
 from components.models.anatomy import Anatomy
-from components.varlen import cast_by_autocast, has_grouped_queries, row_ends, supports_varlen
+from components.varlen import has_grouped_queries, row_ends, supports_varlen
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers attention function: (module, query, key, value, mask, **options) -> (output, weights)."""

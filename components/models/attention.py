@@ -30,9 +30,10 @@ from components.config.schema.model import (
     LONGEST_DOCUMENT,
     ModelConfig,
 )
+from components.dtypes import cast_by_autocast
 from components.models.anatomy import Anatomy, read_anatomy
 from components.models.documents import Documents, varlen_attention
-from components.varlen import cast_by_autocast, supports_varlen
+from components.varlen import supports_varlen
 
 FALLBACKS = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH

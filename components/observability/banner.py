@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def print_banner(console: Console, facts: BannerFacts) -> None:
 
 def _rows(facts: BannerFacts) -> list[tuple[str, str]]:
     packages = ("torch", "transformers", "meshbook")
-    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
     rows = [
         ("versions", f"python {platform.python_version()}, {versions}"),
         ("run directory", facts.run_dir),
@@ -74,3 +74,10 @@ def _rows(facts: BannerFacts) -> list[tuple[str, str]]:
     ]
     rows += [("" if index else "process groups", line) for index, line in enumerate(facts.groups)]
     return rows + [("note", text) for note in facts.notes if (text := str(note or ""))]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout on PYTHONPATH
+        return "not installed"

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.pipelining.stage import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from components import data, distributed, models, training
@@ -146,7 +145,11 @@ def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | N
 
 @contextmanager
 def static_pipeline_shapes() -> Iterator[None]:
-    """Skip the exchange of shapes between stages: there are no other ranks."""
+    """Skip the exchange of shapes between stages: there are no other ranks. torch 2.11 has none if they are given."""
+    if not hasattr(_PipelineSchedule, "_warmup_p2p"):
+        yield
+        return
+    from torch.distributed.pipelining.stage import InferenceMode
 
     def use_static(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         for stage in stages:

@@ -1,6 +1,7 @@
-// Makes a CPU build of torch accept fake CUDA tensors: autograd, streams, AdamW, FSDP2 and the selection of the SDPA
-// kernel need a device guard, CUDA hooks and a dispatch entry that only CUDA builds register. Nothing is computed.
-// Load it before torch is imported; torch.cuda.is_available() stays False.
+// Makes torch accept fake CUDA tensors without a GPU: autograd, streams, AdamW, FSDP2 and the selection of the SDPA
+// kernel need a device guard, CUDA hooks and a dispatch entry. CPU builds register none; those of CUDA builds call the
+// driver, so these take precedence. Nothing is computed. Load it before torch is imported, and call replace_cuda
+// afterwards; torch.cuda.is_available() stays False.
 #include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/core/Tensor.h>
@@ -28,8 +29,6 @@ struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
 };
-
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 // The rules of a CUDA build that matter here: flash supports half precision without a mask, and GQA; efficient supports
 // float32 and masks, with one key head per query head; math supports everything.
@@ -93,10 +92,13 @@ struct CUDAHooks : CUDAHooksInterface {
   int getNumGPUs() const override { return 1; }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks);
-
-namespace native {
-REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &choose_kernel)
-} // namespace native
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, REGISTRY_PREFERRED, CUDAHooks)
 
 } // namespace at
+
+// Importing a CUDA build of torch registers its own guard and selection of kernels, and the last ones count.
+extern "C" void replace_cuda() {
+  static Guard guard;
+  impl::DeviceGuardImplRegistrar(DeviceType::CUDA, &guard);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_kernel);
+}

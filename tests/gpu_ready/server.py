@@ -13,9 +13,10 @@ import traceback
 
 
 def main(stub: str) -> None:
-    # Must precede the import of torch: its CPU build registers no CUDA hooks.
-    ctypes.CDLL(stub, mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(stub, mode=ctypes.RTLD_GLOBAL)  # CUDA hooks are created when torch is imported
     import torch
+
+    library.replace_cuda()
 
     from tests.gpu_ready import cases, device
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from components.dtypes import cast_by_autocast
 from components.models.weights.shards import Index, fill, local_part
 
 LEVELS = (
@@ -95,9 +96,7 @@ def nf4_linear(
         hidden: (..., columns).
         bias: (rows,) or None. Neither W nor the bias receives a gradient.
     """
-    kind = hidden.device.type
-    if hidden.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    (hidden,) = cast_by_autocast(hidden)
     output: Any = _NF4Linear.apply(hidden, packed, pairs)
     return output if bias is None else output + bias.to(output.dtype)
 

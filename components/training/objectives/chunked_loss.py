@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
+from components.dtypes import active_autocast_dtype
 from components.training.objectives.contract import NOT_SHARDED, TokenLoss, Vocabulary
 from components.training.objectives.cross_entropy import CrossEntropy
 
@@ -47,18 +48,6 @@ class Head:
 def chunk_tokens(vocabulary: int, device: torch.device, logits: int | None = None) -> int:
     """Return the maximum number of tokens of a chunk. logits: `Head.chunk_logits`."""
     return max(1, (logits or CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])) // vocabulary)
-
-
-def active_autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast would use for a matmul of `tensor`, or None if autocast does not apply."""
-    kind = tensor.device.type
-    if (
-        tensor.dtype == torch.float64
-        or not torch.amp.is_autocast_available(kind)
-        or not torch.is_autocast_enabled(kind)
-    ):
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 @dataclass(frozen=True, slots=True)

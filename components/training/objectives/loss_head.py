@@ -28,12 +28,12 @@ from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline.stages import Stages, shallow_copy
 from components.distributed.tensor.tensor_parallel import as_replicated
+from components.dtypes import active_autocast_dtype
 from components.planning.formulas.hardware import chunk_logits
 from components.training.objectives import PLAIN, CrossEntropy, HeadOutput, TokenLoss, Vocabulary
 from components.training.objectives.chunked_loss import (
     Head,
     Targets,
-    active_autocast_dtype,
     chunk_tokens,
     linear_token_loss,
 )
