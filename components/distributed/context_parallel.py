@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -127,18 +126,15 @@ def unsharded_attention(model: nn.Module) -> Iterator[None]:
         model.set_attn_implementation(cp_attention)  # type: ignore[operator]
 
 
-@dataclass(frozen=True, slots=True)
 class _Attention:
     """Base of the two attention methods under cp."""
 
-    mesh: DeviceMesh
+    def __init__(self, mesh: DeviceMesh) -> None:
+        from transformers import AttentionInterface  # the compiler of torch 2.11 cannot trace this import
 
-    @property
-    def local(self) -> Attend:
-        """The mask-free attention function that runs within one rank (CAUSAL_SDPA)."""
-        from transformers import AttentionInterface
-
-        return AttentionInterface()[CAUSAL_SDPA]
+        self.mesh = mesh
+        self.local: Attend = AttentionInterface()[CAUSAL_SDPA]
+        """Mask-free attention function that runs within one rank."""
 
     def reject_mask(self, module: nn.Module, mask: torch.Tensor | None) -> None:
         """Raise ConfigError for a mask.
@@ -238,11 +234,12 @@ class GatheredAttention(_Attention):
         kv_heads = key.shape[1]
         groups = next(count for count in range(min(self.mesh.size(), kv_heads), 0, -1) if kv_heads % count == 0)
         cast = cast_by_autocast(query, key, value)
-        if supports_varlen(cast[0], cast[2], dropout) and (has_grouped_queries() or query.shape[1] == kv_heads):
+        if supports_varlen(cast[0], cast[2], dropout):
             seq = query.shape[2] * self.mesh.size()
             window = sliding_window if sliding_window is not None and sliding_window < seq else None
             calls = self._varlen_calls(query, window, documents)
-            kernel = _VarlenKernel(self, groups, calls, window, options.get("scaling"))
+            repeats = 1 if has_grouped_queries() else query.shape[1] // kv_heads
+            kernel = _VarlenKernel(self, groups, calls, window, options.get("scaling"), repeats)
             output: torch.Tensor = _GatheredVarlen.apply(*cast, kernel)
             return output, None
         first = None if documents is None else documents.starts(query.shape[2] * self.mesh.size())  # (batch, seq)
@@ -342,9 +339,13 @@ class _VarlenCall(NamedTuple):
     """Upper bound on the queries of a document in the chunk; `longest_key`: on its keys."""
     longest_key: int
 
-    def keys(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the visible keys or values: (batch, heads, seq, head_dim) -> (tokens of all rows, heads, head_dim)."""
-        return full[:, :, self.first_key : self.end].transpose(1, 2).flatten(0, 1)
+    def keys(self, full: torch.Tensor, repeats: int) -> torch.Tensor:
+        """Return the visible keys or values, (tokens of all rows, heads x repeats, head_dim).
+
+        full: (batch, heads, seq, head_dim).
+        """
+        visible = full[:, :, self.first_key : self.end].transpose(1, 2).flatten(0, 1)
+        return visible if repeats == 1 else visible.repeat_interleave(repeats, dim=1)
 
 
 class _VarlenKernel(NamedTuple):
@@ -361,6 +362,8 @@ class _VarlenKernel(NamedTuple):
     """One call for each chunk of this rank."""
     window: int | None
     scale: float | None
+    repeats: int
+    """Copies of each key head that a call gets: 1, or under torch 2.11, query heads per key head."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -395,11 +398,11 @@ class _GatheredVarlen(torch.autograd.Function):
         batch, heads, tokens, width = query.shape
         output = query.new_empty(batch, tokens, heads, width)
         saved = []
-        grouped = {"enable_gqa": True} if key.shape[1] != heads else {}  # torch 2.11 lacks the argument
+        grouped = {"enable_gqa": True} if key.shape[1] * kernel.repeats != heads else {}
         for queries, keys, values, out in kernel.by_group(query, key, value, output.transpose(1, 2)):
             full_key, full_value = kernel.attention.gather(keys, values)
             for call, chunk, target in zip(kernel.calls, _flat_chunks(queries), out.chunk(2, dim=2), strict=True):
-                visible = call.keys(full_key), call.keys(full_value)
+                visible = (call.keys(each, kernel.repeats) for each in (full_key, full_value))
                 attended, *state = torch.ops.torch_attn._varlen_attn(
                     chunk, *visible, *call[2:], **kernel.options, **grouped
                 )
@@ -422,12 +425,15 @@ class _GatheredVarlen(torch.autograd.Function):
             chunks = map(_flat_chunks, (grad_out, queries, out))
             for call, target, *local in zip(kernel.calls, targets[0].chunk(2, dim=2), *chunks, strict=True):
                 grad_chunk, chunk, attended = local
+                visible = (call.keys(each, kernel.repeats) for each in (full_key, full_value))
                 logsumexp, random_state = next(states), next(states)
                 found = torch.ops.torch_attn._varlen_attn_backward(
-                    grad_chunk, chunk, call.keys(full_key), call.keys(full_value), attended, logsumexp, *call[2:],
-                    rng_state=random_state, **kernel.options,
+                    grad_chunk, chunk, *visible, attended, logsumexp, *call[2:], rng_state=random_state,
+                    **kernel.options,
                 )  # fmt: skip
                 grad_query, *grad_keys = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in found)
+                if kernel.repeats > 1:
+                    grad_keys = [each.unflatten(1, (-1, kernel.repeats)).sum(2) for each in grad_keys]
                 target.copy_(grad_query)
                 grad_both[:, :, call.first_key : call.end] += torch.cat(grad_keys, dim=-1)
             for target, shard in zip(targets[1:], kernel.attention.scatter(grad_both).chunk(2, dim=-1), strict=True):

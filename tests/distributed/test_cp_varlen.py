@@ -135,7 +135,7 @@ CASES = [(window, packs) for window in (None, 3, 13) for packs in (False, True)]
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_varlen_calls_over_gathered_keys_match_one_process(cp: int) -> None:
-    """And so do explicit masks, the reference where the kernel is missing."""
+    """So do explicit masks, the reference where the kernel is missing, and keys repeated for torch 2.11."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(BATCH, HEADS, SEQ, WIDTH), *[(BATCH, KV_HEADS, SEQ, WIDTH)] * 2, (BATCH, SEQ, HEADS, WIDTH)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -147,9 +147,11 @@ def test_varlen_calls_over_gathered_keys_match_one_process(cp: int) -> None:
         mesh = distributed.build_mesh(ParallelismConfig(dp_shard=1, cp=cp), "cpu")["cp"]
         local = local_positions(SEQ, mesh, torch.device("cpu"))
         problems = []
-        for kernel in ("masks", "varlen"):
+        for kernel in ("masks", "varlen", "varlen with repeated keys"):
             if kernel == "varlen":
                 install_emulation()
+            elif kernel != "masks":
+                context_parallel.has_grouped_queries = lambda: False
             for (window, packs), results in zip(CASES, wanted, strict=True):
                 leaves = [each[:, :, local].clone().requires_grad_() for each in tensors[:3]]
                 module = nn.Module()

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from components.planning.dry_run.fake_rank import PROPAGATION
 
 MEMORY = 85_000_000_000
 """Bytes of the device's memory, those of an H100."""
@@ -31,6 +34,8 @@ class FakeCuda(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
+        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 decomposes it without its `out_dtype`
+            return kwargs["out"]
         if any(isinstance(leaf, FakeTensor) or _is_cuda(leaf) for leaf in leaves):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -167,6 +172,13 @@ def install() -> None:
     torch.accelerator.current_stream = cpu.current_stream
     torch.cuda.Stream = lambda device=None: cpu.Stream()
     torch.cuda.stream, torch.cuda.current_stream = cpu.stream, lambda device=None: cpu.current_stream()
+    propagate = getattr(ShardingPropagator, PROPAGATION)
+
+    def propagate_on_device(*args: Any) -> Any:
+        with torch.device("cuda"):  # in torch 2.11 the tensors that DTensor makes for this are on the default device
+            return propagate(*args)
+
+    setattr(ShardingPropagator, PROPAGATION, propagate_on_device)
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed") and hasattr(module, "_get_device_handle"):
             module._get_device_handle = lambda device_type="cuda": handle  # type: ignore[attr-defined]

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from components.varlen import has_grouped_queries
 from tests.gpu_ready.conftest import Run
 from tests.suites import PARITY, select
 
-LAYERS = 2
+LAYERS, HEADS, KEY_HEADS = 2, 4, 2
 MIXED: dict[str, Any] = {"dtype": "float32", "compute_dtype": "bfloat16"}
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "single": ({"strategy": "single"}, 1),
@@ -31,9 +32,9 @@ def test_packed_rows_in_mixed_precision_use_varlen_without_mask(fake_cuda: Run, 
     assert "varlen_attn" in record["reported"]
     exchanges = 4 if "ulysses" in layout else 0  # queries, keys and values; the output; forward and backward
     assert record["operators"].get("all_to_all_single", 0) == exchanges * layers * record["micro_batches"]
-    # The kernel supports GQA, and its grid covers the longest document only: samples have at most 30 tokens, rows 48.
+    # The kernel's grid covers the longest document only: samples have at most 30 tokens, rows 48.
     tp = axes.get("tp", 1) * axes.get("cp", 1)
-    assert record["key_heads"] == [2 // tp]
+    assert record["key_heads"] == [(KEY_HEADS if has_grouped_queries() else HEADS) // tp]
     assert {longest for each in record["longest"] for longest in each} <= {16, 32}
 
 
@@ -57,7 +58,7 @@ def test_gathered_keys_use_varlen_up_to_the_end_of_each_chunk(fake_cuda: Run, pa
     ):
         assert early_queries == early_keys == late_queries
         assert late_keys == 4 * late_queries or (pack and late_keys <= 32)  # documents have at most 30 tokens
-    assert record["key_heads"] == [1]
+    assert record["key_heads"] == [(KEY_HEADS if has_grouped_queries() else HEADS) // groups]
 
 
 def test_sdpa_flash_runs_packed_rows_with_the_varlen_kernel(fake_cuda: Run) -> None:

@@ -13,7 +13,7 @@ GRAPHS = {"cp by all_gather": 7}
 needs no gradient under adapters, and the others."""
 
 
-EACH_COMMIT = [("tp with sequence parallelism", "packed"), ("pp", "adapters")]
+EACH_COMMIT = [("cp by ulysses", "packed"), ("tp with sequence parallelism", "packed"), ("pp", "adapters")]
 ALL = [(layout, rows) for layout in LAYOUTS for rows in ("packed", "padded", "adapters")]
 
 

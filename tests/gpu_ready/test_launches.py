@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from components.varlen import has_grouped_queries
 from tests.gpu_ready.conftest import Run
 from tests.suites import PARITY, select
 
@@ -32,6 +33,16 @@ CASES: dict[str, tuple[dict[str, Any], float, float]] = {
     "QLoRA, packed": ({**SINGLE, "pack": True, "peft": "qlora"}, 132.0, 16.71),
 }
 """Arguments of `cases.step`, kernels, and megabytes that they read and write, of operands and results."""
+REPEATED_KEYS = {
+    "full, packed": (67.5, 15.6),
+    "full, transformers' own layers": (127.5, 23.33),
+    "full, packed, dp_shard 8": (81.0, 35.67),
+    "full, packed, cp 2 by ulysses": (102.5, 38.25),
+    "full, packed, cp 2 by all_gather": (184.5, 39.52),
+    "LoRA, packed": (126.0, 14.48),
+    "QLoRA, packed": (140.0, 17.49),
+}
+"""Kernels and megabytes under torch 2.11, whose variable-length kernel has no grouped queries."""
 LIMITS = {"full, packed": 90, "LoRA, packed": 130, "QLoRA, packed": 150}
 """Largest number of kernels that is acceptable; the numbers of CASES are what was reached."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
@@ -40,7 +51,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512}
 @pytest.mark.parametrize("case", select(CASES, LIMITS, PARITY))
 def test_a_layer_launches_few_kernels_and_moves_few_bytes(fake_cuda: Run, case: str) -> None:
     """The optimizer's kernels for the layer are among them, shared by the two micro-batches."""
-    arguments, kernels, megabytes = CASES[case]
+    arguments, *numbers = CASES[case]
+    kernels, megabytes = numbers if has_grouped_queries() else REPEATED_KEYS.get(case, numbers)
     shorter, longer = (fake_cuda("step", **{**arguments, "model": model_with(arguments, layers)}) for layers in (2, 3))
     for name, most, unit in (("launches", kernels, 1), ("moved", megabytes, 1e6)):
         total = sum(longer[name].values()) - sum(shorter[name].values())

@@ -182,7 +182,7 @@ class Pipeline:
                 scale_grads=False,
             )
             if self._cached[0] or dist.get_backend(self.group) == dist.Backend.FAKE:  # a dry run has no other stages
-                _skip_shape_exchange(schedule)
+                _skip_first_exchange(schedule, torch_stages)
             self._cached = (key, schedule)
         return self._cached[1]
 
@@ -298,12 +298,12 @@ def pad_to_longest(batches: Sequence[Batch]) -> list[Batch]:
     return [batch.pad_to(longest) for batch in batches]
 
 
-def _skip_shape_exchange(schedule: Any) -> None:
-    """Patch a schedule to use the given shapes without communication between the stages.
+def _skip_first_exchange(schedule: Any, stages: Sequence[Any]) -> None:
+    """Patch a schedule to begin its first step without communication between the stages.
 
-    Before its first step, a schedule of torch 2.13 exchanges between stages whether all shapes are given, which also
-    connects neighboring ranks, and synchronizes the host with the device to read the result. The first schedule of a
-    run has done both, and later ones have the same result. Older versions of torch have no such exchange.
+    torch connects neighboring ranks there, with a copy to the device that blocks the host. torch 2.13 also exchanges
+    whether all shapes are given, and reads the result from the device. The first schedule of a run has done so, and
+    later ones have the same result.
     """
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining.stage import InferenceMode
@@ -313,6 +313,9 @@ def _skip_shape_exchange(schedule: Any) -> None:
                 stage._inference_mode = InferenceMode.STATIC
 
         schedule._warmup_p2p = use_given_shapes
+    else:  # torch 2.11
+        for stage in stages:
+            stage._get_init_p2p_neighbors_ops = list
 
 
 def _positions(batch: Batch) -> torch.Tensor:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-if TYPE_CHECKING:
-    pass
 
 SAVED_OPERATORS = (
     "aten::mm",
@@ -55,8 +52,7 @@ def wrap_compiled_regions() -> None:
     """
     from torch._inductor import config
 
-    if torch.__version__ >= "2.12":
-        config.wrap_inductor_compiled_regions = True
+    config.wrap_inductor_compiled_regions = True
 
 
 def _is_saved(operator: Any, args: Any, kwargs: Any) -> bool:
