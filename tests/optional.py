@@ -1,4 +1,6 @@
-"""Optional packages that `make install` puts outside site-packages, into the environment's `optional/` folder."""
+"""Optional packages that `make install` puts outside site-packages, into the environment's `optional/` folder, and what
+old versions of torch lack.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from components.config.rules.compute_rules import qlora_problems
+from components.config.schema import ParallelismConfig, PeftConfig
+
+SHARDS_BYTES = not qlora_problems(PeftConfig(method="qlora"), ParallelismConfig())
+"""Whether FSDP2 shards packed 4-bit weights; that of torch 2.11 does not."""
 
 
 def find_optional() -> None:

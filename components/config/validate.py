@@ -18,6 +18,7 @@ from components.config.rules.compute_rules import (
     offload_problems,
     precision_problems,
     qat_problems,
+    qlora_problems,
     recompute_problems,
     rope_problems,
 )
@@ -100,6 +101,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     problems += offload_problems(parallelism, mesh, device)
     problems += attention_problems(model, mesh, device, packs=cfg.data.pack, trains=training is not None)
     problems += qat_problems(model, parallelism, mesh, adapts=peft is not None and peft.adapts)
+    problems += qlora_problems(peft, parallelism)
     problems += float8_problems(model, parallelism, mesh, device, adapts=peft is not None and peft.adapts)
     return problems
 

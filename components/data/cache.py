@@ -274,7 +274,9 @@ def _progress(total: int, hidden: bool) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    hidden = hidden or os.environ.get("RANK", "0") != "0" or not console.is_terminal
-    with Progress(console=console, transient=True, disable=hidden) as progress:
+    if hidden or os.environ.get("RANK", "0") != "0" or not console.is_terminal:
+        yield lambda count: None  # a disabled bar of rich 13 prints an empty line
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task("tokenizing", total=total)
         yield lambda count: progress.advance(task, count)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from components.config.errors import ConfigError
+from components.config.rules.compute_rules import sharded_bytes_problem
 from components.distributed.expert import experts_modules
 from components.distributed.gradient_sync import param_groups
 
@@ -244,10 +245,7 @@ def _shard(
         modules = module if isinstance(module, list) else [module]
         if all(parameter.is_floating_point() for each in modules for parameter in each.parameters()):
             raise
-        raise ConfigError(
-            f"peft.method=qlora: FSDP2 of torch {torch.__version__} does not shard bytes ({error}), which packed 4-bit "
-            "weights are; install torch 2.13 or later, or set parallelism=ddp or peft=lora"
-        ) from error
+        raise ConfigError(sharded_bytes_problem(torch.__version__)) from error
 
 
 def _sharded_dim(parameter: nn.Parameter, ranks: int) -> int:

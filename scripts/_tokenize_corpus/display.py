@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from components.data.sources.files import format_of
 from components.data.token_store.corpus import InputFile, Outcome, Progress
@@ -37,7 +37,7 @@ class Display:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the bar within the context."""
-        with self._bar:
+        with nullcontext() if self._bar.disable else self._bar:  # a disabled bar of rich 13 prints an empty line
             yield
 
     def advance(self, file: InputFile, progress: Progress) -> None:

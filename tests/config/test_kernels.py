@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from components.config.errors import ConfigError
+from components.config.rules import compute_rules
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.cluster import Device, LocalClusterConfig
 from components.config.schema.data import DocsDataConfig
@@ -86,6 +87,30 @@ MESH += [
         "set model.dtype=float64, or parallelism=fsdp2",
     ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("installed", "strategy", "accepted"),
+    [
+        ("2.11.0+cu130", "fsdp2", False),
+        ("2.11.0", "ddp", True),
+        ("2.12.0", "fsdp2", True),
+        ("2.100.0a0", "fsdp2", True),
+    ],
+)
+def test_4bit_weights_need_a_torch_that_shards_them(
+    installed: str, strategy: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_rules, "version", {"torch": installed}.__getitem__)
+    layout = ParallelismConfig(strategy=strategy, dp_shard=1, dp_replicate=-1)
+    config = FinetuneConfig(model=model(), data=DocsDataConfig(), parallelism=layout, peft=PeftConfig(method="qlora"))
+    rejected = (
+        f"peft.method=qlora: parallelism.strategy=fsdp2 of torch {installed} shards weights of floating-point numbers "
+        "only, not of packed 4-bit codes; install torch 2.12 or later, or set parallelism=ddp or peft=lora"
+    )
+    assert validate(config, 2) == ([] if accepted else [rejected])
+
+
 ALONE = [
     ({"qat_group_size": 64}, "model.qat_group_size=64: needs model.qat; set model.qat=int8_int4"),
     (

@@ -26,6 +26,7 @@ from tests.distributed.dry_run_cases import (
     play_ranks,
     save_teacher,
 )
+from tests.optional import SHARDS_BYTES
 from tests.suites import in_parity
 
 MIB = 2**20
@@ -105,7 +106,7 @@ equal steps of a rank whose dry run has 331).
 
 
 @in_parity
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [each for each in CASES if SHARDS_BYTES or each != "QLoRA dp_shard 2"])
 def test_dry_run_agrees_with_real_ranks_on_memory_and_traffic(name: str) -> None:
     world, config = CASES[name]
     _compare(name, config(world), world)

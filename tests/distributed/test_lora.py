@@ -39,6 +39,7 @@ from tests.distributed.adapted import (
     theirs,
 )
 from tests.harness import run_ranks
+from tests.optional import SHARDS_BYTES
 from tests.suites import PARITY, in_parity
 
 F32 = torch.float32
@@ -106,9 +107,14 @@ def all_cases(world: int) -> list[Adapted]:
     return [*grid, *quantized, *mixtures, *(staged if world == 2 else [])]
 
 
+def supported(cases: list[Adapted]) -> list[Adapted]:
+    """Return the cases that the installed torch can run."""
+    return [case for case in cases if SHARDS_BYTES or not case.peft.quantizes or case.mesh in ("single", "ddp2")]
+
+
 @pytest.mark.parametrize("world", DEFAULT_CASES if PARITY else [1, 2])
 def test_adapter_training_matches_the_peft_library(world: int) -> None:
-    problems = problems_of(run_adapted(world, DEFAULT_CASES[world]))
+    problems = problems_of(run_adapted(world, supported(DEFAULT_CASES[world])))
     assert not problems, problems
 
 
@@ -116,7 +122,7 @@ def test_adapter_training_matches_the_peft_library(world: int) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", DENSE)
 def test_adapter_training_matches_the_peft_library_on_the_full_grid(world: int) -> None:
-    cases = all_cases(world)
+    cases = supported(all_cases(world))
     for start in range(0, len(cases), 40):
         problems = problems_of(run_adapted(world, cases[start : start + 40], timeout=1200))
         assert not problems, problems
@@ -246,7 +252,7 @@ def test_torch_that_cannot_shard_bytes_is_rejected() -> None:
         return caught.value.problems
 
     assert re.search(
-        r"qlora: FSDP2 of torch .* does not shard bytes \(Only Ten.*parallelism=ddp",
+        r"qlora: parallelism.strategy=fsdp2 of torch .* shards weights of floating-point.* set parallelism=ddp",
         run_ranks(2, problems_of_rank)[0][0],
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from components.planning.formulas.memory import MemoryEstimate, rank_memory
 from components.planning.formulas.workload import build_workload
+from components.varlen import has_grouped_queries
 from tests.gpu_ready.conftest import Run
 from tests.gpu_ready.device import MEMORY
 
@@ -54,8 +55,8 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `cases.step`; policy: activation checkpointing."""
 PAIRS = [(lever, layout) for lever in LEVERS for layout in (EXPERT_LAYOUTS if lever == "experts" else LAYOUTS)]
-PEAK_TOLERANCE = 0.1
-"""Largest relative difference of the planner's peak memory."""
+PEAK_TOLERANCE = 0.1 if has_grouped_queries() else 0.15
+"""Largest relative difference of the planner's peak memory, which does not count the repeated keys of torch 2.11."""
 UNPLANNED = {("adamw8bit", "single"): 0.15}
 """Pairs with a larger one: torchao's update, which GPUs compile, holds several float32 copies of the embedding if it is
 not compiled."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from components.varlen import has_grouped_queries
 from tests.gpu_ready.conftest import Run
 from tests.gpu_ready.matrix import (
     ATTENTION,
@@ -25,7 +26,7 @@ from tests.gpu_ready.matrix import (
     ranks,
 )
 from tests.gpu_ready.table import COUNTS, FOUND, recorded
-from tests.optional import need_torchao
+from tests.optional import SHARDS_BYTES, need_torchao
 from tests.suites import PARITY
 
 RISKY = [
@@ -34,7 +35,12 @@ RISKY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("lever", "layout"), PAIRS if PARITY else RISKY)
+def supported(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the pairs that the installed torch can run."""
+    return [pair for pair in pairs if SHARDS_BYTES or pair[0] != "QLoRA" or pair[1] == "single"]
+
+
+@pytest.mark.parametrize(("lever", "layout"), supported(PAIRS if PARITY else RISKY))
 def test_step_neither_waits_nor_holds_all_token_pairs(fake_cuda: Run, lever: str, layout: str) -> None:
     """Tensors on two devices in one operator would raise an error."""
     if lever == "adamw8bit":
@@ -45,13 +51,14 @@ def test_step_neither_waits_nor_holds_all_token_pairs(fake_cuda: Run, lever: str
         shorter = fake_cuda("step", **arguments(lever, layout, 1), evaluate=False)
         found = difference(shorter, longer[0])
     peaks = [[rank, record["peak"]] for rank, record in zip(ranks(layout), longer, strict=True)]
-    _write({"lever": lever, "layout": layout, **found, "waits": longer[0]["waits"], "peaks": peaks})
+    if has_grouped_queries():  # with repeated keys, counts differ from those that are recorded
+        _write({"lever": lever, "layout": layout, **found, "waits": longer[0]["waits"], "peaks": peaks})
     for rank, record in zip(ranks(layout), longer, strict=True):
         _check_step(record)
         planned = planned_memory(lever, layout, rank)
         assert planned.peak == pytest.approx(record["peak"], rel=peak_tolerance(lever, layout)), planned
     limit = recorded(COUNTS).get((lever, layout))
-    if found and limit is not None:
+    if found and limit is not None and has_grouped_queries():
         assert found["launches"] <= limit["launches"]
         assert found["GB"] <= 1.001 * limit["GB"]
 

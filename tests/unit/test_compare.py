@@ -108,6 +108,7 @@ def test_keys_whose_values_differ_are_listed_with_the_values(tmp_path: Path) -> 
 def test_plot_has_the_losses_over_steps_and_tokens_and_each_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
     figures: list[Any] = []
     monkeypatch.setattr(compare, "save_figure", lambda figure, file: figures.append(figure))
     runs = [make_run(tmp_path / "a", losses=(5.0, 4.0)), make_run(tmp_path / "b", losses=(3.0, 2.0, 1.0))]
@@ -160,6 +161,7 @@ def test_invalid_arguments_are_rejected(
 
 
 def test_comparison_does_not_import_torch_and_writes_only_its_own_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
     runs = [str(finish(make_run(tmp_path / name))) for name in ("one", "two")]
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     code = f"import sys; from scripts.compare import main; status = main({[*runs, '--out', 'out']}); " + (

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensor
 
 from components.planning.dry_run.fake_rank import PROPAGATION, FakeRank, fake_process_group
@@ -16,8 +17,14 @@ PRIVATE = {
     "torch.distributed.tensor._sharding_prop": [f"ShardingPropagator.{PROPAGATION}"],
     "torch.testing._internal.distributed.fake_pg": ["FakeStore"],
     "torch.distributed.distributed_c10d": ["Backend.FAKE"],
-    "torch.distributed.pipelining.schedules": ["_PipelineSchedule._warmup_p2p"],
-    "torch.distributed.pipelining.stage": ["InferenceMode.STATIC"],
+    **(
+        {
+            "torch.distributed.pipelining.schedules": ["_PipelineSchedule._warmup_p2p"],
+            "torch.distributed.pipelining.stage": ["InferenceMode.STATIC"],
+        }
+        if Version(torch.__version__).release >= (2, 12)
+        else {"torch.distributed.pipelining.stage": ["PipelineStage._get_init_p2p_neighbors_ops"]}
+    ),
     "torch": ["UntypedStorage._cdata", "_C._current_graph_task_id", "ops.aten._grouped_mm"],
 }
 """Module -> attributes that components/planning/dry_run and the pipeline's schedule need of it."""

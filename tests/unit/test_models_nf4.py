@@ -31,6 +31,7 @@ from components.models.quantization.nf4 import (
 from components.training.setup.flops import model_flops
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4
 from tests.harness import run_ranks
+from tests.optional import SHARDS_BYTES
 from tests.tiny_models import SIZES
 from tests.unit.test_models_lora import adapted
 
@@ -145,6 +146,7 @@ class PeakMemory(TorchDispatchMode):
         self.current -= size
 
 
+@pytest.mark.skipif(not SHARDS_BYTES, reason="needs torch 2.12")
 def test_weights_are_packed_while_they_are_read_so_peak_memory_stays_low(tmp_path: Path) -> None:
     """No rank holds more than a few unpacked matrices at once; afterwards it holds only its packed shards."""
     values = {**SIZES, "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}

@@ -81,6 +81,16 @@ def test_each_matrix_of_a_fused_projection_is_sharded_separately() -> None:
         assert torch.equal(shard_of(layout, full, (rank,)), expected)
 
 
+@pytest.mark.parametrize("first", [_StridedShard(0, split_factor=2), Shard(0)], ids=["2.13", "2.11"])
+def test_fsdp_shards_what_tp_left_of_a_fused_projection(first: Placement) -> None:
+    """FSDP2 of torch 2.11 marks its shard of a fused projection like one without tp."""
+    full = torch.arange(3 * 4 * 5).reshape(12, 5)
+    layout = Layout((12, 5), (first, _StridedShard(0, split_factor=3)), FakeMesh((2, 2)))
+    for data, tensor in itertools.product(range(2), repeat=2):
+        of_tp = torch.cat([matrix.chunk(2)[tensor] for matrix in full.chunk(3)])
+        assert torch.equal(shard_of(layout, full, (data, tensor)), of_tp.chunk(2)[data])
+
+
 def test_shards_cover_the_full_tensor_exactly_once() -> None:
     layout = Layout((9, 6), (_StridedShard(0, split_factor=2), Shard(0), Shard(1)), FakeMesh((2, 2, 2)))
     counted = torch.zeros(9, 6)

@@ -21,7 +21,7 @@ from components.models.quantization.float8 import float8_layers
 from tests.distributed.adapted import DORA, QLORA
 from tests.distributed.packed import SEQ_LEN, batches_of, packed
 from tests.harness import run_ranks
-from tests.optional import need_torchao
+from tests.optional import SHARDS_BYTES, need_torchao
 from tests.tiny_models import FAMILIES
 
 SYNC_OPERATORS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "unique2")
@@ -102,7 +102,7 @@ class NoHostSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [QUANTIZED], ids=str)
+@pytest.mark.parametrize("options", [QUANTIZED if SHARDS_BYTES else ADAPTED], ids=str)
 def test_fsdp2_step_with_prefetch_has_no_host_sync(options: StepOptions) -> None:
     """FSDP2 does not run on the meta device, so two CPU ranks raise on operators that would sync."""
 

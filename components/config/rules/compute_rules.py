@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
 
 from components.config.schema.cluster import Device
 from components.config.schema.model import (
@@ -23,6 +26,7 @@ from components.config.schema.parallelism import (
     ParallelismConfig,
     Strategy,
 )
+from components.config.schema.peft import PeftConfig
 from components.config.schema.training import TasksConfig, TrainingConfig
 from components.config.shape import ModelShape
 
@@ -74,6 +78,25 @@ def async_tp_problems(model: ModelConfig, parallelism: ParallelismConfig, device
         return []
     reason = model.uncompiled_because(parallelism, packs=packs) if model.compile == "auto" else "model.compile=false"
     return [f"{key}: only compiled layers overlap, and they are not, because of {reason}; set model.compile=true"]
+
+
+def qlora_problems(peft: PeftConfig | None, parallelism: ParallelismConfig) -> list[str]:
+    """Return the problem of 4-bit weights under FSDP2 of torch 2.11, if that is installed."""
+    if peft is None or not peft.quantizes or parallelism.strategy != Strategy.fsdp2:
+        return []
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:  # a login node without torch: checked on rank 0
+        return []
+    return [] if Version(installed).release >= (2, 12) else [sharded_bytes_problem(installed)]
+
+
+def sharded_bytes_problem(installed: str) -> str:
+    """Return the message for 4-bit weights under FSDP2 of this version of torch."""
+    return (
+        f"peft.method=qlora: parallelism.strategy=fsdp2 of torch {installed} shards weights of floating-point numbers "
+        "only, not of packed 4-bit codes; install torch 2.12 or later, or set parallelism=ddp or peft=lora"
+    )
 
 
 def torchao_problems(key: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,8 @@ class Pipeline:
             )
             if self._cached[0] or dist.get_backend(self.group) == dist.Backend.FAKE:  # a dry run has no other stages
                 _skip_first_exchange(schedule, torch_stages)
+            elif not hasattr(schedule, "_warmup_p2p"):
+                _limit_first_exchange(torch_stages)
             self._cached = (key, schedule)
         return self._cached[1]
 
@@ -197,7 +200,7 @@ class Pipeline:
         if returns_loss:
             loss_dtype = torch.float64 if self._hidden.dtype == torch.float64 else torch.float32
             output = torch.empty((), dtype=loss_dtype, device="meta")
-        return PipelineStage(
+        torch_stage: Any = PipelineStage(
             stage.module,
             stage.index,
             len(self._stages.pp_ranks),
@@ -206,6 +209,10 @@ class Pipeline:
             output_args=output.requires_grad_() if last else hidden,
             group=self.group,
         )
+        if hasattr(torch_stage, "_validate_fwd_outputs"):
+            # torch 2.11 also compares strides, which differ for a slice of a vocabulary that tp pads.
+            torch_stage._validate_fwd_outputs = partial(_check_outputs, torch_stage.get_outputs_meta)
+        return torch_stage
 
     def _loss_of_output(self, output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         if self._loss is None:
@@ -316,6 +323,24 @@ def _skip_first_exchange(schedule: Any, stages: Sequence[Any]) -> None:
     else:  # torch 2.11
         for stage in stages:
             stage._get_init_p2p_neighbors_ops = list
+
+
+def _limit_first_exchange(stages: Sequence[Any]) -> None:
+    """Patch stages of torch 2.11 to connect to other ranks only: gloo cannot connect a rank to itself, where the
+    neighbor of a stage may be."""
+
+    def to_other_ranks(operations: Callable[[], list[Any]]) -> list[Any]:
+        return [operation for operation in operations() if operation.peer != dist.get_rank()]
+
+    for stage in stages:
+        stage._get_init_p2p_neighbors_ops = partial(to_other_ranks, stage._get_init_p2p_neighbors_ops)
+
+
+def _check_outputs(expected: Callable[[], tuple[torch.Tensor, ...]], outputs: tuple[torch.Tensor, ...]) -> None:
+    """Raise RuntimeError if outputs of a stage differ from the expected ones in shape or dtype."""
+    wanted, found = ([(each.shape, each.dtype) for each in tensors] for tensors in (expected(), outputs))
+    if found != wanted:
+        raise RuntimeError(f"a pipeline stage returned {found} instead of {wanted}")
 
 
 def _positions(batch: Batch) -> torch.Tensor:

@@ -153,7 +153,10 @@ def _runs(size: int, dim: int, mesh: list[tuple[Placement, int, int]], name: str
             else:
                 raise NotImplementedError(f"{name}: dim {dim} of size {size} has the unsupported placement {placement}")
         elif _shards(placement, dim):
-            runs = _chunk(runs, degree, rank)
+            if any(isinstance(p, _StridedShard) and p.dim == dim for p, _, _ in mesh[position + 1 :]):
+                deferred.append((degree, rank))  # FSDP of torch 2.11 over a fused projection
+            else:
+                runs = _chunk(runs, degree, rank)
     for degree, rank in deferred:
         runs = _chunk(runs, degree, rank)
     return runs
