@@ -1,39 +1,54 @@
-"""The checks of `scripts/gpu.py`: `python -m scripts._gpu.checks NAME DEVICE RANKS SMALL` runs one, and prints its
-lines. With several ranks, checks start the recipes, whose launcher starts the processes."""
+"""The checks of `scripts/gpu.py`: `python -m scripts._gpu.checks NAME DEVICE RANKS SIZE RESULTS` runs one, and appends
+its lines to RESULTS. With several ranks, checks start the recipes, whose launcher starts the processes."""
 
 from __future__ import annotations
 
-import json
+import faulthandler
+import importlib.metadata
 import os
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from pathlib import Path
 
 from components.protocol.loopback import reserve_loopback_port
-from scripts._gpu.verdict import Line, at_least
+from scripts._gpu.verdict import Line, append_line, at_least, failed
 
 Run = Callable[[str, bool], Iterator[Line]]
 """(device, small) -> lines. small: tiny models, which only show that the check itself works."""
 RunRanks = Callable[[str, int, bool], Iterator[Line]]
 """(device, ranks, small) -> lines."""
 SECONDS = {
-    "machine": 40, "parity": 60, "packed": 30, "syncs": 40, "busy": 30, "memory": 60, "compiled": 90,
-    "throughput": 90, "loss": 30, "attention": 20, "float8": 50, "nf4": 45, "killed": 60,
+    "environment": 25, "kernels": 45, "gradients": 70, "recipe": 70, "full_1b": 70, "lora_8b": 45, "qlora_8b": 45,
+    "bare_loop": 35,
 }  # fmt: skip
-"""Check -> its expected duration on one GPU; after twice the time it is killed."""
+"""Check -> its expected duration on one GPU, in their order; after twice the time it is killed."""
+MORE_SECONDS = {
+    "steps": 40, "attention": 25, "loss": 20, "memory": 45, "compiled": 60, "float8": 50, "killed": 60,
+}  # fmt: skip
+"""The same for checks that run if they are named, and in rehearsals (--small)."""
 SEVERAL_SECONDS = {"curves": 240, "collectives": 30, "throughput": 120, "stopped_rank": 90, "export": 60}
 """The same for checks of several GPUs."""
+NEEDS_GPU = {"attention", "memory", "float8"}
+"""Checks that are skipped on a CPU."""
+STARTS_PROCESSES = {"environment", "recipe", "killed"}
+"""Checks that start processes of their own, in which torch starts."""
+PACKAGES = (
+    "torch", "triton", "transformers", "tokenizers", "numpy", "hydra-core", "omegaconf", "peft", "datasets", "gguf",
+    "safetensors", "torchao", "liger-kernel", "flash-attn", "flash-attn-3",
+)  # fmt: skip
 
 
 def checks() -> dict[str, Run]:
     """Return the checks by name. Imports torch."""
-    from scripts._gpu import correct, runs, speed
+    from scripts._gpu import gradients, kernels, runs, speed
 
     return {
-        "machine": machine, "parity": correct.parity, "packed": correct.packed, "syncs": correct.syncs,
-        "busy": speed.busy, "memory": correct.memory, "compiled": speed.compiled, "throughput": speed.throughput,
-        "loss": speed.loss, "attention": speed.attention, "float8": speed.float8, "nf4": speed.nf4,
-        "killed": runs.killed,
+        "environment": environment, "kernels": kernels.kernels, "gradients": gradients.gradients,
+        "recipe": runs.recipe, "full_1b": speed.full_1b, "lora_8b": speed.lora_8b, "qlora_8b": speed.qlora_8b,
+        "bare_loop": speed.bare_loop, "steps": gradients.steps, "attention": speed.attention, "loss": speed.loss,
+        "memory": speed.memory, "compiled": speed.compiled, "float8": speed.float8, "killed": runs.killed,
     }  # fmt: skip
 
 
@@ -47,11 +62,19 @@ def checks_of_ranks() -> dict[str, RunRanks]:
     }  # fmt: skip
 
 
-def machine(device: str, small: bool) -> Iterator[Line]:
-    """Rates of matrix products and copies, as `scripts/doctor.py --measure` takes them."""
+def environment(device: str, small: bool) -> Iterator[Line]:
+    """Versions, rates of matrix products and copies, and whether a host sync can be detected."""
     from scripts._doctor.measure import TINY, measure_device
 
-    figures = measure_device(1, TINY if small else None)
+    yield Line("python", sys.version.split()[0])
+    for package in PACKAGES:
+        try:
+            yield Line(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Line(package, "not installed")
+    for tool in ("gcc", "g++", "ptxas"):
+        yield Line(tool, shutil.which(tool) or "not found")
+    figures = measure_device(1, TINY if small else None)  # forks, and so precedes CUDA in this process
     name = str(figures["name"])
     yield Line("device", name)
     for what, key, unit, bounds in (
@@ -61,26 +84,43 @@ def machine(device: str, small: bool) -> Iterator[Line]:
         value = figures[f"{key}_shared"] / unit
         bound = next((bound for gpu, bound in bounds.items() if gpu in name), None)
         yield Line(what, f"{value:.3g}") if bound is None else at_least(what, value, bound)
+    if device == "cuda":
+        yield _detects_syncs()
 
 
-def main(name: str, device: str, ranks: str, small: str) -> None:
-    """Run one check and print a JSON object for each of its lines."""
+def _detects_syncs() -> Line:
+    """Return the line that shows that the checks of host syncs can fail."""
+    import torch
+
+    value = torch.ones(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        value.item()
+    except RuntimeError:
+        return Line("control: a host sync raises", "yes")
+    return failed("control: a host sync raises", "no")
+
+
+def main(name: str, device: str, ranks: str, size: str, results: str) -> None:
+    """Run one check and append its lines to a file. SIGUSR1 prints the stacks of all threads."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    small, file = size == "small", Path(results)
     if int(ranks) > 1:
-        for line in checks_of_ranks()[name](device, int(ranks), small == "small"):
-            print(json.dumps(asdict(line)), flush=True)
-        return
-    if name != "machine" and name != "killed":  # these start processes of their own
-        reserved = reserve_loopback_port()  # stays bound while this process runs
-        port = reserved.getsockname()[1]
-        os.environ |= {
-            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        from components import distributed
+        lines = checks_of_ranks()[name](device, int(ranks), small)
+    else:
+        if name not in STARTS_PROCESSES:
+            reserved = reserve_loopback_port()  # stays bound while this process runs
+            os.environ |= {
+                "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.getsockname()[1]),
+            }  # fmt: skip
+            from components import distributed
 
-        distributed.start_process_group(device)
-    for line in checks()[name](device, small == "small"):
-        print(json.dumps(asdict(line)), flush=True)
+            distributed.start_process_group(device)
+        lines = checks()[name](device, small)
+    for line in lines:
+        append_line(file, name, line)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks of whole runs: a run that is killed and resumed, samples and their speed."""
+"""Checks of whole runs: the recipe against a CPU, and a run that is killed and resumed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from scripts._gpu.verdict import Line, at_most, failed
+from components.launch.machine import usable_cores
+from scripts._gpu.several import last_line, metrics, run_recipe
+from scripts._gpu.verdict import Line, at_most, control, failed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -20,6 +23,55 @@ COMMON = [
     "training.seq_len=128", "logging.plot=false", "training.eval_every=0", "generation.samples=0",
     "data.max_samples=200",
 ]  # fmt: skip
+RATE = 2e-3
+"""Learning rate of the runs whose losses are compared."""
+LOSS_BOUND = 1e-4
+"""Largest relative difference of a loss in float32 from that of a CPU."""
+
+
+def recipe(device: str, small: bool) -> Iterator[Line]:
+    """recipes/finetune.py, packed and not, in float32 against the same run on a CPU, and as `auto` configures it."""
+    float32, packed = ["model.compute_dtype=float32", f"optimizer.lr={RATE}"], ["data.pack=true"]
+    runs = {
+        "packed": (device, float32 + packed),
+        "not packed": (device, float32),
+        "as configured by auto": (device, [f"optimizer.lr={RATE}", *packed]),
+        "packed, on a CPU": ("cpu", float32 + packed),
+        "not packed, on a CPU": ("cpu", float32),
+        "1.5 times the learning rate, on a CPU": ("cpu", [*float32[:1], f"optimizer.lr={1.5 * RATE}", *packed]),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        run_dirs = {name: Path(folder) / str(index) for index, name in enumerate(runs)}
+
+        def run(name: str) -> subprocess.CompletedProcess[str]:
+            place, overrides = runs[name]
+            return run_recipe("finetune", run_dirs[name], place, 1, [*COMMON, *overrides])
+
+        with ThreadPoolExecutor(max(1, usable_cores() // 2)) as pool:
+            ended = dict(zip(runs, pool.map(run, runs), strict=True))
+        losses = {}
+        for name, result in ended.items():
+            print(f"--- {name}\n{result.stdout}", flush=True)
+            if result.returncode:
+                yield failed(name, last_line(result))
+                continue
+            losses[name] = [each["loss"] for each in metrics(run_dirs[name]) if "loss" in each]
+            yield Line(f"{name}: first and last loss", f"{losses[name][0]:.4f}, {losses[name][-1]:.4f}")
+    if len(losses) < len(runs):
+        return
+    on_cpu = losses["packed, on a CPU"]
+    yield at_most("packed: losses against a CPU's", _difference(losses["packed"], on_cpu), LOSS_BOUND)
+    unpacked = _difference(losses["not packed"], losses["not packed, on a CPU"])
+    yield at_most("not packed: losses against a CPU's", unpacked, LOSS_BOUND)
+    faster = _difference(losses["1.5 times the learning rate, on a CPU"], on_cpu)
+    yield control("1.5 times the learning rate: losses", faster, LOSS_BOUND)
+    rounded = _difference(losses["as configured by auto"], on_cpu)
+    yield Line("as configured by auto: losses against a CPU's in float32", f"{rounded:.3g}")
+
+
+def _difference(found: list[float], expected: list[float]) -> float:
+    """Return the largest relative difference of two curves of the same length."""
+    return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
 
 
 def killed(device: str, small: bool) -> Iterator[Line]:
@@ -30,7 +82,7 @@ def killed(device: str, small: bool) -> Iterator[Line]:
             run_dir = Path(folder) / name
             command = [
                 sys.executable, str(REPOSITORY / "recipes" / "pretrain.py"), *COMMON, f"run.dir={run_dir}",
-                f"cluster.device={device}", "cluster.procs_per_node=1", "checkpoint.every=4",
+                f"cluster.device={device}", "cluster.procs_per_node=1", "checkpoint.every=4", "run.deterministic=true",
             ]  # fmt: skip
             if kill:
                 _kill_at_checkpoint(command, run_dir / "checkpoints" / "step_4")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from components.protocol.exit_codes import EXIT_HUNG
+from scripts._gpu.step import LLAMA_8B
 from scripts._gpu.verdict import Line, at_least, at_most, failed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -29,12 +30,6 @@ COMMON = [
     "experiment=bench_mesh", "model=llama_2m", f"training.max_steps={STEPS}", "training.seq_len=128",
     "training.global_batch_size=16", "training.micro_batch_size=2", "data.max_samples=400",
 ]  # fmt: skip
-LARGE: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-}  # fmt: skip
-"""The shape of Llama 3.1 8B, whose throughput is measured with random weights."""
 LARGE_SEQ_LEN, LARGE_MICRO_BATCH = 4096, 2
 STEP_TIMEOUT = 20.0
 """Seconds without progress after which a run ends as hung."""
@@ -171,10 +166,10 @@ def last_line(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def _large(ranks: int) -> list[str]:
-    """Return the overrides of LARGE with random weights, bfloat16 matmuls and data of full rows. Needs no hub."""
+    """Return the overrides of LLAMA_8B with random weights, bfloat16 matmuls and data of full rows. Needs no hub."""
     return [
         "experiment=bench_mesh", "model=llama3_1_8b", "model.path=null", "model.init=random", "model.tokenizer=bytes",
-        *(f"model.config.{name}={str(value).lower()}" for name, value in LARGE.items()),
+        *(f"model.config.{name}={str(value).lower()}" for name, value in LLAMA_8B.items()),
         "training.max_steps=10", f"training.seq_len={LARGE_SEQ_LEN}", f"training.micro_batch_size={LARGE_MICRO_BATCH}",
         f"training.global_batch_size={LARGE_MICRO_BATCH * ranks}", *_device_option(),
     ]  # fmt: skip

@@ -1,67 +1,237 @@
-"""Checks of speed: compiled layers, throughput, loss, attention, float8, NF4, time during which the GPU is busy."""
+"""Speed, memory and host syncs of whole steps as `auto` configures them, a bare PyTorch loop beside them, and parts."""
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from components import training
+from components.config.rules.compute_rules import qlora_problems
+from components.config.schema import ParallelismConfig, PeftConfig
+from components.config.shape import shape_of_built
 from components.models import attention_choice
 from components.models.attention import AttentionProbe
 from components.models.quantization.nf4 import level_pairs, pack, unpack
+from components.planning.formulas.architecture import read_architecture
+from components.planning.formulas.memory import estimate_memory
+from components.planning.formulas.workload import build_workload
 from components.training.objectives import PLAIN
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
-from scripts._gpu.correct import BF16
-from scripts._gpu.step import GEMMA3, LLAMA_1B, TINY, Shape, synchronize, training_step
-from scripts._gpu.verdict import Line, at_least, at_most, skipped
+from components.training.setup.recompute_policy import RecomputePolicy
+from scripts._gpu.gradients import BF16, GEMMA3
+from scripts._gpu.step import LLAMA_1B, LLAMA_8B, SINGLE, TINY, Shape, TrainingStep, synchronize, training_step
+from scripts._gpu.verdict import Line, at_least, at_most, attempt, failed, skipped
 
-PREDICTED = {"H200": 64_700, "H100": 57_500}
-"""Tokens/s of 1B, all parameters, compiled, by `python -m tests.gpu_ready.roofline`."""
+PREDICTED = {
+    "full_1b": {"H200": 60_772, "H100": 53_066},
+    "lora_8b": {"H200": 14_678, "H100": 12_927},
+    "qlora_8b": {"H200": 14_854, "H100": 13_128},
+}
+"""Predicted tokens/s of a check by device: the column "by auto" of docs/gpu_counts.md."""
+DEFAULT: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": -1}
+"""The default option of the `parallelism` group."""
 SHORT = {**LLAMA_1B, "num_hidden_layers": 8}
 ROWS = Shape(tokens=4096, rows=4, micro_batches=2, documents=1)
 SMALL_ROWS = Shape(tokens=64, rows=2, micro_batches=2, documents=1)
+GIB = 2**30
 
 
-def busy(device: str, small: bool) -> Iterator[Line]:
-    """Share of the wall time of steps 5 to 8 during which a kernel runs."""
-    if device != "cuda":
-        yield skipped("GPU busy", "needs a GPU")
-        return
+def full_1b(device: str, small: bool) -> Iterator[Line]:
+    """All parameters of 1B, packed rows of one document and of 16."""
+    yield from _as_configured("full_1b", TINY if small else LLAMA_1B, "none", SMALL_ROWS if small else ROWS, device)
+
+
+def lora_8b(device: str, small: bool) -> Iterator[Line]:
+    """LoRA adapters of 8B."""
+    rows = SMALL_ROWS if small else replace(ROWS, rows=2, micro_batches=1)
+    yield from _as_configured("lora_8b", TINY if small else LLAMA_8B, "lora", rows, device)
+
+
+def qlora_8b(device: str, small: bool) -> Iterator[Line]:
+    """LoRA adapters of 8B over weights in 4 bits, and the speed of unpacking them."""
+    rows = SMALL_ROWS if small else replace(ROWS, rows=2, micro_batches=1)
+    yield from _as_configured("qlora_8b", TINY if small else LLAMA_8B, "qlora", rows, device)
+    if device == "cuda":
+        weight = pack(torch.randn(8192, 8192, device=device))
+        pairs = level_pairs(device)
+        taken = _seconds(lambda: unpack(weight, 8192, pairs, torch.bfloat16), torch.device(device))
+        yield at_least("unpacking: TB/s", 2.56 * 8192**2 / taken / 1e12, 1.0)
+
+
+def _as_configured(stage: str, config: dict[str, Any], peft: str, rows: Shape, device: str) -> Iterator[Line]:
+    """Yield the figures of a model that is configured by the defaults of the recipes."""
+    began, mesh = time.perf_counter(), DEFAULT
+    if problems := qlora_problems(PeftConfig(method=peft), ParallelismConfig(**mesh)):  # type: ignore[arg-type]
+        yield Line("parallelism=ddp", problems[0])
+        mesh = {**DEFAULT, "strategy": "ddp", "dp_shard": 1, "dp_replicate": -1}
+    with training_step(config, rows, device, parallelism=mesh, peft=peft, compile="auto") as step:
+        for line in training.check_kernels(step.model, step.cfg.model, step.batches.at):
+            yield Line("chosen", line)
+        synchronize(step.device)
+        yield Line("chosen", "; ".join(map(str, step.model.notes)) or "nothing")
+        yield Line("seconds to build", f"{time.perf_counter() - began:.1f}")
+        planned = planned_peak(step)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        first = step.run(1)["loss"].item()
+        yield Line("seconds of the first step", f"{time.perf_counter() - began:.1f}")
+        seconds = step.seconds(6, 3)
+        yield _rate("tokens/s", step.tokens / seconds, PREDICTED[stage])
+        numbers = step.run(1)
+        at_peak, last = numbers["seconds_at_peak"].item(), numbers["loss"].item()
+        yield Line("MFU", f"{at_peak / seconds:.3f}" if at_peak else "unknown for this device")
+        yield at_most("loss, last / first", last / first, 1.05)
+        if device == "cuda":
+            yield from _peaks(planned)
+            yield _sync_free(step, "host syncs in two steps")
+        if peft == "none":
+            step.use_rows(replace(rows, documents=16))
+            yield Line("tokens/s, 16 documents a row", f"{step.tokens / step.seconds(4, 3):,.0f}")
+            if device == "cuda":
+                yield _busy(step)
+
+
+def _rate(what: str, rate: float, predictions: dict[str, int]) -> Line:
+    """Return the line of tokens/s, SLOW below 85 % of the prediction for this device."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    predicted = next((value for key, value in predictions.items() if key in name), None)
+    if predicted is None:
+        return Line(what, f"{rate:,.0f}")
+    verdict = at_least(what, rate / predicted, 0.85).verdict
+    return Line(what, f"{rate:,.0f}", "at least 85 % of the prediction", verdict, f"{predicted:,}")
+
+
+def _peaks(planned: int) -> Iterator[Line]:
+    """Yield the planner's peak against the allocator's since its statistics were reset."""
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    line = at_most("peak memory, planned against allocated, relative", abs(planned / peak - 1), 0.10)
+    yield replace(line, measured=f"{peak / GIB:.2f} GiB", predicted=f"{planned / GIB:.2f} GiB ({line.measured})")
+    yield at_most("memory reserved / allocated", reserved / peak, 1.1, speed=True)
+
+
+def planned_peak(step: TrainingStep) -> int:
+    """Return the planner's estimate of a step's peak memory in bytes, under the policies that `auto` chose."""
+    prepared, config = step.model, step.model.module.config.to_dict()
+    policy = next((each.policy for each in prepared.notes if isinstance(each, RecomputePolicy)), None)
+    parallelism = prepared.parallelism
+    if policy is not None:
+        parallelism = replace(parallelism, activation_checkpointing=policy)
+    cfg = replace(step.cfg, parallelism=parallelism)
+    on_gpu, memory = step.device.type == "cuda", None
+    if on_gpu:
+        memory = torch.cuda.get_device_properties(step.device).total_memory
+    architecture = read_architecture(shape_of_built(config), config["model_type"])
+    workload = build_workload(
+        cfg, parallelism.resolve(1), on_gpu=on_gpu, architecture=architecture, device_memory=memory
+    )  # fmt: skip
+    return int(estimate_memory(workload, step.device.type).peak)
+
+
+def _sync_free(step: TrainingStep, what: str) -> Line:
+    """Return the line of two steps in which a host sync raises."""
+    steps = [step.batches.at(index) for index in range(2)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batches in steps:
+            training.train_step(step.model, batches, step.optimizer)
+    except RuntimeError as error:
+        return failed(what, str(error).splitlines()[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Line(what, "0", "0")
+
+
+def _busy(step: TrainingStep) -> Line:
+    """Return the share of the wall time of two steps during which a kernel runs; print the longest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    with training_step({**LLAMA_1B, "num_hidden_layers": 4}, ROWS, device, **BF16) as step:
-        step.run(4)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            began = time.perf_counter()
-            step.run(4)
-            torch.cuda.synchronize()
-            wall = time.perf_counter() - began
-    spans = sorted(
-        (each.time_range.start, each.time_range.end) for each in recorded.events() if each.device_type.name == "CUDA"
-    )
+    synchronize(step.device)
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        began = time.perf_counter()
+        step.run(2)
+        synchronize(step.device)
+        wall = time.perf_counter() - began
+    spans = sorted((e.time_range.start, e.time_range.end) for e in recorded.events() if e.device_type.name == "CUDA")
     total, reached = 0.0, 0.0
     for start, end in spans:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    yield at_least("share of the wall time with a running kernel", total / 1e6 / wall, 0.95)
+    print(recorded.key_averages().table(sort_by="self_device_time_total", row_limit=25))
+    return at_least("share of the wall time with a running kernel", total / 1e6 / wall, 0.95)
+
+
+def bare_loop(device: str, small: bool) -> Iterator[Line]:
+    """A bare PyTorch loop over transformers' model, in the sizes and dtypes of full_1b."""
+    for compiled in (False, True):
+        label = "layers compiled" if compiled else "not compiled"
+        yield from attempt(label, _bare_loop(label, compiled, device, small))
+
+
+def _bare_loop(label: str, compiled: bool, device: str, small: bool) -> Iterator[Line]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values, rows = dict(TINY if small else LLAMA_1B), SMALL_ROWS if small else ROWS
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+    model.config.use_cache = False
+    for layer in model.model.layers if compiled else ():
+        layer.compile(dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    shape = rows.micro_batches, rows.rows, rows.tokens
+    ids = torch.randint(1, config.vocab_size, shape, device=device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    def step() -> None:
+        for each in ids:
+            with torch.autocast(device, dtype=torch.bfloat16):
+                logits = model(input_ids=each).logits[:, :-1].float()
+            targets = each[:, 1:].flatten()
+            (F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / ids.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds = _seconds(step, torch.device(device), repeats=5)
+    yield Line(f"{label}: tokens/s", f"{ids.numel() / seconds:,.0f}")
+    if device == "cuda":
+        yield Line(f"{label}: peak memory", f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB")
+        del model, optimizer
+        torch.cuda.empty_cache()
+
+
+def memory(device: str, small: bool) -> Iterator[Line]:
+    """The planner's peak against the allocator's, with three policies of activation checkpointing."""
+    config = {**LLAMA_1B, "num_hidden_layers": 4 if small else 16}
+    rows = Shape(512 if small else 8192, 1, 2, 4)
+    for policy in ("none", "selective", "full"):
+        axes = {**SINGLE, "activation_checkpointing": policy}
+        with training_step(config, rows, device, parallelism=axes, **BF16) as step:
+            torch.cuda.reset_peak_memory_stats()
+            step.run(3)
+            torch.cuda.synchronize()
+            for line in _peaks(planned_peak(step)):
+                yield replace(line, what=f"{policy}: {line.what}")
 
 
 def compiled(device: str, small: bool) -> Iterator[Line]:
-    """Compiled layers against eager ones: losses, speed, and rows of many lengths."""
-    config, rows = (TINY, SMALL_ROWS) if small else (SHORT, ROWS)
-    seconds, curves = {}, {}
-    for compile_layers in ("false", "true"):
-        with training_step(config, rows, device, compile=compile_layers, **BF16) as step:
-            curves[compile_layers] = step.curve(6)
-            seconds[compile_layers] = step.seconds(6, 1)
-    difference = max(abs(one / other - 1) for one, other in zip(curves["true"], curves["false"], strict=True))
-    yield at_most("packed: relative difference of the loss", difference, 2e-2)
-    yield at_least("packed: eager / compiled step time", seconds["false"] / seconds["true"], 1.15)
+    """Compiled layers against eager ones, and the number of graphs for rows of many lengths."""
+    if not small:
+        seconds = {}
+        for compile_layers in ("false", "true"):
+            with training_step(SHORT, ROWS, device, compile=compile_layers, **BF16) as step:
+                seconds[compile_layers] = step.seconds(6, 3)
+        yield at_least("eager / compiled step time", seconds["false"] / seconds["true"], 1.15)
     lengths = Shape(tokens=64, rows=2, pack=False, lengths=(10, 24, 64, 33, 48, 17))
     for name, config, peft in (("Llama", TINY, "none"), ("Gemma 3 with adapters", GEMMA3, "lora")):
         torch._dynamo.reset()
@@ -70,25 +240,8 @@ def compiled(device: str, small: bool) -> Iterator[Line]:
             step.run(3)
             first = _graphs() - before
             step.run(6)
+        yield at_least(f"{name}, rows of six lengths: graphs of the first steps", first, 1, speed=False)
         yield at_most(f"{name}, rows of six lengths: graphs after step 3", _graphs() - before - first, 2)
-
-
-def throughput(device: str, small: bool) -> Iterator[Line]:
-    """Tokens/s of 1B with all parameters, rows of one and of many documents, as a run on a GPU is configured."""
-    config = TINY if small else LLAMA_1B
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    predicted = next((value for key, value in PREDICTED.items() if key in name), None)
-    for what, documents in (("one document a row", 1), ("16 documents a row", 16)):
-        rows = Shape(64 if small else 4096, 2 if small else 4, 2, documents)
-        for compile_layers in ("false", "true"):
-            with training_step(config, rows, device, compile=compile_layers, fused="all", **BF16) as step:
-                rate = step.tokens / step.seconds(8, 4)
-            label = f"{what}, {'compiled' if compile_layers == 'true' else 'fused layers'}: tokens/s"
-            if predicted is None or documents > 1 or compile_layers == "false":
-                yield Line(label, f"{rate:,.0f}")
-            else:
-                line = at_least(label, rate / predicted, 0.85)
-                yield Line(label, f"{rate:,.0f}", "at least 85 % of the prediction", line.verdict, f"{predicted:,}")
 
 
 def loss(device: str, small: bool) -> Iterator[Line]:
@@ -119,9 +272,6 @@ def loss(device: str, small: bool) -> Iterator[Line]:
 
 def attention(device: str, small: bool) -> Iterator[Line]:
     """TFLOP/s of forward and backward of the installed kernels at two lengths, and the kernel that a run would use."""
-    if device != "cuda":
-        yield skipped("attention kernels", "needs a GPU")
-        return
     for tokens in (4096,) if small else (4096, 32768):
         query, key, value = (torch.randn(1, 32, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         rows = [each[0].transpose(0, 1) for each in (query, key, value)]
@@ -145,8 +295,11 @@ def attention(device: str, small: bool) -> Iterator[Line]:
 
 def float8(device: str, small: bool) -> Iterator[Line]:
     """Compiled float8 against compiled bfloat16."""
-    if device != "cuda" or torch.cuda.get_device_capability() < (8, 9):
+    if torch.cuda.get_device_capability() < (8, 9):
         yield skipped("float8", "needs a GPU of compute capability 8.9")
+        return
+    if importlib.util.find_spec("torchao") is None:
+        yield skipped("float8", "needs the extra quantization (torchao)")
         return
     config, rows = (TINY, SMALL_ROWS) if small else (SHORT, ROWS)
     seconds = {}
@@ -155,25 +308,6 @@ def float8(device: str, small: bool) -> Iterator[Line]:
             seconds[kind] = step.seconds(6, 4)
     for kind in ("tensorwise", "rowwise"):
         yield at_least(f"{kind}: bfloat16 / float8 step time", seconds["none"] / seconds[kind], 1.0)
-
-
-def nf4(device: str, small: bool) -> Iterator[Line]:
-    """Unpacking of 4-bit weights, and a QLoRA step against a LoRA step."""
-    place, size = torch.device(device), 256 if small else 8192
-    weight = torch.randn(size, size, device=place)
-    packed_weight = pack(weight)
-    if device == "cuda":
-        pairs = level_pairs(place)
-        taken = _seconds(lambda: unpack(packed_weight, size, pairs, torch.bfloat16), place)
-        yield at_least("unpack: TB/s", 2.56 * size * size / taken / 1e12, 1.0)
-    config = TINY if small else {**LLAMA_1B, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128,
-                                 "num_hidden_layers": 8}  # fmt: skip
-    rows = SMALL_ROWS if small else Shape(4096, 2, 1, 1)
-    seconds = {}
-    for peft in ("lora", "qlora"):
-        with training_step(config, rows, device, peft=peft, compile="true", **BF16) as step:
-            seconds[peft] = step.seconds(6, 4)
-    yield at_most("QLoRA / LoRA step time", seconds["qlora"] / seconds["lora"], 1.1, speed=True)
 
 
 def _graphs() -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +18,27 @@ from components.config.schema.model import WeightInit
 from components.config.schema.parallelism import Strategy
 from components.data.dataset import Facts
 from components.distributed.mesh import Mesh
+from components.models.lora import initialize_adapters
+from components.models.quantization.nf4 import BLOCK, BLOCK_BYTES, is_packed, pack
+from components.models.weights.shards import local_part
 
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 LLAMA_1B: dict[str, Any] = {
     **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 """The shape of Llama 3.2 1B."""
+LLAMA_8B: dict[str, Any] = {
+    **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+"""The shape of Llama 3.1 8B."""
 TINY: dict[str, Any] = {
     **_LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-GEMMA3: dict[str, Any] = {
-    **TINY, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 16,
-    "layer_types": ["sliding_attention", "full_attention"],
-}  # fmt: skip
-QWEN3_MOE: dict[str, Any] = {
-    **TINY, "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-}  # fmt: skip
+SINGLE: dict[str, Any] = {"strategy": Strategy.single, "dp_shard": 1, "activation_checkpointing": "none"}
+"""The `parallelism` section of one device without sharding and recompute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Shape:
     documents: int = 2
     pack: bool = True
     lengths: tuple[int, ...] = ()
-    """Lengths of rows that are not packed; empty: all `tokens`."""
+    """Lengths of the documents, or of rows that are not packed; empty: equal ones."""
 
 
 class _PadToken:
@@ -71,26 +73,39 @@ class _Start:
 class TrainingStep:
     """A prepared model with its optimizer and batches."""
 
+    cfg: FinetuneConfig
     model: training.Prepared
     optimizer: Any
     batches: data.TrainBatches
-    device: torch.device
-    tokens: int
-    """Tokens of a step."""
-    losses: list[float] = field(default_factory=list)
+    plan: data.BatchPlan
     done: int = 0
+    """Steps so far."""
 
-    def run(self, steps: int) -> torch.Tensor:
-        """Do a number of optimizer steps; return the last loss, on the device."""
-        loss = torch.zeros(())
+    def use_rows(self, shape: Shape) -> None:
+        """Continue on other random rows of the same size."""
+        rows = random_rows(shape, self.model.module.config.vocab_size)
+        self.batches = data.TrainBatches(rows, self.plan, seed=3)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.model.settings.device
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.cfg.training.seq_len * self.cfg.training.global_batch_size
+
+    def run(self, steps: int) -> training.StepNumbers:
+        """Do a number of optimizer steps, at least one; return the numbers of the last, on the device."""
         for _ in range(steps):
-            loss = training.train_step(self.model, self.batches.at(self.done), self.optimizer)["loss"]
+            numbers = training.train_step(self.model, self.batches.at(self.done), self.optimizer)
             self.done += 1
-        return loss
+        return numbers
 
     def curve(self, steps: int) -> list[float]:
         """Return the loss of each of a number of steps."""
-        return [self.run(1).item() for _ in range(steps)]
+        return [self.run(1)["loss"].item() for _ in range(steps)]
 
     def seconds(self, steps: int, warmup: int) -> float:
         """Return the seconds of a step after a warm-up."""
@@ -107,59 +122,83 @@ def training_step(
     config: dict[str, Any],
     shape: Shape,
     device: str,
-    strategy: Strategy = Strategy.single,
+    *,
+    parallelism: dict[str, Any] | None = None,
     peft: str = "none",
-    policy: str = "none",
+    lr: float | None = None,
+    rows: Any = None,
     **model: Any,
 ) -> Iterator[TrainingStep]:
     """Yield a training step of a model with random weights; its memory is freed afterwards.
 
     Args:
         config: The model's config.json.
-        policy: Activation checkpointing.
-        model: Further keys of the model section.
+        parallelism: Keys of the `parallelism` section; None: SINGLE.
+        lr: Learning rate; None: the default.
+        rows: Dataset of the rows; None: random tokens in rows of `shape`.
+        model: Further keys of the `model` section; the layers are not compiled by default.
     """
     values = {"compile": "false", **model}
     cfg = FinetuneConfig(
         model=ModelConfig(init=WeightInit.random, tokenizer="bytes", config=dict(config), **values),
         data=DocsDataConfig(pack=shape.pack),
-        parallelism=ParallelismConfig(strategy=strategy, dp_shard=1, activation_checkpointing=policy),  # type: ignore[arg-type]
+        parallelism=ParallelismConfig(**(SINGLE if parallelism is None else parallelism)),
         peft=PeftConfig(method=peft),  # type: ignore[arg-type]
     )
     cfg.training.seq_len, cfg.training.micro_batch_size = shape.tokens, shape.rows
     cfg.training.global_batch_size = shape.rows * shape.micro_batches
+    cfg.optimizer.lr = cfg.optimizer.lr if lr is None else lr
     mesh = distributed.build_mesh(cfg.parallelism, device)
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    prepared = training.prepare(cfg, _Start(mesh, place), config["vocab_size"])
+    prepared = training.prepare(cfg, _Start(mesh, place), config["vocab_size"], fill=draw_weights)
     plan = data.BatchPlan(
         global_batch_size=cfg.training.global_batch_size,
         micro_batch_size=shape.rows,
-        dp_rank=0,
-        dp_size=1,
         padding=data.Padding(multiple=mesh.sequence_multiple),
     )
-    batches = data.TrainBatches(rows_of(shape, config["vocab_size"]), plan, seed=3)
-    optimizer = training.build_optimizer(prepared, cfg.optimizer)
-    step = TrainingStep(prepared, optimizer, batches, place, shape.tokens * cfg.training.global_batch_size)
+    batches = data.TrainBatches(rows or random_rows(shape, config["vocab_size"]), plan, seed=3)
+    step = TrainingStep(cfg, prepared, training.build_optimizer(prepared, cfg.optimizer), batches, plan)
     try:
         yield step
     finally:
-        del prepared, optimizer, step.model, step.optimizer
+        del prepared, step.model, step.optimizer
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
 
 
-def rows_of(shape: Shape, vocabulary: int) -> Any:
+@torch.no_grad()
+def draw_weights(model: Any, cfg: ModelConfig, seed: int) -> None:
+    """Draw weights of standard deviation 0.02 on the device: of 8B, `models.fill_weights` takes a CPU over a minute."""
+    initialize_adapters(model, seed)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        local = local_part(parameter)
+        generator = torch.Generator(local.device).manual_seed(seed * 1_000_003 + index)
+        if "lora_" in name:
+            continue
+        if is_packed(parameter):
+            shape = local.shape[0], local.shape[1] // BLOCK_BYTES * BLOCK
+            local.copy_(pack(0.02 * torch.randn(shape, device=local.device, generator=generator)))
+        elif local.dim() == 1:
+            local.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            local.normal_(0.0, 0.02, generator=generator)
+
+
+def random_rows(shape: Shape, vocabulary: int) -> Any:
     """Return random rows whose tokens are all targets."""
     generator = torch.Generator().manual_seed(1)
-    length = shape.tokens // shape.documents if shape.pack else shape.tokens
-    lengths = shape.lengths or (length,)
+    lengths = shape.lengths or (shape.tokens // shape.documents if shape.pack else shape.tokens,)
     examples = []
     for index in range(64 * shape.documents):
         tokens = torch.randint(1, vocabulary, (lengths[index % len(lengths)],), generator=generator).tolist()
         examples.append(data.Example(tokens, list(tokens)))
-    samples = data.Dataset(examples, _PadToken(), facts=Facts("random"), seq_len=shape.tokens)  # type: ignore[arg-type]
+    return dataset(examples, shape)
+
+
+def dataset(examples: Sequence[data.Example], shape: Shape) -> Any:
+    """Return samples, packed into rows or not."""
+    samples = data.Dataset(list(examples), _PadToken(), facts=Facts("random"), seq_len=shape.tokens)  # type: ignore[arg-type]
     return data.PackedDataset(samples, shape.tokens) if shape.pack else samples
 
 

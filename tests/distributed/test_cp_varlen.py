@@ -23,7 +23,7 @@ from components.distributed import context_parallel
 from components.distributed.context_parallel import GatheredAttention, local_positions
 from components.models.attention import causal_sdpa
 from components.models.documents import Documents
-from scripts._gpu.correct import gathered_keys_error
+from scripts._gpu.kernels import gathered_keys_error
 from tests.distributed.packed import MODELS, documents, packed, reference
 from tests.distributed.packed import differences as step_differences
 from tests.distributed.parity import build, relative

@@ -263,15 +263,16 @@ def graphs(
 
 def costs(
     model: dict[str, Any], peft: str = "none", seq_len: int = 4096, micro_batch_size: int = 4,
-    global_batch_size: int = 8, documents: int = 1,
+    global_batch_size: int = 8, documents: int = 1, strategy: str = "single",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the operators of the second step of one device, packed rows of equal documents, for roofline.py."""
-    cfg = config_of(model, {"strategy": "single"}, peft, pack=True)
+    cfg = config_of(model, {"strategy": strategy}, peft, pack=True)
     cfg.training.micro_batch_size, cfg.training.global_batch_size = micro_batch_size, global_batch_size
     cfg.training.seq_len = seq_len
     with fake_run(cfg, rows=objectives.full_rows(seq_len, documents)) as run:
         training.train_step(run.model, run.batches.at(0), run.optimizer, run.objective)
         micro_batches = run.batches.at(1)
-        with Costs(cfg.model.config["vocab_size"]) as recorded:
+        shapes = {tuple(each.shape) for each in run.model.module.parameters()} if strategy == "fsdp2" else ()
+        with Costs(cfg.model.config["vocab_size"], frozenset(shapes)) as recorded:
             training.train_step(run.model, micro_batches, run.optimizer, run.objective)
     return {kind: [[*each, number] for each, number in kept.items()] for kind, kept in recorded.operators.items()}

@@ -30,9 +30,9 @@ from tests.gpu_ready.device import _is_cuda, _only_describes
 
 Run = Callable[..., Any]
 LAUNCH_SECONDS = 2e-6
-GEMM, ATTENTION, HEAD, LOSS, VOCABULARY, OPTIMIZER, NF4, LAYERS = (
+GEMM, ATTENTION, HEAD, LOSS, VOCABULARY, OPTIMIZER, NF4, SHARDS, LAYERS = (
     "GEMM of layers", "attention", "head GEMM", "loss elementwise", "embedding and head weights", "optimizer",
-    "NF4 unpack", "layers elementwise",
+    "NF4 unpack", "copies of FSDP2", "layers elementwise",
 )  # fmt: skip
 
 
@@ -61,6 +61,8 @@ class Costs(TorchDispatchMode):
     """Operators of one step by kind: their bytes and FLOPs."""
 
     vocabulary: int
+    parameters: frozenset[tuple[int, ...]] = frozenset()
+    """Shapes of the parameters that FSDP2 casts, gathers and reduces; empty: it shards none."""
     operators: dict[str, Counter[tuple[str, int, int]]] = field(default_factory=lambda: defaultdict(Counter))
     """Kind -> (operator, bytes, FLOPs) -> number of launches."""
 
@@ -91,6 +93,9 @@ class Costs(TorchDispatchMode):
             return NF4
         if name in MATMULS:
             return HEAD if is_vocabulary else GEMM
+        flat = all(each.dim() < 2 or tuple(each.shape) in self.parameters for each in tensors)
+        if self.parameters and (flat or name == "chunk_cat"):
+            return SHARDS
         return LOSS if is_logits else VOCABULARY if is_vocabulary else LAYERS
 
 
@@ -161,11 +166,11 @@ class Work:
         """Tokens of a step."""
         return 4096 * self.rows
 
-    def arguments(self, fused: str, layers: int) -> dict[str, Any]:
+    def arguments(self, fused: str, layers: int, dtype: str) -> dict[str, Any]:
         """Return the arguments of `cases.costs`."""
         config = {**MODELS[self.model], "num_hidden_layers": layers}
         return {
-            "model": {"dtype": "bfloat16", "config": config, "fused": fused}, "peft": self.peft,
+            "model": {"dtype": dtype, "config": config, "fused": fused}, "peft": self.peft,
             "micro_batch_size": self.micro_batch, "global_batch_size": self.rows,
         }  # fmt: skip
 
@@ -180,9 +185,9 @@ WORK = {
 }
 
 
-def costs(run: Run, work: Work, fused: str, **more: Any) -> Step:
+def costs(run: Run, work: Work, fused: str, dtype: str = "bfloat16", **more: Any) -> Step:
     """Return the operators of the step of two and of three layers. more: Further arguments of `cases.costs`."""
-    return [run("costs", **work.arguments(fused, layers), **more) for layers in PLAYED_LAYERS]
+    return [run("costs", **work.arguments(fused, layers, dtype), **more) for layers in PLAYED_LAYERS]
 
 
 def step_seconds(work: Work, step: Step, device: Device) -> dict[str, float]:
@@ -232,17 +237,22 @@ def main() -> None:
         with started_server(stub) as run, server_before(stub, Path(old)) as run_before:
             for name, work in WORK.items():
                 per_token, after = inductor_bytes(work), costs(run, work, "all")
+                by_auto = costs(run, work, "all", "auto", strategy="fsdp2")
                 before, dispatched = costs(run_before, work, "none"), None
                 if name == "1B full":
                     dispatched = costs(run_before, work, "none", whole_silu=False)
                 for kind, device in DEVICES.items():
                     eager = step_seconds(work, after, device)
                     flash3 = step_seconds(work, after, device.with_flash3())
+                    auto = step_seconds(work, by_auto, device)
+                    auto_flash3 = step_seconds(work, by_auto, device.with_flash3())
                     columns = {
                         "before": step_seconds(work, before, device),
                         "now, not compiled": eager,
                         "now, compiled": compiled_seconds(work, eager, per_token, device),
                         "now, compiled, FlashAttention 3": compiled_seconds(work, flash3, per_token, device),
+                        "by auto": compiled_seconds(work, auto, per_token, device),
+                        "by auto, FlashAttention 3": compiled_seconds(work, auto_flash3, per_token, device),
                     }
                     if dispatched is not None:
                         columns = {"before, as dispatched": step_seconds(work, dispatched, device), **columns}

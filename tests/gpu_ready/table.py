@@ -98,12 +98,21 @@ layout:
 
 *{NOT_COUNTED}*: commit 0a6a30f does not have the lever, or was not counted. *failed*: its step ended with an error.
 `tests/gpu_ready/table.py` lists the commands that repeat the counts; `make parity PART=gpu_ready` fails if one rises.
+
+The counts are of layers that are not compiled, with `model.fused=all`. A run on a GPU with default settings compiles its
+layers instead (`model.compile=auto`), except under the settings that its banner names; its speed is in the last section.
 """
 HEADER = ["layout", "launches", "GB", "collectives", "host syncs", "peak memory, planned / counted"]
 SPEED_TEXT = """Predictions, **not measured**: every operator takes the longest of its bytes at 3.8 (H200) or 2.6 TB/s
 (H100), its FLOPs at 700 or 650 TFLOP/s (attention 350 forward and 300 backward, FlashAttention 3 600 and 500), and
-2 microseconds. Overlap, clocks and the allocator are left out. Rows of 4,096 tokens in bfloat16 on one GPU; of compiled
-layers and loss, Inductor's own count of the bytes of its fused kernels is taken.
+2 microseconds. Overlap, clocks and the allocator are left out. Packed rows of 4,096 tokens on one GPU, 8 rows a step in
+two micro-batches (1B) or 2 rows (8B); of compiled layers and loss, Inductor's own count of the bytes of its fused kernels
+is taken. The columns *now* are of weights in bfloat16 under `parallelism=single`.
+
+*By auto* is what a run with default settings does at these sizes: layers and loss compiled, nothing recomputed
+(`none` fits), matmuls in bfloat16, trained weights and optimizer state in float32, frozen weights in bfloat16, and
+`parallelism=fsdp2` with one rank, which casts and copies the weights of each layer twice per micro-batch. `make gpu`
+measures these and compares them with this column.
 """
 CALIBRATION_TEXT = """The assumed rates were fixed before any change, when 47,600 tokens/s were predicted for 1B on an
 H200. For the same commit this script predicts {noted:,.0f} if it counts the backward of SiLU as the six operators that
@@ -167,7 +176,10 @@ def _cell(row: dict[str, Any] | None, text: Any) -> str:
 
 def _speed_table() -> str:
     found = speeds()
-    columns = ["before", "now, not compiled", "now, compiled", "now, compiled, FlashAttention 3"]
+    columns = [
+        "before", "now, not compiled", "now, compiled", "now, compiled, FlashAttention 3", "by auto",
+        "by auto, FlashAttention 3",
+    ]  # fmt: skip
     rows = [
         [
             f"{work} on {device}",

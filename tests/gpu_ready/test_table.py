@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scripts._gpu.speed import PREDICTED
 from tests.gpu_ready import table
 from tests.gpu_ready.matrix import LEVERS, PAIRS, peak_tolerance, planned_memory
 
@@ -36,8 +37,16 @@ def test_predictions_reach_their_targets() -> None:
     for key, target in table.TARGETS.items():
         assert fastest[key] >= target
     for device in ("H200", "H100"):
-        for column in ("now, not compiled", "now, compiled", "now, compiled, FlashAttention 3"):
+        for column in ("now, not compiled", "now, compiled", "now, compiled, FlashAttention 3", "by auto"):
             assert found["8B LoRA", device][column] / found["8B QLoRA", device][column] <= 1.1
+
+
+def test_the_checks_on_a_gpu_expect_what_is_predicted_for_auto() -> None:
+    names = {"full_1b": "1B full", "lora_8b": "8B LoRA", "qlora_8b": "8B QLoRA"}
+    found = table.speeds()
+    for check, predictions in PREDICTED.items():
+        for device, rate in predictions.items():
+            assert rate == round(found[names[check], device]["by auto"]), (check, device)
 
 
 def test_pages_are_current() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +41,9 @@ from components.training.setup.router_loss import attach_router_loss
 if TYPE_CHECKING:
     from pathlib import Path
 
+FillWeights = Callable[[Any, ModelConfig, int], None]
+"""(model, its config, seed) -> None."""
+
 
 class MeshRun(Protocol):
     """Attributes of a run that `prepare` uses."""
@@ -57,13 +61,14 @@ class MeshRun(Protocol):
         """Checkpoint whose weights are loaded afterwards; None for a new run."""
 
 
-def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
+def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int, fill: FillWeights | None = None) -> Prepared:
     """Build a model on meta, parallelize it, and load this rank's shards. A collective: call it on all ranks.
 
     Adapters are added before sharding, so that they are sharded like their layers; `prepare_built` does the rest.
 
     Args:
         vocabulary: Vocabulary size of the tokenizer; a model from scratch gets as many embeddings.
+        fill: Sets the weights of the materialized model; None: `models.fill_weights`, from the config.
 
     Raises ConfigError for an unsupported model, or a model that the mesh cannot run.
     """
@@ -75,10 +80,12 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
             models.check_positions(model, f"{name}.seq_len", sizes.seq_len)
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, _adapters(cfg), exports=section(cfg, TrainingConfig) is not None)
-    return prepare_built(model, anatomy, cfg, run)
+    return prepare_built(model, anatomy, cfg, run, fill)
 
 
-def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun) -> Prepared:
+def prepare_built(
+    model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun, fill: FillWeights | None = None
+) -> Prepared:
     """Parallelize a model that is on meta, with its adapters, and load this rank's shards. A collective.
 
     The order matters. The loss head and the activation-checkpointing policy are chosen on meta, before memory is
@@ -87,6 +94,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
 
     Args:
         anatomy: Anatomy of the model without adapters.
+        fill: As in `prepare`.
 
     Raises ConfigError for a model that the mesh cannot run.
     """
@@ -133,7 +141,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         layers.append(f"activations: those of {offloaded} layers are saved in host memory")
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
     if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint of adapters does not contain base weights
-        models.fill_weights(model, cfg.model, cfg.run.seed)
+        (fill or models.fill_weights)(model, cfg.model, cfg.run.seed)
     replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     counts = models.count_parameters(model)
     prepared = Prepared(
