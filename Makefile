@@ -7,7 +7,8 @@
 #                 of faults (root)
 #                 parity and torture run in parts of at most two hours (PART=kills runs one), and record each result and
 #                 its commit in tests/long_runs.csv
-# make gpu        everything that only a GPU shows, on one GPU, in at most 10 minutes: outputs/gpu/verdict.md
+# make gpu        what only a GPU shows, on one GPU, in at most 7 minutes: outputs/gpu/verdict.md
+# make gpu-pack   a folder of 16 MB that runs these checks on a machine without a package index: outputs/gpu_pack/run.sh
 # make gpu8       what only 8 GPUs show: curves of 12 meshes, collectives, throughput, a stopped rank: outputs/gpu8
 # make fuzz       random configurations through the recipes, each against plain transformers: SEED=7 CASES=300 MINUTES=110;
 #                 CASE=12 repeats one of them
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
 ARGS ?=
 
-.PHONY: gpu gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz docs lint install clean
+.PHONY: gpu gpu-pack gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz docs lint install clean
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and prints a message.
 finetune: install
@@ -77,6 +78,9 @@ parity torture: install
 
 gpu: install
 	$(BIN)/python scripts/gpu.py $(ARGS)
+
+gpu-pack: install
+	PYTHON=$(BIN)/python scripts/_gpu/pack.sh
 
 gpu8: install
 	$(BIN)/python scripts/gpu.py --ranks 8 $(ARGS)

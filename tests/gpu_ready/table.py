@@ -99,15 +99,16 @@ layout:
 *{NOT_COUNTED}*: commit 0a6a30f does not have the lever, or was not counted. *failed*: its step ended with an error.
 `tests/gpu_ready/table.py` lists the commands that repeat the counts; `make parity PART=gpu_ready` fails if one rises.
 
-The counts are of layers that are not compiled, with `model.fused=all`. A run on a GPU with default settings compiles its
-layers instead (`model.compile=auto`), except under the settings that its banner names; its speed is in the last section.
+The counts are of layers that are not compiled, with `model.fused=all`. A run on a GPU with default settings compiles
+its layers instead (`model.compile=auto`), except under the settings that its banner names; the last section has its
+speed.
 """
 HEADER = ["layout", "launches", "GB", "collectives", "host syncs", "peak memory, planned / counted"]
 SPEED_TEXT = """Predictions, **not measured**: every operator takes the longest of its bytes at 3.8 (H200) or 2.6 TB/s
 (H100), its FLOPs at 700 or 650 TFLOP/s (attention 350 forward and 300 backward, FlashAttention 3 600 and 500), and
 2 microseconds. Overlap, clocks and the allocator are left out. Packed rows of 4,096 tokens on one GPU, 8 rows a step in
-two micro-batches (1B) or 2 rows (8B); of compiled layers and loss, Inductor's own count of the bytes of its fused kernels
-is taken. The columns *now* are of weights in bfloat16 under `parallelism=single`.
+two micro-batches (1B) or 2 rows (8B); of compiled layers and loss, Inductor's own count of the bytes of its fused
+kernels is taken. The columns *now* are of weights in bfloat16 under `parallelism=single`.
 
 *By auto* is what a run with default settings does at these sizes: layers and loss compiled, nothing recomputed
 (`none` fits), matmuls in bfloat16, trained weights and optimizer state in float32, frozen weights in bfloat16, and
