@@ -104,6 +104,8 @@ def run_check(name: str, options: argparse.Namespace, limit: float, left: float)
     command = [sys.executable, "-m", "scripts._gpu.checks", name, options.device, str(options.ranks), size]
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     defaults = {**rank_defaults(1), **allocator_defaults(os.environ)}  # as the launcher sets them for ranks
+    if options.small:
+        defaults["OMP_NUM_THREADS"] = "1"  # threads of tiny models that compete for the cores cost many times as much
     with log.open("ab") as output:
         output.write(f"\n===== {name}, at most {min(limit, left):.0f} s =====\n".encode())
         output.flush()

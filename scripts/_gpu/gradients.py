@@ -19,7 +19,7 @@ from torch import nn
 
 from components import data
 from components.batch import Batch
-from components.config.rules.compute_rules import qlora_problems
+from components.config.rules.compute_rules import torch_problems
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.model import DType
 from components.config.schema.optimizer import Schedule
@@ -134,7 +134,6 @@ def steps(device: str, small: bool) -> Iterator[Line]:
 
 def _curves(case: Case, device: str, count: int = 5) -> Iterator[Line]:
     with _step(case, device, lr=1e-3) as step:
-        compute_in_float64(step.model.module)
         model = _reference_model(case)
         _copy_weights(model, step)
         expected = reference(
@@ -150,7 +149,7 @@ def _curves(case: Case, device: str, count: int = 5) -> Iterator[Line]:
 def compared(case: Case, device: str) -> Iterator[Line]:
     """Yield the worst gradient of a case, gradients that must be zeros, and the same of each planted fault."""
     mesh = ParallelismConfig(**case.options.get("parallelism", SINGLE))
-    if problems := qlora_problems(PeftConfig(method=case.peft), mesh):  # type: ignore[arg-type]
+    if problems := torch_problems(PeftConfig(method=case.peft), mesh, mesh.resolve(1)):  # type: ignore[arg-type]
         yield skipped(case.label, problems[0])
         return
     with _step(case, device, lr=1e-30) as step:  # weights stay as they are

@@ -47,7 +47,7 @@ def recipe(device: str, small: bool) -> Iterator[Line]:
             place, overrides = runs[name]
             return run_recipe("finetune", run_dirs[name], place, 1, [*COMMON, *overrides])
 
-        with ThreadPoolExecutor(max(1, usable_cores() // 2)) as pool:
+        with ThreadPoolExecutor(max(2, usable_cores() // 2)) as pool:
             ended = dict(zip(runs, pool.map(run, runs), strict=True))
         losses = {}
         for name, result in ended.items():

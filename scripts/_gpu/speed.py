@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from components import training
-from components.config.rules.compute_rules import qlora_problems
+from components.config.rules.compute_rules import torch_problems
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.shape import shape_of_built
 from components.models import attention_choice
@@ -67,8 +67,8 @@ def qlora_8b(device: str, small: bool) -> Iterator[Line]:
 
 def _as_configured(stage: str, config: dict[str, Any], peft: str, rows: Shape, device: str) -> Iterator[Line]:
     """Yield the figures of a model that is configured by the defaults of the recipes."""
-    began, mesh = time.perf_counter(), DEFAULT
-    if problems := qlora_problems(PeftConfig(method=peft), ParallelismConfig(**mesh)):  # type: ignore[arg-type]
+    began, mesh, default = time.perf_counter(), DEFAULT, ParallelismConfig(**DEFAULT)
+    if problems := torch_problems(PeftConfig(method=peft), default, default.resolve(1)):  # type: ignore[arg-type]
         yield Line("parallelism=ddp", problems[0])
         mesh = {**DEFAULT, "strategy": "ddp", "dp_shard": 1, "dp_replicate": -1}
     with training_step(config, rows, device, parallelism=mesh, peft=peft, compile="auto") as step:

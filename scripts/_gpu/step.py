@@ -6,21 +6,22 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from components import data, distributed, training
+from components import data, distributed, models, training
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
-from components.config.schema.model import WeightInit
+from components.config.schema.model import DType, WeightInit
 from components.config.schema.parallelism import Strategy
 from components.data.dataset import Facts
 from components.distributed.mesh import Mesh
 from components.models.lora import initialize_adapters
 from components.models.quantization.nf4 import BLOCK, BLOCK_BYTES, is_packed, pack
 from components.models.weights.shards import local_part
+from components.parity.reference import compute_in_float64
 
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 LLAMA_1B: dict[str, Any] = {
@@ -150,7 +151,13 @@ def training_step(
     cfg.optimizer.lr = cfg.optimizer.lr if lr is None else lr
     mesh = distributed.build_mesh(cfg.parallelism, device)
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    prepared = training.prepare(cfg, _Start(mesh, place), config["vocab_size"], fill=draw_weights)
+    cfg = replace(cfg, model=replace(cfg.model, dtype=training.stored_dtype(cfg.model, place, adapts=cfg.peft.adapts)))
+    built = models.build_on_meta(cfg.model, config["vocab_size"])
+    anatomy = models.read_anatomy(built)
+    models.add_adapters(built, cfg.peft)
+    if cfg.model.dtype is DType.float64:
+        compute_in_float64(built)
+    prepared = training.prepare_built(built, anatomy, cfg, _Start(mesh, place), fill=draw_weights)
     plan = data.BatchPlan(
         global_batch_size=cfg.training.global_batch_size,
         micro_batch_size=shape.rows,

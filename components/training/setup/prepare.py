@@ -61,14 +61,13 @@ class MeshRun(Protocol):
         """Checkpoint whose weights are loaded afterwards; None for a new run."""
 
 
-def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int, fill: FillWeights | None = None) -> Prepared:
+def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
     """Build a model on meta, parallelize it, and load this rank's shards. A collective: call it on all ranks.
 
     Adapters are added before sharding, so that they are sharded like their layers; `prepare_built` does the rest.
 
     Args:
         vocabulary: Vocabulary size of the tokenizer; a model from scratch gets as many embeddings.
-        fill: Sets the weights of the materialized model; None: `models.fill_weights`, from the config.
 
     Raises ConfigError for an unsupported model, or a model that the mesh cannot run.
     """
@@ -80,7 +79,7 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int, fill: FillWeights 
             models.check_positions(model, f"{name}.seq_len", sizes.seq_len)
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, _adapters(cfg), exports=section(cfg, TrainingConfig) is not None)
-    return prepare_built(model, anatomy, cfg, run, fill)
+    return prepare_built(model, anatomy, cfg, run)
 
 
 def prepare_built(
@@ -94,7 +93,7 @@ def prepare_built(
 
     Args:
         anatomy: Anatomy of the model without adapters.
-        fill: As in `prepare`.
+        fill: Sets the weights of the materialized model; None: `models.fill_weights`, from the config.
 
     Raises ConfigError for a model that the mesh cannot run.
     """
