@@ -36,6 +36,8 @@ if [ ! -e "$packages/complete" ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$packages" "$here"/*.whl
     touch "$packages/complete"
 fi
+# A virtual machine may have no /dev/nvidia0, by which GPUs are counted.
+! command -v nvidia-smi >/dev/null || export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
 export PYTHONPATH="$packages:$PWD" HF_HUB_OFFLINE=1 WANDB_MODE=disabled TOKENIZERS_PARALLELISM=false
 exec python3 scripts/gpu.py --out "${OUT:-outputs/gpu}" "$@"
 RUN

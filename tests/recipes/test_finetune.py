@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,23 @@ def test_wandb_runs_offline_and_its_failure_does_not_stop_a_run(tmp_path: Path) 
     output = run("finetune.py", *short, f"run.dir={tmp_path}/online", "logging.wandb.mode=online", cwd=tmp_path)
     assert "wandb failed and is off for the rest of the run" in output  # no account, no network
     assert result(tmp_path / "online")["status"] == "ok"
+
+
+@pytest.mark.new_interpreter
+def test_a_checkout_on_pythonpath_runs_without_being_installed(tmp_path: Path) -> None:
+    """As on a machine with the packages but without a package index, from another folder."""
+    packages = Path(sysconfig.get_path("purelib"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    for package in packages.iterdir():
+        if "meshbook" not in package.name:
+            (site / package.name).symlink_to(package)
+    checkout = tmp_path / "checkout"
+    for folder in ("components", "conf", "recipes"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
+    command = [tmp_path / "venv" / "bin" / "python", checkout / "recipes" / "finetune.py", *TINY, "run.dir=mine"]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "meshbook not installed" in done.stdout
+    assert json.loads((tmp_path / "mine" / "result.json").read_text())["status"] == "ok"
