@@ -78,18 +78,17 @@ def compare(
     run: Formula,
     exact: Formula,
     fault: tuple[str, Formula],
-    inputs: Tensors,
-    constants: Tensors = (),
+    tensors: tuple[Tensors, Tensors],
     bounds: dict[torch.dtype, float] = BOUNDS,
 ) -> Iterator[Line]:
     """Yield the largest error of outputs and gradients in each dtype, and the error of a fault.
 
     Args:
         run: Computes on the device; `exact` and the named fault in float64 on the CPU.
-        inputs: Tensors in float64 on the CPU, rounded to each dtype for all of them; constants: without gradients.
+        tensors: Inputs, and constants without gradients, in float64 on the CPU; rounded to each dtype for all of them.
     """
     for dtype, bound in bounds.items():
-        rounded, fixed = ([each.to(dtype) for each in tensors] for tensors in (inputs, constants))
+        rounded, fixed = ([each.to(dtype) for each in kind] for kind in tensors)
         wide = [each.double() for each in rounded], *(each.double() for each in fixed)
         expected = with_gradients(exact, *wide)
         found = with_gradients(run, [each.to(device) for each in rounded], *(each.to(device) for each in fixed))
@@ -122,16 +121,16 @@ def fused_layers(device: torch.device, small: bool) -> Iterator[Line]:
     yield from compare(
         "RMSNorm", device, lambda x, weight: rms_norm(x, weight, 1e-5), norm,
         ("mean subtracted", lambda x, weight: norm(x - x.mean(-1, keepdim=True), weight)),
-        [1 + _draw(generator, 2, rows, width), 1 + _draw(generator, width)],
+        ([1 + _draw(generator, 2, rows, width), 1 + _draw(generator, width)], []),
     )  # fmt: skip
     wide = 1000 if small else 8200  # not a multiple of the kernel's 1,024 columns
     gate, up = (_draw(generator, 2, rows, wide) for _ in range(2))
     fault = ("gate and up swapped", lambda gate, up: product(up, gate))
-    yield from compare("SwiGLU", device, swiglu, product, fault, [gate, up])
+    yield from compare("SwiGLU", device, swiglu, product, fault, ([gate, up], []))
     fault = ("gate and up swapped", lambda both: product(*both.chunk(2, -1)[::-1]))
     yield from compare(
         "SwiGLU of halves of one projection", device, lambda both: swiglu(*both.chunk(2, -1)),
-        lambda both: product(*both.chunk(2, -1)), fault, [torch.cat([gate, up], -1)],
+        lambda both: product(*both.chunk(2, -1)), fault, ([torch.cat([gate, up], -1)], []),
     )  # fmt: skip
     extreme = torch.tensor([[-1e4, -200.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4]], device=device)
     difference = (swiglu(extreme, torch.ones_like(extreme)) - F.silu(extreme)).abs().max().item()
@@ -141,7 +140,7 @@ def fused_layers(device: torch.device, small: bool) -> Iterator[Line]:
     yield from compare(
         "rotary embeddings", device, rotate, turned,
         ("turned backwards", lambda q, k, cos, sin: turned(q, k, cos, -sin)),
-        [_draw(generator, 2, 8, seq, 64), _draw(generator, 2, 2, seq, 64)], [angle.cos(), angle.sin()],
+        ([_draw(generator, 2, 8, seq, 64), _draw(generator, 2, 2, seq, 64)], [angle.cos(), angle.sin()]),
     )  # fmt: skip
 
 
@@ -166,7 +165,7 @@ def chunked_loss(device: torch.device, small: bool) -> Iterator[Line]:
 
         what = f"chunked loss{', compiled' if compiled else ''}"
         bounds = {dtype: bound for dtype, bound in BOUNDS.items() if not compiled or dtype != torch.float64}
-        yield from compare(what, device, run, exact, fault, inputs, bounds=bounds)
+        yield from compare(what, device, run, exact, fault, (inputs, []), bounds)
 
 
 def lora_product(device: torch.device, small: bool) -> Iterator[Line]:
@@ -183,7 +182,7 @@ def lora_product(device: torch.device, small: bool) -> Iterator[Line]:
 
     fault = ("scaled twice", lambda *tensors: exact(*tensors, scaling=4.0))
     inputs = [_draw(generator, 2, 96, 512), _draw(generator, 2, 96, 256), _draw(generator, 16, 256)]
-    yield from compare("LoRA product", device, run, exact, fault, [*inputs, _draw(generator, 512, 16)])
+    yield from compare("LoRA product", device, run, exact, fault, ([*inputs, _draw(generator, 512, 16)], []))
 
 
 def four_bits(device: torch.device, small: bool) -> Iterator[Line]:
@@ -272,8 +271,8 @@ def attention(device: torch.device, small: bool) -> Iterator[Line]:
         yield from compare(
             f"attention over whole rows, heads of {width}", device,
             lambda q, k, v: causal_sdpa(_Heads(4), q, k, v, None)[0],
-            lambda q, k, v, rows=rows: _exact(q, k, v, rows, None), fault, inputs,
-            bounds={torch.float32: 1e-5, torch.bfloat16: ATTENTION_BOUND},
+            lambda q, k, v, rows=rows: _exact(q, k, v, rows, None), fault, (inputs, []),
+            {torch.float32: 1e-5, torch.bfloat16: ATTENTION_BOUND},
         )  # fmt: skip
 
 

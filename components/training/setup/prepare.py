@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,9 +39,6 @@ from components.training.setup.router_loss import attach_router_loss
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-FillWeights = Callable[[Any, ModelConfig, int], None]
-"""(model, its config, seed) -> None."""
 
 
 class MeshRun(Protocol):
@@ -82,9 +78,7 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
     return prepare_built(model, anatomy, cfg, run)
 
 
-def prepare_built(
-    model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun, fill: FillWeights | None = None
-) -> Prepared:
+def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun, fill: Any = None) -> Prepared:
     """Parallelize a model that is on meta, with its adapters, and load this rank's shards. A collective.
 
     The order matters. The loss head and the activation-checkpointing policy are chosen on meta, before memory is
@@ -92,8 +86,7 @@ def prepare_built(
     of compiled code. Without a training section in the config the model can only be evaluated.
 
     Args:
-        anatomy: Anatomy of the model without adapters.
-        fill: Sets the weights of the materialized model; None: `models.fill_weights`, from the config.
+        anatomy: Anatomy of the model without adapters. fill: Sets the weights; None: `models.fill_weights`.
 
     Raises ConfigError for a model that the mesh cannot run.
     """
