@@ -146,7 +146,7 @@ def fused_layers(device: torch.device, small: bool) -> Iterator[Line]:
 
 def chunked_loss(device: torch.device, small: bool) -> Iterator[Line]:
     """The loss by chunks of logits, whose weight gradient is added up in float32, with ignored targets."""
-    tokens, width, vocabulary = (96, 64, 512) if small else (3000, 1024, 32000)
+    tokens, width, vocabulary = (96, 64, 512) if small else (3000, 512, 16000)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (tokens,), generator=generator)
     ids[::3] = -100
