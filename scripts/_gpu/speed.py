@@ -75,7 +75,7 @@ def _as_configured(stage: str, config: dict[str, Any], peft: str, rows: Shape, d
         for line in training.check_kernels(step.model, step.cfg.model, step.batches.at):
             yield Line("chosen", line)
         synchronize(step.device)
-        yield Line("chosen", "; ".join(map(str, step.model.notes)) or "nothing")
+        yield Line("chosen", "; ".join(filter(None, map(str, step.model.notes))) or "nothing")
         yield Line("seconds to build", f"{time.perf_counter() - began:.1f}")
         planned = planned_peak(step)
         if device == "cuda":
