@@ -178,7 +178,8 @@ def lora_product(device: torch.device, small: bool) -> Iterator[Line]:
         return base + scaling * hidden @ down.t() @ up.t()
 
     def run(base: torch.Tensor, hidden: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return add_low_rank(base, hidden, down.float() if base.dtype == torch.bfloat16 else down, up, 2.0)
+        wide = torch.promote_types(base.dtype, torch.float32)
+        return add_low_rank(base, hidden, down.to(wide), up.to(wide), 2.0)
 
     fault = ("scaled twice", lambda *tensors: exact(*tensors, scaling=4.0))
     inputs = [_draw(generator, 2, 96, 512), _draw(generator, 2, 96, 256), _draw(generator, 16, 256)]
