@@ -18,9 +18,9 @@ from components.config.rules.compute_rules import (
     offload_problems,
     precision_problems,
     qat_problems,
-    qlora_problems,
     recompute_problems,
     rope_problems,
+    torch_problems,
 )
 from components.config.rules.data_rules import (
     data_problems,
@@ -101,7 +101,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     problems += offload_problems(parallelism, mesh, device)
     problems += attention_problems(model, mesh, device, packs=cfg.data.pack, trains=training is not None)
     problems += qat_problems(model, parallelism, mesh, adapts=peft is not None and peft.adapts)
-    problems += qlora_problems(peft, parallelism)
+    problems += torch_problems(peft, parallelism, mesh)
     problems += float8_problems(model, parallelism, mesh, device, adapts=peft is not None and peft.adapts)
     return problems
 

@@ -202,8 +202,9 @@ class _Dispatch:
     def _compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         if len(rows) == 0:
             # Without gradients this rank would skip FSDP's reduce-scatter, and its peers would hang. Adding a sum to
-            # zero rows gives every parameter a zero gradient.
-            total = torch.stack([parameter.sum() for parameter in self.module.parameters()]).sum()
+            # zero rows gives every parameter a zero gradient. That of a part is a dense tensor: torch 2.11 reduces an
+            # expanded one over tp when it stores it, earlier than the other ranks reduce theirs.
+            total = torch.stack([parameter[0].sum() for parameter in self.module.parameters()]).sum()
             return rows + total.to(rows.dtype)
         return self.compute(rows, local[:, None], torch.ones_like(rows[:, :1]))
 

@@ -23,6 +23,12 @@ def model(**values: Any) -> ModelConfig:
     return ModelConfig(init=WeightInit.random, tokenizer="bytes", config={"model_type": "llama"}, **values)
 
 
+@pytest.fixture(autouse=True)
+def any_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apply no rules about the installed torch, which may be an old one."""
+    monkeypatch.setattr(compute_rules, "_installed_torch", lambda: "")
+
+
 MESH = [
     (
         model(attention="sdpa_flash"), {"parallelism": ParallelismConfig(cp=2)}, 2,
@@ -101,13 +107,37 @@ MESH += [
 def test_4bit_weights_need_a_torch_that_shards_them(
     installed: str, strategy: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute_rules, "version", {"torch": installed}.__getitem__)
+    monkeypatch.setattr(compute_rules, "_installed_torch", lambda: installed)
     layout = ParallelismConfig(strategy=strategy, dp_shard=1, dp_replicate=-1)
     config = FinetuneConfig(model=model(), data=DocsDataConfig(), parallelism=layout, peft=PeftConfig(method="qlora"))
     rejected = (
         f"peft.method=qlora: parallelism.strategy=fsdp2 of torch {installed} shards weights of floating-point numbers "
         "only, not of packed 4-bit codes; install torch 2.12 or later, or set parallelism=ddp or peft=lora"
     )
+    assert validate(config, 2) == ([] if accepted else [rejected])
+
+
+@pytest.mark.parametrize(
+    ("installed", "pp", "schedule", "accepted"),
+    [
+        ("2.12.1+cu130", 2, "ZBVZeroBubble", False),
+        ("2.12.1", 1, "ZBVZeroBubble", True),
+        ("2.11.0", 2, "1F1B", True),
+        ("2.13.0+cpu", 2, "ZBVZeroBubble", True),
+        ("", 2, "ZBVZeroBubble", True),
+    ],
+)
+def test_split_backward_needs_a_torch_that_computes_its_gradients(
+    installed: str, pp: int, schedule: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_rules, "_installed_torch", lambda: installed)
+    layout = ParallelismConfig(pp=pp, pp_schedule=schedule)
+    rejected = (
+        f"parallelism.pp_schedule={schedule}: splits the backward, in which torch {installed} computes wrong gradients "
+        "of weights that a stage uses twice; install torch 2.13 or later, or set "
+        "parallelism.pp_schedule=Interleaved1F1B"
+    )
+    config = FinetuneConfig(model=model(), data=DocsDataConfig(), parallelism=layout)
     assert validate(config, 2) == ([] if accepted else [rejected])
 
 

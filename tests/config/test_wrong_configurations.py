@@ -27,6 +27,7 @@ from scripts._docs.refusals import all_refusals
 from tests.config.commands import REPOSITORY, Commands, Ended
 from tests.config.test_composition import compose
 from tests.config.wrong_lines import TABLE
+from tests.optional import runnable
 
 PLACEHOLDER = """
 from components.config.schema import {schema}
@@ -40,7 +41,9 @@ main()
 """
 
 ROWS = [
-    pytest.param(line, parts, id=f"{category}: {line}") for category, rows in TABLE.items() for line, *parts in rows
+    pytest.param(line, parts, id=f"{category}: {line}")
+    for category, rows in TABLE.items()
+    for line, *parts in runnable(rows)
 ]
 
 
@@ -598,13 +601,13 @@ def test_valid_config_is_accepted(commands: Commands, finetune: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("overrides", "size"),
-    [
+    runnable([
         (["training.global_batch_size=14"], 2),
         (["cluster=local_4proc", "training.global_batch_size=12"], 3),
         (["parallelism=pp2_1f1b", "training.global_batch_size=6"], 3),
         (["parallelism=pp2_1f1b", "parallelism.pp_schedule=ZBVZeroBubble", "model=llama_2m"], 4),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_micro_batch_size_is_reduced_to_fit_and_reported(
     commands: Commands, finetune: Path, tmp_path: Path, overrides: list[str], size: int
 ) -> None:

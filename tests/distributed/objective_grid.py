@@ -18,6 +18,7 @@ from tests.distributed import adapted
 from tests.distributed.adapted import ATTENTION, LORA, Adapted
 from tests.distributed.curves import CP, DDP2, EP, FSDP2, HSDP, PP, TP
 from tests.harness import run_ranks
+from tests.optional import runnable
 
 MODELS = ("llama", "llama_tied", "qwen3", "gemma3", "mixtral")
 ROUTER_AUX = 0.02
@@ -93,7 +94,7 @@ CurveT = TypeVar("CurveT", bound=ObjectiveCurve)
 def kinds_of_training(world: int, model: str) -> Iterator[tuple[dict[str, Any], bool, torch.dtype]]:
     """Yield (mesh, LoRA, dtype): on every mesh that a model supports, all parameters and LoRA in float64, and one of
     them in float32."""
-    for number, mesh in enumerate(MESHES[world]):
+    for number, mesh in enumerate(runnable(MESHES[world])):
         if "ep" not in mesh or model == "mixtral":
             yield from [(mesh, False, torch.float64), (mesh, True, torch.float64)]
             yield mesh, number % 2 == 1, torch.float32

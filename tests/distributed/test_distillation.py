@@ -40,6 +40,7 @@ from tests.distributed.curves import (
 )
 from tests.distributed.parity import MODELS, SMALL, Case, build, recipe_config
 from tests.harness import run_ranks
+from tests.optional import runnable
 from tests.suites import PARITY
 
 GLOBAL_BATCH, STEPS, LR, CLIP = 8, 3, 5e-3, 1.0
@@ -306,7 +307,7 @@ def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
 
     def body(rank: int) -> list[str]:
         problems = []
-        for number, axes in enumerate(CASES[world]):
+        for number, axes in enumerate(runnable(CASES[world])):
             for index, cfg in enumerate(OBJECTIVES):
                 if PARITY or index == (number + 1) % len(OBJECTIVES):
                     got = train(student, teachers[index], axes, cfg, micro_batch=1 + number % 2)
@@ -327,7 +328,7 @@ def test_stored_teacher_has_the_curve_of_the_formulas_on_every_mesh(world: int, 
 
     def body(rank: int) -> list[str]:
         problems = []
-        for number, axes in enumerate(CASES[world]):
+        for number, axes in enumerate(runnable(CASES[world])):
             if not PARITY and axes not in (TP, PP):
                 continue
             for index, cfg in enumerate(OBJECTIVES):

@@ -26,7 +26,7 @@ from tests.distributed.dry_run_cases import (
     play_ranks,
     save_teacher,
 )
-from tests.optional import SHARDS_BYTES
+from tests.optional import SHARDS_BYTES, runnable
 from tests.suites import in_parity
 
 MIB = 2**20
@@ -35,7 +35,7 @@ TOLERANCE = 0.03
 FORMULA_TOLERANCE = 0.08
 """Largest relative difference of the peak of the fullest rank by closed formulas."""
 Make = Callable[[int], TrainConfig]
-SCHEDULES = ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = runnable(["GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 
 
 def _llama(world: int, **values: Any) -> tuple[int, Make]:

@@ -39,7 +39,7 @@ from tests.distributed.adapted import (
     theirs,
 )
 from tests.harness import run_ranks
-from tests.optional import SHARDS_BYTES
+from tests.optional import SHARDS_BYTES, runnable
 from tests.suites import PARITY, in_parity
 
 F32 = torch.float32
@@ -109,7 +109,8 @@ def all_cases(world: int) -> list[Adapted]:
 
 def supported(cases: list[Adapted]) -> list[Adapted]:
     """Return the cases that the installed torch can run."""
-    return [case for case in cases if SHARDS_BYTES or not case.peft.quantizes or case.mesh in ("single", "ddp2")]
+    packs = ("single", "ddp2")
+    return [case for case in runnable(cases) if SHARDS_BYTES or not case.peft.quantizes or case.mesh in packs]
 
 
 @pytest.mark.parametrize("world", DEFAULT_CASES if PARITY else [1, 2])

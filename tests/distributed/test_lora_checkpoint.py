@@ -28,6 +28,7 @@ from scripts.export import main as export
 from tests.distributed.adapted import DORA, QLORA, WIDE, Adapted, build, ours, rounded_to_nf4
 from tests.distributed.tiny_runs import TinyRun, cell_named, start, whole
 from tests.harness import run_ranks
+from tests.optional import SHARDS_BYTES
 from tests.suites import TORTURE
 from tests.tiny_models import logits, reference, tiny_folder
 
@@ -173,7 +174,7 @@ def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for of_rank in of_ranks for name, value in of_rank.items()}
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("method", ["lora", "qlora"] if SHARDS_BYTES else ["lora"])
 def test_exports_of_a_mesh_equal_those_of_its_checkpoint(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from tests.distributed import parity
 from tests.distributed.parity import SMALL, Case, build, recipe_config, reference, run_case
 from tests.distributed.test_parity import DDP, FSDP2, FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
+from tests.optional import runnable
 from tests.suites import PARITY
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
@@ -101,6 +102,7 @@ TERMS: dict[int, list[Case]] = {
 
 
 def run(world: int, work: list[Case], chunk: int = CHUNK) -> list[str]:
+    work = runnable(work)
     models = {(case.model, case.dtype): build(case.model, case.dtype, MODELS[case.model]) for case in work}
 
     def on_rank(rank: int) -> list[tuple[Curve, list[str]]]:

@@ -29,6 +29,7 @@ from tests.distributed.grid import Cell, Finding, cell, cells, run_cells
 from tests.distributed.grid_record import record
 from tests.distributed.parity import SMALL, Case, Curve, build, reference, relative, run_case
 from tests.harness import run_ranks
+from tests.optional import runnable
 from tests.suites import PARITY, in_parity
 
 FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
@@ -194,7 +195,7 @@ def test_every_pipeline_schedule_matches_one_process(world: int) -> None:
             layout = layout_of(name, ParallelismConfig(pp_schedule=schedule))
             each = cell("llama_tied" if world == 2 else "gemma3", world, layout)
             work.append((replace(each, name=f"{name} {schedule}"), torch.float64))
-    problems = problems_of(run_cells(world, work, timeout=240))
+    problems = problems_of(run_cells(world, runnable(work), timeout=240))
     assert not problems, problems
 
 

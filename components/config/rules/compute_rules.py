@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -24,6 +25,7 @@ from components.config.schema.parallelism import (
     ActivationCheckpointing,
     MeshShape,
     ParallelismConfig,
+    PipelineSchedule,
     Strategy,
 )
 from components.config.schema.peft import PeftConfig
@@ -80,15 +82,26 @@ def async_tp_problems(model: ModelConfig, parallelism: ParallelismConfig, device
     return [f"{key}: only compiled layers overlap, and they are not, because of {reason}; set model.compile=true"]
 
 
-def qlora_problems(peft: PeftConfig | None, parallelism: ParallelismConfig) -> list[str]:
-    """Return the problem of 4-bit weights under FSDP2 of torch 2.11, if that is installed."""
-    if peft is None or not peft.quantizes or parallelism.strategy != Strategy.fsdp2:
+def torch_problems(peft: PeftConfig | None, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:
+    """Return the problems of settings that need a later torch than the installed one."""
+    installed = _installed_torch()
+    if not installed:  # a login node: checked on rank 0
         return []
+    problems, release = [], Version(installed).release
+    if peft is not None and peft.quantizes and parallelism.strategy == Strategy.fsdp2 and release < (2, 12):
+        problems.append(sharded_bytes_problem(installed))
+    if mesh.pp > 1 and release < (2, 13):
+        problems += split_backward_problems(parallelism.pp_schedule, installed)
+    return problems
+
+
+@cache
+def _installed_torch() -> str:
+    """Return the version of the installed torch; empty without one."""
     try:
-        installed = version("torch")
-    except PackageNotFoundError:  # a login node without torch: checked on rank 0
-        return []
-    return [] if Version(installed).release >= (2, 12) else [sharded_bytes_problem(installed)]
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
 
 
 def sharded_bytes_problem(installed: str) -> str:
@@ -97,6 +110,21 @@ def sharded_bytes_problem(installed: str) -> str:
         f"peft.method=qlora: parallelism.strategy=fsdp2 of torch {installed} shards weights of floating-point numbers "
         "only, not of packed 4-bit codes; install torch 2.12 or later, or set parallelism=ddp or peft=lora"
     )
+
+
+def split_backward_problems(schedule: PipelineSchedule, installed: str) -> list[str]:
+    """Return the problem of a schedule that splits the backward, under a version of torch before 2.13.
+
+    It adds the gradients of all outputs of an operator, counts gradients of weights that are used twice too often, and
+    fails for custom autograd functions, such as the chunked loss.
+    """
+    if schedule not in SPLIT_BACKWARD:
+        return []
+    return [
+        f"parallelism.pp_schedule={schedule}: splits the backward, in which torch {installed} computes wrong gradients "
+        "of weights that a stage uses twice; install torch 2.13 or later, or set "
+        "parallelism.pp_schedule=Interleaved1F1B"
+    ]
 
 
 def torchao_problems(key: str) -> list[str]:

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
+from components.config.rules.compute_rules import split_backward_problems
+from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
 from components.distributed.fsdp import reshard
 from components.distributed.pipeline.stages import Stage, Stages
@@ -34,6 +37,8 @@ class Pipeline:
     """This rank's stages and their schedule; the training step calls it instead of a model."""
 
     def __init__(self, module: nn.Module, stages: Stages, mesh: DeviceMesh, schedule: PipelineSchedule) -> None:
+        if Version(torch.__version__).release < (2, 13):
+            raise_all(split_backward_problems(schedule, torch.__version__))
         self.module = module
         """The model with this rank's layers only, under their original names."""
         self.group = mesh.get_group()
@@ -184,8 +189,6 @@ class Pipeline:
             )
             if self._cached[0] or dist.get_backend(self.group) == dist.Backend.FAKE:  # a dry run has no other stages
                 _skip_first_exchange(schedule, torch_stages)
-            elif not hasattr(schedule, "_warmup_p2p"):
-                _limit_first_exchange(torch_stages)
             self._cached = (key, schedule)
         return self._cached[1]
 
@@ -210,8 +213,8 @@ class Pipeline:
             group=self.group,
         )
         if hasattr(torch_stage, "_validate_fwd_outputs"):
-            # torch 2.11 also compares strides, which differ for a slice of a vocabulary that tp pads.
-            torch_stage._validate_fwd_outputs = partial(_check_outputs, torch_stage.get_outputs_meta)
+            # That of torch 2.11 compares strides too, which differ for a slice of a vocabulary that tp pads.
+            torch_stage._validate_fwd_outputs = partial(_check_outputs, torch_stage)
         return torch_stage
 
     def _loss_of_output(self, output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -325,22 +328,11 @@ def _skip_first_exchange(schedule: Any, stages: Sequence[Any]) -> None:
             stage._get_init_p2p_neighbors_ops = list
 
 
-def _limit_first_exchange(stages: Sequence[Any]) -> None:
-    """Patch stages of torch 2.11 to connect to other ranks only: gloo cannot connect a rank to itself, where the
-    neighbor of a stage may be."""
-
-    def to_other_ranks(operations: Callable[[], list[Any]]) -> list[Any]:
-        return [operation for operation in operations() if operation.peer != dist.get_rank()]
-
-    for stage in stages:
-        stage._get_init_p2p_neighbors_ops = partial(to_other_ranks, stage._get_init_p2p_neighbors_ops)
-
-
-def _check_outputs(expected: Callable[[], tuple[torch.Tensor, ...]], outputs: tuple[torch.Tensor, ...]) -> None:
-    """Raise RuntimeError if outputs of a stage differ from the expected ones in shape or dtype."""
-    wanted, found = ([(each.shape, each.dtype) for each in tensors] for tensors in (expected(), outputs))
-    if found != wanted:
-        raise RuntimeError(f"a pipeline stage returned {found} instead of {wanted}")
+def _check_outputs(stage: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+    """Raise RuntimeError if the outputs of a stage differ in shape or dtype from those that it was built with."""
+    expected, found = ([(*each.shape, each.dtype) for each in part] for part in (stage.get_outputs_meta(), outputs))
+    if found != expected:
+        raise RuntimeError(f"stage {stage.stage_index} of the pipeline returned {found} instead of {expected}")
 
 
 def _positions(batch: Batch) -> torch.Tensor:

@@ -10,7 +10,12 @@ from typing import Any
 from components.config.errors import ConfigError
 from components.config.meshes import mesh_shapes
 from components.config.micro_batches import batch_problems
-from components.config.rules.compute_rules import attention_problems, compile_problems, recompute_problems
+from components.config.rules.compute_rules import (
+    attention_problems,
+    compile_problems,
+    recompute_problems,
+    torch_problems,
+)
 from components.config.rules.mesh_rules import model_problems, row_problems
 from components.config.schema.checks import field_values
 from components.config.schema.parallelism import (
@@ -22,7 +27,8 @@ from components.config.schema.parallelism import (
     PipelineSchedule,
     Strategy,
 )
-from components.config.schema.recipes import TrainConfig
+from components.config.schema.peft import PeftConfig
+from components.config.schema.recipes import TrainConfig, section
 from components.config.shape import ModelShape
 
 POLICIES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
@@ -91,6 +97,7 @@ def candidates(cfg: TrainConfig, shape: ModelShape, choice: Choice, left_out: Le
                 *attention_problems(cfg.model, mesh, cfg.cluster.device, packs=cfg.data.pack, trains=True),
                 *recompute_problems(cfg.model, parallelism, mesh),
                 *compile_problems(cfg.model, parallelism, mesh, shape),
+                *torch_problems(section(cfg, PeftConfig), parallelism, mesh),
             ]
             if problems:
                 left_out.add(problems[0])
