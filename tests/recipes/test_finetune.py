@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.optional import TORCH
 from tests.suites import TORTURE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,6 +196,20 @@ def test_wandb_runs_offline_and_its_failure_does_not_stop_a_run(tmp_path: Path) 
     output = run("finetune.py", *short, f"run.dir={tmp_path}/online", "logging.wandb.mode=online", cwd=tmp_path)
     assert "wandb failed and is off for the rest of the run" in output  # no account, no network
     assert result(tmp_path / "online")["status"] == "ok"
+
+
+@pytest.mark.skipif(TORCH >= (2, 12) and not TORTURE, reason="make oldest, make torture: compiles kernels of a CPU")
+def test_compiled_layers_give_the_same_losses(tmp_path: Path) -> None:
+    """Packed rows, by Inductor, as on a GPU by default."""
+    for compiled in ("false", "true"):
+        overrides = (
+            "data.pack=true",
+            f"model.compile={compiled}",
+            "parallelism=single",
+            f"run.dir={tmp_path / compiled}",
+        )
+        run("finetune.py", *TINY, *overrides, cwd=tmp_path)
+    assert curve(tmp_path / "true") == pytest.approx(curve(tmp_path / "false"), rel=1e-5)
 
 
 @pytest.mark.new_interpreter
