@@ -40,6 +40,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# The first backward of a process starts autograd's threads, after which forks cannot run one. Without a GPU there are
+# none, unless the compiler of a CUDA build ran before.
+torch.zeros((), requires_grad=True).backward()
+
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=40)
 GRACE_SECONDS = 2.0  # time for the peers of a failed rank to report their own errors
 _PR_SET_PDEATHSIG = 1

@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets  # noqa: F401  (this and the next lines import what recipes import, once for all forks)
-import matplotlib.figure  # noqa: F401
 import torch
 import torch.distributed.run
 import transformers.models.llama.modeling_llama  # noqa: F401
@@ -46,6 +45,9 @@ import components
 from components.config.compose.command_line import compose_from_command_line
 from components.config.schema import FinetuneConfig
 from components.data.sources import pydocs
+
+with contextlib.suppress(ImportError):  # the extra `plot`
+    import matplotlib.figure  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 _PR_SET_NAME = 15

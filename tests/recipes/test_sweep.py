@@ -273,6 +273,7 @@ def test_sweep_is_judged_by_speed_and_by_any_metric(bench: Bench) -> None:
 
 
 def test_runs_of_a_sweep_share_a_wandb_group_but_no_url_of_copies(bench: Bench) -> None:
+    pytest.importorskip("s3fs", reason="needs the extra `s3`")
     bench.write("pass")
     remote = "checkpoint.remote=s3://bucket/${model.kind}"
     assert bench.run("-m", "run.seed=1,2", "logging.wandb.mode=offline", remote).status == 0
