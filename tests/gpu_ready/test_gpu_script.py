@@ -87,7 +87,7 @@ def test_every_check_runs_on_a_cpu_and_every_planted_fault_is_far_from_its_bound
     assert NEEDS_GPU <= without_gpu <= NEEDS_GPU | {"gradients"}  # torch 2.11 does not shard 4-bit weights
     controlled = {check for check, line in lines if "control: " in line.what}
     assert controlled >= {"kernels", "gradients", "steps", "recipe"}
-    assert sum("control: " in line.what for _, line in lines) >= 70
+    assert sum("control: " in line.what for _, line in lines) >= 60
     table = (tmp_path / "verdict" / "verdict.md").read_text().splitlines()
     assert len([line for line in table if line.startswith("| ")]) == 1 + len(lines)
 
