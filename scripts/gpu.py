@@ -106,6 +106,7 @@ def run_check(name: str, options: argparse.Namespace, limit: float, left: float)
     defaults = {**rank_defaults(1), **allocator_defaults(os.environ)}  # as the launcher sets them for ranks
     if options.small:
         defaults["OMP_NUM_THREADS"] = "1"  # threads of tiny models that compete for the cores cost many times as much
+    began = time.monotonic()
     with log.open("ab") as output:
         output.write(f"\n===== {name}, at most {min(limit, left):.0f} s =====\n".encode())
         output.flush()
@@ -125,6 +126,7 @@ def run_check(name: str, options: argparse.Namespace, limit: float, left: float)
             with suppress(ProcessLookupError):
                 os.killpg(check.pid, signal.SIGKILL)
             check.wait()
+            output.write(f"===== {name} ended after {time.monotonic() - began:.0f} s =====\n".encode())
     if why:
         append_line(results, name, failed("ended early", why))
 
