@@ -31,7 +31,7 @@ QUICK = (
 """The smallest job of a recipe: a real model and a few real steps."""
 
 RECIPE_HEADER = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
 from components.config.schema import FinetuneConfig
 from components.launch import recipe

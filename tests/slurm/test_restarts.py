@@ -66,7 +66,15 @@ def test_rank_killed_under_torchrun_is_started_again(login: Login) -> None:
 
 
 def test_rank_that_raises_is_not_started_again(login: Login) -> None:
-    recipe = login.write_recipe("(HERE / f'started_{RANK}').open('a').write('x')\nraise ValueError('boom')")
+    # Both ranks start before either fails: the failure of one ends the other.
+    recipe = login.write_recipe(
+        """\
+        (HERE / f'started_{RANK}').open('a').write('x')
+        while len(list(HERE.glob('started_*'))) < 2:
+            time.sleep(0.1)
+        raise ValueError('boom')
+        """
+    )
     submission = login.run(*RUN, "cluster.nodes=2", recipe=recipe)
     login.wait_for_end(submission, "FAILED")
     assert (submission.run_dir / "started_0").read_text() == "x"
