@@ -51,8 +51,8 @@ class AttentionWidths:
 class Anatomy:
     """Module names of a model's parts, and facts from its class and config.
 
-    For a model that is not from Hugging Face only decoder layers and experts are found; all other fields have their
-    defaults.
+    For a model that is not from Hugging Face only decoder layers, experts, the embedding, the tensor-parallel plan and
+    the numbers of heads are found; all other fields have their defaults.
     """
 
     layers: tuple[str, ...]
@@ -128,13 +128,21 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         model: On any device, meta included. Read it before it is parallelized, because FSDP replaces its class.
     """
     experts = tuple(name for name, module in model.named_modules() if is_experts(module))
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if _is_pretrained(model) else _raw(config, "text_config") or config
+    heads, kv_heads = _number(config, "num_attention_heads"), _number(config, "num_key_value_heads")
     if not _is_pretrained(model):
-        return Anatomy(layers=_longest_list(model), experts=experts)
-    config = model.config.get_text_config()
+        return Anatomy(
+            layers=_longest_list(model),
+            experts=experts,
+            embedding=_name_of(model, _embedding(model)),
+            tp_plan=_tp_plan(model),
+            heads=heads,
+            kv_heads=kv_heads or heads,
+        )
     layers = _layer_names(model, config)
     classes, layer_prefixes = _router_classes(model), tuple(f"{layer}." for layer in layers)
     embedding, head = _embedding(model), model.get_output_embeddings()
-    heads, kv_heads = _number(config, "num_attention_heads"), _number(config, "num_key_value_heads")
     kinds = _value(config, "layer_types") or [FULL if _window(config) is None else SLIDING] * (
         _number(config, "num_hidden_layers") or len(layers)
     )
@@ -230,7 +238,7 @@ def _is_pretrained(model: nn.Module) -> TypeGuard[PreTrainedModel]:
     return isinstance(model, Base)
 
 
-def _raw(config: PreTrainedConfig, name: str) -> Any:
+def _raw(config: PreTrainedConfig | None, name: str) -> Any:
     """Return a config value, None if this family lacks it, `_DIFFERS` if it differs between layers."""
     try:
         return getattr(config, name, None)
@@ -290,11 +298,15 @@ def _names_in(name: str, layers: nn.ModuleList) -> tuple[str, ...]:
     return tuple(f"{name}.{index}".lstrip(".") for index in range(len(layers)))
 
 
-def _embedding(model: PreTrainedModel) -> nn.Module | None:
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return None
+def _embedding(model: nn.Module) -> nn.Module | None:
+    """Return the input embedding: by transformers' method, otherwise the first one named `embed_tokens`."""
+    if callable(getter := getattr(model, "get_input_embeddings", None)):
+        try:
+            return getter()
+        except NotImplementedError:
+            return None
+    named = (module for name, module in model.named_modules() if name.rpartition(".")[2] == "embed_tokens")
+    return next((module for module in named if isinstance(module, nn.Embedding)), None)
 
 
 def _name_of(model: nn.Module, target: nn.Module | None) -> str | None:
@@ -316,18 +328,19 @@ def _weight(module: nn.Module | None) -> nn.Parameter | None:
     return None if module is None else module._parameters.get("weight")
 
 
-def _tp_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Merge transformers' plans of the class, the instance and the inner model; later ones take precedence.
+def _tp_plan(model: nn.Module) -> dict[str, str]:
+    """Merge the `_tp_plan` of every module, its class before its instance and inner modules last; later ones win.
 
-    Paths of the inner model's plan are prefixed with its name.
+    Paths of an inner module's plan are prefixed with its name, unless they are relative to the model already.
     """
-    merged = {**(type(model)._tp_plan or {}), **(model._tp_plan or {})}
-    name = model.base_model_prefix or "model"
-    inner = model._modules.get(name) if model.base_model is model else model.base_model
-    if inner is None or not _is_pretrained(inner):
-        return merged
-    for path, style in (inner._tp_plan or type(inner)._tp_plan or {}).items():
-        merged[path if path.startswith(f"{name}.") else f"{name}.{path}"] = style
+    merged: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own: dict[str, str] = {}
+        for owner in (type(module), module):
+            own |= getattr(owner, "_tp_plan", None) or {}
+        for path, style in own.items():
+            is_prefixed = path.startswith(f"{name}.") and path.partition(".")[0] not in module._modules
+            merged[path if is_prefixed else f"{name}.{path}".lstrip(".")] = style
     return merged
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+import types
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -285,6 +286,140 @@ def test_inner_model_plan_overrides_instance_and_class_plans() -> None:
         assert (type(plan[up]), type(plan[down])) == (ColwiseParallel, RowwiseParallel)
     finally:
         type(model)._tp_plan = saved
+
+
+class PlainLayer(nn.Module):
+    """A decoder layer whose attention has as many heads of one width as its projections have features for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.self_attn = nn.ModuleDict({f"{name}_proj": nn.Linear(12, 12, bias=False) for name in "qkvo"})
+        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(12, 8), "down_proj": nn.Linear(8, 12)})
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            self.self_attn[f"{name}_proj"](hidden).unflatten(-1, (-1, self.width)).transpose(1, 2) for name in "qkv"
+        )
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.self_attn["o_proj"](heads.transpose(1, 2).flatten(2))
+        return hidden + self.mlp["down_proj"](self.mlp["up_proj"](hidden).relu())
+
+
+class PlainDecoder(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(11, 12)
+        self.layers = nn.ModuleList([PlainLayer(width)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](self.embed_tokens(tokens))
+
+
+class PlainModel(nn.Module):
+    """A model that is not from Hugging Face, with a head over a PlainDecoder."""
+
+    def __init__(self, inner: str, heads: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.config = types.SimpleNamespace(num_attention_heads=heads)
+        owner: nn.Module = self
+        *parents, leaf = inner.split(".")
+        for parent in parents:
+            owner.add_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        owner.add_module(leaf, PlainDecoder(12 // heads))
+        self.inner, self.lm_head = inner, nn.Linear(12, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.get_submodule(self.inner)(tokens))
+
+
+UP, DOWN = "layers.*.mlp.up_proj", "layers.*.mlp.down_proj"
+
+
+@pytest.mark.parametrize("inner", ["model", "language_model", "model.language_model", "backbone"])
+def test_plan_of_any_module_is_read_from_class_instance_and_inner_model(inner: str) -> None:
+    """get_hf_tp_shard_plan: published, the inner model of a class outside its list must be called `model`."""
+
+    class Planned(PlainModel):
+        _tp_plan: ClassVar[Any] = {"lm_head": "rowwise", f"{inner}.{DOWN}": "rowwise"}
+
+    model = Planned(inner)
+    assert isinstance(get_hf_tp_shard_plan(model)["lm_head"], RowwiseParallel)
+    model._tp_plan = {"lm_head": "colwise_rep"}
+    model.get_submodule(inner)._tp_plan = {UP: "colwise"}
+    plan = get_hf_tp_shard_plan(model)
+    assert {path: type(style) for path, style in plan.items()} == {
+        "lm_head": ColwiseParallel,
+        f"{inner}.{DOWN}": RowwiseParallel,
+        f"{inner}.{UP}": ColwiseParallel,
+        f"{inner}.embed_tokens": RowwiseParallel,
+    }
+    wrapped = nn.ModuleDict({"model": model})
+    assert set(get_hf_tp_shard_plan(wrapped)) == {f"model.{path}" for path in plan}
+
+
+def test_plan_of_a_wrapped_hugging_face_model_is_prefixed() -> None:
+    """get_hf_tp_shard_plan: the inner model's paths may begin with the name under which a wrapper holds it."""
+    model = build("llama", torch.float32)
+    plan = get_hf_tp_shard_plan(model)
+    assert set(get_hf_tp_shard_plan(nn.ModuleDict({"model": model}))) == {f"model.{path}" for path in plan}
+
+
+@pytest.mark.parametrize("plan", [None, {}, {"layers.*.mlp.gate": "colwise"}])
+def test_any_module_without_a_plan_for_its_parts_is_rejected(plan: Any) -> None:
+    """get_hf_tp_shard_plan: raises AssertionError if no plan is found."""
+    model = PlainModel("model")
+    if plan is not None:
+        model._tp_plan = model.model._tp_plan = plan
+    with pytest.raises(AssertionError, match="PlainModel has no tensor-parallel plan"):
+        get_hf_tp_shard_plan(model)
+
+
+def test_unknown_styles_of_any_module_are_rejected() -> None:
+    """get_hf_tp_shard_plan: published, an unknown name is a ValueError, and what is no name an AssertionError."""
+    model = PlainModel("model")
+    model._tp_plan = {"lm_head": "diagonal"}
+    with pytest.raises(ValueError, match="PlainModel for lm_head: Unknown parallel style: 'diagonal'"):
+        get_hf_tp_shard_plan(model)
+    model._tp_plan = {"lm_head": 3}
+    with pytest.raises(AssertionError, match="must be a string, not 3"):
+        get_hf_tp_shard_plan(model)
+
+
+@pytest.mark.parametrize("head", ["untied", "tied", "tied, planned"])
+@pytest.mark.parametrize("heads", [3, 4])
+def test_any_module_with_a_plan_trains_under_tp(head: str, heads: int) -> None:
+    """fsdp2_strategy_parallelize: 3 heads stay whole over two ranks, although their 12 features are divisible."""
+
+    def on_rank(rank: int) -> None:
+        model, expected = (PlainModel("model", heads).double() for _ in range(2))
+        for each in (model, expected):
+            each.model._tp_plan = {UP: "colwise", DOWN: "rowwise", "layers.*.self_attn.o_proj": "rowwise"}
+            each.model._tp_plan |= {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+            if head != "untied":
+                each.lm_head.weight = each.model.embed_tokens.weight
+            each._tp_plan = {} if head == "tied" else {"lm_head": "colwise_rep"}
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        parallelizer.fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy())
+        assert str(model.get_parameter("model.layers.0.mlp.up_proj.weight").placements[-1]) != "R"
+        placement = model.get_parameter("model.layers.0.self_attn.q_proj.weight").placements[-1]
+        assert (str(placement) == "R") == (heads == 3)
+        assert (str(model.model.embed_tokens.weight.placements[-1]) == "R") == (head == "tied")
+        for each in (model, expected):
+            logits = each(torch.arange(8)[None])
+            nn.functional.cross_entropy(logits[0, :-1], torch.arange(1, 8)).backward()
+        for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(
+                parameter.grad.full_tensor(),
+                other.grad,
+                rtol=1e-10,
+                atol=1e-12,
+                msg=lambda text, name=name: name + text,
+            )
+
+    run_ranks(2, on_rank)
 
 
 def test_attention_that_tp_does_not_divide_is_dropped_from_a_custom_plan(caplog: pytest.LogCaptureFixture) -> None:

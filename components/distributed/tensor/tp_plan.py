@@ -90,11 +90,12 @@ class _NotAStyleNameError(TypeError, AssertionError):
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> TpPlan:
-    """Return the tensor-parallel plan of a Hugging Face model.
+    """Return the tensor-parallel plan of a model, from Hugging Face or not.
 
     Same signature as in NeMo AutoModel's parallelizer. Merges the `_tp_plan` of the class, the instance and the inner
-    model, of which later ones win; paths of the inner model's plan get its name as a prefix. Raises MissingPlanError if
-    the plan would shard nothing.
+    models, of which later ones win; paths of an inner model's plan get its name as a prefix. The input embedding is
+    added, unless it is tied to a head that the plan leaves out. Raises MissingPlanError if the plan would shard
+    nothing.
     """
     return shard_plan(model, read_anatomy(model))
 
@@ -107,9 +108,18 @@ def shard_plan(model: nn.Module, anatomy: Anatomy) -> TpPlan:
     styles = {**anatomy.tp_plan, **_family_plan(model, anatomy)}
     if not shards_any(model, _translated(model, styles)):
         raise MissingPlanError(missing_plan(model))
-    if anatomy.embedding is not None:
+    if anatomy.embedding is not None and not _is_tied_to_unplanned(model, anatomy.embedding, styles):
         styles.setdefault(anatomy.embedding, "embedding_rowwise")
     return _translated(model, styles)
+
+
+def _is_tied_to_unplanned(model: nn.Module, embedding: str, styles: dict[str, str]) -> bool:
+    """Return whether an embedding shares its weight with a module that a plan leaves out, so that both replicate it."""
+    weight = model.get_submodule(embedding)._parameters.get("weight")
+    return any(
+        name != embedding and module._parameters.get("weight") is weight and not _planned(styles, name)
+        for name, module in model.named_modules()
+    )
 
 
 def _family_plan(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:
@@ -359,5 +369,5 @@ def _takes_sharded_input(style: ParallelStyle) -> bool:
     return isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),)
 
 
-def _planned(plan: TpPlan, name: str) -> bool:
+def _planned(plan: Iterable[str], name: str) -> bool:
     return any(re.fullmatch("[^.]+".join(re.escape(part) for part in path.split("*")), name) for path in plan)
