@@ -14,8 +14,9 @@ parity         comparison of a mesh with a single process
 
 batch               micro-batch of a rank
 cgroup              memory that this process may use
+chat_template       rendering of conversations by templates that come with a model
 console             rich console for untrusted text
-cpu_limit           CPU time limit for code that comes with a model
+conversation        messages in the format of chat templates
 dtypes              torch dtypes by name, and the one that autocast uses
 exchange            collectives on JSON values
 housekeeping        bytes read and written by this process, as a measure of progress

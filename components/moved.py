@@ -19,6 +19,8 @@ MODULES = {
     "components.config.interrupt": "components.protocol.signals",
     "components.config.rules.objective_rules": "components.config.rules.data_rules",
     "components.config.run_files": "components.protocol.run_files",
+    "components.cpu_limit": "components.chat_template",
+    "components.data.chat_template": "components.chat_template",
     "components.data.files": "components.data.sources.files",
     "components.data.hub": "components.data.sources.hub_rows",
     "components.data.load": "components.data.loading",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
+    from components.conversation import Conversation, Message
     from components.data.batches import BatchPlan, EvalBatches, Padding, TokenValues, TrainBatches, collate
     from components.data.dataset import Dataset, Facts, HasPrompts, sample_prompts
     from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from components.data.packing import PackedDataset
     from components.data.pairs import PairDataset, PairedRows, RowPair, build_pairs
     from components.data.preflight import check_files
-    from components.data.sources.rows import Conversation, Message
     from components.data.token_store.manifest import Manifest, read_manifest
     from components.data.token_store.rows import TokenRows
 else:

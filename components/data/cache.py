@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 
+from components.chat_template import ChatTemplate, is_fast
 from components.config.errors import ConfigError
 from components.config.schema.data import DataConfig, TextDataConfig
+from components.conversation import Conversation
 from components.data import examples
-from components.data.chat_template import ChatTemplate, KeyUsage, is_fast
 from components.data.examples import Example
+from components.data.key_usage import KeyUsage
 from components.data.sources import text
 from components.data.sources.preference_rows import AnswerConfig
-from components.data.sources.rows import Conversation, Document, LabeledText
+from components.data.sources.rows import Document, LabeledText
 from components.data.sources.split import (
     Record,
     SourceSplit,

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from components.chat_template import ChatTemplate, Rendering
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
-from components.data.chat_template import ChatTemplate, KeyUsage, Rendering
-from components.data.sources.rows import Conversation, LabeledText
+from components.conversation import Conversation
+from components.data.key_usage import KeyUsage
+from components.data.sources.rows import LabeledText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

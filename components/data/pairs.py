@@ -12,11 +12,11 @@ import xxhash
 
 from components.config.errors import ConfigError
 from components.config.schema.data import PreferencesDataConfig
+from components.conversation import Conversation
 from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import IGNORED, Example
 from components.data.loading import build_dataset
 from components.data.sources.preference_rows import AnswerConfig, answer_configs
-from components.data.sources.rows import Conversation
 from components.data.sources.split import SourceSplit, columns_at, location_of
 
 if TYPE_CHECKING:

@@ -37,9 +37,9 @@ from components import models
 from components.config.compose.sources import CONF
 from components.config.schema import ModelConfig
 from components.config.schema.data import DataConfig, DocsDataConfig, SftDataConfig
+from components.conversation import Conversation
 from components.data.cache import tokenize
 from components.data.examples import encode_conversations
-from components.data.sources.rows import Conversation
 from components.data.sources.split import SourceSplit
 
 Arm = Callable[[], int]

@@ -16,17 +16,17 @@ import pytest
 import torch
 from tokenizers import models, pre_tokenizers
 
-from components import cpu_limit
+from components import chat_template
 from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, ChatDataConfig, SftDataConfig, UnusedKeys
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import is_defining
+from components.conversation import Conversation
 from components.data import cache
 from components.data.dataset import Dataset
 from components.data.examples import IGNORED, Example, encode_conversations, trimmed
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
-from components.data.sources.rows import Conversation
 from components.models import build_on_meta, materialize
 from components.models.generation import generate
 from tests.tiny_models import tiny_folder
@@ -447,8 +447,8 @@ ENDLESS = [
 
 @pytest.mark.parametrize("template", ENDLESS, ids=["loops", "later", "power"])
 def test_nonterminating_template_is_rejected_within_seconds(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_limit.RENDER_SECONDS <= 5
-    monkeypatch.setattr(cpu_limit, "RENDER_SECONDS", 0.5)
+    assert chat_template.RENDER_SECONDS <= 5
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
     began = time.process_time()
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template did not finish within 0.5 s of CPU time"):
@@ -457,7 +457,7 @@ def test_nonterminating_template_is_rejected_within_seconds(template: str, monke
 
 
 def test_nonterminating_template_is_rejected_during_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_limit, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
     model = build_on_meta(ModelConfig(path=str(tiny_folder(tmp_path, "llama"))))
     materialize(model, "cpu")
     with torch.no_grad():

@@ -9,9 +9,9 @@ from tokenizers import models, pre_tokenizers
 
 from components.config.errors import ConfigError
 from components.config.schema.data import SftDataConfig, UnusedKeys
+from components.conversation import Conversation
 from components.data.examples import IGNORED, encode_conversations
 from components.data.loading import build_dataset
-from components.data.sources.rows import Conversation
 from tests.unit.test_data_examples import byte_tokenizer, chat, encode_one, fast_tokenizer, target_texts
 from tests.unit.test_data_files import write
 

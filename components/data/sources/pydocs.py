@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from components.config.errors import ConfigError
-from components.data.sources.rows import Conversation
+from components.conversation import Conversation
 
 MODULES = """
     abc argparse array ast asyncio base64 bdb binascii bisect builtins calendar cmath code codecs codeop

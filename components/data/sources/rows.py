@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from components.config.errors import ConfigError
@@ -19,6 +19,7 @@ from components.config.schema.data import (
     SftDataConfig,
     TextDataConfig,
 )
+from components.conversation import ASSISTANT, TOOL, Conversation, Message, text_of
 from components.data.sources.files import Location, Row
 
 Sample = TypeVar("Sample")
@@ -26,11 +27,6 @@ Sample = TypeVar("Sample")
 _LISTED = 5  # bad rows listed in an error; further ones are only counted
 
 
-Message = dict[str, Any]
-"""One message in the format of chat templates: `role` (system, user, assistant, tool), `content`, further keys."""
-
-ASSISTANT = "assistant"
-TOOL = "tool"
 _OTHER_ROLES = ("developer", "function", "ipython")
 """Roles of some chat templates, passed through unchanged."""
 _FLAGS = ("train", "weight")
@@ -43,28 +39,6 @@ _RENDER_ARGUMENTS = frozenset(
     ]
 )
 """Arguments of `apply_chat_template` that are not template variables."""
-
-
-class Conversation(NamedTuple):
-    """Messages in order, and the other inputs of the chat template."""
-
-    where: str
-    """Origin of the conversation for error messages, such as `train.jsonl:17`."""
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the functions that the assistant may call."""
-    template_kwargs: Mapping[str, Any] = MappingProxyType({})
-    """Further template variables, such as enable_thinking."""
-    untrained: frozenset[int] = frozenset()
-    """Indices of assistant messages without loss."""
-    is_desirable: bool | None = None
-    """Label of the answer; None: it has none."""
-
-    @property
-    def trained(self) -> list[int]:
-        """Indices of the assistant messages with loss."""
-        is_answer = (message["role"] == ASSISTANT for message in self.messages)
-        return [i for i, answers in enumerate(is_answer) if answers and i not in self.untrained]
 
 
 class Document(NamedTuple):
@@ -130,8 +104,39 @@ class BadRowReport:
     """Rows that could not become samples."""
 
     count: int = 0
-    messages: list[str] = field(default_factory=list)
-    """Problems of the first ones, with their origin."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Problems of the first ones in the source, by their origin."""
+
+    def add(self, problems: Mapping[str, str], count: int = 1) -> None:
+        """Count bad rows, of which `problems` has the first ones."""
+        self.count += count
+        together = {**problems, **self.problems}
+        self.problems = {where: together[where] for where in sorted(together, key=_numbers_as_numbers)[:_LISTED]}
+
+    def __str__(self) -> str:
+        further = self.count - len(self.problems)
+        listed = [f"{where}: {problem}" for where, problem in self.problems.items()]
+        return "".join(f"\n  {each}" for each in [*listed, *([f"... and {further:,} more"] if further else [])])
+
+
+def _numbers_as_numbers(origin: str) -> list[tuple[bool, int, str]]:
+    """Return a sort key of origins by which row 9 comes before row 10."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", origin)]
+
+
+def refused_rows(bad: BadRowReport) -> str:
+    """Return the error message of `data.bad_rows=refuse`."""
+    count = "1 row" if bad.count == 1 else f"{bad.count:,} rows"
+    return (
+        f"data.bad_rows=refuse: {count} cannot become a sample; correct these, or set data.bad_rows=drop to leave "
+        f"such rows out:{bad}"
+    )
+
+
+def no_good_row(source: str, bad: BadRowReport) -> str:
+    """Return the error message of a source whose rows are all bad, which data.bad_rows=drop cannot help."""
+    count = "its only row is bad" if bad.count == 1 else f"all {bad.count:,} rows are bad"
+    return f"data: {source}: has no rows that can become a sample, {count}; correct them:{bad}"
 
 
 def columns_optional(cfg: RowsDataConfig) -> list[str]:
@@ -150,47 +155,41 @@ def unused_problem(where: str, names: list[str]) -> str:
 
 
 def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[Conversation]:
-    """Convert rows to conversations, lazily; bad rows are recorded in `bad`.
-
-    Raises ConfigError after the last row if there were bad rows and `data.bad_rows=refuse`; it lists the first ones.
-    """
+    """Convert rows to conversations, lazily; bad rows are left out and recorded in `bad`."""
     convert: Callable[..., Conversation] = _chat_conversation
     if isinstance(cfg, SftDataConfig):
         convert = _sft_conversation
-    return each_row(rows, lambda row: convert(cfg, row), cfg.bad_rows, bad)
+    return each_row(rows, lambda row: convert(cfg, row), bad)
 
 
 def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[Document]:
-    """Convert rows to documents, like `each_conversation`."""
+    """Convert rows to documents, like `each_conversation`.
+
+    Raises ConfigError after the last row if there were bad rows and `data.bad_rows=refuse`. Nothing later rejects a
+    document, and a corpus takes long to tokenize.
+    """
     column = cfg.text_column
-    return each_row(
-        rows, lambda row: Document(row.where, text_value(row.values, "text_column", column)), cfg.bad_rows, bad
-    )
+    yield from each_row(rows, lambda row: Document(row.where, text_value(row.values, "text_column", column)), bad)
+    if bad.count and cfg.bad_rows is BadRows.refuse:
+        raise ConfigError(refused_rows(bad))
 
 
 def each_labeled_text(cfg: LabelsDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[LabeledText]:
     """Convert rows to labeled texts, like `each_conversation`."""
-    return each_row(rows, lambda row: _labeled_text(cfg, row), cfg.bad_rows, bad)
+    return each_row(rows, lambda row: _labeled_text(cfg, row), bad)
 
 
-def each_row(
-    rows: Iterable[Row], convert: Callable[[Row], Sample], bad_rows: BadRows, bad: BadRowReport
-) -> Iterator[Sample]:
+def each_row(rows: Iterable[Row], convert: Callable[[Row], Sample], bad: BadRowReport) -> Iterator[Sample]:
+    """Convert rows, lazily; bad rows are left out and recorded in `bad`."""
     for row in rows:
         try:
+            if row.problem:
+                raise BadRowError(row.problem)
             sample = convert(row)
         except BadRowError as error:
-            bad.count += 1
-            bad.messages += [f"{row.where}: {error}"] if bad.count <= _LISTED else []
+            bad.add({row.where: str(error)})
             continue
         yield sample
-    if bad.count and bad_rows is BadRows.refuse:
-        count = "1 row" if bad.count == 1 else f"{bad.count:,} rows"
-        listed = bad.messages + ([f"... and {bad.count - _LISTED:,} more"] if bad.count > _LISTED else [])
-        raise ConfigError(
-            f"data.bad_rows=refuse: {count} cannot become a sample; correct these, or set data.bad_rows=drop "
-            "to leave such rows out:" + "".join(f"\n  {each}" for each in listed)
-        )
 
 
 def _sft_conversation(cfg: SftDataConfig, row: Row) -> Conversation:
@@ -358,17 +357,6 @@ def _decoded(values: dict[str, Any], key: str, name: str | None, kind: type) -> 
         raise BadRowError(f"data.{key}={name}: holds {kind_of(value)}, not {'a list' if kind is list else 'an object'}")
     _check_unicode(value, f"data.{key}={name}: holds")
     return value
-
-
-def text_of(content: Any) -> str:
-    """Return the content of a message as text: the joined parts of a list, an object as JSON."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        return "".join(str(part["text"]) for part in content)
-    return json.dumps(content, ensure_ascii=False)
 
 
 def text_value(values: dict[str, Any], key: str, name: str) -> str:

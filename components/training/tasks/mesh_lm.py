@@ -17,8 +17,8 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from components import distributed, models
+from components.chat_template import running_template
 from components.config.errors import ConfigError
-from components.cpu_limit import running_template
 from components.models.generation import GenerationForward
 from components.training.samples import GenerationRun, gathered_weights
 from components.training.setup.prepared import Prepared

@@ -1,16 +1,18 @@
-"""Rendering of conversations with a chat template, the spans it marks as generated, and the keys it uses."""
+"""Chat templates: rendering of conversations, the spans marked as generated, and a limit on their CPU time."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from components.config.errors import ConfigError
-from components.cpu_limit import running_template
-from components.data.sources.rows import ASSISTANT, Conversation, Message, text_of
+from components.conversation import ASSISTANT, Conversation, Message, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -22,12 +24,10 @@ _FIXED_CLOCK = (
     "{%- endmacro -%}"
 )
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Aliases of one key: transformers fills each from the others."""
-_MAX_TRIES = 200
-"""Conversations in which a key is tried before it counts as unused."""
 _PROBE = '{"probe": "value"}'
 _PROBED = "probed"
+RENDER_SECONDS = 5.0
+"""Limit on the CPU time of a chat template for one conversation; a long conversation takes milliseconds."""
 
 
 class Rendering(NamedTuple):
@@ -166,84 +166,11 @@ class ChatTemplate:
             return None
 
 
-class KeyUsage:
-    """Detector of keys (of messages, tools and template arguments) that do not change the rendered text.
-
-    Each key is left out of the first conversations that have it; it is unused if that never changes the text.
-    """
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
-        self._tried: Counter[str] = Counter()
-        self._used: set[str] = set()
-        self._shortened: set[str] = set()
-
-    @property
-    def unused(self) -> list[str]:
-        """Sorted names, with roles, of the keys without an effect so far, and of contents rendered only in part."""
-        keys = self._tried.keys() - self._used
-        return sorted(keys | {f"part of {name}" for name in self._shortened - keys})
-
-    def observe_answer(self, conversation: Conversation, answer: int, through: str) -> None:
-        """Check that `through`, which ends with the turn of message `answer`, contains all of its content.
-
-        Templates may cut the reasoning that is written into an answer. Whitespace and other changed characters
-        (escaping) do not count: the letters and digits of the content must occur in the turn, in order.
-        """
-        message = conversation.messages[answer]
-        name, content = _name("content", message), text_of(message.get("content")).strip()
-        if name in self._shortened or content in through:
-            return
-        history = self._template.render(conversation, answer).text
-        turn = iter(through.removeprefix(history))
-        if not all(character in turn for character in content if character.isalnum()):
-            self._shortened.add(name)
-
-    def observe(self, conversation: Conversation) -> None:
-        """Try leaving out each key of a conversation that is not yet known to be used."""
-        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
-        answers = answers or [len(conversation.messages) - 1]  # a labeled conversation may have no answer
-        for index, message in enumerate(conversation.messages[: answers[-1] + 1]):
-            # Render up to the next answer, because templates may drop keys (reasoning) from earlier messages.
-            stop = 1 + next(answer for answer in answers if answer >= index)
-            for key, value in message.items():
-                if key == "role" or value in (None, "", [], {}):
-                    continue
-                removed = _REASONING if key in _REASONING else (key,)
-                messages = list(conversation.messages)
-                messages[index] = {name: kept for name, kept in message.items() if name not in removed}
-                self._try(_name(key, message), conversation, conversation._replace(messages=messages), stop)
-        stop = answers[-1] + 1
-        if conversation.tools is not None:
-            self._try("tools", conversation, conversation._replace(tools=None), stop)
-        for key in conversation.template_kwargs:
-            kwargs = {name: value for name, value in conversation.template_kwargs.items() if name != key}
-            self._try(f"template argument {key}", conversation, conversation._replace(template_kwargs=kwargs), stop)
-
-    def _try(self, name: str, conversation: Conversation, without: Conversation, stop: int) -> None:
-        if name in self._used or self._tried[name] >= _MAX_TRIES:
-            return
-        self._tried[name] += 1
-        expected = self._template.render(conversation, stop)
-        try:
-            is_used = self._template.render(without, stop) != expected
-        except ConfigError:  # the template requires the key
-            is_used = True
-        if is_used:
-            self._used.add(name)
-
-
 def is_fast(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizerFast]:
     """Return whether a tokenizer is backed by the tokenizers library, which maps tokens to characters."""
     from transformers import PreTrainedTokenizerFast
 
     return isinstance(tokenizer, PreTrainedTokenizerFast)
-
-
-def _name(key: str, message: Message) -> str:
-    shape = " as a list" if isinstance(message.get(key), list) and key == "content" else ""
-    suffix = " with tool_calls" if message.get("tool_calls") and key != "tool_calls" else ""
-    return f"{key}{shape} (role {message['role']}{suffix})"
 
 
 def _traced(source: str, messages: list[Message], given: dict[str, Any]) -> Rendering:
@@ -293,3 +220,44 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the object with the name and arguments of a tool call, which most formats nest under `function`."""
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call
+
+
+class CpuLimitError(RuntimeError):
+    """Code exceeded its CPU time limit."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise CpuLimitError in the body once this process has spent `seconds` of CPU time in it.
+
+    The limit is on CPU time rather than wall time, so that a busy or suspended machine does not trigger it. Signal
+    handlers run in the main thread only; in any other thread the body runs without a limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _raise)
+    # The timer repeats because code such as Jinja's constant folding swallows exceptions and tries again.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def running_template(where: str) -> Iterator[None]:
+    """Limit the CPU time of a chat template. Raises ConfigError, with `where` it was rendered, at the limit."""
+    try:
+        with cpu_limit(RENDER_SECONDS):
+            yield
+    except CpuLimitError as error:
+        raise ConfigError(
+            f"{where}: the chat template did not finish within {RENDER_SECONDS:g} s of CPU time; set "
+            "model.tokenizer to a tokenizer with another chat template"
+        ) from error
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise CpuLimitError("the CPU time limit was reached")
