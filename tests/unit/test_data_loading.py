@@ -14,12 +14,19 @@ from components.config.schema.data import (
     CustomDataConfig,
     DataConfig,
     DocsDataConfig,
+    LabelsDataConfig,
+    MixtureDataConfig,
     Overlong,
+    PreferencesDataConfig,
     SftDataConfig,
+    TextDataConfig,
 )
 from components.data.dataset import Dataset, Facts, sample_prompts
 from components.data.examples import IGNORED, Example
+from components.data.labels import build_scored
 from components.data.loading import build_dataset
+from components.data.pairs import build_pairs
+from components.models.tokenizer import byte_tokenizer as bytes_with_template
 from tests.unit.test_data_examples import byte_tokenizer
 
 PLAIN = byte_tokenizer(eos="</s>")
@@ -106,6 +113,76 @@ def test_evaluation_without_held_out_samples_is_rejected(tmp_path):
         ConfigError, match=r"data.eval_fraction=0: there are no held-out samples; to evaluate, set it, data"
     ):
         build(cfg, "eval")
+
+
+def test_popular_prompts_do_not_change_the_held_out_share(tmp_path):
+    """Prompts with their numbers of rows, the share, and the numbers of rows that can be held out nearest to it."""
+    cases = [
+        ([189, *[1] * 11], 0.05, {10}),
+        ([40, 30, 10, 7, 7, 6], 0.1, {10}),
+        ([25, 25, 25, 25], 0.2, {25}),
+        ([4] * 50, 0.05, {8, 12}),
+        ([300, *[2] * 350], 0.1, {100}),
+        ([150, 50], 0.75, {150}),
+    ]
+    for number, (sizes, fraction, nearest) in enumerate(cases):
+        rows = [(f"q{prompt}", f"a{i}") for prompt, size in enumerate(sizes) for i in range(size)]
+        held_out = []
+        for seed in (0, 1):  # the order of the rows does not matter
+            random.Random(seed).shuffle(rows)
+            cfg = SftDataConfig(path=write(tmp_path / f"{number}-{seed}.jsonl", rows), eval_fraction=fraction)
+            train, held = prompts(build(cfg)), prompts(build(cfg, "eval"))
+            assert not set(train) & set(held)
+            assert len(train) + len(held) == sum(sizes)
+            assert len(held) in nearest
+            held_out.append(sorted(held))
+        assert held_out[0] == held_out[1]
+
+
+def build_popular(tokenizer, seq_len, split) -> list[Example]:
+    return [Example([1 if i < 90 else i, 5, 6], [IGNORED, 5, 6]) for i in range(100)]
+
+
+def test_popular_prompts_of_every_kind_of_data(tmp_path):
+    rows = []
+    for i in range(100):
+        prompt = "popular" if i < 90 else f"q{i}"
+        message, answers = {"role": "user", "content": prompt}, {"chosen": f"c{i}", "rejected": f"r{i}"}
+        messages = [message, {"role": "assistant", "content": f"a{i}"}]
+        rows.append({"prompt": prompt, "response": f"a{i}", "messages": messages, "label": i % 2, **answers})
+    path = str(tmp_path / "x.jsonl")
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = SftDataConfig(path=path)
+    configs = [
+        (build_dataset, one),
+        (build_dataset, ChatDataConfig(path=path)),
+        (build_dataset, TextDataConfig(path=path, text_column="prompt")),
+        (build_dataset, custom("build_popular")),
+        (build_dataset, MixtureDataConfig(sources={"one": one})),
+        (build_pairs, PreferencesDataConfig(path=path)),
+        (build_pairs, PreferencesDataConfig(path=path, label_column="label")),
+        (build_scored, LabelsDataConfig(path=path, text_column="prompt", num_labels=2)),
+    ]
+    tokenizer = bytes_with_template()
+    for read, cfg in configs:
+        sizes = [len(read(cfg, tokenizer, seq_len=64, split=split)) for split in ("train", "eval")]
+        assert sizes == [95, 5]
+
+
+def test_share_that_groups_of_equal_prompts_do_not_allow_is_rejected_with_one_that_they_allow(tmp_path):
+    path = write(tmp_path / "x.jsonl", [("pq"[i >= 120], f"a{i}") for i in range(200)])
+    cfg = SftDataConfig(path=path)
+    for split in ("train", "eval"):
+        with pytest.raises(ConfigError) as error:
+            build(cfg, split)
+        assert str(error.value) == (
+            f"data.eval_fraction=0.05: would hold out 10 of 200 samples of {path} (train), but samples with equal "
+            "prompts stay in one split, and the largest of 2 such groups has 120 samples; the nearest possible number "
+            "is 80; set data.eval_fraction=0.4, or data.eval_split or data.eval_path"
+        )
+    assert len(build(SftDataConfig(path=path, eval_fraction=0.4), "eval")) == 80
+    with pytest.raises(ConfigError, match=r"the largest of 2 such groups .*; set data.sources.one.eval_fraction=0.4"):
+        build(MixtureDataConfig(sources={"one": cfg}))
 
 
 def test_sample_limits_keep_the_first_samples_of_each_split_independently(tmp_path):

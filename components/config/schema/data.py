@@ -63,8 +63,9 @@ class DataConfig:
     eval_split: str | None = None
     """Held-out split for evaluation; null: hold out `eval_fraction` of `split`."""
     eval_fraction: float = 0.05
-    """Share of `split` to hold out if eval_split is null, in [0, 1). Samples are selected by a hash of the prompt; of
-    plain text, by a hash of the document, or the end of each document if there are fewer than 1 / eval_fraction."""
+    """Share of `split` to hold out if eval_split is null, in [0, 1). Samples are selected by a hash of the prompt, and
+    equal prompts stay together; of plain text, by a hash of the document, or the end of each document if there are
+    fewer than 1 / eval_fraction."""
     max_samples: int | None = None
     """Use only the first this many training samples of the source, at least 1; null: all."""
     max_eval_samples: int | None = None

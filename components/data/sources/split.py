@@ -68,6 +68,7 @@ Record = Conversation | Document | LabeledText
 
 _READ_AT_ONCE = 1 << 24  # bytes
 _CACHED_CHARACTERS = 1 << 26  # size of the largest source that is kept in memory rather than read again
+_EXACT_BITS = 1 << 28  # memory for the exact selection of held-out groups; beyond, it is nearly exact
 
 
 class SourceSplit:
@@ -195,8 +196,7 @@ class SourceSplit:
 def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
     """Return the mask of samples in a split, up to its sample limit, (samples,) bool.
 
-    The `eval_fraction` of samples with the smallest hashes is held out. This quantile, unlike a fixed threshold, always
-    leaves at least one sample in each split of two or more.
+    Raises ConfigError if there is no sample, or if the share of `eval_fraction` cannot be held out.
     """
     values = np.asarray(hashes, dtype=np.uint64)
     if len(values) == 0:
@@ -204,12 +204,72 @@ def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray
         raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; set {source} or data.split to one with rows")
     kept = np.ones(len(values), dtype=bool)
     if held_out_by_hash(cfg) and not holds_out_ends(cfg, len(values)):
-        fraction = cfg.eval_fraction
-        held_out = min(max(round(len(values) * fraction), 1), len(values) - 1) if fraction else 0
-        largest = np.partition(values, held_out - 1)[held_out - 1] if held_out > 0 else None
-        kept = np.full(len(values), not is_eval) if largest is None else (values <= largest) == is_eval
+        kept = _held_out(values, cfg) == is_eval
     limit = sample_limit(cfg, is_eval)  # enough for documents too, each of which becomes at least one sample
     return kept if limit is None else kept & (np.cumsum(kept) <= limit)
+
+
+def _held_out(hashes: np.ndarray, cfg: DataConfig) -> np.ndarray:
+    """Return the mask of the samples that `eval_fraction` holds out, (samples,) bool; equal hashes stay together.
+
+    These are the samples with the smallest hashes. This quantile, unlike a fixed threshold, always leaves at least one
+    sample in each split of two or more. If it ends within a large group of equal hashes, groups are selected instead.
+
+    Raises ConfigError if groups allow neither half nor twice the number of samples, or less.
+    """
+    count, fraction = len(hashes), cfg.eval_fraction
+    wanted = min(max(round(count * fraction), 1), count - 1) if fraction else 0
+    if wanted < 1:
+        return np.zeros(count, dtype=bool)
+    smallest = hashes <= np.partition(hashes, wanted - 1)[wanted - 1]
+    if smallest.sum() <= wanted + wanted // 10:
+        return smallest
+    _, group_of, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
+    remedy = "data.eval_split or data.eval_path" if isinstance(cfg, RowsDataConfig) else "data.eval_split"
+    if len(sizes) == 1:
+        raise ConfigError(
+            f"data: {describe(cfg, False)}: all {count:,} samples have the same prompt; holding out "
+            f"data.eval_fraction={fraction} requires at least two different prompts; add samples, or set {remedy}"
+        )
+    chosen = _groups_of_total(sizes, wanted)
+    total = int(sizes[chosen].sum())
+    if max(wanted, total) > 2 * min(wanted, total) or count - wanted > 2 * (count - total):
+        raise ConfigError(
+            f"data.eval_fraction={fraction}: would hold out {wanted:,} of {count:,} samples of {describe(cfg, False)}, "
+            f"but samples with equal prompts stay in one split, and the largest of {len(sizes):,} such groups has "
+            f"{sizes.max():,} samples; the nearest possible number is {total:,}; set "
+            f"data.eval_fraction={total / count:.4g}, or {remedy}"
+        )
+    return chosen[group_of]
+
+
+def _groups_of_total(sizes: np.ndarray, wanted: int) -> np.ndarray:
+    """Return the mask of the first groups whose sizes add up to `wanted`, or as nearly as possible, (groups,) bool.
+
+    The result is never empty and never contains all groups. Many groups are taken in their order, without those that
+    would exceed `wanted`, which misses by less than the size of the smallest one left out.
+    """
+    chosen, count = np.zeros(len(sizes), dtype=bool), int(sizes.sum())
+    if len(sizes) * count > _EXACT_BITS:
+        left = np.arange(len(sizes))
+        while len(left := left[sizes[left] <= wanted]):
+            totals = np.cumsum(sizes[left])
+            fitting = int(np.searchsorted(totals, wanted, side="right"))
+            chosen[left[:fitting]], wanted = True, wanted - int(totals[fitting - 1])
+            left = left[fitting:]
+        chosen[np.argmin(sizes)] |= not chosen.any()
+        return chosen
+    totals_from = [1]  # bit i of each: whether some of the last groups have i samples together
+    for size in reversed(sizes.tolist()):
+        totals_from.append(totals_from[-1] | totals_from[-1] << size)
+    possible = bin(totals_from[-1])[:1:-1]
+    below, above = possible.rfind("1", 1, wanted + 1), possible.find("1", wanted, count)
+    missing = below if above < 0 or (below > 0 and wanted - below <= above - wanted) else above
+    for group, size in enumerate(sizes.tolist()):
+        totals_from.pop()
+        if size <= missing and totals_from[-1] >> (missing - size) & 1:
+            chosen[group], missing = True, missing - size
+    return chosen
 
 
 def holds_out_ends(cfg: DataConfig, documents: int) -> bool:
