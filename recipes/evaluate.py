@@ -38,7 +38,8 @@ def main(cfg: EvaluateConfig) -> None:
         measured = training.evaluate(model, data.EvalBatches(eval_set, run.plan), run=run)
         run.report_eval(measured)
         if measured.count:
-            run.print(f"perplexity {math.exp(measured.loss):.3f} per target token")
+            perplexity = math.inf if measured.loss > 700 else math.exp(measured.loss)  # exp overflows at 710
+            run.print(f"perplexity {perplexity:.3f} per target token")
         for name, source in data.sources_of(eval_set).items():
             of_source = training.evaluate(model, data.EvalBatches(source, run.plan), run=run)
             if not run.stopped:

@@ -62,18 +62,19 @@ def training_loss(model: Prepared, batch: Batch, token_loss: TokenLoss) -> torch
 
 
 @torch.no_grad()
-def score_rows(model: Prepared, batches: Sequence[Batch]) -> RowScores:
+def score_rows(model: Prepared, batches: Sequence[Batch], token_loss: TokenLoss = PLAIN.token_loss) -> RowScores:
     """Return the summed log-probability of the targets of each row, or of each packed sequence. A collective.
 
     Under pp, ranks without the last stage return zeros.
 
     Args:
         batches: This rank's shards, from `local_batch`.
+        token_loss: Negative log-probability of a target.
     """
     log_probs, lengths = [], []
     for batch in batches:
         plain = replace(batch, layer_inputs={}, token_weights=None)
-        losses = _forward(model, plain, PLAIN.token_loss, HeadOutput.token_losses)
+        losses = _forward(model, plain, token_loss, HeadOutput.token_losses)
         if losses is None:
             losses = torch.zeros(batch.targets.shape, dtype=torch.float64, device=model.settings.device)
         log_probs.append(-batch.sum_sequences(losses))
@@ -146,7 +147,7 @@ def _trained_part(batch: Batch, every: int) -> Batch:
 
 def score_for(model: Prepared, batches: Sequence[Batch], objective: Objective) -> RowScores:
     """Return the scores of the rows of micro-batches, with the values that the objective adds. A collective."""
-    scores = score_rows(model, batches)
+    scores = score_rows(model, batches, objective.token_loss)
     return replace(scores, values={**scores.values, **objective.row_values(model, batches)})
 
 

@@ -250,7 +250,8 @@ def _of_logits_function(logits: torch.Tensor, call: _Call) -> _OfLogits:
 
     The compiler rounds constants to float32, so it is not used for float64.
     """
-    is_plain = call.head.vocabulary.group is None and isinstance(call.token_loss, CrossEntropy)
+    is_plain = isinstance(call.token_loss, CrossEntropy) and not call.token_loss.near_one
+    is_plain = is_plain and call.head.vocabulary.group is None
     return _compiled() if call.head.compiled and is_plain and logits.dtype != torch.float64 else _of_logits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
 from components.training.objectives.contract import Vocabulary
+from components.training.objectives.divergence import sum_over_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +29,18 @@ class CrossEntropy:
     """Share of each target's probability that is spread evenly over the vocabulary."""
     z_loss: float = 0.0
     """Factor of the squared log of the softmax denominator."""
+    near_one: bool = False
+    """Compute losses near 0 from the probability of all other tokens: the log-probability of a target whose probability
+    is 1 within rounding is 0 otherwise. For objectives that depend on 1 - the probability; without the two terms above.
+    Takes another pass over the logits."""
 
     def of_logits(
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the sum of the losses of logits (batch, seq, vocabulary): see `TokenLoss`."""
-        if weights is not None:
+        if weights is not None or self.near_one:
             losses = self.per_token(logits, targets)
-            return (losses * weights.to(losses.dtype)).sum()
+            return losses.sum() if weights is None else (losses * weights.to(losses.dtype)).sum()
         scores, ids = upcast(logits).flatten(0, 1), targets.flatten()  # (tokens, vocabulary), (tokens,)
         smoothing = self.label_smoothing
         loss = F.cross_entropy(scores, ids, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
@@ -45,6 +51,11 @@ class CrossEntropy:
     def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the losses (batch, seq) of logits (batch, seq, vocabulary); 0 where the target is ignored."""
         scores, ids = upcast(logits).flatten(0, 1), targets.flatten()
+        if self.near_one:
+            index = ids.clamp(min=0)[:, None]
+            of_others = scores.scatter(1, index, -torch.inf).logsumexp(-1)
+            losses = torch.logaddexp(of_others - scores.gather(1, index)[:, 0], torch.zeros_like(of_others))
+            return losses.where(ids != IGNORED, 0).view(targets.shape)
         smoothing = self.label_smoothing
         losses = F.cross_entropy(scores, ids, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
         if self.z_loss:
@@ -69,6 +80,12 @@ class CrossEntropy:
         index = index.clamp(0, scores.shape[-1] - 1)[:, None]  # (chunk, 1)
         smoothing, size = self.label_smoothing, vocabulary.size or scores.shape[-1]
         target_terms = log_probs.gather(1, index)[:, 0].where(is_local, 0)  # (chunk,)
+        at_target: float | torch.Tensor = smoothing - 1  # added to the gradient
+        if self.near_one:
+            of_others = log_mass_of_others(log_probs, index, is_local[:, None], vocabulary.group)  # (chunk,)
+            is_near_one = is_local & (of_others < -math.log(2))
+            target_terms = torch.log1p(-of_others.exp()).where(is_near_one, target_terms)
+            at_target = -of_others.exp()[:, None]  # log_mass_of_others set the target's probability to 0
         if smoothing:
             target_terms = (1 - smoothing) * target_terms + smoothing / size * log_probs.sum(-1) * is_real
         z_terms = None if log_sum is None else self.z_loss * log_sum.square() * is_real  # (chunk,)
@@ -87,9 +104,9 @@ class CrossEntropy:
             gradient *= 1 + 2 * self.z_loss * log_sum[:, None]
         if torch.compiler.is_compiling():  # elementwise, so that it is fused with the passes around it
             is_target = torch.arange(scores.shape[-1], device=scores.device) == index  # (chunk, vocabulary)
-            gradient += (smoothing - 1) * (is_target & is_local[:, None])
+            gradient += at_target * (is_target & is_local[:, None])
         else:
-            gradient.scatter_add_(1, index, (smoothing - 1) * is_local[:, None].to(scores.dtype))
+            gradient.scatter_add_(1, index, at_target * is_local[:, None].to(scores.dtype))
         if smoothing:
             gradient -= smoothing / size
         if weights is not None:
@@ -114,6 +131,24 @@ def log_softmax(
     dist.all_reduce(total, group=group)
     log_sum = largest + total.log_()
     return scores - log_sum[:, None], log_sum if with_log_sum else None
+
+
+def log_mass_of_others(
+    log_p: torch.Tensor, index: torch.Tensor, is_local: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Set the log-probabilities of the given tokens to -inf in place, and return the log of the others' sum, (tokens,).
+
+    Unlike 1 - the sum of the given ones, it is exact for a sum near 0.
+    """
+    excluded = torch.full_like(log_p[:, :1], torch.inf).expand(index.shape).where(~is_local, -torch.inf)
+    log_p.scatter_reduce_(1, index, excluded, "amin")  # entries of other ranks' tokens stay as they are
+    local = log_p.logsumexp(-1)
+    if group is None:
+        return local
+    largest = local.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    largest = largest.where(largest > -torch.inf, 0)  # there are no other tokens
+    return largest + sum_over_shards((local - largest).exp_(), group).log_()
 
 
 def upcast(logits: torch.Tensor) -> torch.Tensor:

@@ -213,6 +213,7 @@ class ORPO(PairPreference):
     def __init__(self, cfg: ORPOConfig) -> None:
         super().__init__(cfg)
         self.beta = cfg.beta
+        self.token_loss = CrossEntropy(near_one=True)
 
     def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> PairLosses:
         """Return the losses of pairs: see `PairPreference.pair_losses`."""
@@ -262,10 +263,10 @@ class KTO(Preference):
         sign = 2 * desirable - 1
         weight = (self.desirable_weight * desirable + self.undesirable_weight * (1 - desirable)) * real
         margins = sign * (log_ratios - reference_point)
-        sigmoid = torch.sigmoid(self.beta * margins)
+        loss = torch.sigmoid(-self.beta * margins)  # 1 - sigmoid would round to 0 for large margins
         # The derivative of the loss by the answer's log-probability; mismatched answers are not trained on.
         factors = torch.zeros_like(scores.log_probs)
-        factors[0::2] = weight * self.beta * sign * sigmoid * (1 - sigmoid)
+        factors[0::2] = weight * self.beta * sign * loss * (1 - loss)
         metrics = {
             "accuracy": (margins > 0).double(),
             "reward": self.beta * log_ratios,
@@ -273,7 +274,7 @@ class KTO(Preference):
             "log_prob": scores.log_probs[0::2],
         }
         sums = {name: each.where(real, 0.0).sum() for name, each in metrics.items()}
-        return RowWeights((weight * (1 - sigmoid)).sum(), factors, sums, every=2)
+        return RowWeights((weight * loss).sum(), factors, sums, every=2)
 
 
 def _is_real(lengths: torch.Tensor) -> torch.Tensor:
@@ -282,5 +283,5 @@ def _is_real(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _log_1m_exp(values: torch.Tensor) -> torch.Tensor:
-    """Return log(1 - exp(values)) for values of at most 0; those that round to 0 count as -1e-300."""
-    return torch.log(-torch.expm1(values.clamp(max=-1e-300)))
+    """Return log(1 - exp(values)) for values of at most 0; 0 counts as the largest float32 below it."""
+    return torch.log(-torch.expm1(values.clamp(max=-torch.finfo(torch.float32).smallest_normal)))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from components.config.schema.objective import Divergence
 from components.training.objectives.contract import Vocabulary
+from components.training.objectives.cross_entropy import log_mass_of_others
 from components.training.objectives.divergence import sum_over_shards, token_divergence
 
 TOKEN_IDS, LOG_PROBS = "teacher_token_ids", "teacher_log_probs"
@@ -57,7 +58,7 @@ def find_top_k(log_p: torch.Tensor, k: int, vocabulary: Vocabulary) -> TopK:
         values, ids = (torch.cat(_all_gather(each, group), dim=1) for each in both)  # (tokens, ranks x k)
         values, order = values.topk(k)
         ids = ids.gather(1, order)
-    rest = _log_mass_of_others(log_p, *_positions(ids, vocabulary, log_p.shape[1]), group)
+    rest = log_mass_of_others(log_p, *_positions(ids, vocabulary, log_p.shape[1]), group)
     return TopK(ids, torch.cat([values, rest[:, None]], dim=1))
 
 
@@ -80,7 +81,7 @@ def top_k_divergence(
         divergence, of_outcomes = token_divergence(kind, teacher.log_probs[:, :-1].contiguous(), of_k, None)
         gradient = log_q.zero_()
     else:
-        log_rest = _log_mass_of_others(log_q, index, is_local, vocabulary.group)[:, None]  # (tokens, 1)
+        log_rest = log_mass_of_others(log_q, index, is_local, vocabulary.group)[:, None]  # (tokens, 1)
         outcomes = torch.cat([of_k, log_rest], dim=1)  # (tokens, k + 1)
         divergence, of_outcomes = token_divergence(kind, teacher.log_probs, outcomes, None)
         of_outcomes, of_rest = of_outcomes[:, :-1], of_outcomes[:, -1:]
@@ -92,24 +93,6 @@ def _positions(ids: torch.Tensor, vocabulary: Vocabulary, size: int) -> tuple[to
     """Return the indices of token ids (tokens, k) in this rank's vocabulary, and which of them are there."""
     index = ids - vocabulary.first
     return index.clamp(0, size - 1), (index >= 0) & (index < size)
-
-
-def _log_mass_of_others(
-    log_p: torch.Tensor, index: torch.Tensor, is_local: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Set the log-probabilities of the given tokens to -inf in place, and return the log of the others' sum, (tokens,).
-
-    Unlike 1 - the sum of the given ones, it is exact for a sum near 0.
-    """
-    excluded = torch.full_like(log_p[:, :1], torch.inf).expand(index.shape).where(~is_local, -torch.inf)
-    log_p.scatter_reduce_(1, index, excluded, "amin")  # entries of other ranks' tokens stay as they are
-    local = log_p.logsumexp(-1)
-    if group is None:
-        return local
-    largest = local.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    largest = largest.where(largest > -torch.inf, 0)  # there are no other tokens
-    return largest + sum_over_shards((local - largest).exp_(), group).log_()
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
