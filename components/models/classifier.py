@@ -61,7 +61,18 @@ class TokenScores(ChangedForward, nn.Module):
 
 
 def set_labels(config: PreTrainedConfig, labels: Sequence[str]) -> None:
-    """Write the names of a score head's outputs to a config."""
+    """Write the names of a score head's outputs to a config.
+
+    Raises ConfigError if the config is that of a score head with the same names in another order.
+    """
+    has_head = any(each.endswith("ForSequenceClassification") for each in config.architectures or [])
+    names = {int(number): name for number, name in (config.id2label or {}).items()} if has_head else {}
+    own = [names[number] for number in sorted(names)]
+    if own != list(labels) and sorted(own) == sorted(labels):
+        raise ConfigError(
+            f"data.label_names=[{','.join(labels)}]: are those of the score head of model.path in another order; set "
+            f"data.label_names=[{','.join(own)}]"
+        )
     config.id2label = dict(enumerate(labels))
     config.label2id = {name: number for number, name in enumerate(labels)}
 

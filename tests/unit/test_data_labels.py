@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from transformers import AutoConfig, LlamaConfig
 
 from components import data
 from components.config.errors import ConfigError
 from components.config.schema.data import LabelsDataConfig, PreferencesDataConfig
+from components.data.sources.files import read_rows
+from components.data.sources.preference_rows import answer_configs, each_answer
+from components.data.sources.rows import BadRowReport, each_labeled_text, train_location
+from components.data.sources.split import rows_of
+from components.models.classifier import set_labels
 from components.models.tokenizer import byte_tokenizer
 
 PAD = 258
@@ -36,6 +46,82 @@ def test_texts_get_their_labels(tmp_path: Path) -> None:
     assert texts[0] == data.Example([97, 98, PAD], [-100, -100, 1])
     assert texts.show(0) == "spam: a[[b]]"
     assert texts.facts.target_tokens == 4
+
+
+LABELS = [
+    # label_names or num_labels, labels, positions as transformers' id2label reads them (None: a bad row)
+    (["1", "0"], [1, 0, "1", "0", 1.0, True, False, 2, None], [0, 1, 0, 1, 0, 0, 1, None, None]),
+    (["1", "2", "3"], [1, 2, 3, "3", 3.0, 0, " 2"], [0, 1, 2, 2, 2, None, 1]),
+    (["true", "false"], [True, False, "true", "True", "FALSE", 1, 0], [0, 1, 0, 0, 1, 0, 1]),
+    (["False", "True"], [True, "false", 0.0], [1, 0, 0]),
+    (["0.5", "1"], [0.5, "0.50", 1, 0], [0, 0, 1, None]),
+    (["01", "1"], ["01", "1", 1, "1.0"], [0, 1, 1, None]),
+    (["ham", "spam"], ["spam", " ham", 1, "0", 1.0, True, "true", 2, -1, 0.5], [1, 0, 1, 0, 1, *[None] * 5]),
+    (["nan", "None"], ["nan", "None", math.nan, None], [0, 1, None, None]),
+    (2, [1, 0, True, False, "true", "1.0", 2, "x", "1_0"], [1, 0, 1, 0, 1, 1, None, None, None]),
+]
+
+
+def write_column(file: Path, labels: list[Any]) -> Path:
+    """Write rows of a text and a label with the standard tool of the format."""
+    match file.suffix:
+        case ".jsonl":
+            rows = [{"text": "a", "label": label} for label in labels]
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        case ".csv":
+            with file.open("w", newline="") as out:
+                csv.writer(out).writerows([["text", "label"], *(["a", label] for label in labels)])
+        case _:
+            pq.write_table(pa.table({"text": ["a"] * len(labels), "label": labels}), file)
+    return file
+
+
+def positions_in(file: Path, names: list[str] | int) -> list[int | None]:
+    """Return the label of each row; None: a bad row."""
+    keys: dict[str, Any] = {"num_labels": names} if isinstance(names, int) else {"label_names": names}
+    cfg = LabelsDataConfig(path=str(file), **keys)
+    rows = list(rows_of(cfg, train_location(cfg)))
+    return [next((each.label for each in each_labeled_text(cfg, [row], BadRowReport())), None) for row in rows]
+
+
+@pytest.mark.parametrize(("names", "labels", "positions"), LABELS)
+def test_label_equals_a_name_whatever_its_type_in_every_format(
+    tmp_path: Path, names: list[str] | int, labels: list[Any], positions: list[int | None]
+) -> None:
+    assert positions_in(write_column(tmp_path / "x.jsonl", labels), names) == positions
+    kept = [(label, position) for label, position in zip(labels, positions, strict=True) if label is not None]
+    kept = [(label, position) for label, position in kept if label == label]  # CSV has no null, which is a text there
+    assert positions_in(write_column(tmp_path / "x.csv", [each[0] for each in kept]), names) == [
+        each[1] for each in kept
+    ]
+    for number, kind in enumerate(set(map(type, labels))):  # a Parquet column has one type
+        some = [(label, position) for label, position in zip(labels, positions, strict=True) if type(label) is kind]
+        file = write_column(tmp_path / f"{number}.parquet", [each[0] for each in some])
+        assert positions_in(file, names) == [each[1] for each in some]
+
+
+def test_labels_of_kto_are_the_same_in_every_format(tmp_path: Path) -> None:
+    labels = [True, False, 1, 0, 1.0, "true", "False", "1", "0.0", " 1"]
+    for name in ("x.jsonl", "x.csv"):
+        file = write_column(tmp_path / name, labels)
+        cfg = PreferencesDataConfig(path=str(file), completion_column="text", label_column="label", prompt_column="p")
+        (answers,) = answer_configs(cfg, ["text", "label", "p"], "x")
+        rows = [row._replace(values={"p": "q", **row.values}) for row in read_rows(file)]
+        found = [each.is_desirable for each in each_answer(answers, rows, BadRowReport())]
+        assert found == [True, False, True, False, True, True, False, True, False, True]
+
+
+def test_names_of_a_score_head_are_in_the_order_of_its_rows(tmp_path: Path) -> None:
+    config = LlamaConfig()
+    set_labels(config, ["1", "0"])
+    config.architectures = ["LlamaForSequenceClassification"]
+    config.save_pretrained(tmp_path)
+    saved = AutoConfig.from_pretrained(tmp_path)
+    texts = build(tmp_path, [{"text": "a", "label": 1}, {"text": "b", "label": 0}], label_names=["1", "0"])
+    assert [saved.id2label[each.labels[-1]] for each in texts] == ["1", "0"]
+    set_labels(saved, ["good", "bad"])  # other names for the same rows
+    with pytest.raises(ConfigError, match=r"are those of the score head of model.path in another order; set data.lab"):
+        set_labels(saved, ["bad", "good"])
 
 
 def test_long_text_keeps_its_first_tokens_and_its_label(tmp_path: Path) -> None:

@@ -202,7 +202,8 @@ class LabelsDataConfig(ScoredDataConfig):
     text_column: str = "text"
     """Column that holds the text, or a list of messages, which the chat template renders."""
     label_column: str = "label"
-    """Column that holds the label: a number from 0 to num_labels - 1, or one of label_names."""
+    """Column that holds the label: one of label_names, as text or number, or else its number from 0 to num_labels - 1.
+    If one of label_names is a number, every label is a name."""
     num_labels: int | None = None
     """Number of labels, at least 2; null: the number of label_names."""
     label_names: list[str] = field(default_factory=list)

@@ -26,6 +26,7 @@ from components.data.sources.rows import (
     each_row,
     kind_of,
     messages_of,
+    number_of,
     text_value,
 )
 
@@ -54,6 +55,8 @@ class AnswerConfig(PreferencesDataConfig):
     """Key of that column: chosen_column, rejected_column or completion_column."""
     source_columns: list[str] = field(default_factory=list)
     """All columns of the source, for error messages."""
+    is_scored: bool = False
+    """Whether a score head reads the last token of the answers."""
 
 
 def answer_configs(cfg: PreferencesDataConfig, columns: Sequence[str], where: str) -> list[AnswerConfig]:
@@ -98,7 +101,7 @@ def each_answer(cfg: AnswerConfig, rows: Iterable[Row], bad: BadRowReport) -> It
 
     A row is bad for both answers of a pair or for neither, so that `data.bad_rows=drop` drops whole pairs.
     """
-    return each_row(rows, lambda row: _answer_conversation(cfg, row), cfg.bad_rows, bad)
+    return each_row(rows, lambda row: _answer_conversation(cfg, row), bad)
 
 
 def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
@@ -185,8 +188,7 @@ def _transcript(text: str, column: str) -> list[Message]:
 
 def _label(values: dict[str, Any], column: str) -> bool:
     value = values.get(column)
-    if isinstance(value, str):  # CSV has text only
-        value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
-    if value not in (True, False):  # 1 and 0 are equal to these
+    number = number_of(str(value))
+    if number not in (0, 1):
         raise BadRowError(f"data.label_column={column}: holds {kind_of(value)}; must be true, false, 1 or 0")
-    return bool(value)
+    return bool(number)

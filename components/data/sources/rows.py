@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from components.config.errors import ConfigError
@@ -31,6 +33,8 @@ _OTHER_ROLES = ("developer", "function", "ipython")
 """Roles of some chat templates, passed through unchanged."""
 _FLAGS = ("train", "weight")
 """Message keys that set whether the message is trained on (Axolotl, OpenAI); never passed to the template."""
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
+_TRUTH = {"true": Decimal(1), "false": Decimal(0)}
 _RENDER_ARGUMENTS = frozenset(
     [
         *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt"),
@@ -176,7 +180,8 @@ def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowReport) -
 
 def each_labeled_text(cfg: LabelsDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[LabeledText]:
     """Convert rows to labeled texts, like `each_conversation`."""
-    return each_row(rows, lambda row: _labeled_text(cfg, row), bad)
+    label_of = cache(partial(_label_index, cfg))
+    return each_row(rows, lambda row: _labeled_text(cfg, row, label_of), bad)
 
 
 def each_row(rows: Iterable[Row], convert: Callable[[Row], Sample], bad: BadRowReport) -> Iterator[Sample]:
@@ -210,31 +215,52 @@ def _is_blank(value: Any) -> bool:
     return not (value.strip() if isinstance(value, str) else value)
 
 
-def _labeled_text(cfg: LabelsDataConfig, row: Row) -> LabeledText:
+def _labeled_text(cfg: LabelsDataConfig, row: Row, label_of: Callable[[str], int | None]) -> LabeledText:
     content = row.values.get(cfg.text_column)
     if isinstance(content, list) and content:
         content = messages_of(content, cfg.text_column)
     else:
         content = text_value(row.values, "text_column", cfg.text_column)
-    return LabeledText(row.where, content, _label_index(cfg, row.values))
+    return LabeledText(row.where, content, _label_in(cfg, row.values, label_of))
 
 
-def _label_index(cfg: LabelsDataConfig, values: dict[str, Any]) -> int:
-    """Return the number of a row's label: its position in label_names, or the number itself."""
-    value, names = values.get(cfg.label_column), cfg.label_names
-    if isinstance(value, str) and value in names:
-        return names.index(value)
-    number = value
-    if isinstance(value, str) and value.strip().isdecimal():  # CSV has text only
-        number = int(value)
-    if isinstance(number, int | float) and number in range(len(cfg.labels)):  # true is 1, and 2.0 is 2
-        return int(number)
-    missing = "" if cfg.label_column in values else " (the key is missing)"
-    rule = f"a number from 0 to {len(cfg.labels) - 1}" + (f", or one of {', '.join(names)}" if names else "")
+def _label_in(cfg: LabelsDataConfig, values: dict[str, Any], label_of: Callable[[str], int | None]) -> int:
+    value = values.get(cfg.label_column)
+    label = None if value is None or value != value else label_of(str(value))  # NaN is a missing label
+    if label is not None:
+        return label
+    names, missing = cfg.label_names, "" if cfg.label_column in values else " (the key is missing)"
+    rule = [f"one of {', '.join(names)}"] if names else []
+    if all(number_of(name) is None for name in names):
+        rule.insert(0, f"a number from 0 to {len(cfg.labels) - 1}")
     key = "label_names" if names else "num_labels"
     raise BadRowError(
-        f"data.label_column={cfg.label_column}: holds {kind_of(value)}{missing}; must be {rule} (data.{key})"
+        f"data.label_column={cfg.label_column}: holds {kind_of(value)}{missing}; must be {', or '.join(rule)} "
+        f"(data.{key})"
     )
+
+
+def _label_index(cfg: LabelsDataConfig, text: str) -> int | None:
+    """Return the position of the name in label_names that a label equals, else the number that it is; None: neither.
+
+    It equals a name as text, or as a number. If a name is a number, other numbers are no positions; neither are true
+    and false if there are names.
+    """
+    names, number = cfg.label_names, number_of(text)
+    for name in (text, text.strip()):
+        if name in names:
+            return names.index(name)
+    numbers = [number_of(name) for name in names]
+    if number is None or numbers.count(number) == 1:
+        return None if number is None else numbers.index(number)
+    is_position = all(each is None for each in numbers) and not (names and text.strip().lower() in _TRUTH)
+    return int(number) if is_position and number in range(len(cfg.labels)) else None
+
+
+def number_of(text: str) -> Decimal | None:
+    """Return the number that a text is, of which true is 1 and false is 0; None: it is none."""
+    text = text.strip().lower()
+    return _TRUTH.get(text, Decimal(text) if _NUMBER.fullmatch(text) else None)
 
 
 def messages_of(turns: list[Any], column: str) -> list[Message]:
