@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from components.checkpoint.folders import FOLDER
@@ -52,11 +53,7 @@ def average(options: Namespace) -> Path:
 
     sources = open_sources(paths, trust_remote_code=options.trust_remote_code)
     dtype = getattr(torch, options.dtype) if options.dtype else sources[0].dtype
-    tensors = sources[0].tensors
-
-    def read(name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        block = read_average(sources, weights, name, index)
-        return block.to(dtype if tensors[name].is_floating_point() else block.dtype)
+    read = partial(read_average, sources, weights)
 
     with removed_on(BaseException, folder, options.out):
         try:

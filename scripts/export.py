@@ -80,7 +80,7 @@ def export(options: Namespace) -> Path:
                 model,
                 tokenizer,
                 folder,
-                source.reader(dtype),  # the moving average is at least float32
+                source.reader(),
                 dtype=dtype,
                 shard_bytes=options.shard_bytes,
                 card=card,

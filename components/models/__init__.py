@@ -54,5 +54,6 @@ if TYPE_CHECKING:
     from components.models.weights.initialize import initialize_weights
     from components.models.weights.loading import fill_weights, load_weights, weight_reader
     from components.models.weights.memory import materialize
+    from components.models.weights.untrained import untrained_note
 else:
     __getattr__ = lazy.attach(__name__)

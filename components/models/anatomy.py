@@ -168,7 +168,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         kinds=tuple(kinds),
         window=_window(config),
         needs_masks=_needs_masks(model, config, set(kinds)),
-        convolution=next((type(each).__name__ for each in model.modules() if isinstance(each, CONVOLUTIONS)), ""),
+        convolution=_convolution(model),
         hidden_size=_number(config, "hidden_size") or 0,
         vocabulary=_number(config, "vocab_size") or 0,
         experts_per_token=_number(config, "num_experts_per_tok"),
@@ -184,6 +184,24 @@ def is_experts(module: nn.Module) -> bool:
         and len({each.shape[0] for each in parameters}) == 1
         and isinstance(getattr(module, "num_experts", None), int)
     )
+
+
+def encoder_parameters(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters that text does not use, of a model that also reads images or sound.
+
+    They belong to the encoders of images and sound, and to their projections to the decoder's width.
+    """
+    config, text = model.config, model.config.get_text_config()
+    if not any(name.startswith(("vision", "audio")) for name in config.sub_configs):
+        return set()
+    models = [(name, module) for name, module in model.named_modules() if _is_pretrained(module)]
+    unused = tuple(f"{name}." for name, module in models if module.config is not config and module.config is not text)
+    used: tuple[str, ...] = ("",)
+    if text is not config:
+        parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+        used = tuple(f"{path}." for each in parts if (path := _name_of(model, each)) is not None)
+    names = [name for name, _ in model.named_parameters()]
+    return {name for name in names if name.startswith(unused) or not name.startswith(used)}
 
 
 def drops_hidden_states(layer: nn.Module) -> bool:
@@ -322,6 +340,17 @@ def _final_norm(model: nn.Module, layers: tuple[str, ...]) -> str | None:
     if len(after) != 1 or "norm" not in type(after[0][1]).__name__.lower():
         return None
     return f"{parent}.{after[0][0]}".lstrip(".")
+
+
+def _convolution(model: PreTrainedModel) -> str:
+    """Return the class of a convolution over text; the patches of an image encoder are none."""
+    unused = encoder_parameters(model)
+    found = (
+        type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, CONVOLUTIONS) and f"{name}.weight" not in unused
+    )
+    return next(found, "")
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:

@@ -19,8 +19,10 @@ from components.config.model_files import ModelFiles, locate
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.shape import ModelShape, shape_of_config
 from components.dtypes import torch_dtype
+from components.models.anatomy import encoder_parameters
 from components.models.attention import use_causal_sdpa
 from components.models.classifier import return_token_scores, set_labels
+from components.models.meta_copy import keep_float32
 from components.models.quantization.float8 import use_float8
 from components.models.quantization.qat import use_qat
 from components.models.rope import check_rope, scale_rope
@@ -35,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 VOCAB_MULTIPLE = 8
 """A vocabulary size derived from a tokenizer is rounded up to this, for tensor cores and tensor parallelism."""
+
+BUILT_FROM = "built_from"
+"""Attribute of a model: the ModelConfig that it was built from. Exports copy from its files what is not trained."""
 
 OTHER_KEYS = {
     "dtype": "model.dtype",
@@ -90,8 +95,11 @@ def build_on_meta(
         ) from error
     except ValueError as error:
         raise ConfigError(_explain_build_error(cfg, config.model_type, error_line(error), labels)) from error
+    keep_float32(model)
     if labels is not None:
         return_token_scores(model)
+    for name in encoder_parameters(model):  # without a gradient, weight decay would still move them
+        model.get_parameter(name).requires_grad_(False)
     _load_generation_config(model, cfg)
     model.config.use_cache = False
     if DType.float64 in (cfg.dtype, cfg.compute_dtype):
@@ -101,6 +109,7 @@ def build_on_meta(
     use_qat(model, cfg)
     if not use_causal_sdpa(model, flash=cfg.attention == Attention.sdpa_flash):
         logger.info("attention: %s with transformers' own masks; one host sync per forward", cfg.attention)
+    model.built_from = cfg  # type: ignore[assignment]
     return model.train()
 
 

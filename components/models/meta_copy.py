@@ -7,6 +7,7 @@ shapes, initialization rules and buffer values.
 from __future__ import annotations
 
 import copy
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,35 @@ if TYPE_CHECKING:
 
 
 def meta_copy(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Build the copy on the meta device, with parameters of `dtype` (None: the model's dtype)."""
+    """Build the copy on the meta device, with the dtypes of a model loaded in `dtype` (None: the model's dtype)."""
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
-        return transformers_class(model)._from_config(config, dtype=dtype or config.dtype)
+        copied: PreTrainedModel = transformers_class(model)._from_config(config, dtype=dtype or config.dtype)
+    return keep_float32(copied)
+
+
+def keep_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """Set the tensors to float32, in place, that transformers keeps in float32 when it loads weights in 16 bits.
+
+    They are listed by the class, such as biases that balance experts, which 16 bits would round to another choice of
+    experts. Constructors create them in the dtype of the model.
+    """
+    if (kept := kept_in_float32(model, model.dtype)) is None:
+        return model
+    for name, parameter in model.named_parameters():
+        if kept.search(name):
+            parameter.data = parameter.data.float()
+    for name, buffer in list(model.named_buffers()):
+        if kept.search(name) and buffer.is_floating_point():
+            path, _, attribute = name.rpartition(".")
+            model.get_submodule(path)._buffers[attribute] = buffer.float()
+    return model
+
+
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return the pattern of the names of tensors that stay in float32 when the model is loaded in `dtype`, if any."""
+    plan = model._get_dtype_plan(dtype)  # a private method; `from_pretrained` searches for its keys in names
+    return re.compile("|".join(each.replace("*", ".*") for each in plan)) if plan else None
 
 
 def copy_with_buffers(model: PreTrainedModel) -> PreTrainedModel:

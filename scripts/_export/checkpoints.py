@@ -98,15 +98,9 @@ class OpenCheckpoint:
             for name, each in trained.items()
         }
 
-    def reader(self, dtype: torch.dtype | None = None) -> Callable[[str, Any], torch.Tensor]:
-        """Return a function that reads a block of a tensor, with the adapters merged. Raises ConfigError.
-
-        Args:
-            dtype: Dtype of the blocks of a checkpoint without adapters; None: that of the model.
-        """
-        if self.cfg.peft.adapts:
-            return self._merged()
-        return lambda name, index: self.stored.read(name, index).to(dtype or self._expected[name].dtype)
+    def reader(self) -> Callable[[str, Any], torch.Tensor]:
+        """Return a function that reads a block of a tensor, with the adapters merged. Raises ConfigError."""
+        return self._merged() if self.cfg.peft.adapts else self.stored.read
 
     def _merged(self) -> Callable[[str, Any], torch.Tensor]:
         from components import models

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from components.config.errors import ConfigError
 from components.config.schema.peft import ALL_LINEAR, PeftConfig
+from components.models.anatomy import encoder_parameters
 from components.models.lora.product import add_low_rank
 from components.models.quantization.nf4 import BLOCK, level_pairs, nf4_linear, pack, packed_shape, unpack
 from components.models.weights.shards import local_part
@@ -198,11 +199,11 @@ def target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> li
     """Return the names of the layers that peft.targets selects; `for_peft`: PEFT must be able to read the adapters."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
+    head, unused = model.get_output_embeddings(), encoder_parameters(model)
     linear = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and f"{name}.weight" not in unused
     }
     problems, kind = [], type(model).__name__
     for target in cfg.targets:

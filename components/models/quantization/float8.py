@@ -19,6 +19,7 @@ from components.config.errors import ConfigError
 from components.config.rules.compute_rules import torchao_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.model import Float8, ModelConfig
+from components.models.anatomy import encoder_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,8 +52,12 @@ def use_float8(model: PreTrainedModel, cfg: ModelConfig) -> None:
     settings = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(str(cfg.float8)), emulate=cfg.float8_emulate, pad_inner_dim=True
     )
-    head = model.get_output_embeddings()
-    convert_to_float8_training(model, config=settings, module_filter_fn=lambda module, _: _is_convertible(module, head))
+    head, unused = model.get_output_embeddings(), encoder_parameters(model)
+    convert_to_float8_training(
+        model,
+        config=settings,
+        module_filter_fn=lambda module, name: f"{name}.weight" not in unused and _is_convertible(module, head),
+    )
     if not float8_layers(model):
         raise ConfigError(
             f"{key}: no linear layer of {type(model).__name__} has inputs and outputs that are multiples of "

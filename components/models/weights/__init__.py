@@ -7,5 +7,6 @@ weight_files.py      writing safetensors by block
 shards.py            blocks of a full tensor that a rank holds; gather.py: full tensors, gathered on rank 0
 names.py             which tensors are saved, and which are tied
 export.py            export_run, export_model, export_stored: folders for transformers; adapter_files.py: for PEFT
+untrained.py         what an export copies from the pretrained model: encoders of images and sound, MTP layers
 new_folder.py        NewFolder: a folder that is renamed into place once it is complete
 """

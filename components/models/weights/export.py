@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from components.chat_template import ChatTemplate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig, PeftExport
 from components.exchange import broadcast_json, this_rank
+from components.models.anatomy import transformers_class
 from components.models.classifier import TokenScores
-from components.models.generation import end_of_turn
 from components.models.meta_copy import meta_copy
 from components.models.weights.adapter_files import Merge, export_adapter
 from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.names import saved_tensors
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.shards import Index
+from components.models.weights.untrained import Untrained, find_untrained
 from components.models.weights.weight_files import WeightFiles, row_blocks
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def export_model(
     A collective: call it on all ranks. Ranks may hold different parameters (pipeline stages); rank 0 gathers and writes
     one tensor at a time. The folder is renamed into place once it is complete, and replaces an existing one. Tensors
     have the names that transformers expects on disk; tied ones are written once. Adapters are merged into the weights.
+    Parts of the pretrained model that text does not train are copied from its files (untrained.py).
 
     Args:
         dtype: Dtype of the written tensors; None: unchanged.
@@ -89,7 +92,7 @@ def _write(export: _Export, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     try:
         if is_writer:
             export.begin()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         failure = str(error)
     for name, full in gathered_tensors(model, merge.order(export.tensors)):
         if failure is not None or full is None or merge.take(name, full):
@@ -101,7 +104,7 @@ def _write(export: _Export, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
             failure = str(error)
     try:
         if is_writer and failure is None:
-            export.finish(model, tokenizer, card)
+            export.finish(tokenizer, card)
     except (OSError, ValueError) as error:
         failure = str(error)
     if failure is not None:
@@ -135,7 +138,7 @@ def export_stored(
         export.begin()
         for name in export.tensors:
             export.add(name, partial(read, name))
-        export.finish(model, tokenizer, card)
+        export.finish(tokenizer, card)
     except BaseException:
         export.abandon()
         raise
@@ -145,22 +148,33 @@ def export_stored(
 class _Export:
     """An exported folder while it is being written, before it is renamed into place."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
-        """Plan the tensors on disk and their files; nothing is written yet."""
-        meta_model = meta_copy(model)
-        self.tensors = saved_tensors(meta_model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: Path,
+        dtype: torch.dtype | None,
+        shard_bytes: int,
+    ) -> None:
+        """List the tensors of the model; nothing is written yet."""
+        meta_model = meta_copy(model, dtype)
+        self.tensors = {name: tensor.detach() for name, tensor in saved_tensors(meta_model).items()}
         """Tensors to export, in the model's order, on the meta device."""
-        self._folder, self._dtype = NewFolder(folder), dtype
-        self._to_disk = _disk_conversion(meta_model)
-        self._stored: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in self.tensors.items():
-            self.tensors[name] = tensor.detach().to(dtype or tensor.dtype)
-            self._stored[name] = self._to_disk(name, self.tensors[name])
-        planned = {name: tensor for stored in self._stored.values() for name, tensor in stored.items()}
-        self._files = WeightFiles(self._folder.path, planned, shard_bytes)
+        self._folder, self._dtype, self._shard_bytes = NewFolder(folder), dtype, shard_bytes
+        self._model, self._convert = model, _disk_conversion(meta_model)
+        self._untrained: Untrained | None = None
+        self._files = WeightFiles(self._folder.path, {}, shard_bytes)
 
     def begin(self) -> None:
-        """Clean up after killed exports and create the folder under a temporary name. Raises OSError."""
+        """Plan the files, clean up after killed exports, and create the folder under a temporary name.
+
+        Raises OSError, ConfigError.
+        """
+        self._untrained = find_untrained(self._model)
+        self._stored = {name: self._to_disk(name, tensor) for name, tensor in self.tensors.items()}
+        planned = {name: tensor for stored in self._stored.values() for name, tensor in stored.items()}
+        if (untrained := self._untrained) is not None:
+            planned |= {name: untrained.tensor(name, self._dtype) for name in untrained.names}
+        self._files = WeightFiles(self._folder.path, planned, self._shard_bytes)
         self._folder.begin()
 
     def add(self, name: str, read: Callable[[Index], torch.Tensor]) -> None:
@@ -169,17 +183,27 @@ class _Export:
             raise ValueError(f"{name} is not a tensor of the model as transformers builds it")
         tensor, stored = self.tensors[name], self._stored[name]
         if list(map(id, stored.values())) == [id(tensor)]:  # unchanged on disk except for its name: write by block
-            blocks = (self._cast(read(index)) for index in row_blocks(tensor))
+            blocks = (read(index).to(tensor.dtype) for index in row_blocks(tensor))
             self._files.write(next(iter(stored)), blocks)
             return
-        full = tuple(slice(0, size) for size in tensor.shape)
-        for stored_name, value in self._to_disk(name, self._cast(read(full))).items():
-            self._files.write(stored_name, [value])
+        if stored:
+            value = read(tuple(slice(0, size) for size in tensor.shape)).to(tensor.dtype)
+            for stored_name, part in self._to_disk(name, value).items():
+                self._files.write(stored_name, [part])
 
-    def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
-        """Write configs, tokenizer and card, and rename the folder into place. Raises OSError, ValueError."""
+    def finish(self, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
+        """Copy what is not trained, write configs, tokenizer and card, and rename the folder into place.
+
+        Raises OSError, ValueError.
+        """
+        if (untrained := self._untrained) is not None:
+            for name in untrained.names:
+                tensor = untrained.tensor(name, self._dtype)
+                blocks = (untrained.stored.read(name, index).to(tensor.dtype) for index in row_blocks(tensor))
+                self._files.write(name, blocks)
         self._files.finish()
-        _write_configs(model, tokenizer, self._folder.path, self._dtype, _card(self._folder.folder.name, card, model))
+        text = _card(self._folder.folder.name, card, self._model, untrained)
+        _write_configs(self._model, tokenizer, self._folder.path, self._dtype, text, untrained)
         self._folder.publish()
 
     def abandon(self) -> None:
@@ -187,8 +211,15 @@ class _Export:
         self._files.close()
         self._folder.abandon()
 
-    def _cast(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self._dtype or value.dtype)
+    def _to_disk(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors on disk of a tensor of the model; none if it is copied from the files of its base."""
+        if self._untrained is None:
+            return self._convert(name, tensor)
+        if name in self._untrained.held:
+            return {}
+        if name in self._untrained.plan.direct:
+            return {self._untrained.plan.direct[name]: tensor}
+        return {self._untrained.name_on_disk(each): value for each, value in self._convert(name, tensor).items()}
 
 
 def _disk_conversion(meta_model: PreTrainedModel) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -216,25 +247,33 @@ def _write_configs(
     folder: Path,
     dtype: torch.dtype | None,
     card: str,
+    untrained: Untrained | None,
 ) -> None:
     config = copy.deepcopy(model.config)
-    config.architectures = [type(meta_copy(model)).__name__]
+    config.architectures = [transformers_class(model).__name__]
     config.dtype = dtype or config.dtype
     config.use_cache = True
     _align_special_tokens(config, tokenizer)
+    if untrained is not None:
+        config = untrained.whole_config(config)
     # Not save_pretrained, which rejects values that some models on the hub have.
     config.to_json_file(folder / "config.json")
     if not isinstance(model, TokenScores):
         generation = copy.deepcopy(model.generation_config)
+        declared = generation.eos_token_id
         _align_special_tokens(generation, tokenizer)
-        _add_end_of_turn(generation, tokenizer)
+        if not generation._from_model_config and isinstance(declared, int):  # from a generation_config.json
+            generation.eos_token_id = [declared]
+        _add_stop_tokens(generation, tokenizer)
         generation.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
+    if untrained is not None:
+        untrained.copy_processor(folder)
     (folder / "README.md").write_text(card)
 
 
 def _align_special_tokens(config: PreTrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set special tokens in a config to those of the tokenizer; a list that already contains the token stays."""
+    """Set special tokens in a config to those of the tokenizer; a list is extended."""
     tokens = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -243,19 +282,21 @@ def _align_special_tokens(config: PreTrainedConfig | GenerationConfig, tokenizer
     for key, token in tokens.items():
         current = getattr(config, key, None)
         if token is not None and not (isinstance(current, list) and token in current):
-            setattr(config, key, token)
+            setattr(config, key, [*current, token] if isinstance(current, list) else token)
 
 
-def _add_end_of_turn(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let generation also stop at the token with which the chat template closes an answer, as it does in runs."""
-    token, ends = end_of_turn(tokenizer), generation.eos_token_id
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if token is not None and token not in ends:
-        generation.eos_token_id = [*ends, token]
+def _add_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let generation also stop at the tokens with which the chat template ends answers, as it does in runs."""
+    declared = generation.eos_token_id
+    ends = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    ends = list(dict.fromkeys([*ends, *ChatTemplate(tokenizer).stop_tokens.values()]))
+    generation.eos_token_id = ends if len(ends) > 1 or isinstance(declared, list) else next(iter(ends), None)
 
 
-def _card(name: str, text: str, model: PreTrainedModel) -> str:
+def _card(name: str, text: str, model: PreTrainedModel, untrained: Untrained | None) -> str:
     scores = isinstance(model, TokenScores)
+    if untrained is not None and untrained.names:
+        text = f"{text.strip()}\n\n## Not trained\n\nCopied from {untrained.base.path}: {untrained}."
     return CARD.format(
         name=name,
         text=text.strip(),

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-OLD_BUFFERS = r"rotary_emb\.inv_freq$"
+OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old versions of transformers stored, and that models compute today."""
+OLD_CONSTANTS = re.compile(r"(inv_freq|\b(attn|attention)\.(masked_)?bias|\bversion)$")
+"""The same among the tensors that a class of transformers ignores: those of GPT-2, GPT-NeoX and BART too."""
 
 SHOWN = 8
 """Maximum number of tensors named in an error."""
@@ -62,7 +64,8 @@ class LoadPlan:
     direct: dict[str, str] = field(default_factory=dict)  # the model's name -> the stored name
     converted: dict[str, Conversion] = field(default_factory=dict)  # the first of the parameters it makes -> conversion
     repeated: dict[str, tuple[str, str]] = field(default_factory=dict)  # tied name -> its first name, stored name
-    unexpected: list[str] = field(default_factory=list)  # stored names that the model lacks
+    rest: list[str] = field(default_factory=list)  # stored names of parts that transformers builds the model without
+    unexpected: list[str] = field(default_factory=list)  # other stored names that the model lacks
 
 
 def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
@@ -93,7 +96,7 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> list[str]:
         raise ConfigError("model.path=null: there are no weights to load; set model.init=random")
     meta_model = meta_copy(model)
     stored = _open(cfg, meta_model)
-    plan = _plan(meta_model, list(stored.shapes()))
+    plan = plan_loading(meta_model, list(stored.shapes()))
     given = f"model.path={cfg.path}"
     new = _use_new_head(plan, meta_model, model)
     _check(plan, meta_model, stored.shapes(), given, new)
@@ -143,7 +146,7 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
     if cfg.init == WeightInit.random:
         return cast(lambda name, index: drawn(name)[index])
     stored = _open(cfg, meta_model)
-    plan = _plan(meta_model, list(stored.shapes()))
+    plan = plan_loading(meta_model, list(stored.shapes()))
     new = _use_new_head(plan, meta_model, model)
     _check(plan, meta_model, stored.shapes(), f"model.path={cfg.path}", new)
     source = {name: first for first, each in plan.converted.items() for name in _converted_names(each, first)}
@@ -166,7 +169,7 @@ def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> StoredTensors:
     return SafetensorsTensors(find_safetensors(files, cfg.revision))
 
 
-def _plan(meta_model: PreTrainedModel, stored_names: list[str]) -> LoadPlan:
+def plan_loading(meta_model: PreTrainedModel, stored_names: list[str]) -> LoadPlan:
     """Map stored names to the model's with transformers' renamings, conversions and base-model prefix."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -176,25 +179,37 @@ def _plan(meta_model: PreTrainedModel, stored_names: list[str]) -> LoadPlan:
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state_dict = meta_model.state_dict()
-    ignored = re.compile("|".join([OLD_BUFFERS, *(meta_model._keys_to_ignore_on_load_unexpected or [])]))
+    ignored = [re.compile(each) for each in meta_model._keys_to_ignore_on_load_unexpected or []]
     plan = LoadPlan()
     for stored in sorted(stored_names, key=dot_natural_key):
         name, pattern = rename_source_key(stored, renamings, converters, meta_model.base_model_prefix, state_dict)
         if name not in state_dict and stored in state_dict:
             name, pattern = stored, None
         if name not in state_dict:
-            plan.unexpected += [] if ignored.search(stored) else [stored]
+            (plan.rest if any(each.search(stored) for each in ignored) else plan.unexpected).append(stored)
         elif pattern is None:
             plan.direct[name] = stored
         else:
             conversion = plan.converted.setdefault(name, Conversion(copy.deepcopy(by_pattern[pattern])))
             conversion.sources.append((stored, pattern))
+    decoder = _decoder_prefix(plan)
+    plan.rest += [each for each in plan.unexpected if not each.startswith(decoder)]
+    plan.rest = [each for each in plan.rest if not OLD_CONSTANTS.search(each)]
+    plan.unexpected = [each for each in plan.unexpected if each.startswith(decoder) and not OLD_BUFFERS.search(each)]
     for alias, name in tied_names(meta_model).items():
         if alias in plan.direct:
             source = plan.direct.pop(alias)
             if plan.direct.setdefault(name, source) != source:
                 plan.repeated[alias] = (name, source)
     return plan
+
+
+def _decoder_prefix(plan: LoadPlan) -> str:
+    """Return the prefix that all stored names have before the model's, if the files hold more than this decoder."""
+    prefixes = {
+        stored.removesuffix(name) if stored.endswith(f".{name}") else "" for name, stored in plan.direct.items()
+    }
+    return prefixes.pop() if len(prefixes) == 1 else ""
 
 
 def _convert(

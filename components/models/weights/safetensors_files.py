@@ -13,6 +13,12 @@ from components.models.weights.hub_files import explain_loading_error
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Dtypes by their names in safetensors headers."""
 
 
 class SafetensorsTensors:
@@ -22,14 +28,20 @@ class SafetensorsTensors:
         """Read the headers. Raises ConfigError with the path of a file that is missing or damaged."""
         self._path_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         for path in paths:
-            shapes = _read_shapes(path)
-            self._path_of |= dict.fromkeys(shapes, path)
-            self._shapes |= shapes
+            header = _read_header(path)
+            self._path_of |= dict.fromkeys(header, path)
+            self._shapes |= {name: shape for name, (shape, _) in header.items()}
+            self._dtypes |= {name: dtype for name, (_, dtype) in header.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return shapes by stored name."""
         return self._shapes
+
+    def on_meta(self, name: str) -> torch.Tensor:
+        """Return a tensor with the shape and the dtype of a stored one, without memory."""
+        return torch.empty(self._shapes[name], dtype=DTYPES[self._dtypes[name]], device="meta")
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Return a block of a tensor in its stored dtype; only the block's bytes are read."""
@@ -47,10 +59,10 @@ def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
         ConfigError: There are no safetensors files, the index is invalid or names missing files, or the hub cannot be
             reached.
     """
-    single = _find(files, SINGLE_FILE, revision)
+    single = find_file(files, SINGLE_FILE, revision)
     if single is not None:
         return [single]
-    index = _find(files, INDEX_FILE, revision)
+    index = find_file(files, INDEX_FILE, revision)
     if index is None:
         raise ConfigError(
             f"model.path={files.name_or_folder}: has no {SINGLE_FILE} or {INDEX_FILE}; convert its weights to "
@@ -66,7 +78,7 @@ def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
             "use a model from this source"
         )
     names = sorted(set(named))
-    paths = [_find(files, name, revision) for name in names]
+    paths = [find_file(files, name, revision) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if path is None]
     if missing:
         raise ConfigError(
@@ -83,7 +95,8 @@ def _is_inside(name: object) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _find(files: ModelFiles, name: str, revision: str | None) -> Path | None:
+def find_file(files: ModelFiles, name: str, revision: str | None) -> Path | None:
+    """Return a file of the model's folder, or of the hub after downloading it; None if there is none."""
     if files.is_local:
         path = Path(files.name_or_folder) / name
         return path if path.is_file() else None
@@ -96,11 +109,13 @@ def _find(files: ModelFiles, name: str, revision: str | None) -> Path | None:
     return Path(found) if found else None
 
 
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shapes and dtypes, as safetensors calls them, by name."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error

@@ -11,18 +11,14 @@ from typing import BinaryIO
 
 import torch
 
-from components.models.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
+from components.models.weights.safetensors_files import DTYPES, INDEX_FILE, SINGLE_FILE
 from components.models.weights.shards import Index
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
 
 BLOCK_BYTES = 4 * 1024**2
 """Approximate size of a block that is read, converted and written at a time."""
 
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Dtype names of safetensors headers."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = {"format": "pt"}
 """Metadata that transformers requires in files of PyTorch weights."""
 
@@ -148,7 +144,7 @@ def _split(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[_File]
 
 
 def _entry(tensor: torch.Tensor) -> TensorEntry:
-    return TensorEntry(_DTYPES[tensor.dtype], tuple(tensor.shape))
+    return TensorEntry(_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -134,11 +134,11 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
     if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint of adapters does not contain base weights
         (fill or models.fill_weights)(model, cfg.model, cfg.run.seed)
-    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     counts = models.count_parameters(model)
+    notes = [*layers, models.untrained_note(model)] if trains else layers
     prepared = Prepared(
         module=model,
-        replica=replica,
+        replica=distributed.wrap_replicas(model, mesh, cfg.parallelism, layout),
         settings=StepSettings(
             device=device,
             max_grad_norm=0.0 if training is None else training.max_grad_norm,
@@ -155,7 +155,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
         anatomy=anatomy,
         counts=counts,
         summary=f"{counts}, {cfg.model.stored_dtype()}, {dtype_note}",
-        notes=[each for each in (*layout.notes, *layers, router_loss, loss_head, recompute, grad_sync, flops) if each],
+        notes=[each for each in (*layout.notes, *notes, router_loss, loss_head, recompute, grad_sync, flops) if each],
     )
     return prepared if training is None else prepared.with_average(training)
 

@@ -1,0 +1,151 @@
+"""Parts of a pretrained model that training on text leaves as they are: encoders of images and sound, MTP layers.
+
+transformers builds some models without them, so a model does not hold what its files hold. An export copies them from
+the files, block by block, and has the config, the names and the processor files of the pretrained model.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from components.config.errors import ConfigError
+from components.config.model_files import locate
+from components.config.schema.model import ModelConfig, WeightInit
+from components.models.anatomy import encoder_parameters
+from components.models.build import BUILT_FROM, load_config
+from components.models.meta_copy import kept_in_float32, meta_copy
+from components.models.weights.loading import LoadPlan, plan_loading
+from components.models.weights.safetensors_files import SafetensorsTensors, find_file, find_safetensors
+from components.models.weights.shards import local_part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "audio_tokenizer_config.json",
+    "chat_template.json",
+)
+"""Files of a processor of images, videos and sound, without those that a tokenizer writes."""
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_CONTAINERS = ("model", "language_model", "layers")
+"""Components of tensor names that say nothing about the part they belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Untrained:
+    """What an export copies from the files of a pretrained model."""
+
+    base: ModelConfig
+    stored: SafetensorsTensors
+    plan: LoadPlan
+    config: PreTrainedConfig
+    """Config of the files; that of the trained model is a part of it if the model is only its decoder."""
+    meta_model: PreTrainedModel
+    """The trained model, unsharded."""
+    held: dict[str, str]
+    """Tensors that the model holds, but that text does not use -> stored name."""
+
+    def __str__(self) -> str:
+        counts = Counter(map(_part, self.names))
+        return ", ".join(f"{part}.* ({count} tensor{'s' if count > 1 else ''})" for part, count in counts.items())
+
+    @property
+    def names(self) -> list[str]:
+        """Stored names of the tensors to copy."""
+        return [*self.held.values(), *self.plan.rest]
+
+    def tensor(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return a stored tensor on the meta device, in the dtype to write it in: rounded to `dtype`, never widened."""
+        tensor = self.stored.on_meta(name)
+        if dtype is None or tensor.dtype not in _FLOATS or torch.promote_types(tensor.dtype, dtype) == dtype:
+            return tensor
+        kept = kept_in_float32(self.meta_model, dtype)
+        return tensor.to(torch.float32 if kept is not None and kept.search(name) else dtype)
+
+    def name_on_disk(self, name: str) -> str:
+        """Return the name in the files of a tensor that has `name` where transformers saves the trained model alone."""
+        for ours, theirs in dict.fromkeys(_prefixes(*pair) for pair in self.plan.direct.items()):
+            renamed = f"{theirs}{name.removeprefix(ours)}"
+            if name.startswith(ours) and renamed in self.stored.shapes():
+                return renamed
+        return name
+
+    def whole_config(self, trained: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the config of the files with `trained` as its part, or `trained` itself if it is the whole."""
+        if type(trained) is type(self.config):
+            return trained
+        whole = copy.deepcopy(self.config)
+        whole.update({"text_config": trained})
+        return whole
+
+    def copy_processor(self, folder: Path) -> None:
+        """Copy the files of the processor that `folder` lacks. Raises OSError, ConfigError."""
+        names = {name for name in PROCESSOR_FILES if not (folder / name).exists()}
+        if (folder / "chat_template.jinja").exists():
+            names.discard("chat_template.json")  # its older form
+        files = locate(str(self.base.path))
+        for name in sorted(names):
+            if (source := find_file(files, name, self.base.revision)) is not None:
+                shutil.copyfile(source, folder / name)
+
+
+def find_untrained(model: PreTrainedModel) -> Untrained | None:
+    """Return what an export of a model on any mesh copies from the files it was built from; None if that is nothing.
+
+    Only the headers of the files are read, and only if the class of the model may lack tensors of its files.
+
+    Raises:
+        ConfigError: The files are missing, damaged or unreachable.
+    """
+    base: ModelConfig | None = vars(model).get(BUILT_FROM)
+    if base is None or base.path is None or base.init == WeightInit.random or locate(base.path).gguf_file:
+        return None
+    meta_model, config = meta_copy(model), load_config(base)
+    encoders = encoder_parameters(meta_model)
+    is_part = type(config) is not type(meta_model.config)
+    if not (is_part or encoders or meta_model._keys_to_ignore_on_load_unexpected):
+        return None
+    stored = SafetensorsTensors(find_safetensors(locate(base.path), base.revision))
+    plan = plan_loading(meta_model, list(stored.shapes()))
+    held = {name: source for name, source in plan.direct.items() if name in encoders}
+    return Untrained(base, stored, plan, config, meta_model, held) if is_part or held or plan.rest else None
+
+
+def untrained_note(model: PreTrainedModel) -> str:
+    """Return the line of the banner about tensors that are not trained; empty if there are none, or in a dry run."""
+    if any(isinstance(local_part(each), FakeTensor) for each in model.parameters()):
+        return ""
+    try:
+        untrained = find_untrained(model)
+    except ConfigError as error:  # a run that resumes needs no weights of the base model before its export
+        return f"tensors that are not trained are unknown: {error}"
+    if untrained is None or not untrained.names:
+        return ""
+    return f"not trained, copied to exports from {untrained.base.path}: {untrained}"
+
+
+def _prefixes(ours: str, theirs: str) -> tuple[str, str]:
+    """Return what remains of two names without the components at their ends that are equal."""
+    first, second = ours.split("."), theirs.split(".")
+    while first and second and first[-1] == second[-1]:
+        first.pop()
+        second.pop()
+    return "".join(f"{each}." for each in first), "".join(f"{each}." for each in second)
+
+
+def _part(name: str) -> str:
+    """Return the part of a model that a tensor belongs to, such as model.visual, mtp or model.layers.61."""
+    components = name.split(".")
+    first = next((index for index, each in enumerate(components[:-1]) if each not in _CONTAINERS), 0)
+    return ".".join(components[: first + 1])
