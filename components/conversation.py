@@ -36,6 +36,15 @@ class Conversation(NamedTuple):
         return [i for i, answers in enumerate(is_answer) if answers and i not in self.untrained]
 
 
+class Prompt(NamedTuple):
+    """Start of a text that a model continues."""
+
+    text: str
+    """Last message, or the beginning of a document, for logs."""
+    tokens: list[int]
+    """All tokens before the answer, with the system message and the tools."""
+
+
 def text_of(content: Any) -> str:
     """Return the content of a message as text: the joined parts of a list, an object as JSON."""
     if content is None:
@@ -45,3 +54,20 @@ def text_of(content: Any) -> str:
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         return "".join(str(part["text"]) for part in content)
     return json.dumps(content, ensure_ascii=False)
+
+
+def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the object with the name and arguments of a tool call, which most formats nest under `function`."""
+    inner = call.get("function")
+    return inner if isinstance(inner, dict) else call
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """Return the arguments of a tool call, decoded from JSON text; none are an empty object.
+
+    Raises ValueError for text that is not JSON.
+    """
+    arguments = function_of(call).get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else None
+    return {} if arguments is None else arguments

@@ -25,18 +25,17 @@ import xxhash
 from components.chat_template import ChatTemplate, is_fast
 from components.config.errors import ConfigError
 from components.config.schema.data import DataConfig, TextDataConfig
-from components.conversation import Conversation
+from components.conversation import ASSISTANT, Conversation, Prompt, text_of
 from components.data import examples
 from components.data.examples import Example
 from components.data.key_usage import KeyUsage
 from components.data.sources import text
 from components.data.sources.preference_rows import AnswerConfig
-from components.data.sources.rows import Document, LabeledText
+from components.data.sources.rows import BadRowReport, Document, LabeledText
 from components.data.sources.split import (
     Record,
     SourceSplit,
     characters_of,
-    first_prompts,
     held_out_by_hash,
     sample_limit,
 )
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file layout; increment it when the layout changes."""
 WORTH_BYTES = 1_000_000
 """Size of the smallest source that is cached; a smaller one is tokenized in about a second at every start."""
@@ -58,9 +57,9 @@ CODE = Path(__file__).parent
 """Folder of the code that produces samples; its files are part of the key."""
 _ENCODED_AT_ONCE = 1000  # conversations or documents per batch: bounds memory and keeps all cores busy
 _CHARACTERS_AT_ONCE = 1 << 20  # approximate limit per batch, because documents may be long
-_PROMPTS_KEPT = 100  # raw prompts stored to generate sample answers from
+_PROMPTS_KEPT = 100  # prompts stored to generate sample answers from
 _NOT_IN_KEY = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples",
-              "unused_keys")  # fmt: skip
+              "unused_keys", "bad_rows")  # fmt: skip
 """Config keys without an effect on the tokens, or with their effect already in the key (a path's content)."""
 
 
@@ -71,16 +70,23 @@ class TokenizedSplit(NamedTuple):
     """Tokens and statistics of one split of a source."""
 
     tokens: Tokens
-    prompts: list[str]
-    """Raw prompts of the first samples."""
-    bad_rows: int
-    """Rows that could not become a sample."""
+    prompts: list[Prompt]
+    """Prompts of the first samples."""
+    bad: BadRowReport
+    """Rows that could not become a sample: of the whole source those that are no record, and of this split those in
+    `rejected`."""
+    rejected: list[int]
+    """Positions of the empty samples of records that could not be tokenized, such as a conversation that the chat
+    template rejects."""
     unused: list[str]
     """Columns and message keys that neither the chat template nor Meshbook uses."""
+    notes: list[str]
+    """Notes on the rendered answers."""
 
 
-class _Encoder(NamedTuple):
-    """Tokenization settings of one split."""
+@dataclasses.dataclass
+class _Encoder:
+    """Tokenizer of one split, with its settings, and the records that it rejected."""
 
     split: SourceSplit
     tokenizer: PreTrainedTokenizerBase
@@ -92,30 +98,45 @@ class _Encoder(NamedTuple):
     """Detector of unused keys of conversations; None: documents."""
     one_sample_each: bool = False
     """Whether each conversation must become one sample, because samples are paired by their position."""
+    is_scored: bool = False
+    """Whether a score head reads the last token of conversations."""
+    count: int = 0
+    """Samples of conversations and labeled texts so far."""
+    bad: BadRowReport = dataclasses.field(default_factory=BadRowReport)
+    rejected: list[int] = dataclasses.field(default_factory=list)
+    """See `TokenizedSplit`."""
 
     def encode(self, batch: list[Record]) -> Iterable[Example]:
         """Tokenize a batch of conversations, documents or labeled texts."""
-        documents = [record for record in batch if isinstance(record, Document)]
         if self.seq_len is not None:
+            documents = [record for record in batch if isinstance(record, Document)]
             return text.encode_documents(self.tokenizer, documents, self.seq_len)
         conversations = [each for each in batch if isinstance(each, Conversation)]
-        if labeled := [each for each in batch if isinstance(each, LabeledText)]:
-            encoded = examples.encode_labeled_texts(self.tokenizer, labeled)
-            conversations = [each.conversation for each in labeled if each.conversation is not None]
+        labeled = [each for each in batch if isinstance(each, LabeledText)]
+        options: dict[str, Any] = {"usage": self.usage, "bad": self.bad}
+        if self.is_scored or labeled:
+            encoded = examples.encode_scored(self.tokenizer, conversations or labeled, **options)
         else:
             encoded = examples.encode_conversations(
-                self.tokenizer, conversations, one_sample_each=self.one_sample_each, usage=self.usage
+                self.tokenizer, conversations, one_sample_each=self.one_sample_each, **options
             )
-        if self.usage is not None:
-            for conversation in conversations:
-                self.usage.observe(conversation)
+        self.rejected += [self.count + index for index, each in enumerate(encoded) if each is examples.REJECTED]
+        self.count += len(encoded)
         return encoded
 
-    @property
-    def unused(self) -> list[str]:
-        """Unused columns and message keys; complete once the whole split was encoded."""
-        keys = [] if self.usage is None else self.usage.unused
-        return [*(f"column {name}" for name in self.split.unused_columns), *keys]
+    def result(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Return the fields of `TokenizedSplit` except the tokens, as JSON; after the whole split was encoded."""
+        unused = [f"column {name}" for name in self.split.unused_columns]
+        bad = BadRowReport(self.split.bad.count, self.split.bad.problems)
+        bad.add(self.bad.problems, self.bad.count)
+        unused += [] if self.usage is None else self.usage.unused
+        return {
+            "prompts": prompts,
+            "bad": dataclasses.asdict(bad),
+            "rejected": self.rejected,
+            "unused": unused,
+            "notes": [] if self.usage is None else self.usage.notes,
+        }
 
 
 def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> TokenizedSplit:
@@ -134,6 +155,7 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
             tokenizer,
             usage=KeyUsage(ChatTemplate(tokenizer)),
             one_sample_each=isinstance(cfg, AnswerConfig),
+            is_scored=isinstance(cfg, AnswerConfig) and cfg.is_scored,
         )
     )
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenization(tokenizer)
@@ -189,11 +211,11 @@ def _key(inputs: list[Any], cfg: DataConfig) -> str:
 
 def _tokenize(encoder: _Encoder, entry: Path | None = None, content: str = "") -> TokenizedSplit:
     """Tokenize a split into the file `entry`, or into memory if there is no entry or it cannot be written."""
-    prompts = first_prompts(encoder.split, _PROMPTS_KEPT)
+    prompts = list(_first_prompts(encoder))
     if entry is not None:
 
         def summary() -> str:
-            return json.dumps({"prompts": prompts, "bad_rows": encoder.split.bad_rows, "unused": encoder.unused})
+            return json.dumps(encoder.result(prompts))
 
         try:
             write_tokens(entry, _token_chunks(encoder, content), summary)
@@ -205,7 +227,25 @@ def _tokenize(encoder: _Encoder, entry: Path | None = None, content: str = "") -
         if (written := _read_entry(entry)) is not None:
             return written
     tokens = flattened(chain.from_iterable(_encode_batches(encoder)))
-    return TokenizedSplit(tokens, prompts, encoder.split.bad_rows, encoder.unused)
+    return _split_of(tokens, encoder.result(prompts))
+
+
+def _first_prompts(encoder: _Encoder) -> Iterator[Prompt]:
+    """Yield the prompts of the first records: everything before the first answer, or the first line of a document.
+
+    Labeled texts have no prompts.
+    """
+    tokenizer, template = encoder.tokenizer, ChatTemplate(encoder.tokenizer)
+    for record in islice(encoder.split, _PROMPTS_KEPT):
+        if isinstance(record, Document):
+            line = text.opening_line(record)
+            yield Prompt(line, tokenizer.encode(line))
+        elif isinstance(record, Conversation):
+            answer = [message["role"] for message in record.messages].index(ASSISTANT)
+            with contextlib.suppress(ConfigError):  # a bad row, which is reported when it is tokenized
+                rendered = template.render(record, answer, add_generation_prompt=True).text
+                tokens = tokenizer.encode(rendered, add_special_tokens=not tokenizer.chat_template)
+                yield Prompt(text_of(record.messages[answer - 1].get("content")), tokens)
 
 
 def _token_chunks(encoder: _Encoder, content: str) -> Iterator[Tokens]:
@@ -248,8 +288,13 @@ def _read_entry(entry: Path) -> TokenizedSplit | None:
     found = read_tokens(entry)
     if found is None:
         return None
-    summary = json.loads(found[1])
-    return TokenizedSplit(found[0], summary["prompts"], summary["bad_rows"], summary["unused"])
+    return _split_of(found[0], json.loads(found[1]))
+
+
+def _split_of(tokens: Tokens, result: dict[str, Any]) -> TokenizedSplit:
+    """Return tokens with `_Encoder.result`."""
+    prompts = [Prompt(*prompt) for prompt in result["prompts"]]
+    return TokenizedSplit(tokens, **result | {"bad": BadRowReport(**result["bad"]), "prompts": prompts})
 
 
 @contextlib.contextmanager

@@ -5,19 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, overload
 
 import numpy as np
 
 from components.config.errors import ConfigError
 from components.config.schema.data import Overlong
+from components.conversation import Prompt
 from components.data.examples import Example, render_example, trimmed
+from components.data.sources.rows import BadRowReport
 from components.data.tokens import Tokens, flattened, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LISTED = 5  # unread files named in facts; further ones are only counted
 
 Item = TypeVar("Item", covariant=True)
 
@@ -40,14 +41,14 @@ class Facts:
     """Samples dropped because they were longer than seq_len (`data.overlong=drop`)."""
     dropped_without_target: int = 0
     """Samples dropped because they had no target token, possibly after truncation."""
+    dropped_equal: int = 0
+    """Pairs dropped because their answers have the same tokens, possibly after truncation."""
     dropped_bad_rows: int = 0
-    """Source rows dropped because they had no prompt or no response (`data.bad_rows=drop`)."""
+    """Source rows dropped because they could not become a sample (`data.bad_rows=drop`)."""
     unused: list[str] = field(default_factory=list)
     """Columns and message keys that neither the chat template nor Meshbook uses."""
-    unread_files: list[str] = field(default_factory=list)
-    """Data files of the source's folder that belong to no split."""
-    lacks_template: bool = False
-    """Whether the tokenizer has no chat template for conversations."""
+    notes: list[str] = field(default_factory=list)
+    """What else a user should know, such as files that are not read, or that answers end without a stop token."""
     rows: int = 0
     """Packed rows; 0: not packed, each sample is a row."""
     row_tokens: int = 0
@@ -71,6 +72,7 @@ class Facts:
             "cut to seq_len": self.truncated,
             "longer than seq_len dropped": self.dropped_overlong,
             "without a target dropped": self.dropped_without_target,
+            "pairs of equal answers dropped": self.dropped_equal,
             "bad rows dropped": self.dropped_bad_rows,
         }
         total = f"{self.samples:,} samples, {self.tokens:,} tokens, {self.target_tokens:,} with loss"
@@ -81,15 +83,20 @@ class Facts:
                 f"packed into {self.rows:,} rows of {self.row_tokens:,} tokens, {full:.2f} % full, "
                 f"{self.samples / self.rows:.1f} samples each (at most {self.max_documents:,}); batch sizes count rows"
             )
-        if self.lacks_template:
-            parts.append("the tokenizer has no chat template: messages are joined with line breaks, without roles")
+        parts += self.notes
         parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []
-        if self.unread_files:
-            more = len(self.unread_files) - _LISTED
-            listed = self.unread_files[:_LISTED] + ([f"and {more:,} more"] if more > 0 else [])
-            parts.append(f"not read, because only other files' names have a split's prefix: {', '.join(listed)}")
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
         return "; ".join(parts)
+
+
+class Fate(IntEnum):
+    """Reason why a sample is not part of its dataset, from the weakest to the strongest."""
+
+    kept = 0
+    without_target = 1
+    overlong = 2
+    bad = 3
+    """It could not be tokenized."""
 
 
 class ItemSequence(Sequence[Item]):
@@ -127,7 +134,8 @@ class Dataset(ItemSequence[Example]):
 
     A sample longer than `seq_len` is truncated on the right, dropped or rejected, depending on `overlong`. A sample
     without a target token is dropped. Every sample ends with a target token (see `trimmed`).
-    `prompts` holds raw prompts of the source, to generate sample answers from.
+    `prompts` holds prompts of the source, to generate sample answers from. `rejected` holds the indices of samples
+    that are empty because they could not be tokenized, which are among the bad rows that `bad` counts.
     """
 
     item_name = "sample"
@@ -140,17 +148,22 @@ class Dataset(ItemSequence[Example]):
         facts: Facts,
         seq_len: int,
         overlong: Overlong = Overlong.truncate,
-        prompts: Sequence[str] = (),
+        prompts: Sequence[Prompt] = (),
+        rejected: Sequence[int] = (),
+        bad: BadRowReport | None = None,
     ) -> None:
-        self.facts = facts
+        self.facts, self.rejected, self.bad = facts, rejected, bad or BadRowReport()
+        facts.dropped_bad_rows = self.bad.count
         self.prompts = prompts
         self.pad_token_id: int | None = tokenizer.pad_token_id
         """Input id at padded positions."""
         self.sources: np.ndarray
         """Index of each sample before any sample was dropped, (samples,) int64."""
+        self.fates: np.ndarray
+        """`Fate` of each sample before any sample was dropped, uint8."""
         self._tokenizer = tokenizer
         tokens = examples if isinstance(examples, Tokens) else flattened(trimmed(example) for example in examples)
-        self._tokens = self._fit(tokens, seq_len, overlong)
+        self._tokens = self._fit(tokens, seq_len, overlong, rejected)
 
     def __len__(self) -> int:
         return len(self._tokens.starts)
@@ -179,7 +192,7 @@ class Dataset(ItemSequence[Example]):
         """Return the text of any sample, with the spans that contribute to the loss in [[ ]]."""
         return render_example(self._tokenizer, example)
 
-    def _fit(self, tokens: Tokens, seq_len: int, overlong: Overlong) -> Tokens:
+    def _fit(self, tokens: Tokens, seq_len: int, overlong: Overlong, rejected: Sequence[int]) -> Tokens:
         """Truncate, drop or reject samples longer than `seq_len` tokens; record the counts in `facts`."""
         facts, before = self.facts, tokens.stops - tokens.starts
         long = np.flatnonzero(before > seq_len)
@@ -192,27 +205,32 @@ class Dataset(ItemSequence[Example]):
                 f"data.overlong to truncate or drop; the sample begins {begins!r}"
             )
         fitted, after = shortened(tokens, seq_len, drop=overlong is Overlong.drop)
+        self.fates = np.where(after > 0, Fate.kept, Fate.without_target).astype(np.uint8)
         if overlong is Overlong.drop:
-            facts.dropped_overlong = len(long)
-        else:
-            facts.truncated = int(np.count_nonzero(after[long]))
+            self.fates[long] = Fate.overlong
+        self.fates[np.asarray(rejected, dtype=np.int64)] = Fate.bad
+        facts.truncated = int(np.count_nonzero(after[long]))
         self.sources = np.flatnonzero(after > 0)
-        facts.samples = len(fitted.starts)
-        facts.dropped_without_target = len(before) - facts.samples - facts.dropped_overlong
+        facts.samples, facts.dropped_without_target, facts.dropped_overlong, _ = counts_of(self.fates)
         facts.tokens = int(after.sum())
         facts.target_tokens = fitted.targets
         return fitted
 
 
+def counts_of(fates: np.ndarray) -> list[int]:
+    """Return the number of samples with each fate, in the order of `Fate`."""
+    return np.bincount(fates, minlength=len(Fate)).tolist()
+
+
 class HasPrompts(Protocol):
-    """A dataset with raw prompts of its source."""
+    """A dataset with prompts of its source."""
 
     @property
-    def prompts(self) -> Sequence[str]: ...
+    def prompts(self) -> Sequence[Prompt]: ...
 
 
-def sample_prompts(dataset: HasPrompts, count: int) -> list[str]:
-    """Return up to `count` raw prompts of a dataset (without chat template), evenly spaced."""
+def sample_prompts(dataset: HasPrompts, count: int) -> list[Prompt]:
+    """Return up to `count` prompts of a dataset, evenly spaced."""
     prompts = dataset.prompts
     count = min(count, len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from components.chat_template import ChatTemplate, Rendering
+from components.chat_template import ChatTemplate, CpuLimitError, Rendering
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
-from components.conversation import Conversation
-from components.data.key_usage import KeyUsage
-from components.data.sources.rows import LabeledText
+from components.conversation import Conversation, text_of
+from components.data.key_usage import BOUNDARY, ENDLESS, HEADER, KeyUsage
+from components.data.sources.rows import BadRowReport, LabeledText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ __all__ = [
     "Example",
     "PackedRow",
     "encode_conversations",
-    "encode_labeled_texts",
+    "encode_scored",
     "render_example",
     "trimmed",
 ]
@@ -36,6 +36,10 @@ class Example(NamedTuple):
 
     input_ids: list[int]  # (seq,)
     labels: list[int]  # (seq,)
+
+
+REJECTED = Example([], [])
+"""Sample of a record that could not be tokenized; compared by identity."""
 
 
 class PackedRow(NamedTuple):
@@ -74,6 +78,7 @@ def encode_conversations(
     *,
     one_sample_each: bool = False,
     usage: KeyUsage | None = None,
+    bad: BadRowReport | None = None,
 ) -> list[Example]:
     """Tokenize conversations, with the loss on every assistant turn except those in `untrained`.
 
@@ -91,50 +96,86 @@ def encode_conversations(
     Some templates render an earlier answer differently from the last one (they drop its reasoning, or end it with
     another token). No single sequence then contains every turn as the model would generate it, so such a conversation
     becomes one example per answer: there may be more examples than conversations, unless `one_sample_each` rejects it.
-    `usage` records answers that the template renders only in part.
+    `usage` records keys that the template does not use, and answers that it renders only in part.
 
     Raises ConfigError if a template rejects a conversation, exceeds its time limit or leaves the loss mask ambiguous,
-    or if a tokenizer has neither a chat template nor an end-of-text token.
+    or if a tokenizer has neither a chat template nor an end-of-text token. With `bad`, a conversation becomes the
+    sample `REJECTED` and is recorded there, unless the template exceeded the time limit: it may do so on all of them.
     """
     renderer = _Renderer(tokenizer, usage)
-    drafts = [[renderer.draft(each, answer) for answer in each.trained] for each in conversations]
-    turns = renderer.turns([draft for group in drafts for draft in group])
+    drafts: list[list[_Draft] | None] = []
+    for each in conversations:
+        try:
+            drafts.append([renderer.draft(each, answer) for answer in each.trained])
+            if usage is not None:
+                usage.observe(each)
+        except ConfigError as error:
+            _record(error, each.where, bad)
+            drafts.append(None)
+    turns = renderer.turns([draft for group in drafts for draft in group or ()])
     examples: list[Example] = []
     for conversation, group in zip(conversations, drafts, strict=True):
-        samples = _assemble([next(turns) for _ in group])
+        samples = _assemble([next(turns) for _ in group or ()])
         if one_sample_each and len(samples) > 1:
-            raise ConfigError(
+            problem = (
                 f"{conversation.where}: the chat template renders an earlier turn of the answer differently from its "
                 "last turn, so that no single sample contains the answer; use answers of one turn, or set "
                 "model.tokenizer to one with another chat template"
             )
+            _record(ConfigError(problem), conversation.where, bad)
+            group = None
+        if group is None:
+            samples = [REJECTED]
         # A conversation without a trained answer becomes an empty sample, which the dataset drops and counts.
         examples += samples or [Example([], [])]
     return examples
 
 
-def encode_labeled_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[LabeledText]) -> list[Example]:
-    """Tokenize texts, and conversations as the chat template renders them, each followed by a padding token.
+def _record(error: ConfigError, where: str, bad: BadRowReport | None) -> None:
+    """Record a conversation that cannot become a sample in `bad`; raise the error without one, or at a time limit."""
+    if bad is None or isinstance(error.__cause__ and error.__cause__.__cause__, CpuLimitError):
+        raise error
+    bad.add({where: error.problems[0].removeprefix(f"{where}: ")})
 
-    Every token is a target, so that a truncated sample keeps its first tokens. Labels are not part of the samples.
 
-    Raises ConfigError if a template rejects a conversation or exceeds its time limit.
+def encode_scored(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[LabeledText] | Sequence[Conversation],
+    *,
+    usage: KeyUsage | None = None,
+    bad: BadRowReport | None = None,
+) -> list[Example]:
+    """Tokenize texts, and conversations as `apply_chat_template` does, each followed by a padding token.
+
+    These are the tokens of which transformers' models for sequence classification score the last. Every token is a
+    target, so that a truncated sample keeps its first tokens. Labels are not part of the samples.
+
+    Raises ConfigError if a template rejects a conversation or exceeds its time limit; for `bad` see
+    `encode_conversations`.
     """
     template, pad = ChatTemplate(tokenizer), tokenizer.pad_token_id
     rendered: dict[bool, list[str]] = {False: [], True: []}  # keyed by whether the tokenizer adds special tokens
-    adds_special = []
+    adds_special: list[bool | None] = []  # None: rejected
     for each in texts:
-        conversation = each.conversation
-        adds_special.append(conversation is None or not tokenizer.chat_template)
-        content = each.content if conversation is None else template.render(conversation, len(each.content)).text
-        rendered[adds_special[-1]].append(str(content))
+        conversation = each if isinstance(each, Conversation) else each.conversation
+        try:
+            content = str(each[1]) if conversation is None else template.render(conversation).text
+            if conversation is not None and usage is not None:
+                usage.observe(conversation)
+        except ConfigError as error:
+            _record(error, each.where, bad)
+            adds_special.append(None)
+            continue
+        adds = conversation is None or not tokenizer.chat_template
+        adds_special.append(adds)
+        rendered[adds].append(content)
     encoded = {
         adds: iter(tokenizer(found, add_special_tokens=adds, return_attention_mask=False, verbose=False)["input_ids"])
         for adds, found in rendered.items()
         if found
     }
-    samples = [[*next(encoded[adds]), pad] for adds in adds_special]
-    return [trimmed(Example(ids, ids)) for ids in samples]
+    samples = [None if adds is None else [*next(encoded[adds]), pad] for adds in adds_special]
+    return [REJECTED if ids is None else trimmed(Example(ids, ids)) for ids in samples]
 
 
 def trimmed(example: Example) -> Example:
@@ -176,6 +217,9 @@ class _Renderer:
             self.ends_texts = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special.update(tokenizer.all_special_ids)
+        self.stops = set(self.template.stop_tokens.values())
+        self.ignores_prompt: bool | None = None
+        """Whether the chat template ignores add_generation_prompt; None: unknown."""
 
     def draft(self, conversation: Conversation, answer: int) -> _Draft:
         """Render message `answer` in context. Raises ConfigError if its extent cannot be determined."""
@@ -183,15 +227,17 @@ class _Renderer:
         through = self.template.render(conversation, answer + 1)
         if self.usage is not None:
             self.usage.observe_answer(conversation, answer, through.text)
-        if self.template.marks_answers(conversation):
-            answer_blocks = through.blocks[len(prompt.blocks) :]
-            if not any(start < end for start, end in answer_blocks):
+        is_marked = self.template.marks_answers(conversation)
+        if is_marked:
+            through = Rendering(
+                through.text, [each for each in through.blocks[len(prompt.blocks) :] if each[0] < each[1]]
+            )
+            if not through.blocks:
                 raise ConfigError(
                     f"{conversation.where}: the chat template's {{% generation %}} blocks mark no part of message "
                     f"{answer}, an assistant turn; correct the template, or set model.tokenizer to another one"
                 )
-            return _Draft(prompt, Rendering(through.text, answer_blocks), True)
-        if not through.text.startswith(prompt.text):
+        elif not through.text.startswith(prompt.text):
             # Some templates add text to the generation prompt that a finished answer omits (such as <think>).
             history = self.template.render(conversation, answer)
             if not through.text.startswith(history.text):
@@ -200,7 +246,21 @@ class _Renderer:
                     "differently once that answer follows, so the loss mask is ambiguous; "
                     "set model.tokenizer to one with another chat template"
                 )
-        return _Draft(prompt, through, False)
+        ended = self.template.with_end(conversation, answer, through)
+        if self.usage is not None:
+            self.usage.counts[ENDLESS] += ended is None
+            self.usage.counts[HEADER] += not is_marked and self._trains_header(conversation, answer, prompt, through)
+        return _Draft(prompt, ended or through, is_marked)
+
+    def _trains_header(self, conversation: Conversation, answer: int, prompt: Rendering, through: Rendering) -> bool:
+        """Return whether the targets begin with the header of the answer, which the generation prompt lacks."""
+        content = text_of(conversation.messages[answer].get("content")).strip()
+        before, found, _ = through.text[len(prompt.text) :].partition(content or "\0")
+        if not found or not any(map(str.isalnum, before)):
+            return False
+        if self.ignores_prompt is None:
+            self.ignores_prompt = self.template.render(conversation, answer).text == prompt.text
+        return self.ignores_prompt
 
     def turns(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
         """Tokenize turns in two batches, which a fast tokenizer spreads over all cores."""
@@ -218,15 +278,17 @@ class _Renderer:
             texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
         )
         for draft, ids, offsets in zip(drafts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            yield _Turn(ids, [_tokens_of(block, offsets) for block in draft.through.blocks if block[0] < block[1]])
+            yield _Turn(ids, [_tokens_of(block, offsets) for block in draft.through.blocks])
 
     def _turns_from_prompts(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
         """Tokenize turns and put the loss on the tokens after the common prefix with their prompt."""
         texts = [rendering.text for draft in drafts for rendering in (draft.prompt, draft.through)]
         ids = iter(self._tokenize(texts))
-        for _ in drafts:
+        for draft in drafts:
             prompt, through = next(ids), next(ids)
             start = _common_prefix(prompt, through)
+            if self.usage is not None and draft.through.text.startswith(draft.prompt.text):
+                self.usage.counts[BOUNDARY] += start < len(prompt)
             yield _Turn(through, [(start, self._end_of_turn(through, start))])
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
@@ -239,12 +301,18 @@ class _Renderer:
         return [each[:-1] for each in ids] if self.is_plain and self.ends_texts else ids
 
     def _end_of_turn(self, ids: list[int], start: int) -> int:
-        """Return the exclusive end of an answer: after its last special token if only whitespace follows it."""
+        """Return the exclusive end of an answer: after the first stop token of the special tokens that end it.
+
+        Without a stop token: after its last special token. Only whitespace may be between and after them.
+        """
+        end = None
         for position in range(len(ids) - 1, start - 1, -1):
-            if ids[position] in self.special:
-                after = str(self.tokenizer.decode(ids[position + 1 :]))
-                return len(ids) if after.strip() else position + 1
-        return len(ids)
+            token = ids[position]
+            if token in self.stops or (end is None and token in self.special):
+                end = position + 1
+            elif token not in self.special and str(self.tokenizer.decode([token])).strip():
+                break
+        return len(ids) if end is None else end
 
     def _check_end_of_text(self) -> None:
         end, end_id = self.tokenizer.eos_token, self.tokenizer.eos_token_id

@@ -14,6 +14,14 @@ _MAX_TRIES = 200
 """Conversations in which a key is tried before it counts as unused."""
 
 
+ENDLESS = (
+    "end without a token at which generation stops, because the chat template writes none after them: the model does "
+    "not learn to stop; set model.chat_template to one that writes {{ eos_token }} there"
+)
+HEADER = "are trained with their header, because the chat template ignores add_generation_prompt"
+BOUNDARY = "begin within a token that also holds the end of the prompt; generation ends the prompt before it"
+
+
 class KeyUsage:
     """Detector of keys (of messages, tools and template arguments) that do not change the rendered text.
 
@@ -25,6 +33,13 @@ class KeyUsage:
         self._tried: Counter[str] = Counter()
         self._used: set[str] = set()
         self._shortened: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        """Answers to which a note applies: `ENDLESS`, `HEADER` or `BOUNDARY`."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes with the number of answers that each applies to."""
+        return [f"{number:,} answers {note}" for note, number in sorted(self.counts.items()) if number]
 
     @property
     def unused(self) -> list[str]:
@@ -42,7 +57,10 @@ class KeyUsage:
         name, content = _name("content", message), text_of(message.get("content")).strip()
         if name in self._shortened or content in through:
             return
-        history = self._template.render(conversation, answer).text
+        try:
+            history = self._template.render(conversation, answer).text
+        except ConfigError:  # it renders these messages only with a generation prompt
+            return
         turn = iter(through.removeprefix(history))
         if not all(character in turn for character in content if character.isalnum()):
             self._shortened.add(name)
@@ -72,7 +90,10 @@ class KeyUsage:
         if name in self._used or self._tried[name] >= _MAX_TRIES:
             return
         self._tried[name] += 1
-        expected = self._template.render(conversation, stop)
+        try:
+            expected = self._template.render(conversation, stop)
+        except ConfigError:  # it renders the messages up to another one, or only without a generation prompt
+            return
         try:
             is_used = self._template.render(without, stop) != expected
         except ConfigError:  # the template requires the key

@@ -15,6 +15,7 @@ from components.config.errors import ConfigError
 from components.config.kinds import of_source
 from components.config.schema.checks import raise_all
 from components.config.schema.data import (
+    BadRows,
     ChatDataConfig,
     CustomDataConfig,
     DataConfig,
@@ -23,21 +24,24 @@ from components.config.schema.data import (
     PreferencesDataConfig,
     RowsDataConfig,
     SftDataConfig,
+    TextDataConfig,
     TokensDataConfig,
     UnusedKeys,
 )
-from components.data.cache import tokenize
+from components.conversation import Prompt
+from components.data.cache import TokenizedSplit, tokenize
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
 from components.data.packing import PackedDataset
-from components.data.sources.rows import unused_problem
+from components.data.sources.rows import BadRowReport, no_good_row, refused_rows, unused_problem
 from components.data.sources.split import (
     SourceSplit,
     describe,
     hash_of_prompt,
     held_out_by_hash,
     holds_out,
+    sample_limit,
     split_mask,
     split_of,
 )
@@ -95,22 +99,64 @@ def _build_source(
         return build_rows(cfg, tokenizer, seq_len=seq_len, is_eval=is_eval)
     facts = Facts(source=describe(cfg, is_eval))
     examples: Iterable[Example] | Tokens
-    prompts: list[str] = []
+    rejected, bad = list[int](), BadRowReport()
+    prompts: list[Prompt] = []
     if isinstance(cfg, CustomDataConfig):
         all_examples = _custom_examples(cfg, tokenizer, seq_len, is_eval)
         hashes = array("Q", map(hash_of_prompt, all_examples) if held_out_by_hash(cfg) else [0] * len(all_examples))
         examples = compress(all_examples, split_mask(hashes, cfg, is_eval))
     else:
-        facts.lacks_template = isinstance(cfg, CONVERSATIONS) and not tokenizer.chat_template
         source = SourceSplit(cfg, is_eval)
-        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(source, cfg, tokenizer, seq_len)
-        facts.unread_files = source.unread_files
+        examples, prompts, bad, rejected, facts.unused, facts.notes = tokenize(source, cfg, tokenizer, seq_len)
+        if isinstance(cfg, CONVERSATIONS) and not tokenizer.chat_template:
+            facts.notes.append(
+                "the tokenizer has no chat template: messages are joined with line breaks, without roles"
+            )
+        facts.notes = [*facts.notes, *source.folder_notes]
         if facts.unused and isinstance(cfg, RowsDataConfig) and cfg.unused_keys is UnusedKeys.refuse:
             raise ConfigError(unused_problem(facts.source, facts.unused))
-    dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
+    dataset = Dataset(
+        examples,
+        tokenizer,
+        facts=facts,
+        seq_len=seq_len,
+        overlong=cfg.overlong,
+        prompts=prompts,
+        rejected=rejected,
+        bad=bad,
+    )
+    if isinstance(cfg, RowsDataConfig) and cfg.bad_rows is BadRows.refuse:
+        refuse_bad_rows([cfg], [dataset], tokenizer, seq_len, is_eval)
     if len(dataset) == 0:
-        raise ConfigError(_no_samples_problem(cfg, facts, seq_len, is_eval))
+        raise ConfigError(_no_samples_problem(cfg, dataset, seq_len, is_eval))
     return PackedDataset(dataset, seq_len) if cfg.pack else dataset
+
+
+def refuse_bad_rows(
+    cfgs: Sequence[RowsDataConfig],
+    found: Sequence[Dataset],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    is_eval: bool,
+) -> None:
+    """Raise ConfigError with the bad rows of a source, in both of its splits, if there are any.
+
+    Args:
+        cfgs: Configs that read the same rows, such as those of both answers of pairs.
+        found: The dataset of each.
+    """
+    bad = BadRowReport()
+    bad.add({}, found[0].bad.count - len(found[0].rejected))  # the same rows for all configs
+    splits: list[Sequence[Dataset | TokenizedSplit]] = [found]
+    if not any(each.bad.count for each in found):
+        return
+    has_other = holds_out(cfgs[0]) and held_out_by_hash(cfgs[0]) and sample_limit(cfgs[0], not is_eval) is None
+    if has_other and not isinstance(cfgs[0], TextDataConfig):
+        splits.append([tokenize(SourceSplit(each, not is_eval), each, tokenizer, seq_len) for each in cfgs])
+    for split in splits:
+        problems = {where: each.bad.problems[where] for each in reversed(split) for where in each.bad.problems}
+        bad.add(problems, len(set().union(*(each.rejected for each in split))))
+    raise ConfigError(refused_rows(bad, max(map(len, found))))
 
 
 def _custom_examples(
@@ -149,12 +195,15 @@ def _checked(where: str, ids: Sequence[int], labels: Sequence[int], size: int) -
     return Example(inputs.tolist(), targets.tolist())
 
 
-def _no_samples_problem(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bool) -> str:
+def _no_samples_problem(cfg: DataConfig, dataset: Dataset, seq_len: int, is_eval: bool) -> str:
+    facts = dataset.facts
     if is_eval and not holds_out(cfg):
         return (
             "data.eval_fraction=0: there are no held-out samples; "
             "to evaluate, set it, data.eval_split or data.eval_path"
         )
+    if dataset.rejected and len(dataset.rejected) == len(dataset.fates):
+        return no_good_row(facts.source, dataset.bad)
     if facts.dropped_without_target or facts.dropped_overlong:
         return (
             f"seq_len={seq_len}: too short for every sample ({facts}); raise training.seq_len (in evaluate.py "

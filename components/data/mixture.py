@@ -12,6 +12,7 @@ from math import gcd, lcm
 
 import xxhash
 
+from components.conversation import Prompt
 from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import Example, PackedRow
 from components.data.order import BlockOrder
@@ -156,8 +157,8 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
         return list(self.parts.values())[number], index - [0, *self._ends][number]
 
     @property
-    def prompts(self) -> list[str]:
-        """Raw prompts of all sources."""
+    def prompts(self) -> list[Prompt]:
+        """Prompts of all sources."""
         return [prompt for part in self.parts.values() for prompt in part.prompts]
 
     @property

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from components.conversation import Prompt
 from components.data.dataset import Facts, ItemSequence
 from components.data.examples import PackedRow
 from components.data.packing import documents_size, plan_rows
@@ -72,8 +73,8 @@ class PackedPairs(ItemSequence[PackedPairRow]):
         return PackedPairRow(PackedRow([], [], []), {name: [] for name in self.pairs.values})
 
     @property
-    def prompts(self) -> Sequence[str]:
-        """Raw prompts of the source."""
+    def prompts(self) -> Sequence[Prompt]:
+        """Prompts of the source."""
         return self.pairs.prompts
 
     @property

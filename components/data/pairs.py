@@ -6,17 +6,20 @@ import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
+import numpy as np
 import xxhash
 
 from components.config.errors import ConfigError
-from components.config.schema.data import PreferencesDataConfig
-from components.conversation import Conversation
-from components.data.dataset import Dataset, Facts, ItemSequence
+from components.config.schema.data import BadRows, PreferencesDataConfig
+from components.conversation import Conversation, Prompt
+from components.data.dataset import Dataset, Facts, ItemSequence, counts_of
 from components.data.examples import IGNORED, Example
-from components.data.loading import build_dataset
+from components.data.loading import build_dataset, refuse_bad_rows
 from components.data.sources.preference_rows import AnswerConfig, answer_configs
+from components.data.sources.rows import BadRowReport, no_good_row
 from components.data.sources.split import SourceSplit, columns_at, location_of
 
 if TYPE_CHECKING:
@@ -81,8 +84,8 @@ class PairedRows(ItemSequence[RowPair]):
         return RowPair(EMPTY_EXAMPLE, EMPTY_EXAMPLE, dict.fromkeys(self.values, (0.0, 0.0)))
 
     @property
-    def prompts(self) -> Sequence[str]:
-        """Raw prompts of the source."""
+    def prompts(self) -> Sequence[Prompt]:
+        """Prompts of the source."""
         return self.answers.prompts
 
     @property
@@ -132,16 +135,37 @@ class PairDataset(PairedRows):
     def facts(self) -> Facts:
         """Statistics of the pairs, for the banner."""
         chosen, rejected = self.chosen.facts, self.rejected.facts
+        paired, without_target, overlong, _ = counts_of(np.maximum(self.chosen.fates, self.rejected.fates))
+        tokens = target_tokens = 0
+        for answers, indices in zip((self.chosen, self.rejected), np.reshape(self.indices, (-1, 2)).T, strict=True):
+            tokens += int(answers.lengths[indices].sum())
+            dropped = set(range(len(answers))).difference(indices.tolist())
+            target_tokens += answers.facts.target_tokens - sum(_count_targets(answers[index]) for index in dropped)
         return replace(
             chosen,
             source=f"pairs of {chosen.source}",
             samples=len(self),
-            tokens=chosen.tokens + rejected.tokens,
-            target_tokens=chosen.target_tokens + rejected.target_tokens,
+            tokens=tokens,
+            target_tokens=target_tokens,
             truncated=chosen.truncated + rejected.truncated,
-            dropped_overlong=max(chosen.dropped_overlong, rejected.dropped_overlong),
-            dropped_without_target=max(chosen.dropped_without_target, rejected.dropped_without_target),
+            dropped_overlong=overlong,
+            dropped_without_target=without_target,
+            dropped_equal=paired - len(self),
+            dropped_bad_rows=self.bad.count,
         )
+
+    @property
+    def bad(self) -> BadRowReport:
+        """Rows that are no pair of two samples."""
+        bad = BadRowReport()
+        bad.add({**self.rejected.bad.problems, **self.chosen.bad.problems}, self.chosen.bad.count)
+        bad.count += len(set(self.rejected.rejected).difference(self.chosen.rejected))
+        return bad
+
+    @property
+    def is_distinct(self) -> list[bool]:
+        """Whether the two rows of each pair differ. The loss of equal rows is a constant without a gradient."""
+        return [first != second for first, second in map(self.rows_of, range(len(self)))]
 
     @property
     def fingerprint(self) -> str:
@@ -213,6 +237,11 @@ class LabeledDataset(PairedRows):
         return f"{label}: {self.labeled.show(index)}"
 
 
+def _count_targets(example: Example) -> int:
+    """Return the number of targets of a sample."""
+    return len(example.labels) - example.labels.count(IGNORED)
+
+
 def _answer_start(example: Example) -> int:
     return next(i for i, label in enumerate(example.labels) if label != IGNORED)
 
@@ -223,18 +252,22 @@ def build_pairs(
     *,
     seq_len: int,
     split: Literal["train", "eval"],
+    kind: type[PairDataset] = PairDataset,
 ) -> PairedRows:
     """Read and tokenize the preference pairs, or the labeled answers, of the train split or the held-out split.
 
     Each answer becomes a sample of `build_dataset` with its prompt: the held-out prompts, chat template, cache and
-    truncation to `seq_len` are the same. A pair is dropped if either sample is dropped.
+    truncation to `seq_len` are the same. A pair is dropped if either sample is dropped, or if both are equal. `kind` is
+    the class of pairs of answers; `labels.ScoredPairs` are those of a score head.
 
     Raises ConfigError if a file, column, row or split is invalid, or if no pair remains.
     """
     location = location_of(cfg, split == "eval")
     answers = answer_configs(cfg, columns_at(cfg, location), location.path)
-    build = _build_preferences if cfg.label_column is None else _build_labeled
-    pairs = build(answers, tokenizer, seq_len, split)
+    if cfg.label_column is None:
+        pairs: PairedRows = _build_preferences(answers, tokenizer, seq_len, split, kind)
+    else:
+        pairs = _build_labeled(answers, tokenizer, seq_len, split)
     return pairs.to_be_packed(seq_len) if cfg.pack else pairs
 
 
@@ -243,16 +276,37 @@ def _build_preferences(
     tokenizer: PreTrainedTokenizerBase,
     seq_len: int,
     split: Literal["train", "eval"],
+    kind: type[PairDataset],
 ) -> PairedRows:
-    cfg = answers[0]
-    chosen, rejected = (_build_answers(each, tokenizer, seq_len, split) for each in answers)
+    is_scored = kind is not PairDataset
+    # The bad rows of both answers are dropped first and refused together.
+    configs = [replace(each, bad_rows=BadRows.drop, is_scored=is_scored) for each in answers]
+    chosen, rejected = (_build_answers(each, tokenizer, seq_len, split) for each in configs)
+    if len(chosen.fates) != len(rejected.fates):
+        raise ConfigError(f"data.path={answers[0].path}: the source was changed while it was read; start the run again")
+    if answers[0].bad_rows is BadRows.refuse:
+        refuse_bad_rows(configs, (chosen, rejected), tokenizer, seq_len, split == "eval")
     index_of = {source: index for index, source in enumerate(rejected.sources.tolist())}
     indices = [(i, index_of[source]) for i, source in enumerate(chosen.sources.tolist()) if source in index_of]
-    if not indices:
-        raise ConfigError(
-            f"data.path={cfg.path}: there is no pair whose answers both fit seq_len={seq_len}; raise training.seq_len"
+    pairs = kind(chosen, rejected, indices)
+    pairs = replace(pairs, indices=list(compress(indices, pairs.is_distinct)))
+    if not pairs.indices:
+        raise ConfigError(_no_pairs_problem(pairs, seq_len))
+    return pairs
+
+
+def _no_pairs_problem(pairs: PairDataset, seq_len: int) -> str:
+    facts = pairs.facts
+    if facts.truncated or facts.dropped_overlong or facts.dropped_without_target:
+        remedy = f"seq_len={seq_len} is too short; raise training.seq_len (in evaluate.py evaluation.seq_len)"
+    elif facts.dropped_equal:
+        remedy = (
+            "the chat template renders both answers of each pair alike; correct the rows, or set model.tokenizer to "
+            "one with another chat template"
         )
-    return PairDataset(chosen, rejected, indices)
+    else:
+        return no_good_row(facts.source, pairs.bad)
+    return f"{facts}: no pair remains: {remedy}"
 
 
 def _build_labeled(

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from components.chat_template import running_template
-from components.config.errors import ConfigError
+from components.chat_template import ChatTemplate
+from components.conversation import Conversation, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -89,7 +89,7 @@ GREEDY = Sampling()
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
+    prompts: Sequence[str | Prompt],
     max_new_tokens: int,
     forward: GenerationForward | None = None,
     stopped: Callable[[], bool] | None = None,
@@ -97,10 +97,10 @@ def generate(
 ) -> list[str]:
     """Return the continuation of each prompt, without the prompt and special tokens.
 
-    Prompts are formatted with the tokenizer's chat template if it has one. Call it on all ranks with the same prompts:
-    they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step. An answer
-    ends with an end-of-text token, with the token that ends a turn of the chat template, or where the model's context
-    does.
+    Prompts given as text are formatted with the tokenizer's chat template if it has one. Call it on all ranks with the
+    same prompts: they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step.
+    An answer ends with an end-of-text token, with a token that ends answers of the chat template, or where the model's
+    context does.
 
     Args:
         forward: Forward of the mesh; None: call the model itself. Without a cache of keys and values (pp, and tp with
@@ -119,7 +119,7 @@ def generate(
             token_lists = []
             for index, prompt in enumerate(prompts):
                 choose = partial(sampling.choose, prompt=index)
-                tokens = encode_prompt(tokenizer, prompt)
+                tokens = prompt.tokens if isinstance(prompt, Prompt) else encode_prompt(tokenizer, prompt)
                 most = min(max_new_tokens, (context_length(model) or 2**31) - len(tokens))
                 answer = stream_tokens(model, tokenizer, tokens, most, choose, forward, stopped)
                 token_lists.append(list(answer))
@@ -184,10 +184,13 @@ def _next_token(logits: torch.Tensor, choose: Callable[[torch.Tensor], torch.Ten
     return int(token)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None) -> list[int]:
     """Return the tokens of a user's message with the chat template, or of the plain text if the tokenizer has none.
 
     At least one token: an empty text is the token that begins a text, or else the one that ends it.
+
+    Args:
+        system: System message before it; a tokenizer without a chat template ignores it.
     """
     if tokenizer.chat_template is None:
         tokens = tokenizer.encode(prompt)
@@ -195,7 +198,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
             return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
         # Some tokenizers append an end-of-text token, after which there is nothing to continue.
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
-    return encode_messages(tokenizer, [{"role": "user", "content": prompt}])
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return encode_messages(tokenizer, [*before, {"role": "user", "content": prompt}])
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -203,17 +207,9 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
 
     Raises ConfigError if the template rejects the messages, fails on them, or does not finish.
     """
-    from jinja2 import TemplateError
-
-    where = f"the prompt {messages[-1]['content']!r:.60}"
-    try:
-        with running_template(where):
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
-    except TemplateError as error:
-        raise ConfigError(f"{where}: the chat template rejects this conversation: {error}") from error
-    return tokenizer.encode(str(text), add_special_tokens=False)
+    conversation = Conversation(f"the prompt {messages[-1]['content']!r:.60}", [dict(message) for message in messages])
+    text = ChatTemplate(tokenizer).render(conversation, add_generation_prompt=True).text
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -222,30 +218,7 @@ def context_length(model: PreTrainedModel) -> int | None:
     return None if length is None else int(length)
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token with which the chat template closes an answer; None if there is none.
-
-    It is the last target of a turn in training. In base models with a ChatML template it differs from the end-of-text
-    token.
-    """
-    if tokenizer.chat_template is None:
-        return None
-    from jinja2 import TemplateError
-
-    answer = "probe answer"
-    messages = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": answer}]
-    try:
-        with running_template("a probe of the chat template"):
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (ConfigError, TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
-        return None  # conversations that the template supports may be of another form
-    _, found, after = text.rpartition(answer)
-    tokens = tokenizer.encode(after.lstrip(), add_special_tokens=False) if found else []
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return tokens[0] if tokens and tokens[0] in special | set(tokenizer.all_special_ids) else None
-
-
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     declared = model.generation_config.eos_token_id
     tokens = declared if isinstance(declared, list) else [declared]
-    return {token for token in [*tokens, tokenizer.eos_token_id, end_of_turn(tokenizer)] if token is not None}
+    return {token for token in (*tokens, *ChatTemplate(tokenizer).stop_tokens.values()) if token is not None}

@@ -10,6 +10,7 @@ import torch
 from components import data, distributed, models, observability
 from components.cgroup import usable_memory
 from components.config.schema.training import GenerationConfig
+from components.conversation import Prompt
 from components.distributed.init import get_local_world_size_preinit
 from components.exchange import all_gather_json
 from components.training.evaluation import Interruptible
@@ -23,6 +24,10 @@ GIB = 2**30
 class GenerationRun(Interruptible, Protocol):
     """Attributes of a run that `show_generations` uses."""
 
+    @property
+    def cfg(self) -> Any:
+        """Config of the recipe, with the section data."""
+
     def report_generations(self, generations: list[tuple[str, str]]) -> None:
         """Print (prompt, answer) pairs on rank 0."""
 
@@ -35,11 +40,17 @@ def show_generations(
 ) -> None:
     """Generate and print answers to held-out prompts and to `generation.prompts`. A collective.
 
+    Held-out prompts have the system message and tools of their sample; the others have `data.system_prompt`.
+
     FSDP2 gathers the weights once for all tokens if they fit in `FREE_SHARE` of the free memory of every rank, else for
     every token; a line reports which. Under pp they are always gathered for every token. Nothing is printed once a stop
     request arrives.
     """
-    prompts = [] if run.agreed_to_stop() else [*data.sample_prompts(held_out, cfg.samples), *cfg.prompts]
+    prompts = []
+    if not run.agreed_to_stop():
+        system = getattr(run.cfg.data, "system_prompt", None)
+        given = [Prompt(text, models.encode_prompt(tokenizer, text, system)) for text in cfg.prompts]
+        prompts = [*data.sample_prompts(held_out, cfg.samples), *given]
     with (
         run.status("generating", len(prompts) * cfg.max_new_tokens) as advance,
         model.with_weights(model.evaluates_average),
@@ -53,7 +64,8 @@ def show_generations(
             return run.agreed_to_stop()
 
         answers = models.generate(model.module, tokenizer, prompts, cfg.max_new_tokens, forward, stopped, sampling)
-    run.report_generations(list(zip(prompts, answers, strict=True)) if answers else [])
+    texts = [prompt.text for prompt in prompts]
+    run.report_generations(list(zip(texts, answers, strict=True)) if answers else [])
 
 
 def free_memory(device: torch.device) -> int:

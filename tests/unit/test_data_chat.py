@@ -250,11 +250,12 @@ def test_template_that_drops_past_reasoning_gives_one_example_per_answer(tmp_pat
 @pytest.mark.parametrize(
     ("template", "written"),
     [
-        (QWEN3, '{"city":  "Oslo"}'),
+        (QWEN3, '{"city": "Oslo"}'),
+        (QWEN3.replace("arguments | tojson", "arguments"), '{"city": "Oslo"}'),
         (LLAMA31, '{"city": "Oslo"}'),
         (LLAMA31.replace("| tojson }}{{- '}", "| items | list }}{{- '}"), "[('city', 'Oslo')]"),
     ],
-    ids=["takes text", "encodes", "needs an object"],
+    ids=["takes both", "needs text", "encodes", "needs an object"],
 )
 def test_arguments_given_as_json_text_are_not_encoded_twice(template: str, written: str, tmp_path: Path) -> None:
     messages = [user("Weather?"), assistant("", tool_calls=[TEXT_CALL])]
@@ -494,7 +495,8 @@ def test_masks_equal_those_of_trl_under_its_training_templates(conversation: str
         except Exception:
             continue
         examples = encode_conversations(tokenizer, [Conversation("x.jsonl:1", messages, tools)])
-        if len(examples) == 1 and "strftime_now" not in source:
+        takes_parts = re.search("idefics|llava|smolvlm", file)  # the reference omits content that is text
+        if len(examples) == 1 and "strftime_now" not in source and not takes_parts:
             assert examples == [expected], file
             compared += 1
     assert compared >= 10

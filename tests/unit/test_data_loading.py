@@ -21,6 +21,7 @@ from components.config.schema.data import (
     SftDataConfig,
     TextDataConfig,
 )
+from components.conversation import Prompt
 from components.data.dataset import Dataset, Facts, sample_prompts
 from components.data.examples import IGNORED, Example
 from components.data.labels import build_scored
@@ -296,8 +297,9 @@ def test_sample_prompts_are_spread_evenly_over_the_prompts_of_the_split(tmp_path
     path = write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(60)])
     cfg = SftDataConfig(path=path, eval_fraction=0.2, system_prompt="s")
     held_out = build(cfg, "eval")
-    questions = [PLAIN.decode(example.input_ids).split("\n")[1] for example in held_out]
-    assert len(questions) == 12
+    lines = [PLAIN.decode(example.input_ids).split("\n") for example in held_out]
+    questions = [Prompt(question, PLAIN.encode(f"{system}\n{question}\n")) for system, question, _ in lines]
+    assert [len(questions), lines[0][0]] == [12, "s"]
     assert sample_prompts(held_out, 12) == questions
     assert sample_prompts(held_out, 3) == questions[::4]
     assert sample_prompts(held_out, 100) == questions

@@ -53,7 +53,7 @@ def test_template_without_generation_prompt_masks_all_but_the_answers():
     example = encode_one(tokenizer, chat("hi", "yo", "more", "ok"))
     assert tokenizer.decode(example.input_ids) == "<s>[INST] hi [/INST] yo</s>[INST] more [/INST] ok</s>"
     assert target_texts(tokenizer, example) == [" yo</s>", " ok</s>"]
-    with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template rejects .* no system role here"):
+    with pytest.raises(ConfigError, match=r"x.jsonl:1: message 1 \(role system\): .* rejects .* no system role here"):
         encode_one(tokenizer, chat("hi", "yo", system="s"))
 
 

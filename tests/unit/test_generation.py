@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from components.chat_template import ChatTemplate
 from components.config.schema.model import Attention, ModelConfig, WeightInit
 from components.models import Sampling, build_on_meta, fill_weights, generate, load_tokenizer, materialize
-from components.models.generation import end_of_turn, stream_tokens
+from components.models.generation import stream_tokens
 from components.models.weights.export import export_model
 from tests.tiny_models import SIZES
 
@@ -80,7 +81,8 @@ def test_answers_and_exports_end_with_the_turn_of_the_chat_template(tmp_path: Pa
     model, tokenizer = build_on_meta(cfg), load_tokenizer(cfg)
     end = tokenizer.eos_token_id
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>"]})
-    assert end_of_turn(tokenizer) == end != tokenizer.eos_token_id
+    assert set(ChatTemplate(tokenizer).stop_tokens.values()) == {end, tokenizer.eos_token_id}
+    assert end != tokenizer.eos_token_id
     materialize(model, "cpu")
     fill_weights(model, cfg, seed=5)
     model.generation_config.eos_token_id = None
@@ -90,10 +92,9 @@ def test_answers_and_exports_end_with_the_turn_of_the_chat_template(tmp_path: Pa
     folder = export_model(model, tokenizer, tmp_path / "export")
     exported = json.loads((folder / "generation_config.json").read_text())
     assert exported["eos_token_id"] == [tokenizer.eos_token_id, end]
-    tokenizer.chat_template = None
-    assert end_of_turn(tokenizer) is None
-    tokenizer.chat_template = "{{ raise_exception('no system prompt') }}"
-    assert end_of_turn(tokenizer) is None
+    for template in (None, "{{ raise_exception('no system prompt') }}"):
+        tokenizer.chat_template = template
+        assert ChatTemplate(tokenizer).stop_tokens == {"<|endoftext|>": tokenizer.eos_token_id}
 
 
 def test_token_depends_on_seed_prompt_and_position_only() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache, partial
@@ -21,7 +21,7 @@ from components.config.schema.data import (
     SftDataConfig,
     TextDataConfig,
 )
-from components.conversation import ASSISTANT, TOOL, Conversation, Message, text_of
+from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
 from components.data.sources.files import Location, Row
 
 Sample = TypeVar("Sample")
@@ -128,19 +128,16 @@ def _numbers_as_numbers(origin: str) -> list[tuple[bool, int, str]]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", origin)]
 
 
-def refused_rows(bad: BadRowReport) -> str:
-    """Return the error message of `data.bad_rows=refuse`."""
+def refused_rows(bad: BadRowReport, others: int) -> str:
+    """Return the error message of `data.bad_rows=refuse`. others: number of the other rows."""
     count = "1 row" if bad.count == 1 else f"{bad.count:,} rows"
-    return (
-        f"data.bad_rows=refuse: {count} cannot become a sample; correct these, or set data.bad_rows=drop to leave "
-        f"such rows out:{bad}"
-    )
+    remedy = ", or set data.bad_rows=drop to leave such rows out" if others else ", there are no other rows"
+    return f"data.bad_rows=refuse: {count} cannot become a sample; correct these{remedy}:{bad}"
 
 
 def no_good_row(source: str, bad: BadRowReport) -> str:
-    """Return the error message of a source whose rows are all bad, which data.bad_rows=drop cannot help."""
-    count = "its only row is bad" if bad.count == 1 else f"all {bad.count:,} rows are bad"
-    return f"data: {source}: has no rows that can become a sample, {count}; correct them:{bad}"
+    """Return the error message of a source whose rows are all bad with `data.bad_rows=drop`."""
+    return f"data.bad_rows=drop: {source} has no rows left, all {bad.count:,} are bad; correct these:{bad}"
 
 
 def columns_optional(cfg: RowsDataConfig) -> list[str]:
@@ -173,9 +170,14 @@ def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowReport) -
     document, and a corpus takes long to tokenize.
     """
     column = cfg.text_column
-    yield from each_row(rows, lambda row: Document(row.where, text_value(row.values, "text_column", column)), bad)
+    count = 0
+    for document in each_row(
+        rows, lambda row: Document(row.where, text_value(row.values, "text_column", column)), bad
+    ):
+        count += 1
+        yield document
     if bad.count and cfg.bad_rows is BadRows.refuse:
-        raise ConfigError(refused_rows(bad))
+        raise ConfigError(refused_rows(bad, count))
 
 
 def each_labeled_text(cfg: LabelsDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[LabeledText]:
@@ -215,21 +217,21 @@ def _is_blank(value: Any) -> bool:
     return not (value.strip() if isinstance(value, str) else value)
 
 
-def _labeled_text(cfg: LabelsDataConfig, row: Row, label_of: Callable[[str], int | None]) -> LabeledText:
+def _labeled_text(cfg: LabelsDataConfig, row: Row, label_of: Callable[..., int | None]) -> LabeledText:
     content = row.values.get(cfg.text_column)
     if isinstance(content, list) and content:
         content = messages_of(content, cfg.text_column)
     else:
         content = text_value(row.values, "text_column", cfg.text_column)
-    return LabeledText(row.where, content, _label_in(cfg, row.values, label_of))
+    return LabeledText(row.where, content, _label_in(cfg, row, label_of))
 
 
-def _label_in(cfg: LabelsDataConfig, values: dict[str, Any], label_of: Callable[[str], int | None]) -> int:
-    value = values.get(cfg.label_column)
-    label = None if value is None or value != value else label_of(str(value))  # NaN is a missing label
+def _label_in(cfg: LabelsDataConfig, row: Row, label_of: Callable[..., int | None]) -> int:
+    value, classes = row.values.get(cfg.label_column), tuple(row.classes.get(cfg.label_column, ()))
+    label = None if value is None or value != value else label_of(str(value), classes)  # NaN is a missing label
     if label is not None:
         return label
-    names, missing = cfg.label_names, "" if cfg.label_column in values else " (the key is missing)"
+    names, missing = cfg.label_names, "" if cfg.label_column in row.values else " (the key is missing)"
     rule = [f"one of {', '.join(names)}"] if names else []
     if all(number_of(name) is None for name in names):
         rule.insert(0, f"a number from 0 to {len(cfg.labels) - 1}")
@@ -240,13 +242,19 @@ def _label_in(cfg: LabelsDataConfig, values: dict[str, Any], label_of: Callable[
     )
 
 
-def _label_index(cfg: LabelsDataConfig, text: str) -> int | None:
+def _label_index(cfg: LabelsDataConfig, text: str, classes: Sequence[str]) -> int | None:
     """Return the position of the name in label_names that a label equals, else the number that it is; None: neither.
 
     It equals a name as text, or as a number. If a name is a number, other numbers are no positions; neither are true
     and false if there are names.
+
+    Args:
+        classes: Names of the numbers in the source, which are used if label_names has one of them.
     """
-    names, number = cfg.label_names, number_of(text)
+    names = cfg.label_names
+    if text.isdecimal() and int(text) < len(classes) and not set(names).isdisjoint(classes):
+        text = classes[int(text)]
+    number = number_of(text)
     for name in (text, text.strip()):
         if name in names:
             return names.index(name)
@@ -327,6 +335,8 @@ def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
     calls = rest.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise BadRowError(f"has tool_calls that are {kind_of(calls)}, not a list of objects")
+    for index, call in enumerate(calls or ()):
+        _check_call(call, f"tool_calls[{index}]")
     message = {"role": role, "content": turn.get(cfg.content_key), **rest}
     try:
         _check_content(message, turn, cfg.content_key)
@@ -334,6 +344,19 @@ def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
     except BadRowError as error:
         raise BadRowError(f"(role {given}): {error}") from error
     return {key: value for key, value in message.items() if value is not None}
+
+
+def _check_call(call: dict[str, Any], key: str) -> None:
+    """Require the name of a function, and arguments that are an object or JSON text of one."""
+    name = function_of(call).get("name")
+    if not isinstance(name, str) or not name:
+        raise BadRowError(f"has {key}.function.name={name!r}; must be the name of a function")
+    try:
+        arguments = arguments_of(call)
+    except ValueError as error:
+        raise BadRowError(f"has {key}.function.arguments that are not JSON text ({error}); correct the text") from error
+    if not isinstance(arguments, dict):
+        raise BadRowError(f"has {key}.function.arguments that are {kind_of(arguments)}, not an object")
 
 
 def _check_content(message: Message, turn: dict[str, Any], key: str) -> None:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from itertools import chain, compress, islice
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import xxhash
 
 from components.config.errors import ConfigError
 from components.config.schema.data import (
+    BadRows,
     CustomDataConfig,
     DataConfig,
     DocsDataConfig,
@@ -30,14 +31,14 @@ from components.data.examples import IGNORED, Example
 from components.data.sources import pydocs
 from components.data.sources.files import (
     STDLIB,
+    TABLES,
     Location,
     Row,
     check_columns,
     columns_of,
-    files_of_split,
+    content_format,
     format_of,
     is_local,
-    names_without_split,
     read_rows,
     readable,
 )
@@ -56,10 +57,12 @@ from components.data.sources.rows import (
     each_document,
     each_labeled_text,
     eval_location,
-    text_of,
+    no_good_row,
+    refused_rows,
     train_location,
 )
-from components.data.sources.text import opening_line, split_document, stdlib_rows
+from components.data.sources.split_files import files_of_split, folder_notes
+from components.data.sources.text import split_document, stdlib_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,8 +79,8 @@ class SourceSplit:
 
     def __init__(self, cfg: DataConfig, is_eval: bool) -> None:
         self.is_eval = is_eval
-        self.bad_rows = 0
-        """Rows dropped because they could not become a sample; 0 until the source was read."""
+        self.bad = BadRowReport()
+        """Rows of the whole source that could not become a record; empty until the source was read."""
         self.characters = 0
         """Characters of the whole source; 0 until it was read."""
         self._cfg = cfg
@@ -120,23 +123,32 @@ class SourceSplit:
         return sorted(self._columns - {*columns_wanted(self._cfg).values(), *columns_optional(self._cfg)})
 
     @property
-    def unread_files(self) -> list[str]:
-        """Data files of the source's folder that belong to no split."""
+    def folder_notes(self) -> list[str]:
+        """Notes on the source's folder, such as its files that are not read."""
         if not isinstance(self._cfg, RowsDataConfig):
             return []
         location = location_of(self._cfg, self.is_eval)
-        return names_without_split(location) if is_local(location.path) else []
+        both = (train_location(self._cfg), eval_location(self._cfg))
+        used = [each for each in both if each is not None and each.path == location.path]
+        return folder_notes(used) if is_local(location.path) else []
 
     @property
     def _in_split(self) -> np.ndarray:
         """Mask of the source's records that are in this split, (records,) bool. The first access reads the source.
 
-        Raises ConfigError for bad rows (`data.bad_rows=refuse`).
+        Raises ConfigError if there are no records, or too few to hold out any.
         """
         if self._mask is None:
             by_hash = held_out_by_hash(self._cfg)
             hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._all_records()))
-            self._mask = split_mask(hashes, self._cfg, self.is_eval)
+            try:
+                self._mask = split_mask(hashes, self._cfg, self.is_eval)
+            except ConfigError as error:  # bad rows may be why there are too few
+                if self.bad.count and isinstance(self._cfg, RowsDataConfig) and self._cfg.bad_rows is BadRows.refuse:
+                    raise ConfigError(refused_rows(self.bad, len(hashes))) from error
+                if self.bad.count and not hashes:
+                    raise ConfigError(no_good_row(describe(self._cfg, self.is_eval), self.bad)) from error
+                raise
         return self._mask
 
     @cached_property
@@ -164,7 +176,7 @@ class SourceSplit:
             else:
                 cached.clear()
             yield record
-        self.bad_rows, self.characters = bad.count, size
+        self.bad, self.characters = bad, size
         self._cached_records = cached if size < _CACHED_CHARACTERS else None
 
     def _read(self, bad: BadRowReport) -> Iterator[Record]:
@@ -313,21 +325,6 @@ def _as_prompt(messages: Sequence[Message]) -> str:
     return json.dumps(kept, default=str)
 
 
-def first_prompts(split: SourceSplit, count: int) -> list[str]:
-    """Return the raw prompts of the first `count` records: the message before the first answer, or the first line.
-
-    Labeled texts have no prompts.
-    """
-    found = []
-    for record in islice(split, count):
-        if isinstance(record, Document):
-            found.append(opening_line(record))
-        elif isinstance(record, Conversation):
-            roles = [message["role"] for message in record.messages]
-            found.append(text_of(record.messages[roles.index(ASSISTANT) - 1].get("content")))
-    return found
-
-
 def held_out_by_hash(cfg: DataConfig) -> bool:
     """Return whether the held-out samples are selected from the training source by `eval_fraction`."""
     return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig | TokensDataConfig) and cfg.eval_path)
@@ -393,7 +390,7 @@ def _columns_of_tables(cfg: RowsDataConfig, location: Location, files: Sequence[
     """Return all columns of hub datasets and Parquet files, whose rows are read with only the required columns."""
     if not is_local(location.path):
         return hub_columns(location, cfg.subset, cfg.revision)
-    return [name for file in files if file.suffix == ".parquet" for name in columns_of(file)]
+    return [name for file in files if content_format(file) in TABLES for name in columns_of(file)]
 
 
 def _as_json(record: Record) -> Any:

@@ -15,6 +15,7 @@ import xxhash
 
 from components.config.errors import ConfigError
 from components.config.schema.data import TokensDataConfig
+from components.conversation import Prompt
 from components.data.dataset import Facts, ItemSequence
 from components.data.examples import IGNORED, Example, PackedRow, render_example
 from components.data.order import BlockOrder
@@ -223,12 +224,12 @@ class TokenRows(ItemSequence[PackedRow]):
         return xxhash.xxh3_128(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
-    def prompts(self) -> list[str]:
+    def prompts(self) -> list[Prompt]:
         """Openings of a few rows, to generate from; read on first use."""
         numbers = range(0, len(self), max(1, len(self) // _PROMPTS))
         texts = [self._text(self[number].input_ids[:_PROMPT_CHARACTERS]) for number in numbers[:_PROMPTS]]
         lines = [text.strip().partition("\n")[0][:_PROMPT_CHARACTERS] for text in texts]
-        return [line for line in lines if line]
+        return [Prompt(line, self._tokenizer.encode(line)) for line in lines if line]
 
     def show(self, index: int) -> str:
         """Return the texts of a row's documents, separated by a line, with the targets in [[ ]]."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import (
     handle_stop_sequences,
@@ -17,8 +16,9 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from components import distributed, models
-from components.chat_template import running_template
+from components.chat_template import ChatTemplate
 from components.config.errors import ConfigError
+from components.conversation import Conversation
 from components.models.generation import GenerationForward
 from components.training.samples import GenerationRun, gathered_weights
 from components.training.setup.prepared import Prepared
@@ -60,6 +60,7 @@ class MeshLM(TemplateLM):
         """
         super().__init__()
         self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
         self._model, self._batches, self._run = model, batches, run
         self._max_length = max_length
 
@@ -88,19 +89,12 @@ class MeshLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as the tokenizer's chat template formats it."""
-        key = "evaluation.apply_chat_template=true"
+        continues = {} if add_generation_prompt else {"continue_final_message": True}
+        conversation = Conversation("evaluation.apply_chat_template=true", chat_history, template_kwargs=continues)
         try:
-            with running_template(key):
-                return str(
-                    self.tokenizer.apply_chat_template(
-                        chat_history,
-                        tokenize=False,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=not add_generation_prompt,
-                    )
-                )
-        except TemplateError as error:
-            raise ConfigError(f"{key}: the chat template rejects a question: {error}; set it to false") from error
+            return self._template.render(conversation, add_generation_prompt=add_generation_prompt).text
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or set evaluation.apply_chat_template=false") from error
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether greedy decoding would produce it."""

@@ -1,0 +1,187 @@
+"""Chat templates of published models, as TRL ships them: targets, stop tokens, and tools.
+
+The reference is `apply_chat_template` of transformers: of the same template for texts, and for targets of the template
+that TRL trains the family with, whose {% generation %} blocks mark what the model has to generate.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.chat_template import ChatTemplate
+from components.conversation import Conversation
+from components.data.examples import encode_conversations
+from components.models.tokenizer import byte_tokenizer
+from tests.unit.test_data_examples import target_texts
+
+SPEC = importlib.util.find_spec("trl")
+FOLDER = Path((SPEC.submodule_search_locations or [""])[0]) / "chat_templates" if SPEC else Path()
+FAMILIES = sorted(file.stem for file in FOLDER.glob("*.jinja") if not file.stem.endswith("_training"))
+EOS = "<|endoftext|>"
+STOPS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseek": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "diffusion_gemma": "<turn|> <|tool_response>",
+    "gemma": "<end_of_turn>",
+    "gemma4": "<turn|> <|tool_response>",
+    "gemma4_v2": "<turn|>",
+    "glm4moe": "<|user|> <|observation|>",
+    "gptoss": "<|return|> <|call|>",
+    "idefics3": "<end_of_utterance>",
+    "lfm2": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "llava_next": "",
+    "muse": "<|eot|>",
+    "nemotron": "<|im_end|>",
+    "phi3": "<|end|>",
+    "qwen": "<|im_end|>",
+    "smolvlm": "<end_of_utterance>",
+}
+"""Tokens that end answers, besides the end-of-text token, by the longest beginning of a template's name."""
+ENCODES_CALLS = re.compile("deepseekv3|gemma4|diffusion|glm|gptoss|lfm2_|llama3_|muse|nemotron|qwen2_5$|qwen3")
+TAKES_TEXT = ("deepseekv3",)
+"""Templates that insert the arguments of a call as they are, so that they must be JSON text."""
+TAKES_PARTS = ("idefics3", "llava_next", "smolvlm")
+"""Templates that omit content that is not a list of parts."""
+
+USER = {"role": "user", "content": "Weather in Oslo?"}
+ANSWER = {"role": "assistant", "content": "Cold."}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "City"}}},
+        },
+    }
+]
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    calls = [{"id": "call00001", "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def result(content: Any) -> dict[str, Any]:
+    return {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": content}
+
+
+def template(name: str) -> str:
+    """Return a template with a fixed date."""
+    return re.sub(r"strftime_now\([^)]*\)", "'26 Jul 2024'", (FOLDER / f"{name}.jinja").read_text())
+
+
+def tokenizer_of(name: str) -> Any:
+    """Return a byte tokenizer with the added tokens that the template writes; those of tools are not special."""
+    source = template(name)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = source
+    written = set(
+        re.findall(
+            r"<\|[^<>|\s]+\|>|<\|[^<>|\s]+>|<[^<>|\s]+\|>|<\uff5c[^<>\s]+?\uff5c>|<(?:start|end)_of_\w+>", source
+        )
+    )
+    tokenizer.add_special_tokens({"eos_token": EOS, "additional_special_tokens": sorted(written)})
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
+    return tokenizer
+
+
+def stops_of(name: str) -> list[str]:
+    family = max((each for each in STOPS if name.startswith(each)), key=len)
+    return STOPS[family].split()
+
+
+def encoded(tokenizer: Any, messages: list[dict], tools: list[dict] | None = None) -> list[Any]:
+    return encode_conversations(tokenizer, [Conversation("x.jsonl:1", messages, tools)])
+
+
+def marked(tokenizer: Any, name: str, messages: list[dict]) -> str:
+    """Return the last span that TRL's training template marks, rendered and masked by transformers."""
+    if name in TAKES_PARTS:
+        messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    rendered = tokenizer.apply_chat_template(
+        messages,
+        chat_template=template(f"{name}_training"),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, mask = rendered["input_ids"], rendered["assistant_masks"]
+    end = max(i for i, is_answer in enumerate(mask) if is_answer) + 1
+    start = max((i for i in range(end) if not mask[i]), default=-1) + 1
+    return str(tokenizer.decode(ids[start:end]))
+
+
+pytestmark = pytest.mark.skipif(not FAMILIES, reason="needs TRL, for its chat templates")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stop_tokens_are_those_of_the_family(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    stops = ChatTemplate(tokenizer).stop_tokens
+    assert set(stops) == {EOS, *stops_of(name)}
+    assert all(tokenizer.convert_ids_to_tokens(number) == token for token, number in stops.items())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_answer_is_a_target_up_to_a_stop_token(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    messages = [USER, ANSWER, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Warm."}]
+    targets = [text for example in encoded(tokenizer, messages) for text in target_texts(tokenizer, example)]
+    assert len(targets) == 2
+    for text, (stop, content) in zip(targets, ((2, "Cold."), (4, "Warm.")), strict=True):
+        assert content in text
+        if stops_of(name):
+            assert text.rstrip().endswith(stops_of(name)[0])
+        if (FOLDER / f"{name}_training.jinja").exists():
+            # TRL marks headers too that the generation prompt has, and the line break after the stop token.
+            prompt = ChatTemplate(tokenizer).render(Conversation("", messages[: stop - 1]), add_generation_prompt=True)
+            header, found, _ = marked(tokenizer, name, messages[:stop]).rstrip().rpartition(text.rstrip())
+            assert found
+            assert header.rstrip() in prompt.text[-50:]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if ENCODES_CALLS.match(name)])
+def test_calls_are_rendered_alike_from_text_and_object(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    arguments = {"city": "Oslo", "days": 2}
+    given = json.dumps(arguments) if name.startswith(TAKES_TEXT) else arguments
+    expected = tokenizer.apply_chat_template([USER, call(given)], tools=TOOLS, tokenize=False)
+    for form in (arguments, json.dumps(arguments), json.dumps(arguments, indent=2)):
+        (example,) = encoded(tokenizer, [USER, call(form)], TOOLS)
+        text = tokenizer.decode(example.input_ids)
+        assert text.removesuffix("<|observation|>") == expected.rstrip() if "glm" in name else expected.startswith(text)
+        (targets,) = target_texts(tokenizer, example)
+        assert "weather" in targets
+        assert targets.rstrip().endswith(stops_of(name)[-1])
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "null", None, "{}"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if ENCODES_CALLS.match(name)])
+def test_missing_arguments_are_an_empty_object(name: str, arguments: str | None) -> None:
+    tokenizer = tokenizer_of(name)
+    assert encoded(tokenizer, [USER, call(arguments)], TOOLS) == encoded(tokenizer, [USER, call({})], TOOLS)
+
+
+@pytest.mark.parametrize("content", [{"temp": 4, "sky": "grey"}, [{"temp": 4}, {"sky": "grey"}], ["4", "grey"]])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if ENCODES_CALLS.match(name)])
+def test_no_value_of_a_tool_result_is_lost(name: str, content: Any) -> None:
+    """It is rendered as JSON text is, unless the template encodes objects itself."""
+    tokenizer = tokenizer_of(name)
+    messages = [USER, call({"city": "Oslo"}), result(content), ANSWER]
+    text = tokenizer.decode(encoded(tokenizer, messages, TOOLS)[-1].input_ids)
+    assert "4" in text.rpartition("weather")[2]
+    assert "grey" in text
+    assert "'sky'" not in text
+    as_text = encoded(tokenizer, [*messages[:2], result(json.dumps(content)), ANSWER], TOOLS)
+    if text != tokenizer.decode(as_text[-1].input_ids):
+        natively = tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
+        assert natively.startswith(text.removesuffix("<|user|>"))
