@@ -9,6 +9,7 @@ exceptions are listed in tables by model type. To support an unusual family, add
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -91,6 +92,8 @@ class Anatomy:
     """Why mask-free attention is impossible for this model; empty if it is possible."""
     convolution: str = ""
     """Class of a convolution that mixes neighboring tokens; empty if there is none."""
+    float32: tuple[str, ...] = ()
+    """Names of the parameters that are in float32 in a model in 16 bits."""
     hidden_size: int = 0
     """Width of hidden states; 0 if the config states none."""
     vocabulary: int = 0
@@ -169,6 +172,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         window=_window(config),
         needs_masks=_needs_masks(model, config, set(kinds)),
         convolution=_convolution(model),
+        float32=_float32_parameters(model),
         hidden_size=_number(config, "hidden_size") or 0,
         vocabulary=_number(config, "vocab_size") or 0,
         experts_per_token=_number(config, "num_experts_per_tok"),
@@ -202,6 +206,12 @@ def encoder_parameters(model: PreTrainedModel) -> set[str]:
         used = tuple(f"{path}." for each in parts if (path := _name_of(model, each)) is not None)
     names = [name for name, _ in model.named_parameters()]
     return {name for name in names if name.startswith(unused) or not name.startswith(used)}
+
+
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return the pattern of the names of tensors that stay in float32 when the model is loaded in `dtype`, if any."""
+    plan = model._get_dtype_plan(dtype)  # a private method; `from_pretrained` searches for its keys in names
+    return re.compile("|".join(each.replace("*", ".*") for each in plan)) if plan else None
 
 
 def drops_hidden_states(layer: nn.Module) -> bool:
@@ -351,6 +361,15 @@ def _convolution(model: PreTrainedModel) -> str:
         if isinstance(module, CONVOLUTIONS) and f"{name}.weight" not in unused
     )
     return next(found, "")
+
+
+def _float32_parameters(model: PreTrainedModel) -> tuple[str, ...]:
+    kept, is_narrow = kept_in_float32(model, torch.bfloat16), model.dtype.itemsize == 2
+    return tuple(
+        name
+        for name, parameter in model.named_parameters()
+        if (kept is not None and kept.search(name)) or (is_narrow and parameter.dtype == torch.float32)
+    )
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -116,12 +116,12 @@ def generate(
         # Eager, because compiled layers would be recompiled for every layer and size of the growing cache. That would
         # exhaust the recompile limit, which training after this shares.
         with torch.compiler.set_stance("force_eager"):
-            token_lists = []
+            token_lists, stops = [], stop_tokens(model, tokenizer)
             for index, prompt in enumerate(prompts):
                 choose = partial(sampling.choose, prompt=index)
                 tokens = prompt.tokens if isinstance(prompt, Prompt) else encode_prompt(tokenizer, prompt)
                 most = min(max_new_tokens, (context_length(model) or 2**31) - len(tokens))
-                answer = stream_tokens(model, tokenizer, tokens, most, choose, forward, stopped)
+                answer = stream_tokens(model, stops, tokens, most, choose, forward, stopped)
                 token_lists.append(list(answer))
     finally:
         model.train(was_training)
@@ -133,7 +133,7 @@ def generate(
 @torch.no_grad()
 def stream_tokens(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    stops: Container[int],
     tokens: Sequence[int],
     max_new_tokens: int,
     choose: Callable[..., torch.Tensor],
@@ -145,12 +145,12 @@ def stream_tokens(
     The model must be in evaluation mode.
 
     Args:
+        stops: `stop_tokens` of the model.
         choose: `Sampling.choose` with the index of the prompt: returns a token from the logits, given its `position`.
         forward, stopped: As for `generate`.
     """
     tokens = list(tokens)
     device = next(model.parameters()).device
-    stop_tokens = _stop_tokens(model, tokenizer)
     start = len(tokens)
     call = forward.call if forward else model
     multiple, keeps_cache = (forward.multiple, forward.keeps_cache) if forward else (1, True)
@@ -160,7 +160,7 @@ def stream_tokens(
         new = tokens[cached:]
         width = -(-len(new) // multiple) * multiple
         # Attention is causal: no token attends to the padding on its right.
-        ids = torch.tensor([new + [tokenizer.pad_token_id] * (width - len(new))], device=device)  # (1, width)
+        ids = torch.tensor([new + [0] * (width - len(new))], device=device)  # (1, width)
         positions = torch.arange(cached, cached + width, device=device)[None]  # (1, width)
         last = torch.tensor([len(new) - 1], device=device)
         cache_options = {"past_key_values": cache, "use_cache": True} if keeps_cache else {}
@@ -168,7 +168,7 @@ def stream_tokens(
         # Without one (Mamba, RWKV, GPT-1), the complete row is recomputed for each token.
         cache = getattr(output, "past_key_values", None) if keeps_cache else None
         token = _next_token(output.logits, partial(choose, position=len(tokens) - start))
-        if token in stop_tokens:
+        if token in stops:
             break
         tokens.append(token)
         yield token
@@ -218,7 +218,8 @@ def context_length(model: PreTrainedModel) -> int | None:
     return None if length is None else int(length)
 
 
-def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that end an answer: those of the generation config, and those of the chat template."""
     declared = model.generation_config.eos_token_id
     tokens = declared if isinstance(declared, list) else [declared]
     return {token for token in (*tokens, *ChatTemplate(tokenizer).stop_tokens.values()) if token is not None}

@@ -7,13 +7,12 @@ shapes, initialization rules and buffer values.
 from __future__ import annotations
 
 import copy
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from components.models.anatomy import transformers_class
+from components.models.anatomy import kept_in_float32, transformers_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,12 +42,6 @@ def keep_float32(model: PreTrainedModel) -> PreTrainedModel:
             path, _, attribute = name.rpartition(".")
             model.get_submodule(path)._buffers[attribute] = buffer.float()
     return model
-
-
-def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return the pattern of the names of tensors that stay in float32 when the model is loaded in `dtype`, if any."""
-    plan = model._get_dtype_plan(dtype)  # a private method; `from_pretrained` searches for its keys in names
-    return re.compile("|".join(each.replace("*", ".*") for each in plan)) if plan else None
 
 
 def copy_with_buffers(model: PreTrainedModel) -> PreTrainedModel:

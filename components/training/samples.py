@@ -9,6 +9,7 @@ import torch
 
 from components import data, distributed, models, observability
 from components.cgroup import usable_memory
+from components.config.schema.data import DataConfig, MixtureDataConfig
 from components.config.schema.training import GenerationConfig
 from components.conversation import Prompt
 from components.distributed.init import get_local_world_size_preinit
@@ -48,8 +49,7 @@ def show_generations(
     """
     prompts = []
     if not run.agreed_to_stop():
-        system = getattr(run.cfg.data, "system_prompt", None)
-        given = [Prompt(text, models.encode_prompt(tokenizer, text, system)) for text in cfg.prompts]
+        given = [Prompt(text, _encoded(tokenizer, text, run.cfg.data)) for text in cfg.prompts]
         prompts = [*data.sample_prompts(held_out, cfg.samples), *given]
     with (
         run.status("generating", len(prompts) * cfg.max_new_tokens) as advance,
@@ -66,6 +66,13 @@ def show_generations(
         answers = models.generate(model.module, tokenizer, prompts, cfg.max_new_tokens, forward, stopped, sampling)
     texts = [prompt.text for prompt in prompts]
     run.report_generations(list(zip(texts, answers, strict=True)) if answers else [])
+
+
+def _encoded(tokenizer: Any, prompt: str, cfg: DataConfig) -> list[int]:
+    """Return the tokens of a prompt, with the system message that all conversations of the data begin with."""
+    sources = cfg.sources.values() if isinstance(cfg, MixtureDataConfig) else [cfg]
+    systems = {getattr(source, "system_prompt", None) for source in sources}
+    return models.encode_prompt(tokenizer, prompt, systems.pop() if len(systems) == 1 else None)
 
 
 def free_memory(device: torch.device) -> int:

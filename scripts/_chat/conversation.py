@@ -27,6 +27,7 @@ class Conversation:
 
     def __init__(self, chat_model: ChatModel, sampling: models.Sampling, max_new_tokens: int) -> None:
         self._chat_model, self._sampling, self._max_new_tokens = chat_model, sampling, max_new_tokens
+        self._stops = models.stop_tokens(chat_model.model, chat_model.tokenizer)
         self._system: list[dict[str, str]] = []
         self._turns: list[dict[str, str]] = []
         self._asked = 0
@@ -71,7 +72,7 @@ class Conversation:
         try:
             with self._chat_model.computing():
                 choose = partial(self._sampling.choose, prompt=self._asked)
-                for token in models.stream_tokens(model, tokenizer, tokens, most, choose):
+                for token in models.stream_tokens(model, self._stops, tokens, most, choose):
                     count += 1
                     if piece := text.add(token):
                         yield piece

@@ -12,6 +12,7 @@ import torch
 from components import distributed, models, training
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.training import GenerationConfig
+from components.conversation import Prompt
 from components.distributed.fsdp import fsdp_units
 from components.distributed.gradient_sync import param_groups
 from components.distributed.traffic import record_traffic
@@ -57,9 +58,10 @@ def generated(run: Run, free: int, **sampling: Any) -> tuple[list[str], list[str
     recorder, tokenizer = Recorder(run), models.load_tokenizer(CFG)
     tokenizer.chat_template = None
     samples.free_memory = lambda device: free
+    prompts = [Prompt(text, models.encode_prompt(tokenizer, text)) for text in PROMPTS]
     cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS, **sampling)
     with record_traffic() as traffic:
-        training.show_generations(prepared, tokenizer, SimpleNamespace(prompts=PROMPTS), cfg, recorder)
+        training.show_generations(prepared, tokenizer, SimpleNamespace(prompts=prompts), cfg, recorder)
     calls: dict[str, int] = {}
     for (_, operation), volume in traffic.volumes.items():
         calls[operation] = calls.get(operation, 0) + volume.calls

@@ -40,7 +40,7 @@ ANSWERS = {
     "why?": "twelve é thirteen 中文 fourteen",
 }
 JOB = (
-    *("data=chat_jsonl", "data.path=chat.jsonl", "data.eval_fraction=0.25", "training.global_batch_size=8"),
+    *("data=chat_jsonl", "data.path=chat.jsonl", "data.eval_path=chat.jsonl", "training.global_batch_size=8"),
     *("training.micro_batch_size=8", "training.seq_len=128", "optimizer.lr=1e-2", "cluster.device=cpu"),
     *("generation.samples=0", 'generation.prompts=["who?","what?"]', "generation.max_new_tokens=20"),
     *("logging.plot=false", "logging.examples=0"),

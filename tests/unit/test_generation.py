@@ -14,7 +14,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from components.chat_template import ChatTemplate
 from components.config.schema.model import Attention, ModelConfig, WeightInit
 from components.models import Sampling, build_on_meta, fill_weights, generate, load_tokenizer, materialize
-from components.models.generation import stream_tokens
+from components.models.generation import stop_tokens, stream_tokens
 from components.models.weights.export import export_model
 from tests.tiny_models import SIZES
 
@@ -87,7 +87,9 @@ def test_answers_and_exports_end_with_the_turn_of_the_chat_template(tmp_path: Pa
     fill_weights(model, cfg, seed=5)
     model.generation_config.eos_token_id = None
     choices = iter([65, 66, end, 67])
-    answer = stream_tokens(model, tokenizer, [1], 4, lambda logits, position: torch.tensor(next(choices)))
+    answer = stream_tokens(
+        model, stop_tokens(model, tokenizer), [1], 4, lambda logits, position: torch.tensor(next(choices))
+    )
     assert list(answer) == [65, 66]
     folder = export_model(model, tokenizer, tmp_path / "export")
     exported = json.loads((folder / "generation_config.json").read_text())

@@ -61,6 +61,7 @@ class MeshLM(TemplateLM):
         super().__init__()
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
+        self._stops = models.stop_tokens(model.module, tokenizer)
         self._model, self._batches, self._run = model, batches, run
         self._max_length = max_length
 
@@ -165,7 +166,7 @@ class MeshLM(TemplateLM):
         choose = partial(sampling.choose, prompt=index)
         tokens = self.tok_encode(context)[-(self._max_length - longest) :]
         stream = models.stream_tokens(
-            self._model.module, self.tokenizer, tokens, longest, choose, forward, self._run.agreed_to_stop
+            self._model.module, self._stops, tokens, longest, choose, forward, self._run.agreed_to_stop
         )
         answer: list[int] = []
         text = ""
