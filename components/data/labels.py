@@ -88,7 +88,7 @@ class ScoredPairs(PairDataset):
         """Return the chosen and the rejected answer."""
         chosen, rejected = super().rows_of(index)
         pad = _pad_token(self.chosen)
-        return scored_example(chosen.input_ids, pad, 0), scored_example(rejected.input_ids, pad, 0)
+        return scored_example(chosen.input_ids[:-1], pad, 0), scored_example(rejected.input_ids[:-1], pad, 0)
 
     @property
     def facts(self) -> Facts:
@@ -117,10 +117,10 @@ def build_scored(
     Raises ConfigError if a file, column, row, label or split is invalid, or if no sample remains.
     """
     if isinstance(cfg, PreferencesDataConfig):
-        pairs = build_pairs(cfg, tokenizer, seq_len=seq_len - 1, split=split)
-        if not isinstance(pairs, PairDataset):
+        pairs = build_pairs(cfg, tokenizer, seq_len=seq_len, split=split, kind=ScoredPairs)
+        if not isinstance(pairs, ScoredPairs):
             raise TypeError("expected pairs of answers")
-        return ScoredPairs(pairs.chosen, pairs.rejected, pairs.indices)
+        return pairs
     if not isinstance(cfg, LabelsDataConfig):
         raise TypeError(f"build_scored: there is no reader for {type(cfg).__name__}")
     texts = build_dataset(replace(cfg, pack=False), tokenizer, seq_len=seq_len, split=split)
@@ -128,8 +128,7 @@ def build_scored(
         raise TypeError("expected an unpacked dataset of texts")
     records = SourceSplit(cfg, split == "eval")
     labels = np.asarray([each.label for each in records if isinstance(each, LabeledText)], dtype=np.int64)
-    facts = texts.facts
-    if facts.samples + facts.dropped_overlong + facts.dropped_without_target != len(labels):
+    if len(texts.fates) != len(labels):
         raise ConfigError(f"data.path={cfg.path}: the source was changed while it was read; start the run again")
     labeled = LabeledTexts(texts, labels[texts.sources], cfg.labels)
     return PackedDataset(labeled, seq_len) if cfg.pack else labeled

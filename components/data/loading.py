@@ -34,6 +34,7 @@ from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
 from components.data.packing import PackedDataset
+from components.data.sources.preference_rows import AnswerConfig
 from components.data.sources.rows import BadRowReport, no_good_row, refused_rows, unused_problem
 from components.data.sources.split import (
     SourceSplit,
@@ -125,10 +126,11 @@ def _build_source(
         rejected=rejected,
         bad=bad,
     )
-    if isinstance(cfg, RowsDataConfig) and cfg.bad_rows is BadRows.refuse:
-        refuse_bad_rows([cfg], [dataset], tokenizer, seq_len, is_eval)
-    if len(dataset) == 0:
-        raise ConfigError(_no_samples_problem(cfg, dataset, seq_len, is_eval))
+    if not (isinstance(cfg, AnswerConfig) and cfg.label_column is None):  # the answers of pairs are checked together
+        if isinstance(cfg, RowsDataConfig):
+            refuse_bad_rows([cfg], [dataset], tokenizer, seq_len, is_eval)
+        if len(dataset) == 0:
+            raise ConfigError(no_samples_problem(cfg, dataset, seq_len, is_eval))
     return PackedDataset(dataset, seq_len) if cfg.pack else dataset
 
 
@@ -139,24 +141,28 @@ def refuse_bad_rows(
     seq_len: int,
     is_eval: bool,
 ) -> None:
-    """Raise ConfigError with the bad rows of a source, in both of its splits, if there are any.
+    """Raise ConfigError for `data.bad_rows=refuse` with the bad rows of a source, in both of its splits, if it has any.
 
     Args:
         cfgs: Configs that read the same rows, such as those of both answers of pairs.
         found: The dataset of each.
     """
-    bad = BadRowReport()
+    if cfgs[0].bad_rows is BadRows.drop or not any(each.bad.count for each in found):
+        return
+    bad, others = BadRowReport(), len(found[0].fates)
     bad.add({}, found[0].bad.count - len(found[0].rejected))  # the same rows for all configs
     splits: list[Sequence[Dataset | TokenizedSplit]] = [found]
-    if not any(each.bad.count for each in found):
-        return
     has_other = holds_out(cfgs[0]) and held_out_by_hash(cfgs[0]) and sample_limit(cfgs[0], not is_eval) is None
     if has_other and not isinstance(cfgs[0], TextDataConfig):
-        splits.append([tokenize(SourceSplit(each, not is_eval), each, tokenizer, seq_len) for each in cfgs])
+        other = [tokenize(SourceSplit(each, not is_eval), each, tokenizer, seq_len) for each in cfgs]
+        others += len(other[0].tokens.starts)
+        splits.append(other)
     for split in splits:
         problems = {where: each.bad.problems[where] for each in reversed(split) for where in each.bad.problems}
-        bad.add(problems, len(set().union(*(each.rejected for each in split))))
-    raise ConfigError(refused_rows(bad, max(map(len, found))))
+        rejected = len(set().union(*(each.rejected for each in split)))
+        bad.add(problems, rejected)
+        others -= rejected
+    raise ConfigError(refused_rows(bad, others))
 
 
 def _custom_examples(
@@ -195,7 +201,7 @@ def _checked(where: str, ids: Sequence[int], labels: Sequence[int], size: int) -
     return Example(inputs.tolist(), targets.tolist())
 
 
-def _no_samples_problem(cfg: DataConfig, dataset: Dataset, seq_len: int, is_eval: bool) -> str:
+def no_samples_problem(cfg: DataConfig, dataset: Dataset, seq_len: int, is_eval: bool) -> str:
     facts = dataset.facts
     if is_eval and not holds_out(cfg):
         return (

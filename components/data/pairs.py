@@ -13,11 +13,11 @@ import numpy as np
 import xxhash
 
 from components.config.errors import ConfigError
-from components.config.schema.data import BadRows, PreferencesDataConfig
+from components.config.schema.data import PreferencesDataConfig
 from components.conversation import Conversation, Prompt
 from components.data.dataset import Dataset, Facts, ItemSequence, counts_of
 from components.data.examples import IGNORED, Example
-from components.data.loading import build_dataset, refuse_bad_rows
+from components.data.loading import build_dataset, no_samples_problem, refuse_bad_rows
 from components.data.sources.preference_rows import AnswerConfig, answer_configs
 from components.data.sources.rows import BadRowReport, no_good_row
 from components.data.sources.split import SourceSplit, columns_at, location_of
@@ -137,7 +137,9 @@ class PairDataset(PairedRows):
         chosen, rejected = self.chosen.facts, self.rejected.facts
         paired, without_target, overlong, _ = counts_of(np.maximum(self.chosen.fates, self.rejected.fates))
         tokens = target_tokens = 0
-        for answers, indices in zip((self.chosen, self.rejected), np.reshape(self.indices, (-1, 2)).T, strict=True):
+        for answers, indices in zip(
+            (self.chosen, self.rejected), np.array(self.indices, dtype=int).reshape(-1, 2).T, strict=True
+        ):
             tokens += int(answers.lengths[indices].sum())
             dropped = set(range(len(answers))).difference(indices.tolist())
             target_tokens += answers.facts.target_tokens - sum(_count_targets(answers[index]) for index in dropped)
@@ -278,14 +280,13 @@ def _build_preferences(
     split: Literal["train", "eval"],
     kind: type[PairDataset],
 ) -> PairedRows:
-    is_scored = kind is not PairDataset
-    # The bad rows of both answers are dropped first and refused together.
-    configs = [replace(each, bad_rows=BadRows.drop, is_scored=is_scored) for each in answers]
+    configs = [replace(each, is_scored=kind is not PairDataset) for each in answers]
     chosen, rejected = (_build_answers(each, tokenizer, seq_len, split) for each in configs)
     if len(chosen.fates) != len(rejected.fates):
         raise ConfigError(f"data.path={answers[0].path}: the source was changed while it was read; start the run again")
-    if answers[0].bad_rows is BadRows.refuse:
-        refuse_bad_rows(configs, (chosen, rejected), tokenizer, seq_len, split == "eval")
+    refuse_bad_rows(configs, (chosen, rejected), tokenizer, seq_len, split == "eval")
+    if len(chosen.fates) == 0:
+        raise ConfigError(no_samples_problem(configs[0], chosen, seq_len, split == "eval"))
     index_of = {source: index for index, source in enumerate(rejected.sources.tolist())}
     indices = [(i, index_of[source]) for i, source in enumerate(chosen.sources.tolist()) if source in index_of]
     pairs = kind(chosen, rejected, indices)

@@ -159,12 +159,20 @@ def test_wrong_rows_are_listed_with_file_and_row(tmp_path: Path) -> None:
     assert "one of ham, spam" in lines[3]
 
 
-def test_answers_of_pairs_end_at_the_end_of_turn_and_fit_the_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seq_len", [100, 40])
+def test_answers_of_pairs_are_scored_at_the_token_of_the_same_labeled_conversation(
+    tmp_path: Path, seq_len: int
+) -> None:
+    """It is the last token of the template's text, after the end of the turn."""
+    answers = ["b", "cd" * 20]
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}] for answer in answers]
     file = tmp_path / "pairs.jsonl"
-    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "cd"}) + "\n")
+    file.write_text(json.dumps({"prompt": "a", "chosen": answers[0], "rejected": answers[1]}) + "\n")
     cfg = PreferencesDataConfig(path=str(file), eval_fraction=0.0, cache=None)
-    pairs = data.build_scored(cfg, byte_tokenizer(), seq_len=64, split="train")
-    first, second, _ = pairs[0]
-    for row in (first, second):
-        assert row.input_ids[-2:] == [257, PAD]
+    pairs = data.build_scored(cfg, byte_tokenizer(), seq_len=seq_len, split="train")
+    texts = build(tmp_path, [{"text": each, "label": 0} for each in chats], seq_len=seq_len, num_labels=2)
+    for row, text, messages in zip(pairs[0][:2], texts, chats, strict=True):
+        assert row == text
+        rendered = byte_tokenizer().apply_chat_template(messages, return_dict=True)["input_ids"]
+        assert row.input_ids == [*rendered[: seq_len - 1], PAD]
         assert row.labels == [-100] * (len(row.labels) - 1) + [0]

@@ -314,7 +314,7 @@ def test_source_errors_are_reported_with_their_config_keys(tmp_path: Path) -> No
     assert messages[0] == one
     assert "set data.sources.two.path or data.sources.two.split to one with rows" in messages[1]
     assert messages[2].startswith("data.sources.three.bad_rows=refuse: 1 row cannot become a sample; correct these")
-    assert "set data.sources.three.bad_rows=drop" in messages[2]
+    assert "there are no other rows" in messages[2]
     assert messages[3] == four
 
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig, SftDataConfig, TextDataConfig
+from components.config.errors import ConfigError
+from components.config.schema.data import (
+    BadRows,
+    ChatDataConfig,
+    LabelsDataConfig,
+    PreferencesDataConfig,
+    RowsDataConfig,
+    SftDataConfig,
+    TextDataConfig,
+)
+from components.data.labels import build_scored
 from components.data.loading import build_dataset
+from components.data.pairs import build_pairs
 from components.data.sources.files import read_rows
 from components.data.sources.rows import BadRowReport, each_conversation
 from tests.unit.test_data_examples import byte_tokenizer
@@ -178,3 +189,151 @@ def test_invalid_conversations_are_bad_rows(tmp_path, messages, problem):
     bad = BadRowReport()
     assert list(each_conversation(cfg, read_rows(file), bad)) == []
     assert bad.count == 1
+
+
+# Rows that only the chat template rejects are bad rows like all others
+
+STRICT = (
+    "{% for m in messages %}{% if 'BAD' in m.content %}{{ raise_exception('no ' + m.role) }}{% endif %}"
+    "<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+
+
+def conversation(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def as_labeled(question, answer):
+    return {"text": conversation(question, answer), "label": int(answer) if answer.isdecimal() else 0}
+
+
+FORMS = {
+    "sft": (SftDataConfig, lambda question, answer: {"prompt": question, "response": answer}, {}),
+    "chat": (ChatDataConfig, lambda question, answer: {"messages": conversation(question, answer)}, {}),
+    "chosen": (PreferencesDataConfig, lambda q, answer: {"prompt": q, "chosen": answer, "rejected": f"not {q}"}, {}),
+    "rejected": (PreferencesDataConfig, lambda q, answer: {"prompt": q, "chosen": f"not {q}", "rejected": answer}, {}),
+    "kto": (
+        PreferencesDataConfig,
+        lambda question, answer: {"prompt": question, "completion": answer, "label": answer in "02468"},
+        {"label_column": "label"},
+    ),
+    "reward": (PreferencesDataConfig, lambda q, answer: {"prompt": q, "chosen": answer, "rejected": f"not {q}"}, {}),
+    "labels": (LabelsDataConfig, as_labeled, {"num_labels": 10}),
+}
+
+
+def built(form, file, seq_len=200, **keys):
+    kind, _, more = FORMS[form]
+    cfg = kind(path=str(file), cache=None, **{"eval_fraction": 0.0} | more | keys)
+    build = {"labels": build_scored, "reward": build_scored}.get(form, build_dataset)
+    build = build_pairs if form in ("chosen", "rejected", "kto") else build
+    tokenizer = byte_tokenizer(STRICT)
+    tokenizer.pad_token = "</s>"
+    return build(cfg, tokenizer, seq_len=seq_len, split="train")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_row_that_the_template_rejects_is_a_bad_row(tmp_path, form, name):
+    """The rows that remain keep their labels and partners; all bad rows of both splits are listed in order."""
+    row = FORMS[form][1]
+    rows = [row(f"q{number}", f"BAD{number}" if number in (0, 3, 4, 7, 8, 9) else str(number)) for number in range(10)]
+    rows[4] = dict.fromkeys(rows[4])
+    file = write(tmp_path / name, rows)
+    where = (lambda number: f"{file}:{number}") if name == "x.jsonl" else (lambda number: f"{file} row {number}")
+    for fraction in (0.0, 0.3):
+        with pytest.raises(ConfigError) as caught:
+            built(form, file, eval_fraction=fraction)
+        heading, *listed, more = caught.value.problems[0].splitlines()
+        assert heading.startswith(
+            "data.bad_rows=refuse: 6 rows cannot become a sample; correct these, or set data.bad_"
+        )
+        assert [line.strip().partition(": ")[0] for line in listed] == [where(number) for number in (1, 4, 5, 8, 9)]
+        assert "the chat template rejects this conversation: no assistant" in listed[0]
+        assert more == "  ... and 1 more"
+    dropped = built(form, file, bad_rows=BadRows.drop)
+    facts = dropped.facts
+    assert (len(dropped), facts.dropped_bad_rows, facts.dropped_without_target) == (4, 6, 0)
+    assert "6 bad rows dropped" in str(facts)
+    for index, number in enumerate((1, 2, 5, 6)):
+        shown = dropped.show(index)
+        assert shown.count(f"user q{number}<") >= 1
+        assert f"assistant {number}" in shown.replace("[[", "")
+        if form == "labels":
+            assert dropped[index].labels[-1] == number
+        if form == "kto":
+            assert shown.startswith("desirable" if number in (2, 6) else "undesirable")
+
+
+def test_bad_chosen_and_bad_rejected_answers_are_counted_together(tmp_path):
+    answers = [("BAD", "b"), ("a", "BAD"), ("BAD", "BAD"), ("a", "b")]
+    rows = [{"prompt": f"q{n}", "chosen": a, "rejected": b} for n, (a, b) in enumerate(answers)]
+    file = write(tmp_path / "x.jsonl", rows)
+    with pytest.raises(ConfigError, match="data.bad_rows=refuse: 3 rows cannot") as caught:
+        built("chosen", file)
+    assert [line.split(": ")[0][-2:] for line in str(caught.value).splitlines()[1:]] == [":1", ":2", ":3"]
+    pairs = built("chosen", file, bad_rows=BadRows.drop)
+    assert (len(pairs), pairs.facts.dropped_bad_rows) == (1, 3)
+    assert pairs.facts.tokens == sum(len(each.input_ids) for each in pairs.rows_of(0))
+    assert pairs.facts.target_tokens == sum(label >= 0 for each in pairs.rows_of(0) for label in each.labels)
+
+
+@pytest.mark.parametrize("form", ["chat", "chosen", "labels"])
+def test_source_whose_rows_are_all_bad_is_refused_with_their_problems(tmp_path, form):
+    file = write(tmp_path / "x.jsonl", [FORMS[form][1](f"q{number}", "BAD") for number in range(7)])
+    with pytest.raises(ConfigError, match="7 rows cannot become a sample; correct these, there are no other") as caught:
+        built(form, file)
+    assert "bad_rows=drop" not in str(caught.value)
+    with pytest.raises(ConfigError, match="has no rows left, all 7 are bad; correct these") as caught:
+        built(form, file, bad_rows=BadRows.drop)
+    assert "x.jsonl:1: " in str(caught.value)
+    assert "... and 2 more" in str(caught.value)
+
+
+def test_lines_that_cannot_be_read_are_bad_rows(tmp_path):
+    """The rows between them are those that the json module reads."""
+    good = '{"prompt": "a", "response": "b"}'
+    lines = [good, "{not json", "[1]", good, '"text"', "1" * 5000, "[" * 100_000, good]
+    file = tmp_path / "x.jsonl"
+    file.write_bytes("\n".join(lines).encode() + b'\n{"prompt": "\xff", "response": "b"}\n')
+    heading, *listed = bad_row_lines(sft_config(file))
+    assert heading.startswith("data.bad_rows=refuse: 6 rows cannot become a sample; correct these")
+    for line, problem in zip(
+        listed,
+        [
+            "2: not valid JSON (Expecting property name enclosed in double quotes, column 2); every line must",
+            "3: is a list; must be an object with the columns as keys",
+            "5: is a str; must be an object",
+            "6: JSON that cannot be read (Exceeds the limit",
+            "7: JSON that cannot be read (maximum recursion depth",
+            "... and 1 more",
+        ],
+        strict=True,
+    ):
+        assert line.strip().removeprefix(f"{file}:").startswith(problem)
+    dataset = build_dataset(
+        sft_config(file, bad_rows=BadRows.drop, eval_fraction=0), byte_tokenizer(eos="</s>"), seq_len=99, split="train"
+    )
+    assert (len(dataset), dataset.facts.dropped_bad_rows) == (3, 6)
+
+
+def test_csv_records_with_another_number_of_fields_are_bad_rows(tmp_path):
+    """A record that ends inside of quotes may hold any number of rows, so it is refused in any case."""
+    file = tmp_path / "x.csv"
+    text = b'prompt,response,id\na,"b\nb",1\nc,d\ne,f,g,h\n"i"x,j,2\nk,\xff,3\nl,m,4\n'
+    file.write_bytes(text)
+    heading, *listed = bad_row_lines(sft_config(file))
+    assert heading.startswith("data.bad_rows=refuse: 4 rows cannot become a sample; correct these")
+    assert [line.strip().removeprefix(f"{file}:").partition(" (")[0] for line in listed] == [
+        "4: fewer fields than the 3 of the header; put a field that contains the separator or a line break in double "
+        "quotes",
+        "5: more fields than the 3 of the header; put a field that contains the separator or a line break in double "
+        "quotes",
+        "6: not valid CSV",
+        "7: is not UTF-8 text; convert the file to UTF-8",
+    ]
+    drop = sft_config(file, bad_rows=BadRows.drop, eval_fraction=0)
+    assert sample_texts(drop) == ["a\nb\nb</s>", "l\nm</s>"]
+    file.write_bytes(text + b'n,"o\np,q,5\n')
+    assert problems(drop) == [f"{file}:10: not valid CSV (unexpected end of data)"]

@@ -29,6 +29,7 @@ _GZIP = ".gz"
 """Further suffix of a compressed file, such as .jsonl.gz; Parquet files have their own compression."""
 _SUPPORTED = f"{', '.join(SUFFIXES)}, or compressed with gzip, such as .jsonl{_GZIP}"
 
+_NOT_UTF8 = "is not UTF-8 text; convert the file to UTF-8"
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
 _ROWS_FOR_COLUMNS = 100  # rows scanned for column names, because JSON rows may have different keys
 _ROWS_AT_ONCE = 1000  # Parquet rows per batch: bounds memory if rows are long documents
@@ -41,6 +42,8 @@ class Row(NamedTuple):
     """Origin of the row for error messages, such as `train.jsonl:17`."""
     values: dict[str, Any]
     """Values by column name."""
+    problem: str = ""
+    """Reason why the row has no values; it is a bad row then (`data.bad_rows`)."""
 
 
 class Location(NamedTuple):
@@ -162,8 +165,12 @@ def columns_of(file: Path) -> list[str]:
         with readable(file):
             return pyarrow.parquet.read_schema(file).names
     names: dict[str, None] = {}
+    problem = ""
     for row in islice(read_rows(file), _ROWS_FOR_COLUMNS):
         names.update(dict.fromkeys(row.values))
+        problem = problem or row.problem and f"{row.where}: {row.problem}"
+    if problem and not names:
+        raise ConfigError(problem)
     return list(names)
 
 
@@ -198,7 +205,7 @@ def readable(file: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{_undecodable(file)}: is not UTF-8 text; convert the file to UTF-8") from error
+        raise ConfigError(f"{_undecodable(file)}: {_NOT_UTF8}") from error
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
@@ -222,30 +229,47 @@ def _undecodable(file: Path) -> str:
     return str(file)
 
 
-def _open_text(file: Path, newline: str | None = None) -> TextIO:
+def _open_text(file: Path, newline: str | None = None, errors: str = "strict") -> TextIO:
     if file.suffix == _GZIP:
-        return gzip.open(file, "rt", encoding="utf-8-sig", newline=newline)
-    return file.open(encoding="utf-8-sig", newline=newline)
+        return gzip.open(file, "rt", encoding="utf-8-sig", errors=errors, newline=newline)
+    return file.open(encoding="utf-8-sig", errors=errors, newline=newline)
 
 
 def _json_rows(file: Path) -> Iterator[Row]:
-    with _open_text(file) as lines:
+    with _open_text(file, errors="surrogateescape") as lines:
         first = next((line for line in lines if line.strip()), "")
         lines.seek(0)
         if first.lstrip().startswith("["):
-            yield from _json_array(file, lines.read())
+            with _open_text(file) as text:
+                yield from _json_array(file, text.read())
             return
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(
-                    f"{file}:{number}: not valid JSON ({error.msg}, column {error.colno}); every line must "
-                    'be one object such as {"prompt": "...", "response": "..."}'
-                ) from error
-            yield _object_row(f"{file}:{number}", values)
+            yield _json_row(f"{file}:{number}", line)
+
+
+def _json_row(where: str, line: str) -> Row:
+    if not _is_utf8(line):
+        return Row(where, {}, _NOT_UTF8)
+    try:
+        return _object_row(where, json.loads(line))
+    except json.JSONDecodeError as error:
+        problem = (
+            f"not valid JSON ({error.msg}, column {error.colno}); every line must be one object such as "
+            '{"prompt": "...", "response": "..."}'
+        )
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        problem = f"JSON that cannot be read ({error})"
+    return Row(where, {}, problem)
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether text that was decoded with surrogateescape had only valid bytes."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _json_array(file: Path, text: str) -> Iterator[Row]:
@@ -253,36 +277,68 @@ def _json_array(file: Path, text: str) -> Iterator[Row]:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: JSON that cannot be read ({error})") from error
     for number, values in enumerate(rows, start=1):
         yield _object_row(f"{file} row {number}", values)
 
 
 def _object_row(where: str, values: Any) -> Row:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: is a {type(values).__name__}; must be an object with the columns as keys")
-    return Row(where, values)
+    if isinstance(values, dict):
+        return Row(where, values)
+    return Row(where, {}, f"is a {type(values).__name__}; must be an object with the columns as keys")
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
     previous = csv.field_size_limit(2**31 - 1)  # global setting: a long document is one field
     try:
-        with _open_text(file, newline="") as lines:
+        with _open_text(file, newline="", errors="surrogateescape") as lines:
             reader = csv.DictReader(lines, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
             header = [name for name in reader.fieldnames or [] if name]
+            if not all(map(_is_utf8, header)):
+                raise ConfigError(f"{file}:1: {_NOT_UTF8}")
             if repeated := sorted({name for name in header if header.count(name) > 1}):
                 raise ConfigError(f"{file}:1: the header has the column {repeated[0]!r} more than once; rename one")
-            for values in reader:
-                where = f"{file}:{reader.line_num}"
-                if None in values:
-                    raise ConfigError(
-                        f"{where}: more fields than the {len(reader.fieldnames or [])} of the header; put a "
-                        "field that contains the separator in double quotes"
-                    )
-                yield Row(where, values)
+            yield from (
+                _csv_row(f"{file}:{line}", values, len(reader.fieldnames or [])) for line, values in _records(reader)
+            )
     except csv.Error as error:
-        raise ConfigError(f"{file}:{reader.line_num}: not valid CSV ({error})") from error
+        raise ConfigError(f"{file}:{reader.reader.line_num}: not valid CSV ({error})") from error
     finally:
         csv.field_size_limit(previous)
+
+
+def _records(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[Any, Any] | str]]:
+    """Yield the last line of each record with its fields, or with the reason why the line cannot be split into fields.
+
+    Raises csv.Error if a record of several lines is invalid: the lines after it may then be parts of a field.
+    """
+    while True:
+        line = reader.line_num + 1
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            if reader.reader.line_num > line:  # that of DictReader is of the last record
+                raise
+            yield line, f"not valid CSV ({error})"
+            continue
+        if values is None:
+            return
+        yield reader.line_num, values
+
+
+def _csv_row(where: str, values: dict[Any, Any] | str, size: int) -> Row:
+    if isinstance(values, str):
+        return Row(where, {}, values)
+    texts = [each for each in values.values() if isinstance(each, str)]
+    problem = "" if all(map(_is_utf8, texts)) else _NOT_UTF8
+    if None in values or None in values.values():
+        compared = "more" if None in values else "fewer"
+        problem = (
+            f"{compared} fields than the {size} of the header; put a field that contains the separator or a line break "
+            "in double quotes"
+        )
+    return Row(where, {} if problem else values, problem)
 
 
 def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:

@@ -171,9 +171,7 @@ def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowReport) -
     """
     column = cfg.text_column
     count = 0
-    for document in each_row(
-        rows, lambda row: Document(row.where, text_value(row.values, "text_column", column)), bad
-    ):
+    for document in each_row(rows, lambda row: Document(row.where, text_value(row.values, "text_column", column)), bad):
         count += 1
         yield document
     if bad.count and cfg.bad_rows is BadRows.refuse:
