@@ -63,6 +63,8 @@ def tokenize(options: Namespace) -> int:
     tokenizer = load(options.tokenizer)
     settings = settings_of(tokenizer, options.tokenizer, text_column=options.text_column, bad_rows=options.bad_rows)
     check_shards(options.files, settings, options.out)
+    for note in options.notes:
+        print_text(note)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -17,7 +17,7 @@ from components.config.schema.data import (
     UnusedKeys,
 )
 from components.config.schema.model import ModelConfig
-from components.data.sources.files import Location, check_columns, columns_of, files_of_split, is_local
+from components.data.sources.files import TABLES, Location, check_columns, columns_of, content_format, is_local
 from components.data.sources.objects import object_problems
 from components.data.sources.preference_rows import answer_configs
 from components.data.sources.rows import (
@@ -27,6 +27,7 @@ from components.data.sources.rows import (
     train_location,
     unused_problem,
 )
+from components.data.sources.split_files import files_of_split
 from components.data.token_store.manifest import read_manifest, shard_problems, vocabulary_problems
 from components.data.token_store.vocabulary import hash_of_files
 from components.storage.urls import is_url
@@ -91,7 +92,7 @@ def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
         return object_problems(location)
     files = files_of_split(location)
     problems = [problem for file in files for problem in _check_content(file, location)]
-    if problems or files[0].suffix == ".parquet":
+    if problems or content_format(files[0]) in TABLES:
         return problems
     columns = columns_of(files[0])
     if not columns:
@@ -112,7 +113,7 @@ def _check_content(file: Path, location: Location) -> list[str]:
             head = content.read(len(_PARQUET_MAGIC))
             if not head:
                 return [f"{location.key}={location.path}: {file.name} is empty"]
-            if file.suffix == ".parquet":
+            if content_format(file) == ".parquet":
                 content.seek(-len(_PARQUET_MAGIC), 2)
                 if not head == content.read() == _PARQUET_MAGIC:
                     return [f"{location.key}={location.path}: {file.name} is damaged or not a Parquet file"]

@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from components.data.sources.files import format_of
 from components.data.token_store.corpus import InputFile, Outcome, Progress
 from components.terminal import print_text
+
+_COMPRESSED = (".gz", ".zst", ".parquet", ".arrow")
 
 
 class Display:
@@ -43,7 +44,7 @@ class Display:
     def advance(self, file: InputFile, progress: Progress) -> None:
         """Count work on an unfinished file."""
         self.tokens += progress.tokens
-        if file.path.suffix == format_of(file.path) != ".parquet":
+        if file.path.suffix.lower() not in _COMPRESSED:
             self._done[file] = min(self._done[file] + progress.characters, self._sizes[file])
 
     def finish(self, file: InputFile, outcome: Outcome | None) -> None:

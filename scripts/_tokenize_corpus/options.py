@@ -9,7 +9,8 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.schema.data import BadRows
-from components.data.sources.files import Location, files_of_split
+from components.data.sources.files import Location
+from components.data.sources.split_files import files_of_split, folder_notes
 from components.data.token_store.corpus import SHARD, InputFile
 from components.data.token_store.manifest import MANIFEST
 from components.launch.machine import usable_cores
@@ -24,7 +25,10 @@ _KEYS = {
 
 
 def read_options(arguments: list[str], documentation: str | None) -> Namespace:
-    """Parse the options and find the input files, as `files`. Raises ConfigError with all problems."""
+    """Parse the options and find the input files, as `files`, with `notes` on their folders.
+
+    Raises ConfigError with all problems.
+    """
     parser = ArgumentParser(description=documentation, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="file, or folder with a file per split")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the token store")
@@ -52,9 +56,11 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
             f"--shard {options.shard}: other tasks may still write shards; give --index in a command of its own, once "
             "all tasks have ended"
         )
-    options.files = []
+    options.files, options.notes = [], []
     try:
         found = find_files(options.inputs, options.split, options.out)
+        folders = [Location("INPUT", each, options.split) for each in options.inputs]
+        options.notes = [f"{each.path}: {note}" for each in folders for note in folder_notes([each])]
         options.files = found if options.shard is None else select_files(found, options.shard)
     except ConfigError as error:
         problems += error.problems

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from components.config.errors import ConfigError
@@ -38,16 +40,29 @@ def test_files_of_a_store_are_those_of_a_folder(s3: S3, tmp_path: Path) -> None:
         (local / name).write_bytes(lines(rows))
         s3.put(f"data/{name}", lines(rows))
     s3.put("data/notes.md", b"not data")
+    (local / "notes.md").write_bytes(b"not data")
     s3.put("data/train2.jsonl", lines(ROWS))  # in no split
     (local / "train2.jsonl").write_bytes(lines(ROWS))
+    s3.put("data/empty/", b"")  # as consoles create a folder
     folders = [SftDataConfig(path=path, cache=cache, eval_split="test") for path in ("s3://bucket/data/", str(local))]
     for is_eval in (False, True):
         assert prompts(folders[0], is_eval) == prompts(folders[1], is_eval)
-        assert [SourceSplit(cfg, is_eval).unread_files for cfg in folders] == [["train2.jsonl"]] * 2
+        notes = [SourceSplit(cfg, is_eval).folder_notes for cfg in folders]
+        assert notes == [["not read: notes.md, train2.jsonl (in no split)"]] * 2
     one = SftDataConfig(path="s3://bucket/data/train-1.jsonl", cache=cache, eval_fraction=0)
     assert prompts(one) == [row["prompt"] for row in ROWS[:10]]
-    assert SourceSplit(one, is_eval=False).unread_files == []
+    assert SourceSplit(one, is_eval=False).folder_notes == []
     assert check_files(folders[0]) == check_files(one) == []
+
+
+def test_compressed_objects_are_read_whatever_the_case_of_their_names(s3: S3, tmp_path: Path) -> None:
+    s3.put("mixed/a.NDJSON.GZ", gzip.compress(lines(ROWS[:1])))
+    s3.put("mixed/b.jsonl.zst", pa.Codec("zstd").compress(lines(ROWS[1:2]), asbytes=True))
+    s3.put("mixed/c.JSONL", gzip.compress(lines(ROWS[2:3])))
+    s3.put("mixed/README.txt", b"no data")
+    cfg = SftDataConfig(path="s3://bucket/mixed", cache=str(tmp_path), eval_fraction=0)
+    assert prompts(cfg) == [row["prompt"] for row in ROWS[:3]]
+    assert SourceSplit(cfg, is_eval=False).folder_notes == ["not read: README.txt (text beside files of rows)"]
 
 
 def test_an_object_is_downloaded_once_and_again_after_a_change(s3: S3, tmp_path: Path) -> None:

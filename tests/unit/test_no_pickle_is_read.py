@@ -29,7 +29,8 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.config.schema.model import ModelConfig
 from components.config.shape import read_shape
-from components.data.sources.files import Location, columns_of, files_of_split, read_rows
+from components.data.sources.files import Location, columns_of, read_rows
+from components.data.sources.split_files import files_of_split
 from components.launch.run_directory.opening import open_run_directory
 from components.launch.sweep.plan import read_sweep
 from components.models import build_on_meta, load_tokenizer, load_weights, materialize

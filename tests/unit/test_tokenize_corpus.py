@@ -125,6 +125,20 @@ def test_store_in_the_folder_of_its_corpus_can_be_written_again(tmp_path: Path) 
         shutil.rmtree(tmp_path / "store", ignore_errors=True)
 
 
+def test_files_of_a_corpus_are_read_whatever_their_endings_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, line = tmp_path / "corpus", b'{"text": "one"}\n'
+    corpus.mkdir()
+    (corpus / "a.JSONL").write_bytes(line)
+    (corpus / "b.ndjson.zst").write_bytes(pa.Codec("zstd").compress(line, asbytes=True))
+    for name in ("README.txt", "c.jsonl.xz"):
+        (corpus / name).write_bytes(b"no data")
+    assert run(corpus, "--tokenizer", "bytes", "--out", tmp_path / "out") == 0
+    assert [shard.documents for shard in read_manifest(str(tmp_path / "out")).shards] == [1, 1]
+    assert f"{corpus}: not read: README.txt (text beside files of rows), c.jsonl.xz\n" in capsys.readouterr().out
+
+
 def processes_with(text: str) -> list[int]:
     """Return the processes that hold a file of this folder open."""
     found = []
@@ -230,7 +244,7 @@ def test_invalid_inputs_are_rejected(
 
 def test_invalid_file_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_wrong(tmp_path)
-    names = ("line.jsonl", "empty.jsonl", "blank.jsonl", "good.jsonl")
+    names = ("latin.txt", "line.jsonl", "empty.jsonl", "blank.jsonl", "good.jsonl")
     given = [
         *(tmp_path / name for name in names),
         "--tokenizer",
@@ -241,11 +255,13 @@ def test_invalid_file_does_not_stop_the_others(tmp_path: Path, capsys: pytest.Ca
         tmp_path / "out",
     ]
     assert run(*given) == 2
-    errors = capsys.readouterr().err
-    assert "2 problems" in errors
-    assert "line.jsonl:2" in errors
-    assert "empty.jsonl: has no rows" in errors
-    assert sorted(files_of(tmp_path / "out")) == ["blank.jsonl.safetensors", "good.jsonl.safetensors"]
+    shown = capsys.readouterr()
+    assert "3 bad rows left out" in shown.out
+    assert "2 problems" in shown.err
+    assert "latin.txt:1: is not UTF-8 text" in shown.err
+    assert "empty.jsonl: has no rows" in shown.err
+    names = ("blank.jsonl", "good.jsonl", "line.jsonl")
+    assert sorted(files_of(tmp_path / "out")) == [f"{name}.safetensors" for name in names]
     assert run("--out", tmp_path / "out", "--index") == 0
     assert run(tmp_path / "good.jsonl", "--tokenizer", "bytes", "--out", tmp_path / "refusing") == 0
     (tmp_path / "refusing" / "good.jsonl.safetensors").rename(tmp_path / "out" / "other.safetensors")
@@ -263,5 +279,9 @@ def test_command_does_not_import_torch(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert [line for line in ended.stdout.splitlines() if "documents" not in line] == ["0", "2", "2", "None False"]
-    assert len(ended.stderr.splitlines()) == 2
+    assert [line.partition(":")[0].strip() for line in ended.stderr.splitlines()] == [
+        "none.jsonl",
+        "--bad-rows refuse",
+        "line.jsonl",
+    ]
     assert tools()["tokenize"].file.name == "tokenize_corpus.py"

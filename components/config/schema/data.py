@@ -139,9 +139,9 @@ class RowsDataConfig(DataConfig):
     """Keys shared by the kinds whose data are rows of a file, a folder of files or a hub dataset."""
 
     path: str
-    """JSONL, JSON, CSV, TSV or Parquet file (.jsonl.gz: compressed), a folder with a file per split (train.jsonl,
-    test.jsonl), a URL of either (s3://, gs://, az://, hf://), which is copied to `cache`, or the name of a hub
-    dataset."""
+    """JSONL, JSON, CSV, TSV, Parquet or Arrow file (.jsonl.gz, .jsonl.zst: compressed), a folder with a file per split
+    (train.jsonl, test.jsonl), a URL of either (s3://, gs://, az://, hf://), which is copied to `cache`, or the name of
+    a hub dataset."""
     eval_path: str | None = None
     """File, folder, URL or hub dataset with the held-out rows, split eval_split (or split if that is null); null:
     path."""
@@ -330,8 +330,8 @@ class TextDataConfig(RowsDataConfig):
     kind: DataKind = DataKind.text
     """text."""
     text_column: str = "text"
-    """Column that holds the text of a document. A .txt file is one document; path=python:stdlib reads the source of
-    Python's standard library."""
+    """Column that holds the text of a document. A .txt file is one document, in a folder only if it has no
+    files of rows; path=python:stdlib reads the source of Python's standard library."""
 
     def _problems(self) -> list[str]:
         problems = RowsDataConfig._problems(self) + _name_problems({"text_column": self.text_column})

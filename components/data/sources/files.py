@@ -1,4 +1,4 @@
-"""Local data files: the files of a split, their columns and their rows. Imports no torch.
+"""Local data files: their formats, columns and rows. Imports no torch.
 
 JSON and CSV are read with the standard library and Parquet with pyarrow, not through `datasets`: this needs no
 conversion into a disk cache that several processes would have to share, and no network access. Importing `datasets`
@@ -10,27 +10,36 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
-import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 from components.config.errors import ConfigError
 from components.storage.urls import is_url
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-"""Suffixes of readable files. A .txt file is one row with the column `text`."""
-_GZIP = ".gz"
-"""Further suffix of a compressed file, such as .jsonl.gz; Parquet files have their own compression."""
-_SUPPORTED = f"{', '.join(SUFFIXES)}, or compressed with gzip, such as .jsonl{_GZIP}"
-
+_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+_COMPRESSED = (".gz", ".zst")
+SUPPORTED = f"{', '.join(_FORMATS)}, or compressed with gzip or zstd, such as .jsonl.gz and .jsonl.zst"
+"""Suffixes of readable files, in any case, for messages. A .txt file is one row with the column `text`."""
+TABLES = (".parquet", ".arrow")
+"""Formats that have a schema and compress their columns, not the file."""
+_TABLE_STARTS = {b"PAR1": ".parquet", b"\xff\xff\xff\xff": ".arrow"}
+_OTHER_STARTS = {
+    b"BZh": "bzip2",
+    b"\xfd7zX": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"PK\x03\x04": "a ZIP archive (.xlsx, .npz)",
+}
+"""First bytes of files, which decide how a file is read if they contradict its name."""
+_JSON = "extension<arrow.json>"
 _NOT_UTF8 = "is not UTF-8 text; convert the file to UTF-8"
-_SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
 _ROWS_FOR_COLUMNS = 100  # rows scanned for column names, because JSON rows may have different keys
 _ROWS_AT_ONCE = 1000  # Parquet rows per batch: bounds memory if rows are long documents
 
@@ -44,6 +53,8 @@ class Row(NamedTuple):
     """Values by column name."""
     problem: str = ""
     """Reason why the row has no values; it is a bad row then (`data.bad_rows`)."""
+    classes: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """Names of the numbers in a column of type ClassLabel of `datasets`, by column."""
 
 
 class Location(NamedTuple):
@@ -77,98 +88,36 @@ def is_local(path: str) -> bool:
 
 def format_of(file: Path) -> str:
     """Return the suffix of a file's format, without that of its compression; "" if it is not supported."""
-    suffix = Path(file.stem).suffix if file.suffix == _GZIP else file.suffix
-    is_readable = suffix in SUFFIXES and not (file.suffix == _GZIP and suffix == ".parquet")
-    return suffix if is_readable else ""
+    name = Path(file.name.lower())
+    is_compressed = name.suffix in _COMPRESSED
+    suffix = Path(name.stem).suffix if is_compressed else name.suffix
+    if suffix not in _FORMATS or (is_compressed and suffix in TABLES):
+        return ""
+    return ".jsonl" if suffix == ".ndjson" else suffix
 
 
-def files_of_split(location: Location) -> list[Path]:
-    """Return the files of a split: the path itself, or the files of a folder sorted by name.
-
-    The split of a file is the prefix of its name or of its folder's name: train.jsonl,
-    test-00000-of-00002.parquet, train/part-1.csv. If no file name has such a prefix, all files belong to train. A
-    path to a single file is one split, whatever its name. Files of an object store are copied to `location.cache`,
-    unless they are there.
-
-    Raises ConfigError, with `location.key`, if there are no readable files of the split.
-    """
-    if is_url(location.path):
-        from components.data.sources.objects import copies_of_split
-
-        return copies_of_split(location)
-    folder = Path(os.path.expanduser(location.path))
-    setting = f"{location.key}={location.path}"
-    if folder.is_file():
-        check_single_file(location, folder)
-        return [folder]
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{setting}: no such file or folder; set {location.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
-            "folder of them, or the name of a hub dataset (owner/name)"
-        )
-    return [folder / name for name in names_of_split(location, names_in(folder))]
+def without_format(file: Path) -> str:
+    """Return the name of a data file in lower case without its suffixes."""
+    name = Path(file.name.lower())
+    return Path(name.stem).stem if name.suffix in _COMPRESSED else name.stem
 
 
-def names_in(folder: Path) -> list[Path]:
-    """Return the readable files of a folder, relative to it and sorted by name."""
-    found = sorted(file for file in folder.rglob("*") if format_of(file) and file.is_file())
-    return [file.relative_to(folder) for file in found]
-
-
-def names_without_split(location: Location) -> list[str]:
-    """Return the files of a folder that are in no split, because only other files' names have a split's prefix."""
-    folder = Path(os.path.expanduser(location.path))
-    if is_url(location.path):
-        from components.data.sources.objects import names_below
-
-        found = names_below(location)
-    else:
-        found = names_in(folder) if folder.is_dir() else []
-    splits = _splits_of(location, found)
-    return [str(file) for file, name in splits.items() if name is None]
-
-
-def check_single_file(location: Location, file: Path) -> None:
-    """Require a supported suffix of a path that is one file, and no other split of it. Raises ConfigError."""
-    if not format_of(file):
-        raise ConfigError(
-            f"{location.key}={location.path}: files with suffix {file.suffix!r} are not supported; use {_SUPPORTED}"
-        )
-    if location.is_further_split:
-        raise ConfigError(
-            f"data.eval_split={location.split}: data.path={location.path} is a single file, which has no other "
-            "split; set data.eval_path to a file, or data.eval_split=null to hold out data.eval_fraction"
-        )
-
-
-def names_of_split(location: Location, found: Sequence[Path]) -> list[Path]:
-    """Return the files of a folder that belong to a split; paths are relative to the folder. Raises ConfigError."""
-    setting = f"{location.key}={location.path}"
-    splits = _splits_of(location, found)
-    if not splits:
-        raise ConfigError(f"{setting}: the folder contains no file of a supported format ({_SUPPORTED})")
-    chosen = [file for file, name in splits.items() if name == location.split]
-    if not chosen:
-        available = _listed(sorted({name for name in splits.values() if name}))
-        raise ConfigError(
-            f"{setting}: the folder has no split {location.split!r}, it has {available}; choose one of these, or "
-            f"name a file {location.split}.jsonl"
-        )
-    return chosen
+def content_format(file: Path) -> str:
+    """Return the suffix of the format that a file has, by its name or, for tables, its first bytes. Raises OSError."""
+    return _TABLE_STARTS.get(_start_of(file), format_of(file))
 
 
 def columns_of(file: Path) -> list[str]:
     """Return the column names of a file; for JSON, the keys of its first rows."""
-    if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        with readable(file):
-            return pyarrow.parquet.read_schema(file).names
+    with readable(file):
+        if content_format(file) in TABLES:
+            with _open_table(file) as (schema, _):
+                return list(schema.names)
     names: dict[str, None] = {}
     problem = ""
     for row in islice(read_rows(file), _ROWS_FOR_COLUMNS):
         names.update(dict.fromkeys(row.values))
-        problem = problem or row.problem and f"{row.where}: {row.problem}"
+        problem = problem or (row.problem and f"{row.where}: {row.problem}")
     if problem and not names:
         raise ConfigError(problem)
     return list(names)
@@ -186,17 +135,18 @@ def check_columns(wanted: dict[str, str], columns: Sequence[str], where: str) ->
 
 
 def read_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a file; from Parquet, read only `columns`. Raises ConfigError with file and line."""
+    """Yield the rows of a file; from a table, read only `columns`. Raises ConfigError with file and line."""
     with readable(file):
-        if format_of(file) == ".parquet":
-            yield from _parquet_rows(file, columns)
-        elif format_of(file) in (".csv", ".tsv"):
-            yield from _csv_rows(file)
-        elif format_of(file) == ".txt":
-            with _open_text(file) as text:
-                yield Row(str(file), {"text": text.read()})
-        else:
-            yield from _json_rows(file)
+        match content_format(file):
+            case ".parquet" | ".arrow":
+                yield from _table_rows(file, columns)
+            case ".csv" | ".tsv":
+                yield from _csv_rows(file)
+            case ".txt":
+                with _open_text(file) as text:
+                    yield Row(str(file), {"text": text.read()})
+            case _:
+                yield from _json_rows(file)
 
 
 @contextmanager
@@ -218,9 +168,9 @@ def readable(file: Path) -> Iterator[None]:
 
 def _undecodable(file: Path) -> str:
     """Return the file with its first line that is not UTF-8, which errors of buffered reading do not hold."""
-    if format_of(file) == ".parquet":  # has no lines
+    if content_format(file) in TABLES:  # has no lines
         return str(file)
-    with gzip.open(file) if file.suffix == _GZIP else file.open("rb") as lines:
+    with _open_bytes(file) as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 line.decode()
@@ -229,31 +179,48 @@ def _undecodable(file: Path) -> str:
     return str(file)
 
 
+def _start_of(file: Path) -> bytes:
+    with file.open("rb") as content:
+        return content.read(4)
+
+
+def _open_bytes(file: Path) -> gzip.GzipFile | io.BufferedReader:
+    """Open a file and decompress its content, whatever its name. Raises ConfigError for a format that is not read."""
+    start = _start_of(file)
+    if start.startswith(b"\x1f\x8b"):
+        return gzip.open(file)
+    if start == b"\x28\xb5\x2f\xfd" or start[1:] == b"\x2a\x4d\x18":  # zstd, or metadata before it
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+    for other, name in _OTHER_STARTS.items():
+        if start.startswith(other):
+            raise ConfigError(f"{file}: is {name}, which is not read; convert or decompress the file")
+    return file.open("rb")
+
+
 def _open_text(file: Path, newline: str | None = None, errors: str = "strict") -> TextIO:
-    if file.suffix == _GZIP:
-        return gzip.open(file, "rt", encoding="utf-8-sig", errors=errors, newline=newline)
-    return file.open(encoding="utf-8-sig", errors=errors, newline=newline)
+    return io.TextIOWrapper(_open_bytes(file), encoding="utf-8-sig", errors=errors, newline=newline)
 
 
 def _json_rows(file: Path) -> Iterator[Row]:
     with _open_text(file, errors="surrogateescape") as lines:
         first = next((line for line in lines if line.strip()), "")
-        lines.seek(0)
-        if first.lstrip().startswith("["):
-            with _open_text(file) as text:
-                yield from _json_array(file, text.read())
-            return
+    if first.lstrip().startswith("["):
+        with _open_text(file) as text:
+            yield from _json_array(file, text.read())
+        return
+    with _open_text(file, errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            yield _json_row(f"{file}:{number}", line)
+            if line.strip():
+                yield _json_row(f"{file}:{number}", line)
 
 
 def _json_row(where: str, line: str) -> Row:
     if not _is_utf8(line):
         return Row(where, {}, _NOT_UTF8)
     try:
-        return _object_row(where, json.loads(line))
+        return _object_row(where, _DECODER.decode(line))
     except json.JSONDecodeError as error:
         problem = (
             f"not valid JSON ({error.msg}, column {error.colno}); every line must be one object such as "
@@ -274,13 +241,25 @@ def _is_utf8(text: str) -> bool:
 
 def _json_array(file: Path, text: str) -> Iterator[Row]:
     try:
-        rows = json.loads(text)
+        rows = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno})") from error
-    except RecursionError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: JSON that cannot be read ({error})") from error
     for number, values in enumerate(rows, start=1):
         yield _object_row(f"{file} row {number}", values)
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {repeated!r} more than once; rename one")
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
 
 
 def _object_row(where: str, values: Any) -> Row:
@@ -293,12 +272,11 @@ def _csv_rows(file: Path) -> Iterator[Row]:
     previous = csv.field_size_limit(2**31 - 1)  # global setting: a long document is one field
     try:
         with _open_text(file, newline="", errors="surrogateescape") as lines:
-            reader = csv.DictReader(lines, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
+            reader = csv.DictReader(lines, delimiter=_separator(file), strict=True)
             header = [name for name in reader.fieldnames or [] if name]
             if not all(map(_is_utf8, header)):
                 raise ConfigError(f"{file}:1: {_NOT_UTF8}")
-            if repeated := sorted({name for name in header if header.count(name) > 1}):
-                raise ConfigError(f"{file}:1: the header has the column {repeated[0]!r} more than once; rename one")
+            _check_unique(f"{file}:1: the header", header)
             yield from (
                 _csv_row(f"{file}:{line}", values, len(reader.fieldnames or [])) for line, values in _records(reader)
             )
@@ -306,6 +284,26 @@ def _csv_rows(file: Path) -> Iterator[Row]:
         raise ConfigError(f"{file}:{reader.reader.line_num}: not valid CSV ({error})") from error
     finally:
         csv.field_size_limit(previous)
+
+
+def _separator(file: Path) -> str:
+    """Return the separator of the most fields in the header; if several are equal, that of the format comes first."""
+    with _open_text(file, errors="surrogateescape") as lines:
+        header = lines.readline()
+
+    def fields(separator: str) -> int:
+        try:
+            return len(next(csv.reader([header], delimiter=separator, strict=True), []))
+        except csv.Error:  # a quoted name ends at another separator, or in a later line
+            return 0
+
+    return max(("\t" if format_of(file) == ".tsv" else ",", ",", ";", "\t"), key=fields)
+
+
+def _check_unique(where: str, columns: Sequence[str]) -> None:
+    """Require columns with different names, as rows store values by name. Raises ConfigError."""
+    if repeated := sorted({name for name in columns if columns.count(name) > 1}):
+        raise ConfigError(f"{where} has the column {repeated[0]!r} more than once; rename one")
 
 
 def _records(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[Any, Any] | str]]:
@@ -341,15 +339,45 @@ def _csv_row(where: str, values: dict[Any, Any] | str, size: int) -> Row:
     return Row(where, {} if problem else values, problem)
 
 
-def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+@contextmanager
+def _open_table(file: Path) -> Iterator[tuple[Any, Callable[[list[str]], Iterator[Any]]]]:
+    """Open a Parquet or Arrow file: its schema, and a function that returns batches of some of its columns."""
     import pyarrow.parquet
 
+    if content_format(file) == ".parquet":
+        with pyarrow.parquet.ParquetFile(file) as table:
+            yield table.schema_arrow, lambda columns: table.iter_batches(_ROWS_AT_ONCE, columns=columns)
+        return
+    is_stream = _start_of(file) in _TABLE_STARTS
+    with pyarrow.memory_map(str(file)) as mapped:
+        table = pyarrow.ipc.open_stream(mapped) if is_stream else pyarrow.ipc.open_file(mapped)
+        batches = table if is_stream else (table.get_batch(i) for i in range(table.num_record_batches))
+        yield table.schema, lambda columns: (batch.select(columns) for batch in batches)
+
+
+def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
     number = 0
-    with pyarrow.parquet.ParquetFile(file) as table:
-        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=None if columns is None else list(columns)):
+    with _open_table(file) as (schema, batches_of):
+        _check_unique(f"{file}:", schema.names)
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
+        classes = {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+        kinds = {name: schema.field(name).type for name in schema.names if columns is None or name in columns}
+        encoded = {name: kind for name, kind in kinds.items() if _JSON in str(kind)}
+        for batch in batches_of(list(kinds)):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(f"{file} row {number}", {name: without_null_keys(value) for name, value in values.items()})
+                values |= {name: _decoded(values[name], kind) for name, kind in encoded.items()}
+                values = {name: without_null_keys(value) for name, value in values.items()}
+                yield Row(f"{file} row {number}", values, classes=classes)
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with its parts of type JSON decoded, which `datasets` stores as text."""
+    if isinstance(value, dict):
+        return {name: _decoded(each, kind.field(name).type) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_decoded(each, kind.value_type) for each in value]
+    return json.loads(value) if str(kind) == _JSON and value is not None else value
 
 
 def without_null_keys(value: Any) -> Any:
@@ -359,21 +387,6 @@ def without_null_keys(value: Any) -> Any:
     if isinstance(value, list):
         return [without_null_keys(entry) for entry in value]
     return value
-
-
-def _splits_of(location: Location, found: Sequence[Path]) -> Mapping[Path, str | None]:
-    """Return the split of each visible file, None if it has none: all are train if no name has a split's prefix."""
-    visible = [file for file in found if not any(part.startswith(".") for part in file.parts)]
-    splits = {file: _split_of(file, location.split) for file in visible}
-    return splits if any(splits.values()) else dict.fromkeys(visible, "train")
-
-
-def _split_of(relative: Path, wanted: str) -> str | None:
-    for part in (*relative.parts[:-1], relative.stem):
-        for split in (wanted, *_SPLITS):
-            if part == split or part.startswith((f"{split}-", f"{split}_", f"{split}.")):
-                return split
-    return None
 
 
 def _listed(names: Sequence[str]) -> str:

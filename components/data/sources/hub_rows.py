@@ -22,13 +22,18 @@ def hub_rows(
 
     Raises ConfigError if the dataset cannot be downloaded, or if its name, subset, split or a column does not exist.
     """
+    from datasets import ClassLabel
+
     rows = _on_disk(location, subset, revision)
     problems = check_columns(wanted, rows.column_names, location.path)
     if problems:
         raise ConfigError(problems)
     names = [*wanted.values(), *(name for name in optional if name in rows.column_names)]
+    features = {name: rows.features[name] for name in names}
+    classes = {name: each.names for name, each in features.items() if isinstance(each, ClassLabel)}
     for number, values in enumerate(rows.select_columns(names), start=1):
-        yield Row(f"{location.path} row {number}", {name: without_null_keys(value) for name, value in values.items()})
+        values = {name: without_null_keys(value) for name, value in values.items()}
+        yield Row(f"{location.path} row {number}", values, classes=classes)
 
 
 def hub_columns(location: Location, subset: str | None, revision: str | None) -> list[str]:

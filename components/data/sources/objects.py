@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.data.sources.files import Location, check_single_file, format_of, names_of_split
+from components.data.sources.files import Location, format_of
+from components.data.sources.split_files import check_single_file, names_of_split
 from components.storage.node_cache import FOLDER, NodeCache
 from components.storage.object_store import ObjectStore, StoredObject, describe
 from components.storage.urls import join, package_problems
@@ -37,7 +38,7 @@ def copies_of_split(location: Location) -> list[Path]:
 
 
 def names_below(location: Location) -> list[Path]:
-    """Return the readable objects of a folder, relative to it; [] for a single object. Raises ConfigError."""
+    """Return the objects of a folder, relative to it; [] for a single object. Raises ConfigError."""
     if format_of(Path(location.path)):
         return []
     try:
@@ -78,10 +79,11 @@ def _objects_of_split(store: ObjectStore, location: Location) -> list[StoredObje
 
 
 def _objects_below(store: ObjectStore, location: Location) -> dict[Path, StoredObject]:
-    """Return the readable objects of a folder by their names relative to it."""
+    """Return the objects of a folder by their names relative to it."""
     prefix = join(location.path, "")
-    found = {Path(each.url.removeprefix(prefix)): each for each in store.list(location.path)}
-    return {name: each for name, each in found.items() if format_of(name)}
+    return {
+        Path(each.url.removeprefix(prefix)): each for each in store.list(location.path) if not each.url.endswith("/")
+    }
 
 
 def _unreadable(location: Location, error: OSError) -> str:

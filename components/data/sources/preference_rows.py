@@ -109,7 +109,7 @@ def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
         label = None
         messages, start = _pair_answer(cfg, row.values)
     else:
-        label = _label(row.values, cfg.label_column)
+        label = _label(row, cfg.label_column)
         messages = _conversation(cfg, row.values, cfg.answer_key)
         start = 1 + max((i for i, message in enumerate(messages) if message["role"] in _ASKING), default=-1)
         _check_answer(cfg, cfg.answer_key, messages, start)
@@ -186,8 +186,10 @@ def _transcript(text: str, column: str) -> list[Message]:
     return messages
 
 
-def _label(values: dict[str, Any], column: str) -> bool:
-    value = values.get(column)
+def _label(row: Row, column: str) -> bool:
+    value, classes = row.values.get(column), row.classes.get(column, ())
+    if isinstance(value, int) and 0 <= value < len(classes):
+        value = classes[value]
     number = number_of(str(value))
     if number not in (0, 1):
         raise BadRowError(f"data.label_column={column}: holds {kind_of(value)}; must be true, false, 1 or 0")

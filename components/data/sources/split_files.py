@@ -1,0 +1,162 @@
+"""Files of a split: those of a folder or of an object store that are read, and the names of the others."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from components.config.errors import ConfigError
+from components.data.sources.files import SUPPORTED, Location, format_of, readable, without_format
+from components.storage.urls import is_url
+
+_SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
+_SAVED_DICT = "dataset_dict.json"  # written by `save_to_disk` of a datasets.DatasetDict, with a folder per split
+_METADATA = (_SAVED_DICT, "dataset_info.json", "dataset_infos.json", "state.json")
+"""Names of files that `datasets` writes next to data; they hold no rows."""
+_LISTED = 20  # files named in a note; further ones are only counted
+
+
+def files_of_split(location: Location) -> list[Path]:
+    """Return the files of a split: the path itself, or the files of a folder sorted by name.
+
+    The split of a file is the prefix of its name or of its folder's name: train.jsonl,
+    test-00000-of-00002.parquet, train/part-1.csv. If no file name has such a prefix, all files belong to train. A
+    path to a single file is one split, whatever its name. A .txt file is not read beside files of rows. Files of an
+    object store are copied to `location.cache`, unless they are there.
+
+    Raises ConfigError, with `location.key`, if there are no readable files of the split.
+    """
+    if is_url(location.path):
+        from components.data.sources.objects import copies_of_split
+
+        return copies_of_split(location)
+    folder = Path(os.path.expanduser(location.path))
+    setting = f"{location.key}={location.path}"
+    if folder.is_file():
+        check_single_file(location, folder)
+        return [folder]
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{setting}: no such file or folder; set {location.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
+            "folder of them, or the name of a hub dataset (owner/name)"
+        )
+    return [folder / name for name in names_of_split(location, _names_in(folder))]
+
+
+def check_single_file(location: Location, file: Path) -> None:
+    """Require a supported suffix of a path that is one file, and no other split of it. Raises ConfigError."""
+    if not format_of(file):
+        raise ConfigError(
+            f"{location.key}={location.path}: files with suffix {file.suffix!r} are not supported; use {SUPPORTED}"
+        )
+    if location.is_further_split:
+        raise ConfigError(
+            f"data.eval_split={location.split}: data.path={location.path} is a single file, which has no other "
+            "split; set data.eval_path to a file, or data.eval_split=null to hold out data.eval_fraction"
+        )
+
+
+def names_of_split(location: Location, names: Sequence[Path]) -> list[Path]:
+    """Return the files of a folder that belong to a split; paths are relative to the folder. Raises ConfigError."""
+    setting = f"{location.key}={location.path}"
+    splits = _splits_of(location.split, names)
+    if not splits:
+        raise ConfigError(f"{setting}: the folder contains no file of a supported format ({SUPPORTED})")
+    chosen = [name for name, split in splits.items() if split == location.split]
+    if not chosen:
+        available = ", ".join(sorted({split for split in splits.values() if split})) or "none"
+        raise ConfigError(
+            f"{setting}: the folder has no split {location.split!r}, it has {available}; choose one of these, or "
+            f"name a file {location.split}.jsonl"
+        )
+    return chosen
+
+
+def folder_notes(locations: Sequence[Location]) -> list[str]:
+    """Return notes on a folder: its files that are not read, and those that are read and may hold the same rows.
+
+    Args:
+        locations: The splits that a run reads, of one path.
+    """
+    path = locations[0].path
+    if is_url(path):
+        from components.data.sources.objects import names_below
+
+        names = names_below(locations[0])
+    else:
+        folder = Path(os.path.expanduser(path))
+        names = _names_in(folder) if folder.is_dir() else []
+    splits, wanted = _splits_of(locations[0].split, names), {each.split for each in locations}
+    read = {name: None for name, split in splits.items() if split in wanted}
+    notes, formats = [], defaultdict(list)
+    if unread := [_unread(name, splits) for name in names if name not in read and not _is_expected(name, splits)]:
+        more = len(unread) - _LISTED
+        notes.append("not read: " + ", ".join([*unread[:_LISTED], *([f"and {more:,} more"] if more > 0 else [])]))
+    for name in read:
+        formats[name.with_name(without_format(name))].append(str(name))
+    same = [", ".join(names) for names in formats.values() if len(names) > 1]
+    return [*notes, *(f"read although their names differ only in the format: {each}" for each in same)]
+
+
+def _names_in(folder: Path) -> list[Path]:
+    """Return the files of a folder and the folders below it, relative to it and sorted by name. Raises ConfigError."""
+    names, visited = list[Path](), set[str]()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    with readable(folder):
+        for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+            folders[:] = [each for each in folders if not each.startswith(".")]
+            if (real := os.path.realpath(parent)) in visited:  # a link to a folder above
+                folders.clear()
+                continue
+            visited.add(real)
+            paths = [Path(parent, file) for file in files]
+            names += [path.relative_to(folder) for path in paths if path.is_file() or not path.exists()]
+    return sorted(names)
+
+
+def _splits_of(wanted: str, names: Sequence[Path]) -> Mapping[Path, str | None]:
+    """Return the split of each data file, None if it has none: all are train if no name has a split's prefix."""
+    found = [name for name in names if format_of(name) and not _is_hidden(name)]
+    for kept in (lambda name: name.name not in _METADATA, lambda name: format_of(name) != ".txt"):
+        found = [name for name in found if kept(name)] or found
+    saved = [name.parent for name in names if name.name == _SAVED_DICT]
+    splits = {name: _split_of(name, wanted, saved) for name in found}
+    return splits if any(splits.values()) else dict.fromkeys(found, "train")
+
+
+def _split_of(name: Path, wanted: str, saved: Sequence[Path]) -> str | None:
+    """Return the split of a file. saved: Folders in which each split has a folder of its name."""
+    for folder in saved:
+        if name.parent != folder and name.is_relative_to(folder):
+            return name.relative_to(folder).parts[0]
+    for part in (*name.parts[:-1], name.stem):
+        for split in (wanted, *_SPLITS):
+            prefixes = tuple(f"{split}{end}".lower() for end in "-_.")
+            if part.lower() == split.lower() or part.lower().startswith(prefixes):
+                return split
+    return None
+
+
+def _is_hidden(name: Path) -> bool:
+    """Return whether a file or its folder begins with a dot, or `datasets` wrote it to find results again."""
+    return any(part.startswith(".") for part in name.parts) or (
+        format_of(name) == ".arrow" and name.name.startswith("cache-")
+    )
+
+
+def _unread(name: Path, splits: Mapping[Path, str | None]) -> str:
+    """Return a file that is not read with the reason."""
+    if name in splits:
+        return f"{name} (split {splits[name]})" if splits[name] else f"{name} (in no split)"
+    return f"{name} (text beside files of rows)" if format_of(name) == ".txt" and splits else str(name)
+
+
+def _is_expected(name: Path, splits: Mapping[Path, str | None]) -> bool:
+    """Return whether a file that is not read need not be named: it is hidden and no data, or describes other files."""
+    describes = name.name in _METADATA and any(format_of(data) == ".arrow" for data in splits)
+    return describes or (_is_hidden(name) and not format_of(name))
