@@ -12,6 +12,8 @@ from components.config.errors import ConfigError
 from components.config.schema.data import Overlong, PreferencesDataConfig
 from components.data import EvalBatches, build_pairs
 from components.data.batches import BatchPlan
+from components.data.labels import build_scored
+from components.data.packed_pairs import pack_pairs
 from components.data.pairs import DESIRABLE, PairedRows
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import write
@@ -207,3 +209,61 @@ def test_label_other_than_true_or_false_is_rejected(tmp_path: Path, label: objec
 def test_single_labeled_answer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has a single prompt; objective=kto compares"):
         read(tmp_path, LABELED[:1], label_column="label")
+
+
+# Pairs whose answers have the same tokens
+
+TRIMS = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+LONG = "the same long beginning of both answers " * 3
+EQUAL = {
+    "cut": ({"prompt": "c", "chosen": LONG + "good", "rejected": LONG + "bad"}, {"seq_len": 80}),
+    "longer than the cut": ({"prompt": "c", "chosen": LONG, "rejected": LONG + "and more"}, {"seq_len": 80}),
+    "trimmed": ({"prompt": "c", "chosen": "a", "rejected": " a\n"}, {"template": TRIMS}),
+    "without reasoning": (
+        {
+            "prompt": "c",
+            "chosen": [{**assistant("a"), "reasoning_content": "x"}],
+            "rejected": [{**assistant("a"), "reasoning_content": "y"}],
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("builder", ["dpo", "packed", "reward"])
+@pytest.mark.parametrize("case", EQUAL)
+def test_pairs_of_equal_tokens_are_dropped_and_counted(tmp_path: Path, case: str, builder: str) -> None:
+    """Their loss would be ln 2 without a gradient. The pairs that remain keep their order."""
+    row, keys = EQUAL[case]
+    good = [{"prompt": str(number), "chosen": f"+{number}", "rejected": f"-{number}"} for number in range(3)]
+    file = write(tmp_path / "rows.jsonl", [row, good[0], row, *good[1:]])
+    cfg = PreferencesDataConfig(path=str(file), eval_fraction=0.0, cache=None, pack=builder == "packed")
+    tokenizer = byte_tokenizer(keys.get("template", CHATML))
+    tokenizer.pad_token = "</s>"
+    build = build_scored if builder == "reward" else build_pairs
+
+    def built() -> Any:
+        return build(cfg, tokenizer, seq_len=keys.get("seq_len", 200), split="train")
+
+    pairs = built()
+    assert [pairs.show(index).count(f"+{index}") for index in range(len(pairs))] == [1, 1, 1]
+    assert pairs.facts.dropped_equal == 2
+    assert "; 2 pairs of equal answers dropped" in str(pairs.facts)
+    lengths = [len(each.input_ids) for index in range(3) for each in pairs.rows_of(index)]
+    assert pairs.facts.tokens == sum(lengths)
+    if builder == "packed":
+        packed = pack_pairs(pairs)
+        assert sum(len(row.row.ends) for row in packed) == 6
+        assert "2 pairs of equal answers dropped" in str(packed.facts)
+    write(file, [row, row])
+    with pytest.raises(ConfigError, match="2 pairs of equal answers dropped.*no pair remains: ") as caught:
+        built()
+    assert ("raise training.seq_len" if "seq_len" in keys else "set model.tokenizer to one") in str(caught.value)
+
+
+def test_answers_that_differ_in_one_token_remain(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "chosen": f"{LONG}a", "rejected": f"{LONG}b"},
+        {"prompt": "p", "chosen": "a", "rejected": "a "},
+    ]
+    assert len(read(tmp_path, rows)) == 2
