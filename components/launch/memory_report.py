@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.schema.cluster import Device, MemoryPolicy
@@ -41,8 +42,8 @@ def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tup
     return [], [check.text if check.verdict is not Verdict.exceeds else f"warning: {check.text}"]
 
 
-def played_memory(cfg: RecipeConfig, processes: int) -> list[str]:
-    """Return the memory and traffic of a step in lines of text, with cluster.dry_run=plan; otherwise none.
+def played_memory(cfg: RecipeConfig, processes: int, recipe: Path) -> list[str]:
+    """Return the memory and traffic of a recipe's step in lines of text, with cluster.dry_run=plan; otherwise none.
 
     Raises ConfigError if the recipe does not train or a dry run cannot play it.
     """
@@ -66,5 +67,5 @@ def played_memory(cfg: RecipeConfig, processes: int) -> list[str]:
         else:
             cfg = replace(cfg, parallelism=workload.parallelism)  # with activation_checkpointing=auto resolved
             estimated = estimate_memory(workload, hardware.device_type).peak
-    first, *others = dry_run_lines(play_run(cfg, read_shape(cfg.model), processes), estimated)
+    first, *others = dry_run_lines(play_run(cfg, read_shape(cfg.model), processes, recipe), estimated)
     return [f"step on fake tensors: {first}", *others]

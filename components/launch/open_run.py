@@ -77,7 +77,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     notes += [*_batch_notes(requested, cfg), *memory_notes]
     if cfg.cluster.starts_nothing:
         check_run_directory(cfg, recipe.name)
-        notes += played_memory(cfg, processes)
+        notes += played_memory(cfg, processes, recipe.file)
         backend.show(recipe, cfg, processes, notes)
         return None
     restrict_new_files(cfg)

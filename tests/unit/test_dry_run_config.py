@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import Device, LocalClusterConfig, SlurmClusterConfig
 from components.config.schema.model import Attention, DType, Float8, LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.config.schema.recipes import FinetuneConfig
 from components.planning.dry_run import dry_run_children
 from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
 from components.planning.dry_run.dry_run_result import DryRun, PlayedGroup, PlayedTraffic
@@ -80,20 +79,6 @@ def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
     assert runs_on_gpus(replace(cfg, cluster=LocalClusterConfig(device=Device.cuda)))
     assert runs_on_gpus(replace(cfg, cluster=SlurmClusterConfig(procs_per_node="8")))
     assert not runs_on_gpus(replace(cfg, cluster=SlurmClusterConfig(procs_per_node="8", device=Device.cpu)))
-
-
-@dataclass(kw_only=True, slots=True)
-class MineConfig(FinetuneConfig):
-    """Config of a user's recipe, with a key of its own."""
-
-    temperature: float = 1.0
-
-
-def test_config_of_a_users_recipe_is_played_as_its_base() -> None:
-    cfg = finetune(world=1, strategy="single")
-    mine = MineConfig(**{name: getattr(cfg, name) for name in FinetuneConfig.__dataclass_fields__})
-    assert dry_run_children._recipe_config(mine) == cfg
-    assert type(dry_run_children._recipe_config(mine)) is FinetuneConfig
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
         else:
             print_text(
                 f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}",
-                *played_memory(cfg, _processes(cfg, sweep.parallel or 1)),
+                *played_memory(cfg, _processes(cfg, sweep.parallel or 1), sweep.file),
                 sep="\n",
                 flush=True,
             )

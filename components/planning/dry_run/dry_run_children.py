@@ -8,12 +8,10 @@ import subprocess
 import sys
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from pathlib import Path
 
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
-from components.config.schema import recipes
-from components.config.schema.checks import field_values
 from components.config.schema.recipes import TrainConfig
 from components.planning.dry_run.dry_run_result import DryRun
 from components.protocol.role import without_ranks
@@ -39,28 +37,40 @@ def ranks_to_play(cfg: TrainConfig, world: int) -> list[int]:
 
 
 def start_dry_runs(
-    cfg: TrainConfig, world: int, ranks: Collection[int], timeout: float = TIMEOUT_SECONDS
+    cfg: TrainConfig,
+    world: int,
+    ranks: Collection[int],
+    timeout: float = TIMEOUT_SECONDS,
+    recipe: Path | None = None,
 ) -> list[DryRun]:
     """Play ranks of a run in child processes, as many at a time as there are cores; return the results in order.
 
     Args:
         world: Number of ranks of the run.
         timeout: Seconds that one rank may take.
+        recipe: File of the recipe whose steps are played; None: Meshbook's recipe for the class of the config.
 
     Raises ConfigError with all problems, if a child refuses the config, fails or takes too long.
     """
     with ThreadPoolExecutor(min(len(ranks), os.cpu_count() or 1)) as pool:
-        answers = list(pool.map(lambda rank: _play_in_child(cfg, world, rank, timeout), ranks))
+        answers = list(pool.map(lambda rank: _play_in_child(cfg, world, rank, timeout, recipe), ranks))
     problems = [problem for answer in answers if isinstance(answer, ConfigError) for problem in answer.problems]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return [answer for answer in answers if isinstance(answer, DryRun)]
 
 
-def _play_in_child(cfg: TrainConfig, world: int, rank: int, timeout: float) -> DryRun | ConfigError:
+def _play_in_child(
+    cfg: TrainConfig, world: int, rank: int, timeout: float, recipe: Path | None
+) -> DryRun | ConfigError:
     """Return the dry run of a rank, or the errors of its process."""
-    known = _recipe_config(cfg)
-    request = {"schema": type(known).__name__, "config": to_yaml(known), "world": world, "rank": rank}
+    request = {
+        "recipe": None if recipe is None else str(recipe),
+        "schema": type(cfg).__name__,
+        "config": to_yaml(cfg),
+        "world": world,
+        "rank": rank,
+    }
     environment = without_ranks(os.environ) | {"OMP_NUM_THREADS": "1"}
     try:
         child = subprocess.run(
@@ -81,15 +91,8 @@ def _play_in_child(cfg: TrainConfig, world: int, rank: int, timeout: float) -> D
     if RESULT in answer:
         return DryRun.from_json(answer[RESULT])
     last = child.stderr.strip().rpartition("\n")[2]
+    plays = "" if recipe is None else f"; set cluster.dry_run=true, which plays no step of {recipe}"
     return ConfigError(
-        answer.get(PROBLEMS) or f"dry run of rank {rank} of {world}: exited with status {child.returncode}: {last}"
+        answer.get(PROBLEMS)
+        or f"dry run of rank {rank} of {world}: exited with status {child.returncode}: {last}{plays}"
     )
-
-
-def _recipe_config(cfg: TrainConfig) -> TrainConfig:
-    """Return a config as the class of a recipe of Meshbook: a child does not import the classes of a user's recipe."""
-    for cls in type(cfg).__mro__:
-        if cls is getattr(recipes, cls.__name__, None) and issubclass(cls, TrainConfig):
-            values = field_values(cfg)
-            return cfg if cls is type(cfg) else cls(**{each.name: values[each.name] for each in fields(cls)})
-    raise TypeError(f"{type(cfg).__name__} is no config of a training run")

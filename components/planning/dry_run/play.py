@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from components.models.build import load_config
 from components.planning.dry_run.dry_run_result import DryRun, PlayedGroup, PlayedTraffic
 from components.planning.dry_run.fake_rank import FakeRank, fake_process_group, in_backward
 from components.planning.dry_run.played_config import played_config
+from components.planning.dry_run.recipe_lines import RecipeLines
 from components.planning.dry_run.storage_tracker import StorageTracker
 from components.planning.dry_run.storages import SavedForBackward, local_bytes, parameters_in_use
 from components.planning.dry_run.synthetic_batches import synthetic_batches
@@ -80,11 +82,14 @@ class _PlayedModel:
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
-def play(cfg: TrainConfig, world: int, rank: int) -> DryRun:
+def play(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = None) -> DryRun:
     """Play two optimizer steps of rank `rank` of `world`, and return what the second allocates and sends.
 
     The first step creates the optimizer's state. Nothing is allocated or read: neither weights nor data. Call it once
     per process, in which no process group exists.
+
+    Args:
+        lines: Those of the run's recipe; None: build what Meshbook's recipe for the class of the config builds.
 
     Raises ConfigError for a config that a run would refuse on these ranks, or that cannot be played.
     """
@@ -96,7 +101,7 @@ def play(cfg: TrainConfig, world: int, rank: int) -> DryRun:
     eager = torch.compiler.set_stance("force_eager") if isinstance(cfg.optimizer, AdamW8bitConfig) else nullcontext()
     with fake_process_group(rank, world), _chunks_of(on_gpu), eager:
         mesh = distributed.build_mesh(cfg.parallelism, CPU.type)
-        played = _build(cfg, _PlayedRun(mesh, rank, CPU), fake, tracker)
+        played = _build(cfg, _PlayedRun(mesh, rank, CPU), fake, tracker, lines)
         if on_gpu and cfg.parallelism.cpu_offload:
             tracker.leave_out(played.parameters)
         _step(played, fake, tracker)
@@ -128,18 +133,29 @@ def build_objective(cfg: TrainConfig, run: Any, model: training.Prepared, vocabu
     raise TypeError(f"play: there is no objective for {type(cfg).__name__}")
 
 
-def _build(cfg: TrainConfig, run: _PlayedRun, fake: FakeRank, tracker: StorageTracker) -> _PlayedModel:
+def _build(
+    cfg: TrainConfig, run: _PlayedRun, fake: FakeRank, tracker: StorageTracker, lines: RecipeLines | None
+) -> _PlayedModel:
     """Build the model, the objective, the optimizer and the micro-batches in the order of a recipe."""
-    vocabulary = load_config(cfg.model).get_text_config().vocab_size
     batches = synthetic_batches(cfg, run.mesh)
     with fake, tracker:
-        model = training.prepare(cfg, run, vocabulary)
-        before = tracker.bytes
-        objective = build_objective(cfg, run, model, vocabulary)
-        frozen = tracker.bytes - before
-        optimizer = training.build_optimizer(model, cfg.optimizer)
+        if lines is None:
+            vocabulary = _vocabulary(cfg)
+            model = training.prepare(cfg, run, vocabulary)
+            before = tracker.bytes
+            objective = build_objective(cfg, run, model, vocabulary)
+            frozen = tracker.bytes - before
+            optimizer = training.build_optimizer(model, cfg.optimizer)
+        else:
+            model, optimizer, objective, frozen = lines.build(
+                cfg, run, partial(_vocabulary, cfg), lambda: tracker.bytes
+            )
         fake.allocates_fakes = True
         return _PlayedModel(model, objective, optimizer, [_fake_batch(batch, fake) for batch in batches], frozen)
+
+
+def _vocabulary(cfg: TrainConfig) -> int:
+    return int(load_config(cfg.model).get_text_config().vocab_size)
 
 
 def _step(played: _PlayedModel, fake: FakeRank, tracker: StorageTracker) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from components.config.model_files import locate
@@ -38,15 +39,18 @@ SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe")
 """Model types without dense MLPs, whose intermediate_size is that of an expert."""
 
 
-def play_run(cfg: TrainConfig, shape: ModelShape, world: int) -> list[DryRun]:
+def play_run(cfg: TrainConfig, shape: ModelShape, world: int, recipe: Path | None = None) -> list[DryRun]:
     """Play the first and the last rank of a run, and one of each kind of pipeline stage.
 
     A model of the hub that is not on this machine is built from its stated sizes.
 
+    Args:
+        recipe: File of the recipe whose steps are played; None: Meshbook's recipe for the class of the config.
+
     Raises ConfigError with all problems of a child process.
     """
     built = replace(cfg, model=buildable(cfg.model, shape))
-    return start_dry_runs(built, world, ranks_to_play(built, world))
+    return start_dry_runs(built, world, ranks_to_play(built, world), recipe=recipe)
 
 
 def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:

@@ -1,0 +1,146 @@
+"""The lines of a recipe that a dry run executes, and what it refuses; the copies are played on fake tensors."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from components.config.errors import ConfigError
+from components.planning.dry_run.play import play
+from components.planning.dry_run.recipe_lines import import_recipe, read_lines
+from tests.distributed.dry_run_cases import finetune
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PREPARE = "model = training.prepare(cfg, run, len(tokenizer))"
+OPTIMIZER = "optimizer = training.build_optimizer(model, cfg.optimizer)"
+OBJECTIVE = "objective = training.NextToken(cfg.objective)"
+LINES = {
+    "recipes/finetune.py": [PREPARE, OPTIMIZER, OBJECTIVE],
+    "recipes/pretrain.py": [PREPARE, OPTIMIZER, OBJECTIVE],
+    "recipes/classify.py": [PREPARE, "scoring = training.build_scoring(cfg.objective, run.mesh)", OPTIMIZER],
+    "recipes/dpo.py": [PREPARE, "preference = training.build_preference(cfg, run, model, len(tokenizer))", OPTIMIZER],
+    "recipes/distill.py": [
+        PREPARE.replace("model", "student"),
+        "distillation = training.build_distillation(cfg, run, student, tokenizer)",
+        OPTIMIZER.replace("(model", "(student"),
+    ],
+    "examples/own_recipe/train.py": [PREPARE, OPTIMIZER, "objective = training.NextToken()"],
+    "examples/own_loss/train.py": [PREPARE, OPTIMIZER, "objective = Focal(cfg.focal)"],
+    "examples/own_optimizer/train.py": [
+        PREPARE,
+        "optimizer = Lion(model.module.parameters(), lr=cfg.optimizer.lr, weight_decay=cfg.optimizer.weight_decay)",
+        OBJECTIVE,
+    ],
+    "examples/own_model_family/train.py": ["register()", PREPARE, OPTIMIZER, OBJECTIVE],
+}
+"""Recipe -> its lines that say what a step trains."""
+
+
+@pytest.fixture(autouse=True)
+def paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.parametrize("recipe", LINES)
+def test_lines_that_say_what_a_step_trains(recipe: str) -> None:
+    lines = read_lines(import_recipe(ROOT / recipe))
+    shown = [each for each in lines.statements if not isinstance(getattr(each, "value", None), ast.Constant)]
+    assert [ast.unparse(each) for each in shown] == LINES[recipe]
+
+
+def copy_of(folder: Path, *changes: tuple[str, str]) -> Path:
+    """Write a copy of recipes/finetune.py, changed, in a folder."""
+    text = (ROOT / "recipes/finetune.py").read_text()
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    file = folder / "mine.py"
+    file.write_text(text)
+    return file
+
+
+SAVE = "            if step.due_save"
+REFUSED = {
+    "0 different calls of train_step; a dry run needs one": [("training.train_step(", "my_step(")],
+    "2 different calls of train_step": [(SAVE, f"            training.train_step(model, 0, optimizer, other)\n{SAVE}")],
+    "objective is assigned again": [(SAVE, f"            objective = None\n{SAVE}")],
+    "depends on data (frequencies)": [
+        (OBJECTIVE, "frequencies = data.sources_of(train_set)\n        objective = Mine(frequencies)")
+    ],
+    "has 0 functions with @recipe": [('@recipe("finetune")\n', "")],
+    "needs a model, batches, an optimizer and an objective": [("step.batches, optimizer, objective", "*step")],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_recipe_whose_step_cannot_be_read_is_refused(message: str, tmp_path: Path) -> None:
+    """The file, the line and the way out are named."""
+    with pytest.raises(ConfigError) as caught:
+        read_lines(import_recipe(copy_of(tmp_path, *REFUSED[message])))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"cluster.dry_run=plan: {tmp_path}/mine.py:")
+    assert message in problem
+    assert problem.endswith("; set cluster.dry_run=true, which plays no step")
+
+
+OWN = [
+    (
+        OPTIMIZER,
+        """import torch
+        model.module.get_input_embeddings().requires_grad_(False)
+        for each in model.module.lm_head.parameters():
+            each.requires_grad_(False)
+        parameters = [each for each in model.module.parameters() if each.requires_grad]
+        flat, others = ([each for each in parameters if (each.dim() < 2) is is_flat] for is_flat in (True, False))
+        optimizer = {"flat": torch.optim.SGD(flat, lr=1), "others": torch.optim.SGD(others, lr=1, momentum=0.9)}""",
+    ),
+    (
+        OBJECTIVE,
+        """if cfg.training.seq_len:
+            objective = Mine(cfg.objective)
+        else:
+            objective = None""",
+    ),
+    (
+        "@recipe(",
+        """class Mine(training.NextToken):
+    def __init__(self, cfg):
+        import torch
+        super().__init__(cfg)
+        self.table = torch.zeros(1024, 1024)
+
+
+@recipe(""",
+    ),
+]
+"""Changes of a copy: frozen parts, two optimizers, an objective with a tensor of its own."""
+
+
+def test_a_copy_is_played_with_its_own_optimizers_and_objective(tmp_path: Path) -> None:
+    cfg = finetune(world=1, strategy="single", rows=1)
+    cfg = replace(cfg, model=replace(cfg.model, config={**cfg.model.config, "tie_word_embeddings": False}))
+    recipe = copy_of(tmp_path, *OWN)
+
+    (played,) = run_ranks(1, lambda _: play(cfg, 1, 0, read_lines(import_recipe(recipe))), init=False, timeout=120)
+
+    sizes = {name: each.numel() * 4 for name, each in meta_model(cfg.model.config).named_parameters()}
+    trained = {name: size for name, size in sizes.items() if "embed" not in name and "lm_head" not in name}
+    matrices = {name: size for name, size in trained.items() if "norm" not in name}
+    assert played.parameters == sum(sizes.values())
+    assert played.gradients == sum(trained.values())
+    assert played.optimizer == sum(matrices.values())
+    assert played.frozen == 4 * 1024 * 1024
+
+
+def meta_model(config: dict[str, Any]) -> torch.nn.Module:
+    """Build a model without memory by plain transformers."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
