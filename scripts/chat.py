@@ -48,7 +48,7 @@ def read_options(arguments: list[str]) -> Namespace:
     parser.add_argument("--top-k", type=int, default=0, help="sample from this many most likely tokens; 0: from all")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="most tokens of an answer (default: 512)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens (default: 0)")
-    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument("--system", metavar="TEXT", help="system message; empty: none (default: data.system_prompt)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's repository")
     options = parser.parse_args(arguments)
     raise_all(_option_problems(options))
@@ -95,8 +95,11 @@ def chat(options: Namespace, screen: Screen) -> None:
         loaded = load_chat_model(source, torch.device("cuda" if uses_gpu else "cpu"))
         sampling = models.Sampling(options.temperature, options.top_p, options.seed, options.top_k)
         conversation = Conversation(loaded, sampling, options.max_new_tokens)
-        conversation.set_system(options.system)
+        system = source.system if options.system is None else options.system
+        conversation.set_system(system)
     screen.heading(loaded.title)
+    if system and options.system is None:
+        screen.note(f"system message of the run: {system}")
     for note in loaded.notes:
         screen.note(note)
     if not conversation.has_template:

@@ -16,6 +16,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import GGUF_BASE, check_weights, locate
 from components.config.schema import ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig, WeightInit
 from components.config.schema.checks import raise_all
+from components.config.schema.data import DataConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.training import EvalWeights, TrainingConfig
 from components.protocol.run_files import CONFIG, read_regular
@@ -40,6 +41,8 @@ class CheckpointSource:
     parallelism: ParallelismConfig
     averaged: bool
     """Whether the run evaluates and generates with the moving average of the weights."""
+    system: str = ""
+    """System message of the run's data; empty: none."""
     notes: list[str] = field(default_factory=list)
     """Newer checkpoints that were skipped, and why."""
 
@@ -50,6 +53,8 @@ class ExportSource:
 
     path: Path
     model: ModelConfig
+    system: str = ""
+    """System message of the data of the run that wrote it; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class AdapterSource:
 
     path: Path
     base: ModelConfig
+    system: str = ""
+    """System message of the data of the run that wrote it; empty: none."""
 
 
 ChatSource = CheckpointSource | ExportSource | AdapterSource
@@ -143,6 +150,7 @@ def _checkpoint(path: Path, trusts: bool, notes: Sequence[str] = ()) -> Checkpoi
         peft=peft,
         parallelism=read_section(file, "parallelism", ParallelismConfig),
         averaged=training.ema_decay is not None and training.eval_weights is not EvalWeights.trained,
+        system=_system_message(file),
         notes=list(notes),
     )
 
@@ -153,7 +161,7 @@ def _export(path: Path, trusts: bool) -> ExportSource:
     if str(architectures[0]).endswith("ForSequenceClassification"):
         raise ConfigError(f"{path}: {SCORES}")
     raise_all(check_weights(str(path), "RUN"))
-    return ExportSource(path, ModelConfig(path=str(path), trust_remote_code=trusts))
+    return ExportSource(path, ModelConfig(path=str(path), trust_remote_code=trusts), _system_message(path.parent / CONFIG))
 
 
 def _adapter(path: Path, trusts: bool) -> AdapterSource:
@@ -174,7 +182,13 @@ def _adapter(path: Path, trusts: bool) -> AdapterSource:
     raise_all(check_weights(base, named))
     revision = config.get("revision")
     model = ModelConfig(path=base, revision=str(revision) if revision else None, trust_remote_code=trusts)
-    return AdapterSource(path, model)
+    return AdapterSource(path, model, _system_message(path.parent / CONFIG))
+
+
+def _system_message(file: Path) -> str:
+    """Return the system message that the data of a run adds to its conversations; empty: none, or not from a run."""
+    data = read_optional_section(file, "data", DataConfig) if file.is_file() else None
+    return getattr(data, "system_prompt", None) or ""
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -40,13 +40,29 @@ ANSWERS = {
     "why?": "twelve é thirteen 中文 fourteen",
 }
 JOB = (
-    *("data=chat_jsonl", "data.path=chat.jsonl", "data.eval_path=chat.jsonl", "training.global_batch_size=8"),
-    *("training.micro_batch_size=8", "training.seq_len=128", "optimizer.lr=1e-2", "cluster.device=cpu"),
+    *(
+        "training.global_batch_size=8",
+        "training.micro_batch_size=8",
+        "training.seq_len=128",
+        "optimizer.lr=1e-2",
+        "cluster.device=cpu",
+    ),
     *("generation.samples=0", 'generation.prompts=["who?","what?"]', "generation.max_new_tokens=20"),
     *("logging.plot=false", "logging.examples=0"),
 )
-FULL = (*JOB, "model=tiny", "parallelism=single", "training.max_steps=40", "training.ema_decay=0.5", "run.dir=full")
-LORA = (*JOB, "model.path=full/export", "peft=lora", "training.max_steps=10", "run.dir=lora")
+CHATS = ("data=chat_jsonl", "data.path=chat.jsonl", "data.eval_path=chat.jsonl")
+SYSTEM = "Answer with words."
+PAIRS = ("data=jsonl", "data.path=pairs.jsonl", "data.eval_path=pairs.jsonl", f"data.system_prompt={SYSTEM}")
+FULL = (
+    *JOB,
+    *CHATS,
+    "model=tiny",
+    "parallelism=single",
+    "training.max_steps=40",
+    "training.ema_decay=0.5",
+    "run.dir=full",
+)
+LORA = (*JOB, *PAIRS, "model.path=full/export", "peft=lora", "training.max_steps=30", "run.dir=lora")
 TOKENS = 20
 SHORT = ("--max-new-tokens", str(TOKENS))
 
@@ -58,6 +74,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, fork_programs: None) -> Pa
     rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in ANSWERS.items()]
     rows.append([*rows[0], rows[1][0], {"role": "assistant", "content": "again ten"}])
     write_rows(folder / "chat.jsonl", [{"messages": messages} for messages in rows] * 8)
+    write_rows(folder / "pairs.jsonl", [{"prompt": q, "response": a} for q, a in ANSWERS.items()] * 8)
     for arguments in (FULL, LORA):
         done = recipe(folder, "finetune", *arguments)
         (folder / f"{arguments[-1].removeprefix('run.dir=')}.txt").write_text(done)
@@ -83,9 +100,10 @@ def talk(monkeypatch: pytest.MonkeyPatch, lines: Sequence[str], *arguments: str)
     return printed.getvalue()
 
 
-def reference(model: Any, tokenizer: Any, *conversation: str) -> str:
+def reference(model: Any, tokenizer: Any, *conversation: str, system: str = "") -> str:
     """Return transformers' greedy answer to a conversation of alternating users and assistants."""
     messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(conversation)]
+    messages = [*([{"role": "system", "content": system}] if system else []), *messages]
     given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     stop = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     tokens = model.generate(**given, do_sample=False, max_new_tokens=TOKENS, **stop)[0, given["input_ids"].shape[1] :]
@@ -106,7 +124,7 @@ def loaded(folder: Path, adapter: Path | None = None) -> tuple[Any, Any]:
         ("full", "full/export", None),
         ("full/checkpoints/step_40", "full/export", None),
         ("full/export", "full/export", None),
-        ("lora/checkpoints/step_10", "lora/export", None),
+        ("lora/checkpoints/step_30", "lora/export", None),
         ("lora/adapter", "full/export", "lora/adapter"),
     ],
 )
@@ -114,10 +132,12 @@ def test_answers_equal_those_of_transformers(
     given: str, export: str, adapter: str | None, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(trained)
+    """The system message of a run's data is part of the conversations with its model."""
     model, tokenizer = loaded(trained / export, None if adapter is None else trained / adapter)
-    first = reference(model, tokenizer, "who?")
-    second = reference(model, tokenizer, "who?", first, "what?")
-    alone = reference(model, tokenizer, "what?")
+    system = SYSTEM if given.startswith("lora") else ""
+    first = reference(model, tokenizer, "who?", system=system)
+    second = reference(model, tokenizer, "who?", first, "what?", system=system)
+    alone = reference(model, tokenizer, "what?", system=system)
     assert second != alone
     assert talk(monkeypatch, ["who?", "what?", "/reset", "", "what?"], given) == f"{first}\n{second}\n{alone}\n"
 
@@ -141,7 +161,7 @@ def test_averaged_weights_are_used_if_the_run_evaluates_them(trained: Path) -> N
 def test_run_directory_selects_the_export_unless_a_checkpoint_is_newer(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.symlink_to(trained / "lora")
-    manifest, export = run / "checkpoints" / "step_10" / "manifest.json", run / "export" / "config.json"
+    manifest, export = run / "checkpoints" / "step_30" / "manifest.json", run / "export" / "config.json"
     assert isinstance(find_source(run), ExportSource)
     written = manifest.stat().st_mtime_ns
     try:
@@ -150,7 +170,7 @@ def test_run_directory_selects_the_export_unless_a_checkpoint_is_newer(trained: 
     finally:
         os.utime(manifest, ns=(written, written))
     assert isinstance(source, CheckpointSource)
-    assert (source.step, source.peft.adapts, source.averaged) == (10, True, False)
+    assert (source.step, source.peft.adapts, source.averaged) == (30, True, False)
     assert isinstance(find_source(trained / "lora" / "adapter"), AdapterSource)
 
 

@@ -21,7 +21,7 @@ from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, ChatDataConfig, SftDataConfig, UnusedKeys
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import is_defining
-from components.conversation import Conversation
+from components.conversation import Conversation, Prompt
 from components.data import cache
 from components.data.dataset import Dataset
 from components.data.examples import IGNORED, Example, encode_conversations, trimmed
@@ -44,6 +44,12 @@ TOOLS = [
     }
 ]
 CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {**CALL, "function": {"name": "weather", "arguments": arguments}}
+
+
 TEXT_CALL = {**CALL, "function": {"name": "weather", "arguments": '{"city":  "Oslo"}'}}
 RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "4 degrees"}
 
@@ -333,6 +339,9 @@ def test_messages_flagged_as_untrained_have_no_targets(
         ([user("a"), assistant("")], "message 2 of 'messages' (role assistant): data.content_key=content: is empty"),
         ([user("a"), {"role": "assistant"}], "data.content_key=content: holds null, not text (the key is missing)"),
         ([user("a"), assistant("b", tool_calls="c")], "message 2 of 'messages' has tool_calls that are str 'c', not a"),
+        ([user("a"), assistant("", tool_calls=[call("{")])], "tool_calls[0].function.arguments that are not JSON"),
+        ([user("a"), assistant("", tool_calls=[call("[1]")])], "tool_calls[0].function.arguments that are list [1]"),
+        ([user("a"), assistant("", tool_calls=[{"function": {}}])], "has tool_calls[0].function.name=None; must be"),
         ([user([{"type": "image", "url": "x"}]), assistant("b")], "holds the part {'type': 'image', 'url': 'x'}; only"),
         ([user("a"), {"role": "assistant", "content": "b", "from": "c"}], ""),
     ],
@@ -365,6 +374,28 @@ def test_missing_chat_template_is_reported(tmp_path: Path) -> None:
     rows = rows_of([user("a"), assistant("b")]) * 3
     assert "the tokenizer has no chat template: messages are joined" in str(dataset(tmp_path, rows, None).facts)
     assert "chat template" not in str(dataset(tmp_path, rows, unmarked(HERMES)).facts)
+
+
+def test_prompts_of_samples_are_those_that_answers_are_trained_after(tmp_path: Path) -> None:
+    """With the system message, the tools and the template arguments of the conversation."""
+    messages = [{"role": "system", "content": "Brief."}, *AGENT]
+    kwargs = {"enable_thinking": False}
+    made = dataset(tmp_path, rows_of(messages, tools=TOOLS, chat_template_kwargs=kwargs), unmarked(QWEN3))
+    expected = byte_tokenizer(unmarked(QWEN3)).apply_chat_template(
+        messages[:2], tools=TOOLS, add_generation_prompt=True, tokenize=True, return_dict=True, **kwargs
+    )
+    assert made.prompts == [Prompt("Weather in Oslo?", expected["input_ids"])]
+
+
+def test_error_of_a_template_names_the_message_and_its_key(tmp_path: Path) -> None:
+    template = unmarked(HERMES).replace(
+        "{{- '<|im_start|>' + message.role", "{{- '<|im_start|>' + message.role + message.get('x', '')"
+    )
+    rows = rows_of([user("a"), assistant("b"), user("c", x=5), assistant("d")])
+    with pytest.raises(
+        ConfigError, match=r"x.jsonl:1: message 3 \(role user\), key x: the chat template fails .* TypeError"
+    ):
+        dataset(tmp_path, rows, template)
 
 
 # Unused keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import models, pre_tokenizers
@@ -101,7 +102,7 @@ def test_template_that_rewrites_earlier_messages_is_rejected():
         encode_one(byte_tokenizer(template), chat("a", "b"))
 
 
-def test_token_that_spans_prompt_and_answer_is_a_target():
+def test_token_that_spans_prompt_and_answer_is_a_target_and_is_reported(tmp_path: Path):
     special = ["<|im_end|>"]
     alphabet = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), ":b"]
     model = models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[(":", "b")])
@@ -112,6 +113,7 @@ def test_token_that_spans_prompt_and_answer_is_a_target():
     tokenizer = fast_tokenizer(model, special, template, "<|im_end|>")
     assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "cut"))) == ["cut<|im_end|>"]
     assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "but"))) == [":but<|im_end|>"]
+    assert "; 1 answers begin within a token that also holds" in notes_of(tmp_path, tokenizer, ["cut", "but"])
 
 
 def test_end_of_turn_without_a_special_token_is_part_of_the_target():
@@ -122,6 +124,38 @@ def test_end_of_turn_without_a_special_token_is_part_of_the_target():
     tokenizer = byte_tokenizer(template)
     assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "b", "c", "d"))) == ["b\n\n", "d\n\n"]
     assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "<think>m</think>b"))) == ["<think>m</think>b\n\n"]
+
+
+def notes_of(tmp_path: Path, tokenizer: Any, answers: list[str]) -> str:
+    rows = write(tmp_path / "x.jsonl", [{"prompt": "a", "response": answer} for answer in answers])
+    cfg = SftDataConfig(path=str(rows), cache=None, eval_fraction=0)
+    return str(build_dataset(cfg, tokenizer, seq_len=999, split="train").facts)
+
+
+def test_answers_without_a_stop_token_are_reported(tmp_path: Path):
+    """Vicuna's form; with an end-of-text token, generation stops."""
+    template = "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }} {% endfor %}"
+    endless = byte_tokenizer(template + "{% if add_generation_prompt %}ASSISTANT:{% endif %}", eos="</s>")
+    assert "; 2 answers end without a token at which generation stops" in notes_of(tmp_path, endless, ["b", "c"])
+    ending = byte_tokenizer(endless.chat_template.replace(" {% endfor %}", "{{ eos_token }}{% endfor %}"), eos="</s>")
+    assert "generation stops" not in notes_of(tmp_path, ending, ["b", "c"])
+    ignoring = byte_tokenizer(template.replace(" {% endfor %}", "{{ eos_token }}{% endfor %}"), eos="</s>")
+    assert target_texts(ignoring, encode_one(ignoring, chat("a", "b"))) == ["ASSISTANT: b</s>"]
+    assert "; 2 answers are trained with their header" in notes_of(tmp_path, ignoring, ["b", "c"])
+    assert "header" not in notes_of(tmp_path, ending, ["b", "c"])
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "{{ '\n' }}<|im_end|>"])
+def test_stop_token_that_a_generation_block_leaves_out_is_a_target(end: str):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+        + end + "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )  # fmt: skip
+    tokenizer = byte_tokenizer(template)
+    between = "\n" if "\n" in end else ""
+    example = encode_one(tokenizer, chat("a", "b", "c", "d"))
+    assert target_texts(tokenizer, example) == [f"b{between}<|im_end|>", f"d{between}<|im_end|>"]
 
 
 def test_template_that_writes_bos_does_not_get_a_second_bos():

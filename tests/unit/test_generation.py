@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from components.chat_template import ChatTemplate
 from components.config.schema.model import Attention, ModelConfig, WeightInit
@@ -75,12 +75,15 @@ def test_empty_and_long_prompts_have_answers_within_the_context(prompt: str) -> 
     assert isinstance(answer, str)
 
 
-def test_answers_and_exports_end_with_the_turn_of_the_chat_template(tmp_path: Path) -> None:
-    """A ChatML base model: its end-of-text token differs from the token that ends a turn."""
+@pytest.mark.parametrize("is_special", [True, False])
+def test_answers_and_exports_end_with_the_turn_of_the_chat_template(is_special: bool, tmp_path: Path) -> None:
+    """A ChatML base model: its end-of-text token differs from the token that ends a turn, which need not be special."""
     cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=LLAMA)
     model, tokenizer = build_on_meta(cfg), load_tokenizer(cfg)
-    end = tokenizer.eos_token_id
-    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.add_tokens(["<|end|>"], special_tokens=is_special)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<|end|>")
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
     assert set(ChatTemplate(tokenizer).stop_tokens.values()) == {end, tokenizer.eos_token_id}
     assert end != tokenizer.eos_token_id
     materialize(model, "cpu")
@@ -94,6 +97,9 @@ def test_answers_and_exports_end_with_the_turn_of_the_chat_template(tmp_path: Pa
     folder = export_model(model, tokenizer, tmp_path / "export")
     exported = json.loads((folder / "generation_config.json").read_text())
     assert exported["eos_token_id"] == [tokenizer.eos_token_id, end]
+    model.generation_config = GenerationConfig(eos_token_id=[7, 9])  # as from a generation_config.json
+    exported = json.loads((export_model(model, tokenizer, folder) / "generation_config.json").read_text())
+    assert exported["eos_token_id"] == [7, 9, tokenizer.eos_token_id, end]
     for template in (None, "{{ raise_exception('no system prompt') }}"):
         tokenizer.chat_template = template
         assert ChatTemplate(tokenizer).stop_tokens == {"<|endoftext|>": tokenizer.eos_token_id}
