@@ -116,6 +116,7 @@ def test_train_and_held_out_rows_are_a_partition(fraction: str) -> None:
         assert len(held_out) >= (fraction != "0" and rows > 0)
         if rows >= 100:
             assert abs(len(held_out) - rows * float(fraction)) <= 16
+        assert len(held_out) >= int(rows * Fraction(fraction)) / 2
 
 
 def count_epoch(folder: Path, results: Any) -> None:

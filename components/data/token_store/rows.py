@@ -52,38 +52,36 @@ class RowSelection:
 
     @property
     def chunk(self) -> int:
-        """Consecutive rows that are held out together."""
-        return max(1, min(_HELD_OUT_TOGETHER, int(self.rows * self.fraction)))
+        """Consecutive rows that are held out together: 1 if a short last chunk would be most of the held-out rows."""
+        chunk = max(1, min(_HELD_OUT_TOGETHER, int(self.rows * self.fraction)))
+        return 1 if 2 * self._held_out(chunk) < int(self.rows * self.fraction) else chunk
 
     def __len__(self) -> int:
-        if not self.fraction:
-            count = 0 if self.is_eval else self.rows
-        elif not self.rows:
-            count = 0
-        else:
-            chunks = -(-self.rows // self.chunk)
-            held_out = int(chunks * self._share)
-            count = held_out * self.chunk
-            if self._at_chunk(held_out - 1, is_eval=True) == chunks - 1:
-                count -= chunks * self.chunk - self.rows  # the last chunk is shorter
-            count = count if self.is_eval else self.rows - count
+        held_out = self._held_out(self.chunk)
+        count = held_out if self.is_eval else self.rows - held_out
         return count if self.limit is None else min(count, self.limit)
 
     def at(self, index: int) -> int:
         """Return the row of the store at `index` of the split."""
         if not self.fraction:
             return index
-        number, within = divmod(index, self.chunk)
-        return self._at_chunk(number, self.is_eval) * self.chunk + within
+        chunk = self.chunk
+        number, within = divmod(index, chunk)
+        share = self._share(chunk)
+        return (ceil((number + 1) / share) - 1 if self.is_eval else floor(number / (1 - share))) * chunk + within
 
-    @property
-    def _share(self) -> Fraction:
+    def _share(self, chunk: int) -> Fraction:
         """Share of the chunks to hold out: at least one of them."""
-        return max(self.fraction, Fraction(1, -(-self.rows // self.chunk)))
+        return max(self.fraction, Fraction(1, -(-self.rows // chunk)))
 
-    def _at_chunk(self, number: int, is_eval: bool) -> int:
-        share = self._share
-        return ceil((number + 1) / share) - 1 if is_eval else floor(number / (1 - share))
+    def _held_out(self, chunk: int) -> int:
+        """Return the number of held-out rows with chunks of a size, of which the last may be shorter."""
+        if not self.fraction or not self.rows:
+            return 0
+        chunks, share = -(-self.rows // chunk), self._share(chunk)
+        held_out = int(chunks * share)
+        has_last = ceil(held_out / share) == chunks
+        return held_out * chunk - (chunks * chunk - self.rows if has_last else 0)
 
 
 class StoreSplit(NamedTuple):
