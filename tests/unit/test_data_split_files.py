@@ -96,11 +96,11 @@ def test_files_of_unused_splits_are_named_and_names_of_splits_may_be_in_capitals
     assert prompts == ["Train-1.jsonl"]
     unread = "TEST.jsonl (split test), Validation/x.jsonl (split validation), other.jsonl (in no split)"
     assert f"; not read: {unread}" in banner
-    cfg = SftDataConfig(path=str(tmp_path), eval_split="test")
-    for split, name in (("train", "Train-1.jsonl"), ("eval", "TEST.jsonl")):
-        prompts, banner = read(cfg, split)
-        assert prompts == [name]
+    for held_out in ({"eval_split": "test"}, {"eval_path": str(tmp_path / "TEST.jsonl")}):
+        prompts, banner = read(SftDataConfig(path=str(tmp_path), **held_out))
+        assert prompts == ["Train-1.jsonl"]
         assert "; not read: Validation/x.jsonl (split validation), other.jsonl (in no split)" in banner
+    assert read(SftDataConfig(path=str(tmp_path), eval_split="test"), "eval")[0] == ["TEST.jsonl"]
 
 
 def test_links_to_folders_are_followed_and_broken_ones_are_reported(tmp_path: Path) -> None:
@@ -170,6 +170,7 @@ def test_content_of_another_format_is_read_or_rejected_by_its_name(tmp_path: Pat
         ("x.csv", "prompt;response;score, from 0\na, b;r;1\n", ["a, b"]),
         ("x.csv", "prompt\tresponse\na,b\tr\n", ["a,b"]),
         ("x.tsv", "prompt;response\na;r\n", ["a"]),
+        ("x.csv", "prompt|response\na,b|r\n", ["a,b"]),
         ("x.csv", '"prompt","response","a;b;c;d"\nx;y,r,z\n', ["x;y"]),
     ],
 )

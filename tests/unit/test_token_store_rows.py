@@ -278,7 +278,9 @@ def test_store_without_enough_rows_is_rejected(tmp_path: Path) -> None:
         build_dataset(config(tmp_path / "a"), TOKENIZER, seq_len=SEQ, split="train")
 
 
-def test_shards_of_a_folder_are_indexed_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_a_folder_are_indexed_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The manifest names shards relative to its own folder, so that the store can be moved."""
     (tmp_path / "store").mkdir()
     for number, shard in enumerate(SHARDS):
@@ -294,6 +296,7 @@ def test_shards_of_a_folder_are_indexed_from_anywhere(tmp_path: Path, monkeypatc
     assert rows[0].input_ids == flat(SHARDS[0])[:SEQ]
     with pytest.raises(ValueError, match="has no shards"):
         index_folder(tmp_path, TOKENIZER)
+    assert "not in the manifest, as they are no shards or not directly in the folder: moved/0.bin, " in caplog.text
 
 
 def test_end_token_is_that_of_the_byte_tokenizer() -> None:

@@ -297,7 +297,7 @@ def _separator(file: Path) -> str:
         except csv.Error:  # a quoted name ends at another separator, or in a later line
             return 0
 
-    return max(("\t" if format_of(file) == ".tsv" else ",", ",", ";", "\t"), key=fields)
+    return max(("\t" if format_of(file) == ".tsv" else ",", ",", ";", "\t", "|"), key=fields)
 
 
 def _check_unique(where: str, columns: Sequence[str]) -> None:

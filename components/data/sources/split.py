@@ -127,10 +127,9 @@ class SourceSplit:
         """Notes on the source's folder, such as its files that are not read."""
         if not isinstance(self._cfg, RowsDataConfig):
             return []
-        location = location_of(self._cfg, self.is_eval)
+        path = location_of(self._cfg, self.is_eval).path
         both = (train_location(self._cfg), eval_location(self._cfg))
-        used = [each for each in both if each is not None and each.path == location.path]
-        return folder_notes(used) if is_local(location.path) else []
+        return folder_notes(path, [each for each in both if each is not None]) if is_local(path) else []
 
     @property
     def _in_split(self) -> np.ndarray:

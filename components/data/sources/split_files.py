@@ -74,24 +74,26 @@ def names_of_split(location: Location, names: Sequence[Path]) -> list[Path]:
     return chosen
 
 
-def folder_notes(locations: Sequence[Location]) -> list[str]:
+def folder_notes(path: str, locations: Sequence[Location]) -> list[str]:
     """Return notes on a folder: its files that are not read, and those that are read and may hold the same rows.
 
     Args:
-        locations: The splits that a run reads, of one path.
+        path: The folder, or a file, which needs no notes.
+        locations: What a run reads: splits of this path, and other paths, which may be files in the folder.
     """
-    path = locations[0].path
+    here = [each for each in locations if each.path == path]
     if is_url(path):
         from components.data.sources.objects import names_below
 
-        names = names_below(locations[0])
+        names = names_below(here[0])
     else:
         folder = Path(os.path.expanduser(path))
         names = _names_in(folder) if folder.is_dir() else []
-    splits, wanted = _splits_of(locations[0].split, names), {each.split for each in locations}
+    splits, wanted = _splits_of(here[0].split, names), {each.split for each in here}
     read = {name: None for name, split in splits.items() if split in wanted}
+    named = {*read, *(name for name in names if any(Path(path, name) == Path(each.path) for each in locations))}
     notes, formats = [], defaultdict(list)
-    if unread := [_unread(name, splits) for name in names if name not in read and not _is_expected(name, splits)]:
+    if unread := [_unread(name, splits) for name in names if name not in named and not _is_expected(name, splits)]:
         more = len(unread) - _LISTED
         notes.append("not read: " + ", ".join([*unread[:_LISTED], *([f"and {more:,} more"] if more > 0 else [])]))
     for name in read:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -28,6 +29,8 @@ from components.data.token_store.shards import IdColumn, as_ids, open_ends, open
 from components.data.token_store.vocabulary import hash_of_tokenizer
 from components.protocol.run_files import atomic_file
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
+
+logger = logging.getLogger(__name__)
 
 _IDS_AT_ONCE = 1 << 22
 _BYTES_AT_ONCE = 1 << 22
@@ -124,10 +127,12 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
         document_end: Id that ends documents in shards that store no ends: nanoGPT's, llm.c's, OLMo's.
         id_bytes: See `layout_of`.
 
+    Files that look like shards and are not listed are named in a warning.
+
     Raises ValueError if a shard is damaged or not supported, or if there is none, or OSError.
     """
     folder = folder.resolve()
-    entries = []
+    entries, unread = [], {each for each in folder.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()}
     for file in sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES):
         if file.suffix == ".safetensors":
             stored = read_entry(file)
@@ -136,6 +141,12 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
             entry = scan_shard(file, **layout_of(file, id_bytes)._asdict(), document_end=document_end)
         if entry is not None:
             entries.append(replace(entry, path=file.name))
+            unread.discard(file)
+    if unread:
+        listed = ", ".join(sorted(str(each.relative_to(folder)) for each in unread))
+        logger.warning(
+            "%s: not in the manifest, as they are no shards or not directly in the folder: %s", folder, listed
+        )
     if not entries:
         raise ValueError(f"{folder}: has no shards, files that end in {', '.join(SUFFIXES)}")
     hashed = hash_of_tokenizer(tokenizer)
