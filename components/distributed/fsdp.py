@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,6 +99,45 @@ def shard_with_fsdp2(
         # Sum instead of FSDP2's default average. Forcing ReduceOp.SUM avoids PREMUL_SUM, which gloo does not support.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def keep_uncast(model: nn.Module, parameters: Sequence[tuple[nn.Module, str]]) -> None:
+    """Let FSDP2 gather some parameters in their stored dtype, as groups of their own, before the first forward.
+
+    A group has one dtype and one policy. A unit may have several groups, but torch makes them only for several meshes.
+
+    Args:
+        parameters: Modules and names of their own parameters, of which the model need not have all.
+    """
+    for unit in fsdp_units(model) if parameters else ():
+        if "_fsdp_param_groups" not in vars(unit._get_fsdp_state()):  # an older torch, whose units have one group
+            if len({each.dtype for each in model.parameters() if each.requires_grad}) > 1:
+                raise ConfigError(
+                    f"model.dtype: this model keeps parameters in float32 beside 16 bits, which FSDP2 of torch "
+                    f"{torch.__version__} cannot shard; set model.dtype=float32, or install a newer torch"
+                )
+            return
+        for group in param_groups(unit):
+            infos = [(each, (each._module_info.module, each._module_info.param_name)) for each in group.fsdp_params]
+            kept = [each for each, owner in infos if owner in parameters and not _casts_its_input(owner[0])]
+            if kept and len(kept) < len(infos):
+                _split_off(unit, group, kept)
+            elif kept:
+                group.mp_policy = replace(group.mp_policy, param_dtype=None)
+
+
+def _casts_its_input(module: nn.Module) -> bool:
+    """Return whether a matmul gets its input in the compute dtype: FSDP2 casts the arguments of a unit."""
+    return isinstance(module, nn.Linear) and isinstance(module, FSDPModule)
+
+
+def _split_off(unit: FSDPModule, group: Any, kept: list[Any]) -> None:
+    """Move parameters of a group to one of their own that casts nothing; both have the state of a new group."""
+    new = copy.copy(group)
+    new.fsdp_params, new._post_forward_indices = kept, []
+    new.mp_policy = replace(group.mp_policy, param_dtype=None)
+    group.fsdp_params = [each for each in group.fsdp_params if each not in kept]
+    unit._get_fsdp_state()._fsdp_param_groups.append(new)
 
 
 def mixed_precision(compute_dtype: torch.dtype, param_dtype: torch.dtype) -> MixedPrecisionPolicy | None:

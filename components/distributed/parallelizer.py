@@ -29,6 +29,7 @@ from components.distributed.expert import apply_expert_parallel
 from components.distributed.fsdp import (
     Ends,
     apply_fsdp_sharding_recursively,
+    keep_uncast,
     mixed_precision,
     offload_to_cpu,
     prefetch_layers,
@@ -109,6 +110,7 @@ def parallelize(
     stages = None
     param_dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())  # skips packed 4-bit
     pp_ranks = parallelism.stage_ranks(mesh.size("pp"))
+    uncast = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in anatomy.float32]
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and anatomy.experts):
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
         notes += apply_expert_parallel(model, mesh.device_mesh[axes], anatomy)
@@ -143,6 +145,7 @@ def parallelize(
                     _norm_and_head(module, anatomy, staged=stages is not None) if has_head else (),
                 ),
             )
+            keep_uncast(module, uncast)
             prefetch_layers(module, parallelism.prefetch)
     return Layout(notes, stages)
 

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import models, training
 from components.checkpoint import stored_dtype_of
 from components.config.schema import FinetuneConfig, ModelConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
-from components.config.schema.model import DType, WeightInit
+from components.config.schema.model import Attention, DType, WeightInit
 from components.config.schema.parallelism import MeshShape, ParallelismConfig, Strategy
 from components.distributed.mesh import Mesh
+from components.models.tokenizer import byte_tokenizer
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.workload import build_workload
 from components.training.setup.prepare import prepare
@@ -111,3 +114,65 @@ def test_score_head_is_trained_in_float32_over_frozen_weights_in_bfloat16() -> N
     built(input_ids=torch.arange(8)[None]).logits.square().sum().backward()
     assert built.score.weight.grad.dtype == torch.float32
     assert built.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+MOE = {
+    **{key: value for key, value in FAMILIES["llama"].items() if key != "tie_word_embeddings"},
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+KEPT: dict[str, tuple[dict[str, Any], str]] = {
+    "deepseek_v3": ({**MOE, **LATENT, "n_routed_experts": 4}, "e_score_correction_bias"),
+    "glm4_moe": ({**MOE, "n_routed_experts": 4}, "e_score_correction_bias"),
+    "ernie4_5_moe": ({**MOE, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}, "gate.weight"),
+    "bailing_hybrid": ({**MOE, **LATENT, "num_experts": 4}, "conv1d.weight"),
+    "olmo_hybrid": ({**FAMILIES["llama"], "num_hidden_layers": 4, "pad_token_id": 0}, "A_log"),
+    "gpt_oss": ({**MOE, "num_local_experts": 4}, ""),  # norms are kept in float16 only
+}
+"""Model type -> its config, and a tensor that bfloat16 models of transformers keep in float32: buffers and parameters
+of routers, and parameters of linear attention."""
+
+
+def saved(folder: Path, family: str) -> Path:
+    """Save a model with values that 16 bits round."""
+    torch.manual_seed(0)
+    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**KEPT[family][0], "model_type": family}))
+    with torch.no_grad():
+        for each in built.state_dict().values():
+            each.add_(0.01 * torch.rand_like(each))
+    built.save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: Path, dtype: DType) -> Any:
+    cfg = ModelConfig(path=str(folder), tokenizer="bytes", dtype=dtype, attention=Attention.eager)
+    built = models.build_on_meta(cfg)
+    models.materialize(built, "cpu")
+    models.fill_weights(built, cfg, 0)
+    return built
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_tensors_that_transformers_keeps_in_float32_are_not_rounded(family: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "base", family)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    built = loaded(folder, DType.bfloat16).state_dict()
+    assert {name: each.dtype for name, each in built.items()} == {name: each.dtype for name, each in plain.items()}
+    assert all(torch.equal(each, plain[name]) for name, each in built.items())
+    kept, wide = KEPT[family][1], [name for name, each in built.items() if each.dtype == torch.float32]
+    assert any(name.endswith(kept) for name in wide) == bool(kept)
+    for dtype in (torch.bfloat16, torch.float16):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(tmp_path / "plain")
+        model = loaded(folder, DType.float32)
+        export = models.export_model(model, byte_tokenizer(), tmp_path / "export", dtype=dtype)
+        theirs, ours = (load_file(each / "model.safetensors") for each in (tmp_path / "plain", export))
+        assert {name: each.dtype for name, each in ours.items()} == {name: each.dtype for name, each in theirs.items()}
+        assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
