@@ -73,6 +73,23 @@ def test_last_lines_of_a_single_document_are_held_out(tmp_path: Path) -> None:
     assert held_out.prompts == [second.partition("\n")[0]]
 
 
+def test_held_out_end_of_a_document_with_long_lines_is_near_its_share(tmp_path: Path) -> None:
+    """Lengths of lines, the share, and the number of lines that are held out; None: none is near the share."""
+    file = tmp_path / "book.txt"
+    for lengths, fraction, count in (([90, 8, 1], 0.05, 2), ([100, 3, 4], 0.05, 1), ([50] * 20, 0.04, 1)):
+        texts = [f"{index % 10}" * (length - 1) + "\n" for index, length in enumerate(lengths)]
+        file.write_text("".join(texts))
+        held_out = build(file, "eval", 1 << 20, eval_fraction=fraction)
+        assert TOKENIZER.decode(held_out[0].input_ids) == "".join(texts[-count:]) + "</s>"
+    file.write_text("a" * 69 + "\n" + "b" * 29 + "\n" + "c")
+    with pytest.raises(
+        ConfigError, match=r"book.txt: data.eval_fraction=0.1 .*; set data.eval_fraction=0.009901 or 0.3"
+    ):
+        build(file, eval_fraction=0.1)
+    for share, end in ((0.009901, "c"), (0.3069, "b" * 29 + "\nc")):
+        assert TOKENIZER.decode(build(file, "eval", 99, eval_fraction=share)[0].input_ids) == f"{end}</s>"
+
+
 def test_folder_of_text_files_is_read_in_order(tmp_path: Path) -> None:
     for name, text in (("b.txt", "second"), ("a.txt", "first")):
         (tmp_path / name).write_text(text)

@@ -53,13 +53,19 @@ def encode_documents(
 def split_document(document: Document, fraction: float, is_eval: bool) -> Document:
     """Split a document at a line break; return its held-out end (`fraction` of it) or the part before.
 
-    Raises ConfigError if no line starts within the held-out fraction.
+    Raises ConfigError if no line starts where half to twice of that fraction is held out.
     """
-    cut = document.text.find("\n", round(len(document.text) * (1 - fraction))) + 1
-    if cut in (0, len(document.text)):
+    length, wanted = len(document.text), len(document.text) * fraction
+    first = round(length * (1 - fraction))
+    starts = (document.text.find("\n", first) + 1, document.text.rfind("\n", 0, first) + 1)
+    ends = {cut: length - cut for cut in starts if 0 < cut < length}  # characters that are held out
+    cut = next((cut for cut, end in ends.items() if wanted <= 2 * end and end <= 2 * wanted), None)
+    if cut is None:
+        shares = " or ".join(f"{end / length:.4g}" for end in ends.values())
+        remedy = f"set data.eval_fraction={shares}, or" if shares else "it has one line;"
         raise ConfigError(
-            f"{document.where}: data.eval_fraction={fraction} of it cannot be held out, because no line starts within "
-            "that fraction; increase it, or set data.eval_path"
+            f"{document.where}: data.eval_fraction={fraction} of it cannot be held out, because no line starts near "
+            f"that place; {remedy} set data.eval_path"
         )
     return Document(document.where, document.text[cut:] if is_eval else document.text[:cut])
 
