@@ -64,15 +64,29 @@ class ChatTemplate:
         """Results of probes."""
 
     def source(self, tools: list[dict[str, Any]] | None) -> str | None:
-        """Return the template for conversations with or without tools, or None if the tokenizer has none."""
+        """Return the template for conversations with or without tools, or None if the tokenizer has none.
+
+        Raises ConfigError if the tokenizer has several and none is the default.
+        """
         has_tools = tools is not None
         if has_tools not in self._sources:
+            if names := self._unchosen:
+                raise ConfigError(
+                    f"model.chat_template=null: the tokenizer has the chat templates {', '.join(names)}, and none is "
+                    "named default; set model.chat_template to one of them"
+                )
             text = self._tokenizer.get_chat_template(tools=tools) if self._tokenizer.chat_template else None
             if text and "strftime_now" in text:
                 # Today's date in a prompt would change the tokens of a run that resumes on another day.
                 text = _FIXED_CLOCK + text
             self._sources[has_tools] = text
         return self._sources[has_tools]
+
+    @property
+    def _unchosen(self) -> list[str]:
+        """Names of the templates of a tokenizer without a default one."""
+        templates: Any = self._tokenizer.chat_template
+        return sorted(templates) if isinstance(templates, dict) and "default" not in templates else []
 
     def marks_answers(self, conversation: Conversation) -> bool:
         """Return whether the template has {% generation %} blocks that a fast tokenizer can map to tokens."""
@@ -113,7 +127,7 @@ class ChatTemplate:
         calls = {**call, "tool_calls": [_probe_call("first"), _probe_call(_PROBED)]}
         answer = {"role": ASSISTANT, "content": _PROBED}
         try:
-            for tools in [None, [_PROBE_TOOL]] if self.source(None) else []:
+            for tools in [None, [_PROBE_TOOL]] if not self._unchosen and self.source(None) else []:
                 ends |= self._ends(answer, answer, _QUESTION, tools)
                 ends |= self._ends(call, calls, _probe_result(_PROBED), tools)
         except _TemplateLimitError:

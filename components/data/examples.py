@@ -158,6 +158,8 @@ def encode_scored(
     adds_special: list[bool | None] = []  # None: rejected
     for each in texts:
         conversation = each if isinstance(each, Conversation) else each.conversation
+        if conversation is not None:
+            template.source(None)  # rejects a tokenizer without a default template, of which no row is bad
         try:
             content = str(each[1]) if conversation is None else template.render(conversation).text
             if conversation is not None and usage is not None:
@@ -208,6 +210,7 @@ class _Renderer:
         self.tokenizer = tokenizer
         self.usage = usage
         self.template = ChatTemplate(tokenizer)
+        self.template.source(None)  # rejects a tokenizer without a default template, of which no row is bad
         self.is_plain = not tokenizer.chat_template
         self.ends_texts = False
         """Whether the tokenizer appends the end-of-text token to every text, which would end prompts too and answers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
-from components.models.weights.hub_files import explain_loading_error
+from components.models.weights.hub_files import error_line, explain_loading_error
 from components.protocol.run_files import RECORD, read_json
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ BYTE_CHAT_TEMPLATE = (
 
 
 def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `cfg.tokenizer`, or of `cfg.path` if that is None.
+    """Load the tokenizer of `cfg.tokenizer`, or of `cfg.path` if that is None, with the template `cfg.chat_template`.
 
     It pads on the right. If it has no pad token, the end-of-text token becomes the pad token, which is logged.
 
@@ -51,9 +51,12 @@ def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrain
             model is not trained on chats, the tokenizer has no chat template.
 
     Raises:
-        ConfigError: The tokenizer is missing or unreachable, or has neither a pad nor an end-of-text token.
+        ConfigError: The tokenizer is missing or unreachable, has neither a pad nor an end-of-text token, or lacks the
+            template.
     """
     tokenizer = _padded(cfg)
+    if cfg.chat_template is not None:
+        _set_default_template(tokenizer, cfg.chat_template)
     if checkpoint is not None and read_json(checkpoint.parent.parent / RECORD).get("recipe") == "pretrain":
         tokenizer.chat_template = None
     return tokenizer
@@ -80,6 +83,29 @@ def _padded(cfg: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no pad token: padding rows with %s", tokenizer.eos_token)
     return tokenizer
+
+
+def _set_default_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
+    """Make one of a tokenizer's chat templates, by name, or that of a file its default. Raises ConfigError.
+
+    Of several templates all are kept: a default that is replaced as `original_default`.
+    """
+    own = tokenizer.chat_template
+    named: dict[str, str] = own if isinstance(own, dict) else {} if own is None else {"default": own}
+    try:
+        text = named[chosen] if chosen in named else Path(chosen).expanduser().read_text()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.chat_template={chosen}: is neither the name of a chat template of the tokenizer "
+            f"({', '.join(sorted(named)) or 'it has none'}) nor a file that can be read ({error_line(error)}); set one"
+        ) from error
+    if not isinstance(own, dict):
+        tokenizer.chat_template = text
+        return
+    others = {name: each for name, each in own.items() if name != "default"}
+    if own.get("default", text) not in (text, *others.values()):
+        others["original_default"] = own["default"]
+    tokenizer.chat_template = {**others, "default": text}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:

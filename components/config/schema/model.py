@@ -222,6 +222,10 @@ class ModelConfig:
     """Extension of the context of a model with rotary position embeddings."""
     tokenizer: str | None = None
     """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
+    chat_template: str | None = None
+    """Name of one of the tokenizer's chat templates, or a file with one; null: the tokenizer's, and of several the one
+    named default. It becomes the default of the exported tokenizer, which keeps the others. As in transformers,
+    conversations with tools use the template named tool_use instead, if there is one."""
     dtype: DType = DType.auto
     """Dtype of the stored parameters, gradients and optimizer state: float32, bfloat16 (pure bfloat16), float64 or auto
     (float32, but bfloat16 for the frozen weights of adapters on a GPU that computes in bfloat16). Adapters, their

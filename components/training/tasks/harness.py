@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from components import data, distributed
+from components.chat_template import ChatTemplate
 from components.checkpoint.random_state import random_state, set_random_state
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
@@ -90,6 +91,8 @@ def load_tasks(cfg: TasksConfig, tokenizer: PreTrainedTokenizerBase) -> Benchmar
         return BenchmarkTasks(cfg, tokenizer, {})
     if cfg.apply_chat_template and tokenizer.chat_template is None:
         raise ConfigError("evaluation.apply_chat_template=true: the tokenizer has no chat template; set it to false")
+    if cfg.apply_chat_template:
+        ChatTemplate(tokenizer).source(None)  # rejects a tokenizer without a default template
     loaded, problems = None, list[str]()
     with _lm_eval_random_state():
         with distributed.FirstRankPerNode() as is_first:

@@ -1,0 +1,110 @@
+"""Tokenizers with several named chat templates, compared with plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from components import data, models
+from components.chat_template import ChatTemplate
+from components.config.errors import ConfigError
+from components.config.schema import ModelConfig
+from components.config.schema.data import BadRows, SftDataConfig
+from components.config.schema.model import WeightInit
+from components.config.schema.training import TasksConfig
+from components.conversation import Conversation
+from components.data import examples
+from components.models.tokenizer import BYTE_CHAT_TEMPLATE, byte_tokenizer
+from components.training.tasks.harness import load_tasks
+
+PLAIN = BYTE_CHAT_TEMPLATE
+SHOUT, RAG, TOOLS = (PLAIN.replace("<|im_start|>", f"<|im_start|>{name} ") for name in ("!", "rag", "tools"))
+NAMED = {"shout": SHOUT, "rag": RAG}
+ASKED = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+NAMES = r"model\.chat_template=null: the tokenizer has the chat templates rag, shout, and none is named default; set"
+
+
+def saved(folder: Path, templates: Any) -> str:
+    """Save the byte tokenizer with these templates by plain transformers."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(folder: Path, templates: Any, chosen: str | None = None) -> Any:
+    path = saved(folder / "tokenizer", templates)
+    cfg = ModelConfig(tokenizer=path, chat_template=chosen, init=WeightInit.random, config={"model_type": "llama"})
+    return models.load_tokenizer(cfg)
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize(
+    ("templates", "chosen", "plain", "with_tools"),
+    [
+        (NAMED, "rag", RAG, RAG),
+        (NAMED, "FILE", TOOLS, TOOLS),
+        ({**NAMED, "default": PLAIN}, None, PLAIN, PLAIN),
+        ({**NAMED, "default": PLAIN}, "shout", SHOUT, SHOUT),
+        ({**NAMED, "default": PLAIN, "tool_use": TOOLS}, None, PLAIN, TOOLS),
+        ({**NAMED, "tool_use": TOOLS}, "rag", RAG, TOOLS),
+        ({**NAMED, "tool_use": TOOLS}, "tool_use", TOOLS, TOOLS),
+        (PLAIN, "default", PLAIN, PLAIN),
+        (PLAIN, "FILE", TOOLS, TOOLS),
+        (None, "FILE", TOOLS, TOOLS),
+    ],
+)
+def test_the_chosen_template_is_used_and_exported_as_the_default(
+    templates: Any, chosen: str | None, plain: str, with_tools: str, tools: Any, tmp_path: Path
+) -> None:
+    """Training, prompts and the saved tokenizer read by plain transformers; no template of the base is lost."""
+    file = tmp_path / "my.jinja"
+    file.write_text(TOOLS)
+    tokenizer = loaded(tmp_path, templates, str(file) if chosen == "FILE" else chosen)
+    source = with_tools if tools else plain
+    options: Any = {"tools": tools, "tokenize": False}
+    expected = byte_tokenizer().apply_chat_template(ASKED, chat_template=source, **options)
+
+    conversation = Conversation("here", ASKED, tools)
+    assert ChatTemplate(tokenizer).render(conversation).text == expected
+    (sample,) = data.encode_conversations(tokenizer, [conversation])
+    assert tokenizer.decode(sample.input_ids) == expected.rstrip("\n")
+    if tools is None:
+        prompt = byte_tokenizer().apply_chat_template(ASKED[:1], chat_template=source, add_generation_prompt=True)
+        assert models.encode_messages(tokenizer, ASKED[:1]) == prompt["input_ids"]
+        assert models.encode_prompt(tokenizer, "Why?") == prompt["input_ids"]
+
+    tokenizer.save_pretrained(tmp_path / "export")
+    again: Any = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert again.apply_chat_template(ASKED, **options) == expected
+    if isinstance(templates, dict):
+        kept = {name: text for name, text in templates.items() if name != "default"}
+        assert kept.items() <= again.chat_template.items()
+        assert set(templates.values()) <= set(again.chat_template.values())
+
+
+@pytest.mark.parametrize("chosen", ["Rag", "nowhere.jinja"])
+def test_a_template_that_does_not_exist_is_refused_with_the_names(chosen: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.chat_template={chosen}: .*\(rag, shout\).* set one"):
+        loaded(tmp_path, NAMED, chosen)
+
+
+def test_a_tokenizer_without_a_default_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:
+    """All rows are refused alike, not one by one as bad rows; plain text needs no template."""
+    tokenizer = loaded(tmp_path, NAMED)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Why?", "response": "Because."}\n')
+    cfg = SftDataConfig(path=str(tmp_path / "rows.jsonl"), bad_rows=BadRows.drop, eval_fraction=0.5, cache=None)
+    conversation = Conversation("here", ASKED)
+    for needs_it in (
+        lambda: data.build_dataset(cfg, tokenizer, seq_len=64, split="train"),
+        lambda: examples.encode_scored(tokenizer, [conversation]),
+        lambda: models.encode_prompt(tokenizer, "Why?"),
+        lambda: load_tasks(TasksConfig(tasks=["x"], apply_chat_template=True), tokenizer),
+    ):
+        with pytest.raises(ConfigError, match=NAMES):
+            needs_it()
+    assert ChatTemplate(tokenizer).stop_tokens == {"<|im_end|>": tokenizer.eos_token_id}
