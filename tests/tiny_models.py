@@ -49,10 +49,16 @@ def tiny_config(family: str) -> PreTrainedConfig:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def tiny_folder(folder: Path, family: str, seed: int = 0) -> Path:
-    """Save a model of a family, with all parameters random, with `save_pretrained`, and return the folder."""
+def tiny_folder(folder: Path, family: str, seed: int = 0, **values: Any) -> Path:
+    """Save a model of a family, with all parameters random, with `save_pretrained`, and return the folder.
+
+    Args:
+        values: Further fields of the config.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    config = tiny_config(family)
+    config.update(values)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + 0.1)

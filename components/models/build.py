@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 VOCAB_MULTIPLE = 8
 """A vocabulary size derived from a tokenizer is rounded up to this, for tensor cores and tensor parallelism."""
 
+POSITIONS = re.compile(r"pos|wpe")
+"""Names of tables of position embeddings."""
 BUILT_FROM = "built_from"
 """Attribute of a model: the ModelConfig that it was built from. Exports copy from its files what is not trained."""
 
@@ -100,6 +102,10 @@ def build_on_meta(
         return_token_scores(model)
     for name in encoder_parameters(model):  # without a gradient, weight decay would still move them
         model.get_parameter(name).requires_grad_(False)
+    for name, module in model.named_modules():
+        # Padding has no effect on the loss, and a token that also ends texts must get a gradient where it is read.
+        if isinstance(module, nn.Embedding) and not POSITIONS.search(name):
+            module.padding_idx = None
     _load_generation_config(model, cfg)
     model.config.use_cache = False
     if DType.float64 in (cfg.dtype, cfg.compute_dtype):
@@ -149,7 +155,7 @@ def check_positions(model: PreTrainedModel, key: str, seq_len: int) -> None:
     tables += [(name, len(table)) for name, table in model.named_buffers() if name.endswith("embed_positions")]
     for name, size in tables:
         # OPT's table begins with two unused rows. Encoders of images have tables of other sizes.
-        if re.search(r"pos|wpe", name) and declared <= size <= declared + 2:
+        if POSITIONS.search(name) and declared <= size <= declared + 2:
             raise ConfigError(
                 f"{key}={seq_len}: must be at most {declared}, the number of positions that the model has embeddings "
                 f"for; lower {key}"

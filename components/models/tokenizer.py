@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,14 @@ def _padded(cfg: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no pad token: padding rows with %s", tokenizer.eos_token)
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer without the pad token that `load_tokenizer` gave it, if it had none. Raises OSError."""
+    if tokenizer.pad_token_id is not None and tokenizer.init_kwargs.get("pad_token") is None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
 
 
 def _set_default_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from filelock import FileLock
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -27,13 +28,16 @@ from transformers import (
 from components.config.errors import ConfigError
 from components.config.schema.model import DType, ModelConfig, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
 from components.models import (
+    add_adapters,
     build_on_meta,
     checkpoint_activations,
     compile_layers,
     count_parameters,
     decoder_layers,
     export_model,
+    export_run,
     fill_weights,
     generate,
     initialize_weights,
@@ -41,6 +45,7 @@ from components.models import (
     materialize,
 )
 from components.models.compile import is_truncated, remove_truncated_libraries
+from components.models.tokenizer import byte_tokenizer
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.weight_files import WeightFiles
 from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
@@ -305,6 +310,57 @@ def test_export_has_the_tensor_names_that_transformers_writes(family: str, tmp_p
     narrow = export_model(model, load_tokenizer(cfg), tmp_path / "narrow", dtype=torch.bfloat16)
     assert AutoModelForCausalLM.from_pretrained(narrow, dtype="auto").dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(narrow).pad_token_id == 258
+
+
+def pad_tokens(folder: Path) -> list[object]:
+    """Return the pad tokens that a folder names: in its configs, by id, and in its tokenizer's, by text."""
+    names = {
+        "config.json": "pad_token_id",
+        "generation_config.json": "pad_token_id",
+        "tokenizer_config.json": "pad_token",
+    }
+    return [json.loads((folder / file).read_text()).get(key) for file, key in names.items()]
+
+
+@pytest.mark.parametrize(
+    ("token", "text"), [(None, None), (None, "<|pad|>"), (258, "<|pad|>"), (257, "<|im_end|>"), (0, None)]
+)
+@pytest.mark.parametrize("peft", [PeftConfig(), PeftConfig(method=PeftMethod.lora, export=PeftExport.both)])
+def test_exports_name_the_pad_token_of_the_pretrained_model(
+    token: int | None, text: str | None, peft: PeftConfig, tmp_path: Path
+) -> None:
+    saved = tiny_folder(tmp_path / "saved", "llama", pad_token_id=token)
+    own = byte_tokenizer()
+    own.pad_token = text
+    own.save_pretrained(saved)
+    cfg = ModelConfig(path=str(saved))
+    tokenizer, model = load_tokenizer(cfg), build_on_meta(cfg)
+    assert tokenizer.pad_token_id is not None  # rows are padded
+    add_adapters(model, peft)
+    materialize(model, "cpu")
+    fill_weights(model, cfg, 0)
+    for folder in export_run(model, tokenizer, tmp_path, cfg, peft):
+        assert AutoTokenizer.from_pretrained(folder).pad_token == text
+        assert folder.name == "adapter" or pad_tokens(folder) == pad_tokens(saved)
+
+
+def test_a_pad_token_that_ends_texts_gets_the_gradient_of_rows_without_padding(tmp_path: Path) -> None:
+    saved = tiny_folder(tmp_path, "llama3", pad_token_id=257)
+    cfg = ModelConfig(path=str(saved), tokenizer="bytes")
+    model = build_on_meta(cfg)
+    materialize(model, "cpu")
+    fill_weights(model, cfg, 0)
+    rows = [[5, 257, 9, 8, 257, 3], [7, 257, 2]]
+    padded = torch.tensor([row + [257] * (6 - len(row)) for row in rows])
+    targets = torch.tensor([row[1:] + [-100] * (7 - len(row)) for row in rows])
+    F.cross_entropy(model(input_ids=padded).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    plain = AutoModelForCausalLM.from_pretrained(saved, pad_token_id=None)
+    for row in rows:
+        logits = plain(input_ids=torch.tensor([row])).logits[0, :-1]
+        F.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").backward()
+    ours, theirs = (each.get_input_embeddings().weight.grad for each in (model, plain))
+    assert theirs[257].abs().max() > 0.01
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("a bug"), KeyboardInterrupt()])

@@ -19,6 +19,7 @@ from components.models.lora import ADAPTER_PARAMETERS, expert_factors, quantized
 from components.models.lora.experts import FACTORS, stores_transposed
 from components.models.meta_copy import meta_copy
 from components.models.quantization.nf4 import unpacked_reader
+from components.models.tokenizer import save_tokenizer
 from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.shards import Index
@@ -74,7 +75,10 @@ def write_adapter(
         stored = _in_peft_layout(tensors)
         write_file(new_folder.path / "adapter_model.safetensors", stored)
         config.save_pretrained(new_folder.path)  # type: ignore[attr-defined]
-        tokenizer.save_pretrained(new_folder.path)
+        if f"{SCORE}.weight" in tensors:
+            tokenizer.save_pretrained(new_folder.path)
+        else:
+            save_tokenizer(tokenizer, new_folder.path)
         base = config.base_model_name_or_path or "a model from scratch"  # type: ignore[attr-defined]
         (new_folder.path / "README.md").write_text(_card(folder.name, base, card, tensors))
         new_folder.publish()

@@ -17,6 +17,7 @@ from components.exchange import broadcast_json, this_rank
 from components.models.anatomy import transformers_class
 from components.models.classifier import TokenScores
 from components.models.meta_copy import meta_copy
+from components.models.tokenizer import save_tokenizer
 from components.models.weights.adapter_files import Merge, export_adapter
 from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.names import saved_tensors
@@ -253,7 +254,7 @@ def _write_configs(
     config.architectures = [transformers_class(model).__name__]
     config.dtype = dtype or config.dtype
     config.use_cache = True
-    _align_special_tokens(config, tokenizer)
+    _align_special_tokens(config, model, tokenizer)
     if untrained is not None:
         config = untrained.whole_config(config)
     # Not save_pretrained, which rejects values that some models on the hub have.
@@ -261,24 +262,31 @@ def _write_configs(
     if not isinstance(model, TokenScores):
         generation = copy.deepcopy(model.generation_config)
         declared = generation.eos_token_id
-        _align_special_tokens(generation, tokenizer)
+        _align_special_tokens(generation, model, tokenizer)
         if not generation._from_model_config and isinstance(declared, int):  # from a generation_config.json
             generation.eos_token_id = [declared]
         _add_stop_tokens(generation, tokenizer)
         generation.to_json_file(folder / "generation_config.json")
-    tokenizer.save_pretrained(folder)
+    if isinstance(model, TokenScores):
+        tokenizer.save_pretrained(folder)
+    else:
+        save_tokenizer(tokenizer, folder)
     if untrained is not None:
         untrained.copy_processor(folder)
     (folder / "README.md").write_text(card)
 
 
-def _align_special_tokens(config: PreTrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set special tokens in a config to those of the tokenizer; a list is extended."""
-    tokens = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+def _align_special_tokens(
+    config: PreTrainedConfig | GenerationConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Set special tokens in a config to those of the tokenizer; a list is extended.
+
+    The pad token stays that of the pretrained model, because transformers gives the embedding of a pad token no
+    gradient. Only a score model needs one, to find the scored token of each row of a batch.
+    """
+    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    if isinstance(model, TokenScores):
+        tokens["pad_token_id"] = tokenizer.pad_token_id
     for key, token in tokens.items():
         current = getattr(config, key, None)
         if token is not None and not (isinstance(current, list) and token in current):
