@@ -162,7 +162,7 @@ def test_missing_file_and_empty_folder_are_reported(tmp_path):
     assert same_problems(sft_config(tmp_path)) == [
         f"data.path={tmp_path}: the folder contains no file of a supported format "
         "(.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt, or compressed with gzip or zstd, such as "
-        ".jsonl.gz and .jsonl.zst)"
+        ".jsonl.gz and .jsonl.zst); it has none"
     ]
     file = write(tmp_path / "x.jsonl", ROWS)
     (problem,) = same_problems(sft_config(file, eval_path=str(tmp_path / "y.csv")), "eval")

@@ -78,6 +78,16 @@ def test_every_readable_file_of_a_folder_is_read_and_the_others_are_named(tmp_pa
     assert sorted(sample_texts(texts)) == [f"{letter}</s>" for letter in "abcdefg"]
 
 
+def test_many_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    for number in range(25):
+        (tmp_path / f"{number:02}.xlsx").touch()
+    listed = ", ".join(f"{number:02}.xlsx" for number in range(20)) + ", and 5 more"
+    cfg = SftDataConfig(path=str(tmp_path), eval_fraction=0)
+    assert check_files(cfg)[0].endswith(f"; it has {listed}")
+    (tmp_path / "a.jsonl").write_bytes(lines("a"))
+    assert f"; not read: {listed}" in read(cfg)[1]
+
+
 def test_text_files_are_read_in_a_folder_without_files_of_rows(tmp_path: Path) -> None:
     for name in ("one.txt", "TWO.TXT", "three.txt.gz"):
         content = name.encode()

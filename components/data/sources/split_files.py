@@ -63,10 +63,12 @@ def names_of_split(location: Location, names: Sequence[Path]) -> list[Path]:
     setting = f"{location.key}={location.path}"
     splits = _splits_of(location.split, names)
     if not splits:
-        raise ConfigError(f"{setting}: the folder contains no file of a supported format ({SUPPORTED})")
+        raise ConfigError(
+            f"{setting}: the folder contains no file of a supported format ({SUPPORTED}); it has {_listed(names)}"
+        )
     chosen = [name for name, split in splits.items() if split == location.split]
     if not chosen:
-        available = ", ".join(sorted({split for split in splits.values() if split})) or "none"
+        available = _listed(sorted({split for split in splits.values() if split}))
         raise ConfigError(
             f"{setting}: the folder has no split {location.split!r}, it has {available}; choose one of these, or "
             f"name a file {location.split}.jsonl"
@@ -94,8 +96,7 @@ def folder_notes(path: str, locations: Sequence[Location]) -> list[str]:
     named = {*read, *(name for name in names if any(Path(path, name) == Path(each.path) for each in locations))}
     notes, formats = [], defaultdict(list)
     if unread := [_unread(name, splits) for name in names if name not in named and not _is_expected(name, splits)]:
-        more = len(unread) - _LISTED
-        notes.append("not read: " + ", ".join([*unread[:_LISTED], *([f"and {more:,} more"] if more > 0 else [])]))
+        notes.append(f"not read: {_listed(unread)}")
     for name in read:
         formats[name.with_name(without_format(name))].append(str(name))
     same = [", ".join(names) for names in formats.values() if len(names) > 1]
@@ -156,6 +157,11 @@ def _unread(name: Path, splits: Mapping[Path, str | None]) -> str:
     if name in splits:
         return f"{name} (split {splits[name]})" if splits[name] else f"{name} (in no split)"
     return f"{name} (text beside files of rows)" if format_of(name) == ".txt" and splits else str(name)
+
+
+def _listed(names: Sequence[object]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join([*map(str, names[:_LISTED]), *([f"and {more:,} more"] if more > 0 else [])]) or "none"
 
 
 def _is_expected(name: Path, splits: Mapping[Path, str | None]) -> bool:
