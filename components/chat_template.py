@@ -171,15 +171,15 @@ class ChatTemplate:
                 return Rendering(str(text), [])
         except CpuLimitError as error:
             raise _TemplateLimitError(
-                f"the chat template did not finish within {RENDER_SECONDS:g} s of CPU time; set "
-                "model.tokenizer to a tokenizer with another chat template"
+                f"the chat template did not finish within {RENDER_SECONDS:g} s of CPU time; set model.chat_template to "
+                "another one"
             ) from error
         except TemplateError as error:
             raise _TemplateError(f"the chat template rejects this conversation: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise _TemplateError(
                 f"the chat template fails on this conversation: {type(error).__name__}: {error}; change it to "
-                "the form that the template expects, or set model.tokenizer to one with another chat template"
+                "the form that the template expects, or set model.chat_template to another one"
             ) from error
 
     def _located(self, problem: str, messages: list[Message], given: Mapping[str, Any]) -> str:

@@ -120,7 +120,7 @@ def encode_conversations(
             problem = (
                 f"{conversation.where}: the chat template renders an earlier turn of the answer differently from its "
                 "last turn, so that no single sample contains the answer; use answers of one turn, or set "
-                "model.tokenizer to one with another chat template"
+                "model.chat_template to another one"
             )
             _record(ConfigError(problem), conversation.where, bad)
             group = None
@@ -238,7 +238,7 @@ class _Renderer:
             if not through.blocks:
                 raise ConfigError(
                     f"{conversation.where}: the chat template's {{% generation %}} blocks mark no part of message "
-                    f"{answer}, an assistant turn; correct the template, or set model.tokenizer to another one"
+                    f"{answer}, an assistant turn; correct the template, or set model.chat_template to another one"
                 )
         elif not through.text.startswith(prompt.text):
             # Some templates add text to the generation prompt that a finished answer omits (such as <think>).
@@ -247,7 +247,7 @@ class _Renderer:
                 raise ConfigError(
                     f"{conversation.where}: the tokenizer's chat template renders the messages before message {answer} "
                     "differently once that answer follows, so the loss mask is ambiguous; "
-                    "set model.tokenizer to one with another chat template"
+                    "set model.chat_template to another one"
                 )
         ended = self.template.with_end(conversation, answer, through)
         if self.usage is not None:
@@ -322,7 +322,7 @@ class _Renderer:
         if end is None or self.tokenizer(end, add_special_tokens=False)["input_ids"] != [end_id]:
             raise ConfigError(
                 f"the tokenizer has no chat template and its end-of-text token is {end!r}, so the end of an answer "
-                "cannot be marked; set model.tokenizer to a tokenizer that has either"
+                "cannot be marked; set model.chat_template, or model.tokenizer to a tokenizer that has either"
             )
 
 

@@ -302,8 +302,8 @@ def _no_pairs_problem(pairs: PairDataset, seq_len: int) -> str:
         remedy = f"seq_len={seq_len} is too short; raise training.seq_len (in evaluate.py evaluation.seq_len)"
     elif facts.dropped_equal:
         remedy = (
-            "the chat template renders both answers of each pair alike; correct the rows, or set model.tokenizer to "
-            "one with another chat template"
+            "the chat template renders both answers of each pair alike; correct the rows, or set "
+            "model.chat_template to another one"
         )
     else:
         return no_good_row(facts.source, pairs.bad)

@@ -258,7 +258,7 @@ def test_pairs_of_equal_tokens_are_dropped_and_counted(tmp_path: Path, case: str
     write(file, [row, row])
     with pytest.raises(ConfigError, match="2 pairs of equal answers dropped.*no pair remains: ") as caught:
         built()
-    assert ("raise training.seq_len" if "seq_len" in keys else "set model.tokenizer to one") in str(caught.value)
+    assert ("raise training.seq_len" if "seq_len" in keys else "set model.chat_template") in str(caught.value)
 
 
 def test_answers_that_differ_in_one_token_remain(tmp_path: Path) -> None:
