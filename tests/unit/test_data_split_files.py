@@ -113,6 +113,21 @@ def test_files_of_unused_splits_are_named_and_names_of_splits_may_be_in_capitals
     assert read(SftDataConfig(path=str(tmp_path), eval_split="test"), "eval")[0] == ["TEST.jsonl"]
 
 
+def test_files_of_the_held_out_split_are_not_trained_on_whatever_its_name(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "mine.jsonl"):
+        (tmp_path / name).write_bytes(lines(name))
+    cfg = SftDataConfig(path=str(tmp_path), eval_split="mine")
+    (problem,) = check_files(cfg)
+    assert problem.startswith(f"data.path={tmp_path}: the folder has no split 'train', it has mine;")
+    (tmp_path / "a.jsonl").rename(tmp_path / "train.jsonl")
+    assert [read(cfg, split)[0] for split in ("train", "eval")] == [["a.jsonl"], ["mine.jsonl"]]
+    assert "not read" not in read(cfg)[1]
+    (tmp_path / "mine.jsonl").rename(tmp_path / "train_small.jsonl")
+    assert read(SftDataConfig(path=str(tmp_path), eval_fraction=0))[0] == ["a.jsonl", "mine.jsonl"]
+    cfg = SftDataConfig(path=str(tmp_path), eval_split="train_small")
+    assert [read(cfg, split)[0] for split in ("train", "eval")] == [["a.jsonl"], ["mine.jsonl"]]
+
+
 def test_links_to_folders_are_followed_and_broken_ones_are_reported(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "b.jsonl").write_bytes(lines("b"))

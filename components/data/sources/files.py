@@ -70,6 +70,8 @@ class Location(NamedTuple):
     """Whether this is another split of data.path than the training split, so that data.path cannot be a single file."""
     cache: str | None = None
     """Folder that objects of a store are copied to; None: `path` is not a URL."""
+    other_split: str | None = None
+    """Name of the other split that the run reads from the path, whose files do not belong to this one."""
 
 
 STDLIB = "python:stdlib"

@@ -73,7 +73,8 @@ class BadRowError(ValueError):
 
 def train_location(cfg: RowsDataConfig) -> Location:
     """Return the location of the training rows."""
-    return Location("data.path", cfg.path, cfg.split, cache=cfg.cache)
+    other_split = cfg.eval_split if cfg.eval_path is None else None
+    return Location("data.path", cfg.path, cfg.split, cache=cfg.cache, other_split=other_split)
 
 
 def eval_location(cfg: RowsDataConfig) -> Location | None:
@@ -81,7 +82,7 @@ def eval_location(cfg: RowsDataConfig) -> Location | None:
     if cfg.eval_path is not None:
         return Location("data.eval_path", cfg.eval_path, cfg.eval_split or cfg.split, cache=cfg.cache)
     if cfg.eval_split is not None:
-        return Location("data.path", cfg.path, cfg.eval_split, is_further_split=True, cache=cfg.cache)
+        return Location("data.path", cfg.path, cfg.eval_split, True, cache=cfg.cache, other_split=cfg.split)
     return None
 
 
@@ -233,10 +234,9 @@ def _label_in(cfg: LabelsDataConfig, row: Row, label_of: Callable[..., int | Non
     rule = [f"one of {', '.join(names)}"] if names else []
     if all(number_of(name) is None for name in names):
         rule.insert(0, f"a number from 0 to {len(cfg.labels) - 1}")
-    key = "label_names" if names else "num_labels"
+    key = "data.label_names" if names else "data.num_labels, or set data.label_names"
     raise BadRowError(
-        f"data.label_column={cfg.label_column}: holds {kind_of(value)}{missing}; must be {', or '.join(rule)} "
-        f"(data.{key})"
+        f"data.label_column={cfg.label_column}: holds {kind_of(value)}{missing}; must be {', or '.join(rule)} ({key})"
     )
 
 

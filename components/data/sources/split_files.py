@@ -61,7 +61,7 @@ def check_single_file(location: Location, file: Path) -> None:
 def names_of_split(location: Location, names: Sequence[Path]) -> list[Path]:
     """Return the files of a folder that belong to a split; paths are relative to the folder. Raises ConfigError."""
     setting = f"{location.key}={location.path}"
-    splits = _splits_of(location.split, names)
+    splits = _splits_of(location, names)
     if not splits:
         raise ConfigError(
             f"{setting}: the folder contains no file of a supported format ({SUPPORTED}); it has {_listed(names)}"
@@ -91,9 +91,10 @@ def folder_notes(path: str, locations: Sequence[Location]) -> list[str]:
     else:
         folder = Path(os.path.expanduser(path))
         names = _names_in(folder) if folder.is_dir() else []
-    splits, wanted = _splits_of(here[0].split, names), {each.split for each in here}
+    splits, wanted = _splits_of(here[0], names), {each.split for each in here}
     read = {name: None for name, split in splits.items() if split in wanted}
-    named = {*read, *(name for name in names if any(Path(path, name) == Path(each.path) for each in locations))}
+    elsewhere = {Path(each.path) for each in locations if each.path != path}
+    named = {*read, *(name for name in (names if elsewhere else ()) if Path(path, name) in elsewhere)}
     notes, formats = [], defaultdict(list)
     if unread := [_unread(name, splits) for name in names if name not in named and not _is_expected(name, splits)]:
         notes.append(f"not read: {_listed(unread)}")
@@ -122,23 +123,30 @@ def _names_in(folder: Path) -> list[Path]:
     return sorted(names)
 
 
-def _splits_of(wanted: str, names: Sequence[Path]) -> Mapping[Path, str | None]:
+def _splits_of(location: Location, names: Sequence[Path]) -> Mapping[Path, str | None]:
     """Return the split of each data file, None if it has none: all are train if no name has a split's prefix."""
     found = [name for name in names if format_of(name) and not _is_hidden(name)]
     for kept in (lambda name: name.name not in _METADATA, lambda name: format_of(name) != ".txt"):
         found = [name for name in found if kept(name)] or found
     saved = [name.parent for name in names if name.name == _SAVED_DICT]
-    splits = {name: _split_of(name, wanted, saved) for name in found}
+    known = [split for split in (location.split, location.other_split, *_SPLITS) if split is not None]
+    known.sort(key=len, reverse=True)  # train_small.jsonl belongs to train only without a split train_small
+    splits = {name: _split_of(name, known, saved) for name in found}
     return splits if any(splits.values()) else dict.fromkeys(found, "train")
 
 
-def _split_of(name: Path, wanted: str, saved: Sequence[Path]) -> str | None:
-    """Return the split of a file. saved: Folders in which each split has a folder of its name."""
+def _split_of(name: Path, known: Sequence[str], saved: Sequence[Path]) -> str | None:
+    """Return the split of a file.
+
+    Args:
+        known: Names of splits, of two that fit the first one.
+        saved: Folders in which each split has a folder of its name.
+    """
     for folder in saved:
         if name.parent != folder and name.is_relative_to(folder):
             return name.relative_to(folder).parts[0]
     for part in (*name.parts[:-1], name.stem):
-        for split in (wanted, *_SPLITS):
+        for split in known:
             prefixes = tuple(f"{split}{end}".lower() for end in "-_.")
             if part.lower() == split.lower() or part.lower().startswith(prefixes):
                 return split
