@@ -49,6 +49,7 @@ def read_options(arguments: list[str]) -> Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=512, help="most tokens of an answer (default: 512)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="system message; empty: none (default: data.system_prompt)")
+    parser.add_argument("--chat-template", metavar="NAME", help="as model.chat_template (default: that of the run)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's repository")
     options = parser.parse_args(arguments)
     raise_all(_option_problems(options))
@@ -83,11 +84,14 @@ def _option_problems(options: Namespace) -> list[str]:
 def chat(options: Namespace, screen: Screen) -> None:
     """Load the model, and answer until the input ends. Raises ConfigError."""
     source = find_source(options.model, trust_remote_code=options.trust_remote_code)
+    if options.chat_template is not None:
+        source.model.chat_template = options.chat_template
 
     with screen.loading():
         import torch
 
         from components import models
+        from components.chat_template import ChatTemplate
         from scripts._chat.chat_model import load_chat_model
         from scripts._chat.conversation import Conversation
 
@@ -95,6 +99,8 @@ def chat(options: Namespace, screen: Screen) -> None:
         loaded = load_chat_model(source, torch.device("cuda" if uses_gpu else "cpu"))
         sampling = models.Sampling(options.temperature, options.top_p, options.seed, options.top_k)
         conversation = Conversation(loaded, sampling, options.max_new_tokens)
+        if conversation.has_template:
+            ChatTemplate(loaded.tokenizer).source(None)  # rejects several templates without a default one
         system = source.system if options.system is None else options.system
         conversation.set_system(system)
     screen.heading(loaded.title)
@@ -154,7 +160,7 @@ def main(arguments: list[str]) -> int:
     try:
         chat(read_options(arguments), open_screen())
     except ConfigError as error:
-        print_problems(error.problems)
+        print_problems([each.replace("model.chat_template", "--chat-template") for each in error.problems])
         return EXIT_INVALID
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

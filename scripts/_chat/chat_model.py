@@ -93,7 +93,7 @@ def _from_adapter(source: AdapterSource, device: torch.device) -> ChatModel:
     from peft import PeftModel  # takes two seconds to import
     from safetensors import SafetensorError
 
-    cfg = _in_its_dtype(source.base, device)
+    cfg = _in_its_dtype(source.model, device)
     if any((source.path / name).is_file() for name in TOKENIZER_FILES):
         cfg = replace(cfg, tokenizer=str(source.path))
     tokenizer = models.load_tokenizer(cfg)

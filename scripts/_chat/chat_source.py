@@ -62,7 +62,8 @@ class AdapterSource:
     """A folder in the format of PEFT."""
 
     path: Path
-    base: ModelConfig
+    model: ModelConfig
+    """The base model that the adapter is applied to."""
     system: str = ""
     """System message of the data of the run that wrote it; empty: none."""
 
@@ -161,7 +162,9 @@ def _export(path: Path, trusts: bool) -> ExportSource:
     if str(architectures[0]).endswith("ForSequenceClassification"):
         raise ConfigError(f"{path}: {SCORES}")
     raise_all(check_weights(str(path), "RUN"))
-    return ExportSource(path, ModelConfig(path=str(path), trust_remote_code=trusts), _system_message(path.parent / CONFIG))
+    return ExportSource(
+        path, ModelConfig(path=str(path), trust_remote_code=trusts), _system_message(path.parent / CONFIG)
+    )
 
 
 def _adapter(path: Path, trusts: bool) -> AdapterSource:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from components import data, models
 from components.chat_template import ChatTemplate
@@ -19,6 +21,7 @@ from components.conversation import Conversation
 from components.data import examples
 from components.models.tokenizer import BYTE_CHAT_TEMPLATE, byte_tokenizer
 from components.training.tasks.harness import load_tasks
+from scripts import chat
 
 PLAIN = BYTE_CHAT_TEMPLATE
 SHOUT, RAG, TOOLS = (PLAIN.replace("<|im_start|>", f"<|im_start|>{name} ") for name in ("!", "rag", "tools"))
@@ -108,3 +111,18 @@ def test_a_tokenizer_without_a_default_template_is_refused_where_one_is_needed(t
         with pytest.raises(ConfigError, match=NAMES):
             needs_it()
     assert ChatTemplate(tokenizer).stop_tokens == {"<|im_end|>": tokenizer.eos_token_id}
+
+
+def test_chats_need_the_name_of_a_template_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The option that the message names works, for a model trained on text whose tokenizer has no default template."""
+    folder, vocabulary = saved(tmp_path, NAMED), len(byte_tokenizer())
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
+    command = [folder, "--device", "cpu", "--max-new-tokens", "2"]
+    assert chat.main(command) == 2
+    assert "--chat-template=null: the tokenizer has the chat templates rag, shout, and none" in capsys.readouterr().err
+    assert chat.main([*command, "--chat-template", "rag"]) == 0
