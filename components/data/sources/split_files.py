@@ -139,7 +139,7 @@ def _split_of(name: Path, known: Sequence[str], saved: Sequence[Path]) -> str | 
     """Return the split of a file.
 
     Args:
-        known: Names of splits, of two that fit the first one.
+        known: Names of splits, the longest first.
         saved: Folders in which each split has a folder of its name.
     """
     for folder in saved:
