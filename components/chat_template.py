@@ -26,7 +26,7 @@ _FIXED_CLOCK = (
     "{%- endmacro -%}"
 )
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBED = "probed"
+_PROBED = "75317"  # digits, which no filter of a template changes
 _QUESTION: Message = {"role": "user", "content": "question"}
 _PROBE_TOOL = {
     "type": "function",
@@ -206,13 +206,16 @@ class ChatTemplate:
         return None
 
     def _probe(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> str:
-        """Render messages as they are. Returns "" if the template rejects them."""
-        try:
-            return self._run(list(messages), {"tools": tools, "add_generation_prompt": False}).text
-        except _TemplateLimitError:
-            raise
-        except _TemplateError:
-            return ""
+        """Render messages as they are, after a system message if the template requires one. Returns "" if it fails."""
+        given = {"tools": tools, "add_generation_prompt": False}
+        for opening in ([], [{"role": "system", "content": "probe"}]):
+            try:
+                return self._run([*opening, *messages], given).text
+            except _TemplateLimitError:
+                raise
+            except _TemplateError:
+                continue
+        return ""
 
     def _adapted(self, message: Message, tools: list[dict[str, Any]] | None) -> Message:
         """Return a message in the form that the template renders."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import models, pre_tokenizers
 
+from components.chat_template import ChatTemplate
 from components.config.errors import ConfigError
 from components.config.schema.data import SftDataConfig, UnusedKeys
 from components.conversation import Conversation
@@ -143,6 +144,42 @@ def test_answers_without_a_stop_token_are_reported(tmp_path: Path):
     assert target_texts(ignoring, encode_one(ignoring, chat("a", "b"))) == ["ASSISTANT: b</s>"]
     assert "; 2 answers are trained with their header" in notes_of(tmp_path, ignoring, ["b", "c"])
     assert "header" not in notes_of(tmp_path, ending, ["b", "c"])
+
+
+def form(turn: str, prompt: str = "<|assistant|>", begin: str = "") -> str:
+    turns = "{% for m in messages %}<|{{ m.role }}|>" + turn + "{% endfor %}"
+    return begin + turns + "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+
+
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "targets"),
+    [
+        (form("{{ m.content }}<|end|>"), ["</s>", "<|end|>"], ["b<|end|>", "d<|end|>"]),
+        (form("{{ m.content | upper }}<|end|>"), ["</s>", "<|end|>"], ["B<|end|>", "D<|end|>"]),
+        (form("{{ m.content }}<|end|>", begin=NEEDS_SYSTEM), ["</s>", "<|end|>"], ["b<|end|>", "d<|end|>"]),
+        (form("{{ m.content }}"), ["</s>", "<|user|>"], ["b<|user|>", "d<|user|>"]),
+        (form("\n{{ m.content }}\n", "<|assistant|>\n"), ["</s>", "<|user|>"], ["b\n<|user|>", "d\n<|user|>"]),
+        (form("{{ m.content }}{% if not loop.last %}{{ eos_token }}{% endif %}"), ["</s>"], ["b</s>", "d</s>"]),
+        (form("{{ m.content }}{% if loop.last %}</s>{% endif %}"), ["</s>"], ["b</s>", "d</s>"]),
+        (
+            form("{{ m.content }}<|end|>{% if loop.last %}</s>{% endif %}"),
+            ["</s>", "<|end|>"],
+            ["b<|end|>", "d<|end|>"],
+        ),
+    ],
+    ids=["end", "changed content", "needs system", "header", "header after a line", "between", "last", "end and last"],
+)
+def test_last_target_of_every_form_of_answer_is_a_stop_token(template: str, stops: list[str], targets: list[str]):
+    """Their tokens are added to the vocabulary, but not special."""
+    tokenizer = byte_tokenizer(template, eos="</s>")
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"])
+    assert list(ChatTemplate(tokenizer).stop_tokens) == stops
+    system = "s" if template.startswith(NEEDS_SYSTEM) else None
+    examples = encode_conversations(tokenizer, [chat("a", "b", "c", "d", system=system)])
+    assert [text for example in examples for text in target_texts(tokenizer, example)] == targets
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "{{ '\n' }}<|im_end|>"])
