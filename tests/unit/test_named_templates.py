@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from components import data, models
 from components.chat_template import ChatTemplate
 from components.config.errors import ConfigError
-from components.config.schema import ModelConfig
-from components.config.schema.data import BadRows, SftDataConfig
+from components.config.schema import ModelConfig, PretrainConfig
+from components.config.schema.data import BadRows, DocsDataConfig, SftDataConfig
 from components.config.schema.model import WeightInit
 from components.config.schema.training import TasksConfig
 from components.conversation import Conversation
@@ -111,6 +111,12 @@ def test_a_tokenizer_without_a_default_template_is_refused_where_one_is_needed(t
         with pytest.raises(ConfigError, match=NAMES):
             needs_it()
     assert ChatTemplate(tokenizer).stop_tokens == {"<|im_end|>": tokenizer.eos_token_id}
+
+
+def test_pretraining_has_no_template_to_choose() -> None:
+    model = ModelConfig(tokenizer="bytes", chat_template="x", init=WeightInit.random, config={"model_type": "llama"})
+    with pytest.raises(ConfigError, match="model.chat_template=x: a pretraining run has no chat template; remove it"):
+        PretrainConfig(model=model, data=DocsDataConfig())
 
 
 def test_chats_need_the_name_of_a_template_too(

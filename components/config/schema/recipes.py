@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
@@ -121,6 +122,13 @@ class StoreTeacherConfig(DistillConfig):
 @dataclass(kw_only=True, slots=True)
 class PretrainConfig(FinetuneConfig):
     """Config of `recipes/pretrain.py`: the same sections as fine-tuning."""
+
+    def __post_init__(self) -> None:
+        if self.model.chat_template is not None:
+            raise ConfigError(
+                f"model.chat_template={self.model.chat_template}: a pretraining run has no chat template; remove it, "
+                "or use recipes/finetune.py"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
