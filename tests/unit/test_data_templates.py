@@ -162,10 +162,18 @@ NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no syst
         (form("{{ m.content }}<|end|>", begin=NEEDS_SYSTEM), ["</s>", "<|end|>"], ["b<|end|>", "d<|end|>"]),
         (form("{{ m.content }}"), ["</s>", "<|user|>"], ["b<|user|>", "d<|user|>"]),
         (form("\n{{ m.content }}\n", "<|assistant|>\n"), ["</s>", "<|user|>"], ["b\n<|user|>", "d\n<|user|>"]),
-        (form("{{ m.content }}{% if not loop.last %}{{ eos_token }}{% endif %}"), ["</s>"], ["b</s>", "d</s>"]),
-        (form("{{ m.content }}{% if loop.last %}</s>{% endif %}"), ["</s>"], ["b</s>", "d</s>"]),
         (
-            form("{{ m.content }}<|end|>{% if loop.last %}</s>{% endif %}"),
+            form("{{ m.content }}{% if not loop.last and m.role == 'assistant' %}{{ eos_token }}{% endif %}"),
+            ["</s>"],
+            ["b</s>", "d</s>"],
+        ),
+        (
+            form("{{ m.content }}{% if loop.last and m.role == 'assistant' %}</s>{% endif %}"),
+            ["</s>"],
+            ["b</s>", "d</s>"],
+        ),
+        (
+            form("{{ m.content }}<|end|>{% if loop.last and m.role == 'assistant' %}</s>{% endif %}"),
             ["</s>", "<|end|>"],
             ["b<|end|>", "d<|end|>"],
         ),
