@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from components.config.compose.sources import recipe_groups
-from components.config.compose.typed import type_hints
 from components.config.errors import ConfigError
 from components.config.key_reference import RECIPES, Key, keys_of, variants_of
+from components.config.kinds import type_hints
 from meshbook.key_help import all_keys, option_folders
 from meshbook.programs import COMMAND, OTHER_COMMANDS, recipes, tools
 

@@ -57,8 +57,8 @@ def describe(names: list[str], width: int) -> str:
 
 
 def option_folders() -> list[Path]:
-    """Return the folders of options: conf/ of Meshbook, and the user's in the current folder."""
-    return list(dict.fromkeys([CONF, Path.cwd() / "conf"]))
+    """Return the folders of options: the user's in the current folder, and conf/ of Meshbook."""
+    return list(dict.fromkeys([Path.cwd() / "conf", CONF]))
 
 
 def all_keys() -> list[str]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Union, get_args, get_origin
 
-from components.config.compose.typed import type_hints
-from components.config.kinds import kinds_of
+from components.config.kinds import kinds_of, type_hints
 from components.config.schema import recipes as schemas
 
 RECIPES = {

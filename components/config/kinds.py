@@ -10,11 +10,12 @@ The annotation of a recipe's config field selects the kinds that the recipe acce
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 from components.config.schema.cluster import (
     ClusterKind,
@@ -109,6 +110,14 @@ def section_of(schema: object) -> str | None:
     return next(
         (name for name, kinds in KINDS.items() if any(issubclass(each, schema) for each in kinds.values())), None
     )
+
+
+def _field_types(schema: type) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(schema).items() if get_origin(hint) is not ClassVar}
+
+
+type_hints: Callable[[type], dict[str, Any]] = functools.cache(_field_types)
+"""The types of a dataclass's fields by name. typing.get_type_hints evaluates the annotations anew in each call."""
 
 
 def kinds_of(schema: Any) -> dict[StrEnum, type[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -12,16 +13,34 @@ MAX_DEPTH = 100
 """Maximum nesting depth of collections."""
 
 
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, but like omegaconf it reads 1e-4 as a number and dates as text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (typed so by PyYAML)
+        first: [each for each in resolvers if each[0] not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
 class YamlLimitError(yaml.YAMLError):
     """Document that exceeds the limits above, or contains a recursive alias."""
 
 
 def load_yaml(text: str) -> Any:
-    """Parse YAML text like `yaml.safe_load`, within the limits above. Raises yaml.YAMLError and nothing else."""
+    """Parse YAML text like omegaconf, within the limits above. Raises yaml.YAMLError and nothing else."""
     check_expansion(text)
     try:
-        return yaml.safe_load(text)
-    except (ValueError, OverflowError) as error:  # an integer of 5,000 digits, the 99th of a month
+        return yaml.load(text, Loader)
+    except (ValueError, OverflowError) as error:  # an integer of 5,000 digits
         raise yaml.YAMLError(str(error)) from error
 
 

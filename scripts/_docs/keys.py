@@ -10,7 +10,6 @@ import dataclasses
 from enum import StrEnum
 from typing import get_args
 
-from components.config.compose.typed import type_hints
 from components.config.key_reference import (
     RECIPES,
     Key,
@@ -22,6 +21,7 @@ from components.config.key_reference import (
     summary,
     variants_of,
 )
+from components.config.kinds import type_hints
 from scripts._docs.markdown import NOTE, cell, code, table
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,22 +14,25 @@ from hydra import main
 from hydra._internal.utils import (
     get_args_parser,
 )  # Hydra has no public parser of its options; hydra-core is pinned below 1.4
+from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
-from components.config.compose.explain import SOURCES, no_option, override_parts
+from components.config.compose.explain import no_option, override_parts
 from components.config.compose.frozen import Config, from_container
 from components.config.compose.help_text import recipe_help
 from components.config.compose.sources import (
     Request,
     conf_resolvers,
     config_folders,
+    option_files,
     register_schemas,
     replaceable_kinds,
 )
 from components.config.compose.sweep_keys import is_sweep_key, needs_multirun
-from components.config.compose.texts import quoted_value
-from components.config.compose.typed import free_keys, known_keys, text_keys
+from components.config.compose.texts import override_with_texts
+from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.terminal import print_text
@@ -52,9 +54,9 @@ def compose_from_command_line(
     Args:
         name: Name of the recipe's config: conf/<name>.yaml.
         schema: Dataclass of the recipe's config.
-        recipe_dir: Folder of the recipe; its conf/ and ./conf are searched after conf/ of this project.
+        recipe_dir: Folder of the recipe; its conf/ and ./conf are searched before conf/ of this project.
         check: Returns the problems that involve several sections, given the keys that were rejected before.
-        more_folders: Config folders that are searched last.
+        more_folders: Config folders that are searched first.
         description: Docstring of the recipe, for `--help`.
 
     Returns None if the command line was answered (`--cfg job`, `--help`, ...). Raises ConfigError with all
@@ -82,6 +84,8 @@ def compose_from_command_line(
         cfg = from_container(request.compose(request.overrides), schema)
     except COMPOSITION_ERRORS as error:
         raise ConfigError(problems + diagnose(request, error, check)) from error
+    finally:
+        print_text(*request.replaced, sep="\n", end="\n" * bool(request.replaced), file=sys.stderr)
     raise_all(problems + check(cfg, problems))
     return cfg
 
@@ -148,31 +152,22 @@ def read_request(
     """Return the composition request. Raises ConfigError if no config folder holds the main config."""
     register_schemas(name, schema)
     main_config = arguments.config_name or name
-    before, after = ([Path(path).resolve()] if path else [] for path in (arguments.config_path, arguments.config_dir))
-    folders = config_folders(main_config, recipe_dir, before=before, after=[*after, *more_folders])
+    given = [Path(path).resolve() for path in (arguments.config_path, arguments.config_dir) if path]
+    folders = config_folders(main_config, recipe_dir, [*more_folders, *given])
     return Request(main_config, schema, folders, addable(arguments.overrides, schema))
 
 
 def addable(overrides: Iterable[str], schema: type[Config]) -> tuple[str, ...]:
     """Return overrides as Hydra requires them.
 
-    Those of free-form sections (model.config.x=1) get the prefix ++, which adds a key. Values of texts that Hydra would
-    read as numbers or booleans (run.dir=2024_06_15) are quoted.
+    Those of free-form sections (model.config.x=1), and dicts that may hold one, get the prefix ++, which adds a key.
+    Values of texts that Hydra would read as numbers or booleans (run.dir=2024_06_15) are quoted.
     """
-    free = tuple(start for key in free_keys(schema) for start in (f"{key}.", f"{key}={{"))
-    texts = text_keys(schema)
-    quoted = [_with_quotes(override, texts) for override in overrides]
-    return tuple(f"++{override}" if override.startswith(free) else override for override in quoted)
-
-
-def _with_quotes(override: str, texts: Mapping[str, type]) -> str:
-    key, assigned, value = override_parts(override)
-    if not assigned or override.startswith("~"):
-        return override
-    source = re.fullmatch(rf"{re.escape(SOURCES)}\.\w+\.(.+)", key)
-    key = f"data.{source[1]}" if source else key
-    kind = str if texts.get(key.rpartition(".")[0]) is dict else texts.get(key)
-    return override if kind is None else f"{override.partition('=')[0]}={quoted_value(value, kind)}"
+    free = free_keys(schema)
+    sections = {key.rpartition(".")[0] for key in free}
+    starts = (*(f"{key}." for key in free), *(f"{key}={{" for key in (*free, *sections)))
+    quoted = [override_with_texts(override, schema) for override in overrides]
+    return tuple(f"++{override}" if override.startswith(starts) else override for override in quoted)
 
 
 def _answered_by_hydra(arguments: Namespace) -> bool:
@@ -186,9 +181,9 @@ def _answered_without_config(arguments: Namespace) -> bool:
 def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
     """Let Hydra's main handle `--cfg`, `--info` and the like: it prints and does not run the recipe."""
     options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun", QUIET)]
-    answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
+    answer = main(version_base="1.3", config_path=str(request.main_folder), config_name=request.name)
     arguments = [*request.overrides, *request.search_path, *options]
-    with replaceable_kinds(), conf_resolvers(), _hydra_that_raises(arguments):
+    with replaceable_kinds(), option_files(request), conf_resolvers(), _hydra_that_raises(arguments):
         try:
             answer(lambda cfg: None)()
         except SystemExit as end:  # --help
@@ -198,6 +193,8 @@ def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
             if isinstance(error, OmegaConfBaseException | ConfigError):
                 raise
             raise ConfigError(str(error)) from error  # mutually exclusive options
+        except YAMLError as error:
+            raise HydraException(str(error)) from error
 
 
 @contextmanager

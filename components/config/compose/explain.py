@@ -12,6 +12,7 @@ from components.config.compose.hydra_messages import (
     FULL_KEY,
     GIVEN,
     IN_FILE,
+    KEY_IS_NO_TEXT,
     MERGING,
     NO_DELETION,
     NO_GROUP,
@@ -27,6 +28,8 @@ from components.config.compose.hydra_messages import (
     NOT_OPTIONAL,
     NOT_YAML,
     NOTHING_TO_OVERRIDE,
+    NULL_KEY,
+    NULL_TEXT,
     REJECTED_KIND,
     UNKNOWN_KEY,
 )
@@ -60,10 +63,14 @@ VALUE_RULES = (
     (NOT_CONVERTIBLE, "must be {wanted}"),
     (NOT_A_BOOL, "must be true or false"),
     (NOT_A_CHOICE, "must be one of {choices}"),
+    (NULL_TEXT, "must not be null; put quotes around a text that is null or ~"),
+    (NULL_KEY, "has the key null; put quotes around it"),
+    (KEY_IS_NO_TEXT, "the key {name} is a number or boolean here; set it in a file of yours, where keys are texts"),
     (NOT_OPTIONAL, "must not be null"),
     (NOT_A_LIST, "must be a list, such as [a,b]"),
     (NOT_A_SECTION, "is a section with keys, not a value"),
     (NOT_A_SINGLE_VALUE, "must be a single value"),
+    (UNKNOWN_KEY, "sets the key {leaf}, which does not exist"),
     (NO_DELETION, "cannot be removed; set it to another value"),
 )
 """Pattern of a message of omegaconf or Hydra about a value, and the rule in Meshbook's terms."""
@@ -161,7 +168,8 @@ def nearest_key(key: str, existing: list[str]) -> str | None:
 
 def explain_value(error: Exception) -> str:
     """Return the rule that a value violates, in one line."""
-    return _rule(str(error.__cause__ or error) if MERGING.search(str(error)) else str(error)) or type(error).__name__
+    text = str(error)
+    return _rule(str(error.__cause__ or error) if not text or MERGING.search(text) else text) or type(error).__name__
 
 
 def _rule(text: str) -> str:
@@ -234,7 +242,8 @@ def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]]
         rule = f"use {recipe}, or choose another option" if recipe else "choose another option"
         return f"{where}: has kind {rejected['kind']}, which this recipe does not accept; {rule}"
     if broken := NOT_YAML.search(str(error)):
-        return f"{broken['file']}, line {broken['line']}: is not valid YAML: {broken['what']}"
+        where = f"{broken['file']}, line {broken['line']}"
+        return f"{where}: is not valid YAML: {broken['what']}; put quotes around special characters"
     if requested := NO_OPTION.search(str(error)) or NO_GROUP.search(str(error)):
         return _explain_defaults(requested, groups, chosen)
     found = IN_FILE.search(str(error))

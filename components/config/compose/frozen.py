@@ -12,7 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from components.config.compose.interpolations import resolve
-from components.config.compose.texts import literal
+from components.config.compose.texts import literal, yaml_with_texts
 from components.config.compose.typed import typed
 from components.config.errors import ConfigError
 from components.config.safe_yaml import check_expansion, load_yaml
@@ -120,7 +120,7 @@ def from_yaml(text: str, schema: type[Config]) -> Config:
     """Return the config that `to_yaml` wrote. Raises ConfigError and yaml.YAMLError."""
     check_expansion(text)
     try:
-        loaded = OmegaConf.create(text)
+        loaded = OmegaConf.create(yaml_with_texts(text, schema) or text)
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig):

@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from components.config.compose.sources import Request, conf_resolvers
-from components.config.compose.typed import type_hints
 from components.config.key_reference import Key, keys_of, section_class, shared_keys, summary, variants_of, written
+from components.config.kinds import type_hints
 
 OPTIONS = """\
 -m, --multirun       run a sweep: a value may be a list, KEY=a,b

@@ -15,6 +15,7 @@ NOT_A_BOOL = re.compile(r"is not a valid bool")
 NOT_A_CHOICE = re.compile(r"expected one of \[(?P<choices>.*?)\]")
 GIVEN = re.compile(r"Invalid value '(?P<value>.*?)'")
 """Value that is not one of the choices."""
+NULL_TEXT = re.compile(r"is not Optional\s.*\s+reference_type=Dict\[str, str\]|NoneType is not a subclass of str")
 NOT_OPTIONAL = re.compile(r"is not Optional|Incompatible value 'None'")
 NOT_A_LIST = re.compile(r"is not a ListConfig")
 NOT_A_SECTION = re.compile(r"is not a subclass of|Cannot merge|Cannot assign")
@@ -22,6 +23,8 @@ NOT_A_SINGLE_VALUE = re.compile(r"is not a valid input for|of type '(dict|list)'
 
 # omegaconf, about a key
 FULL_KEY = re.compile(r"full_key: (?P<key>\S+)")
+NULL_KEY = re.compile(r"Incompatible key type 'NoneType'")
+KEY_IS_NO_TEXT = re.compile(r"Key (?P<name>\S+) \(\w+\) is incompatible with \(str\)")
 UNKNOWN_KEY = re.compile(r"Key '(?P<leaf>[^']*)' not in '(?P<schema>[^']*)'")
 
 # Hydra, about an override

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl  # Hydra has no public way to change how files are read
+from hydra._internal.config_repository import ConfigRepository, IConfigRepository
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import BooleanNode, DictConfig, OmegaConf, ValidationError, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from components.config.compose.explain import override_parts
-from components.config.compose.typed import type_hints
+from components.config.compose.texts import yaml_with_texts
 from components.config.errors import ConfigError
-from components.config.kinds import KINDS, kinds_of
+from components.config.kinds import KINDS, kinds_of, type_hints
 from components.config.safe_yaml import YamlLimitError, check_expansion, load_yaml
 from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
@@ -42,13 +48,21 @@ class Request:
     """Name of the main config: conf/<name>.yaml."""
     schema: type[RecipeConfig]
     folders: tuple[Path, ...]
-    """Config folders in search order; the first holds the main config."""
+    """Config folders in search order."""
     overrides: tuple[str, ...]
+    replaced: list[str] = field(default_factory=list, compare=False)
+    """A line for each file that a composition used instead of another one of its name and group."""
+
+    @property
+    def main_folder(self) -> Path:
+        """The first folder that holds the main config."""
+        return next(folder for folder in self.folders if (folder / f"{self.name}.yaml").is_file())
 
     @property
     def search_path(self) -> list[str]:
-        """Override that adds all folders but the first to Hydra's search path."""
-        escaped = [str(folder).replace("\\", "\\\\").replace("'", "\\'") for folder in self.folders[1:]]
+        """Override that adds all folders but the main config's to Hydra's search path."""
+        others = [folder for folder in self.folders if folder != self.main_folder]
+        escaped = [str(folder).replace("\\", "\\\\").replace("'", "\\'") for folder in others]
         return ["hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in escaped) + "]"] if escaped else []
 
     @property
@@ -60,11 +74,11 @@ class Request:
         """Compose the main config with `overrides`. Raises HydraException or OmegaConfBaseException."""
         GlobalHydra.instance().clear()
         try:
-            folder = str(self.folders[0])
             with (
                 strict_booleans(),
                 replaceable_kinds(),
-                initialize_config_dir(folder, job_name=self.name, version_base="1.3"),
+                option_files(self),
+                initialize_config_dir(str(self.main_folder), job_name=self.name, version_base="1.3"),
                 conf_resolvers(),  # Hydra resolves the value of a key that an override adds
             ):
                 overrides = list(overrides)
@@ -81,6 +95,15 @@ class Request:
             with suppress(OSError, UnicodeDecodeError, YAMLError):
                 drop_sizes(cfg, load_yaml(file.read_text()), overrides)
         return cfg
+
+    def note_replaced(self, folder: Path, name: str) -> None:
+        """Note the other files that have this name, but other content than the one in `folder`, which is used."""
+        used = (folder / name).read_bytes()
+        others = [other / name for other in self.folders if other != folder and (other / name).is_file()]
+        for other in others:
+            line = f"{folder / name}: used instead of {other}"
+            if line not in self.replaced and other.read_bytes() != used:
+                self.replaced.append(line)
 
 
 def drop_sizes(cfg: DictConfig, option: Any, overrides: Iterable[str]) -> None:
@@ -148,6 +171,47 @@ def _register(group: str, name: str, schema: type, package: str | None = None) -
 
 
 @contextmanager
+def option_files(request: Request) -> Iterator[None]:
+    """Let Hydra search the folders in their order, and read texts as they were written.
+
+    Hydra searches the main config's folder first, and merges what YAML 1.1 has made of a text (43200 for 12:00:00).
+    """
+    initialize, load = ConfigRepository.initialize_sources, ConfigLoaderImpl._load_single_config
+    order = {f"{folder}": number for number, folder in enumerate(request.folders)}
+
+    def initialize_in_order(repository: ConfigRepository, search_path: ConfigSearchPath) -> None:
+        initialize(repository, search_path)
+        *sources, schemas = repository.sources
+        repository.sources = [
+            *sorted(sources, key=lambda each: order.get(each.path.removeprefix("file://"), -1)),
+            schemas,
+        ]
+
+    def load_as_written(loader: ConfigLoaderImpl, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        result = load(loader, default, repo)
+        folder, name = Path(str(result.path).removeprefix("file://")), f"{default.config_path}.yaml"
+        if folder not in request.folders:
+            return result
+        request.note_replaced(folder, name)
+        package = default.package if default.package is not None else result.header["package"] or ""
+        values = yaml_with_texts((folder / name).read_text(encoding="utf-8"), request.schema, package)
+        if values is None:
+            return result
+        values.pop("defaults", None)
+        result = copy.copy(result)
+        result.config = OmegaConf.create(values)
+        return loader._embed_result_config(result, package)
+
+    ConfigRepository.initialize_sources = initialize_in_order  # type: ignore[method-assign,assignment]
+    ConfigLoaderImpl._load_single_config = load_as_written  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ConfigRepository.initialize_sources = initialize  # type: ignore[method-assign]
+        ConfigLoaderImpl._load_single_config = load  # type: ignore[method-assign]
+
+
+@contextmanager
 def strict_booleans() -> Iterator[None]:
     """Make omegaconf reject numbers for booleans; it would read `plot: 2` as true.
 
@@ -191,24 +255,22 @@ def replaceable_kinds() -> Iterator[None]:
         DictConfig._validate_merge = validate  # type: ignore[method-assign]
 
 
-def config_folders(
-    name: str, recipe_dir: Path, before: Iterable[Path] = (), after: Iterable[Path] = ()
-) -> tuple[Path, ...]:
-    """Return the config folders in search order, with the folder that holds <name>.yaml first.
+def config_folders(name: str, recipe_dir: Path, given: Iterable[Path] = ()) -> tuple[Path, ...]:
+    """Return the config folders in search order.
 
-    They are `before`, conf/ of this project, ./conf, conf/ next to the recipe, and `after`. Raises ConfigError if none
-    holds <name>.yaml, or if the aliases of a YAML file exceed the limits of safe_yaml.py.
+    They are `given`, ./conf, conf/ next to the recipe, and conf/ of this project, so that a file of the user replaces a
+    built-in one of its name. Raises ConfigError if none holds <name>.yaml, or if the aliases of a YAML file exceed the
+    limits of safe_yaml.py.
     """
     nearby = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]
-    folders = list(dict.fromkeys([*before, CONF, *nearby, *after]))
-    main = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
-    if main is None:
+    folders = list(dict.fromkeys([*given, *(path for path in nearby if path != CONF), CONF]))
+    if not any((folder / f"{name}.yaml").is_file() for folder in folders):
         searched = ", ".join(map(str, folders))
         raise ConfigError(f"{name}.yaml: no such config in {searched}; add it, or set --config-dir")
     for folder in folders:
         if folder != CONF:
             _check_aliases(folder)
-    return tuple(dict.fromkeys([main, *folders]))
+    return tuple(folders)
 
 
 def _check_aliases(folder: Path) -> None:

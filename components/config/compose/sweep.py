@@ -28,8 +28,8 @@ from components.config.compose.sweep_values import (
     list_values,
     number_as_value,
 )
-from components.config.compose.texts import quoted_numbers
-from components.config.compose.typed import free_keys, known_keys, text_keys, whole_number_keys
+from components.config.compose.texts import override_with_texts
+from components.config.compose.typed import free_keys, known_keys, whole_number_keys
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 
@@ -98,11 +98,8 @@ def expand_sweep(
     arguments, problems = read_arguments(schema)
     keys, key_problems = read_sweep_keys(arguments.sweep)
     listed = list_values(arguments.overrides, keys, whole_number_keys(schema), only_ends=bool(key_problems))
-    texts = text_keys(schema)
     arguments.overrides = [
-        f"{key}={quoted_numbers(value)}" if texts.get(key) is str and "," in value else override
-        for override in listed.overrides
-        for key, _, value in [override.partition("=")]
+        override_with_texts(override, schema) if "," in override else override for override in listed.overrides
     ]
     problems += key_problems + listed.problems
     try:

@@ -6,10 +6,10 @@ import copy
 import functools
 import re
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,21 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from components.config.compose.explain import explain_value, key_of_another_kind, no_kind, no_source, unknown_key
 from components.config.compose.texts import UNSET, literal, unstorable
 from components.config.errors import ConfigError
-from components.config.kinds import at_key, have_same_keys, kind_named, kinds_of, section_of
+from components.config.kinds import at_key, have_same_keys, kind_named, kinds_of, section_of, type_hints
 from components.config.schema.data import DataConfig, DataKind
 
 Schema = TypeVar("Schema")
 
 LARGEST = 2**63 - 1
 """Largest integer that torch and safetensors accept."""
-
-
-def _field_types(schema: type) -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(schema).items() if get_origin(hint) is not ClassVar}
-
-
-type_hints: Callable[[type], dict[str, Any]] = functools.cache(_field_types)
-"""The types of a dataclass's fields by name. typing.get_type_hints evaluates the annotations anew in each call."""
 
 
 def typed(
@@ -73,21 +65,6 @@ def whole_number_keys(schema: type) -> set[str]:
         kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
         whole[key] = whole.get(key, True) and kinds - {types.NoneType} == {int}
     return {key for key, is_whole in whole.items() if is_whole}
-
-
-def text_keys(schema: type, prefix: str = "") -> dict[str, type]:
-    """Return the dotted keys of texts in all kinds, with str, or list or dict for lists and dicts of texts."""
-    hints: dict[str, set[type | None]] = {}
-    for key, hint in _keys(schema, prefix):
-        hints.setdefault(key, set()).add(_kind_of_text(hint))
-    return {key: kind for key, found in hints.items() if len(found) == 1 and (kind := found.pop()) is not None}
-
-
-def _kind_of_text(hint: Any) -> type | None:
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    texts = {str: str, list[str]: list, dict[str, str]: dict}
-    found = [texts.get(each) for each in kinds if each is not type(None)]
-    return found[0] if len(found) == 1 else None
 
 
 def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -47,7 +47,7 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: its config cannot be read: {error}") from error
     then = {**_defaults(cfg), **stored}
-    now = _flat(yaml.safe_load(to_yaml(cfg)))
+    now = _flat(load_yaml(to_yaml(cfg)))
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key) and key not in _PER_START]
     raise_all(
         [
@@ -103,7 +103,7 @@ def check_second_start(path: Path, cfg: RecipeConfig) -> None:
     """
     if cfg.run.resume in ("auto", "never"):
         return
-    now = _flat(yaml.safe_load(to_yaml(cfg)))
+    now = _flat(load_yaml(to_yaml(cfg)))
     for file in sorted((path / CHECKPOINTS).glob(f"step_*/{_STATE}")):
         try:
             then = {**_defaults(cfg), **_flat(load_yaml(json.loads(file.read_text())["config"]))}

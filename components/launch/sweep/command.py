@@ -263,6 +263,8 @@ def _compose_all(request: SweepRequest, check: Check) -> tuple[list[RecipeConfig
             continue
         configs.append(cfg)
         problems.append(found)
+    replaced = request.request.replaced
+    print_text(*replaced, sep="\n", end="\n" * bool(replaced), file=sys.stderr)
     if rejections and problems:
         rejections += [problem for problem in problems[0] if all(problem in found for found in problems)]
     if not rejections and all(problems):

@@ -148,8 +148,6 @@ def _problem(name: str, value: Any) -> list[str]:
         return [] if value in list(NodeLinks) else [f"{name}={value}: must be {' or '.join(NodeLinks)}"]
     if name == "fp8_flops" and value is None:
         return []
-    if isinstance(value, str):
-        return [f"{name}={value}: must be a number; YAML requires a dot and a signed exponent: 1.0e+12"]
     if not isinstance(value, int | float) or isinstance(value, bool):
         return [f"{name}={value}: must be a number"]
     if not (value > 0 and math.isfinite(value)):
