@@ -88,7 +88,9 @@ def _padded(cfg: ModelConfig) -> PreTrainedTokenizerBase:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a tokenizer without the pad token that `load_tokenizer` gave it, if it had none. Raises OSError."""
-    if tokenizer.pad_token_id is not None and tokenizer.init_kwargs.get("pad_token") is None:
+    from transformers import PreTrainedTokenizerBase as Base
+
+    if isinstance(tokenizer, Base) and tokenizer.init_kwargs.get("pad_token") is None:  # a user's may be another class
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = None
     tokenizer.save_pretrained(folder)

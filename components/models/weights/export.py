@@ -295,6 +295,8 @@ def _align_special_tokens(
 
 def _add_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let generation also stop at the tokens with which the chat template ends answers, as it does in runs."""
+    if tokenizer.eos_token_id is None and tokenizer.chat_template is None:
+        return
     declared = generation.eos_token_id
     ends = declared if isinstance(declared, list) else [] if declared is None else [declared]
     ends = list(dict.fromkeys([*ends, *ChatTemplate(tokenizer).stop_tokens.values()]))
