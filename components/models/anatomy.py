@@ -135,10 +135,14 @@ def read_anatomy(model: nn.Module) -> Anatomy:
     config = config.get_text_config() if _is_pretrained(model) else _raw(config, "text_config") or config
     heads, kv_heads = _number(config, "num_attention_heads"), _number(config, "num_key_value_heads")
     if not _is_pretrained(model):
+        own = _embedding(model)
+        sharers = [module for module in model.modules() if _weight(module) is _weight(own) is not None]
+        # A head that is tied later needs the layout of the embedding, which is left out of the plan.
+        ties_later = bool(_value(config, "tie_word_embeddings")) and len(sharers) < 2
         return Anatomy(
             layers=_longest_list(model),
             experts=experts,
-            embedding=_name_of(model, _embedding(model)),
+            embedding=None if ties_later else _name_of(model, own),
             tp_plan=_tp_plan(model),
             heads=heads,
             kv_heads=kv_heads or heads,
@@ -202,7 +206,7 @@ def encoder_parameters(model: PreTrainedModel) -> set[str]:
     unused = tuple(f"{name}." for name, module in models if module.config is not config and module.config is not text)
     used: tuple[str, ...] = ("",)
     if text is not config:
-        parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+        parts = (model.get_decoder(), _embedding(model), model.get_output_embeddings())
         used = tuple(f"{path}." for each in parts if (path := _name_of(model, each)) is not None)
     names = [name for name, _ in model.named_parameters()]
     return {name for name in names if name.startswith(unused) or not name.startswith(used)}

@@ -356,6 +356,9 @@ def test_plan_of_any_module_is_read_from_class_instance_and_inner_model(inner: s
         f"{inner}.{UP}": ColwiseParallel,
         f"{inner}.embed_tokens": RowwiseParallel,
     }
+    model.config.tie_word_embeddings = True  # although nothing is tied yet
+    assert f"{inner}.embed_tokens" not in get_hf_tp_shard_plan(model)
+    del model.config.tie_word_embeddings
     wrapped = nn.ModuleDict({"model": model})
     assert set(get_hf_tp_shard_plan(wrapped)) == {f"model.{path}" for path in plan}
 
