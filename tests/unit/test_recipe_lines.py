@@ -56,6 +56,11 @@ def test_lines_that_say_what_a_step_trains(recipe: str) -> None:
     assert [ast.unparse(each) for each in shown] == LINES[recipe]
 
 
+def test_a_script_that_starts_without_a_guard_is_not_started(tmp_path: Path) -> None:
+    recipe = copy_of(tmp_path, ('if __name__ == "__main__":\n    main()', "print(5)\nmain()"))
+    assert import_recipe(recipe).__name__ == "main"
+
+
 def copy_of(folder: Path, *changes: tuple[str, str]) -> Path:
     """Write a copy of recipes/finetune.py, changed, in a folder."""
     text = (ROOT / "recipes/finetune.py").read_text()

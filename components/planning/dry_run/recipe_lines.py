@@ -7,7 +7,6 @@ A recipe is a script, so only its lines state what a step is. A dry run executes
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -86,17 +85,19 @@ def import_recipe(file: Path) -> FunctionType:
     Raises ConfigError if the script has no recipe, or several.
     """
     sys.path.insert(0, str(file.parent))
-    spec = importlib.util.spec_from_file_location(MODULE, file)
-    if spec is None or spec.loader is None:
-        raise _refused(file, 1, "the recipe is no file that ends in .py")
-    module = importlib.util.module_from_spec(spec)
+    tree = ast.parse(file.read_text(), str(file))
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    names = [each.name for each in functions if any(_called(other) == "recipe" for other in each.decorator_list)]
+    if len(names) != 1:
+        raise _refused(file, 1, f"the file has {len(names)} functions with @recipe, of which a dry run needs one")
+    # A script without `if __name__ == "__main__":` starts its recipe wherever it is imported.
+    tree.body = [each for each in tree.body if not (isinstance(each, ast.Expr) and _calls(each, names[0]))]
+    module = ModuleType(MODULE)
+    module.__file__ = str(file)
     sys.modules[MODULE] = module  # dataclasses of the script look it up
-    spec.loader.exec_module(module)
-    functions = [each for each in vars(module).values() if isinstance(each, FunctionType) and each.__module__ == MODULE]
-    found = [inspect.unwrap(each) for each in functions if inspect.unwrap(each) is not each]
-    if len(found) != 1:
-        raise _refused(file, 1, f"the file has {len(found)} functions with @recipe, of which a dry run needs one")
-    return found[0]
+    values = vars(module)
+    exec(compile(tree, str(file), "exec", dont_inherit=True), values)
+    return inspect.unwrap(values[names[0]])
 
 
 def read_lines(main: FunctionType) -> RecipeLines:
