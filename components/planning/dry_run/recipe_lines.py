@@ -178,7 +178,7 @@ def _opened(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _run_names(function: ast.FunctionDef) -> set[str]:
     items = [item for each in ast.walk(function) if isinstance(each, ast.With) for item in each.items]
-    runs = [item.optional_vars for item in items if _called(item.context_expr) == "Run"]
+    runs = [item.optional_vars for item in items if _called(item.context_expr).endswith("Run")]
     return {each.id for each in runs if isinstance(each, ast.Name)}
 
 
