@@ -33,7 +33,7 @@ from components.config.compose.hydra_messages import (
     REJECTED_KIND,
     UNKNOWN_KEY,
 )
-from components.config.compose.synonyms import synonym_of
+from components.config.compose.synonyms import note_on, synonym_of
 from components.config.kinds import KINDS
 
 NUMBER_NAMES = {"Integer": "a whole number", "Float": "a number"}
@@ -96,7 +96,7 @@ def unknown_key(key: str, value: object, existing: Iterable[str]) -> str:
         return f"{shown}: {NO_TASKS}"
     if key.startswith(SOURCES) and not any(name.startswith(f"{SOURCES}.") for name in names):
         return f"{shown}: {NOT_A_MIXTURE}"
-    return f"{shown}: no such key{did_you_mean(nearest_key(key, names))}"
+    return f"{shown}: no such key{_intended(key, value, names)}"
 
 
 def key_of_another_kind(section: str, kind: str, fitting: Sequence[str]) -> str:
@@ -112,9 +112,9 @@ def no_kind(key: str, name: object, kinds: Iterable[str]) -> str:
 
 def no_option(option: str, existing: Iterable[str]) -> str:
     """Return the message for a command-line option (--lr) that Hydra does not have."""
-    name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    key = nearest_key(name, list(existing))
-    return f"{option}: no such option, see --help; write settings as KEY=VALUE{did_you_mean(key)}"
+    name, _, value = option.lstrip("-").partition("=")
+    intended = _intended(name.replace("-", "_"), value or None, list(existing))
+    return f"{option}: no such option, see --help; write settings as KEY=VALUE{intended}"
 
 
 def no_such_option(override: str, option: str, options: list[str]) -> str:
@@ -141,6 +141,14 @@ def did_you_mean(name: str | None) -> str:
     return f"; did you mean {name}?" if name else ""
 
 
+def _intended(key: str, value: object, existing: list[str]) -> str:
+    """Return `; did you mean KEY?` for the name of a key in another tool or a misspelled one, and its unit if it
+    differs; or ''."""
+    meant, leaf = nearest_key(key, existing), key.rpartition(".")[2]
+    note = note_on(leaf, "the value" if value is None else value) if meant and synonym_of(leaf, existing) else ""
+    return did_you_mean(meant) + note
+
+
 def nearest(name: str, existing: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar name, or None if the similarity is below `cutoff`."""
     return next(iter(difflib.get_close_matches(name, list(existing), n=1, cutoff=cutoff)), None)
@@ -156,12 +164,14 @@ def nearest_key(key: str, existing: list[str]) -> str | None:
     prefix, _, leaf = key.rpartition(".")
     if synonym := synonym_of(leaf, existing):
         return synonym
-    siblings = {name.rpartition(".")[2]: name for name in existing if name.rpartition(".")[0] == prefix}
+    sections = {name.rpartition(".")[0] for name in existing}
+    keys = [name for name in existing if name not in sections or existing.count(name) > 1]  # twice: has options, too
+    siblings = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] == prefix}
     if sibling := nearest(leaf, siblings):
         return siblings[sibling]
     if path := nearest(key, existing, cutoff=0.85):
         return path
-    leaves = {name.rpartition(".")[2]: name for name in reversed(existing)}
+    leaves = {name.rpartition(".")[2]: name for name in reversed(keys)}
     namesake = nearest(leaf, leaves, cutoff=0.8)
     return leaves[namesake] if namesake else None
 
@@ -278,7 +288,7 @@ def _unknown_in_file(named: str, key: str, unknown: re.Match[str], keys: list[st
     kinds = KINDS.get(section, {})
     fitting = [kind for kind, schema in kinds.items() if leaf in get_type_hints(schema)]
     if not fitting:
-        return f"{named}: no such key{did_you_mean(nearest_key(key, keys))}"
+        return f"{named}: no such key{_intended(key, None, keys)}"
     kind_of_schema = next((kind for kind, schema in kinds.items() if schema.__name__ == unknown["schema"]), None)
     if kind_of_schema is not None:
         return f"{named}: {key_of_another_kind(section, kind_of_schema, fitting)}"

@@ -188,7 +188,8 @@ def _with_quotes(value: str, kinds: Types) -> str:
 
 def _quoted(scalar: str, kinds: Types) -> str:
     text = scalar.strip()
-    if not _NUMBER_OR_BOOLEAN.fullmatch(text) or not _is_text(text, kinds):
+    texts = tuple(each for each in _alternatives(kinds) if not _is_class(each, Enum))
+    if not _NUMBER_OR_BOOLEAN.fullmatch(text) or not _is_text(text, texts):
         return scalar
     return scalar.rstrip().replace(text, f'"{text}"')
 

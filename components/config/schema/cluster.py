@@ -112,7 +112,8 @@ class ClusterConfig:
     qos: str | None = None
     """Slurm quality of service (QOS); null: the account's default."""
     time: str | None = None
-    """Time limit in Slurm's notation, such as 24:00:00 (hours) or 2-12 (days-hours); null: the partition's default."""
+    """Time limit in Slurm's notation, such as 24:00:00 (hours), 2-12 (days-hours) or 90 (minutes), but not M:S, which
+    would make 24:00 24 minutes; null: the partition's default."""
     constraint: str | None = None
     """Node features that the job requires (sbatch --constraint)."""
     exclude: str | None = None
@@ -277,6 +278,8 @@ class SlurmClusterConfig(ClusterConfig):
         limit = seconds_of(self.time)
         if limit is None:
             return [f"cluster.time={self.time!r}: is not a time limit; write minutes, H:M:S, D-H or D-H:M:S"]
+        if self.time.count(":") == 1 and "-" not in self.time:
+            return [_minutes("cluster.time", self.time)]
         if self.signal_lead_seconds >= limit:
             return [
                 f"cluster.signal_lead_seconds={self.signal_lead_seconds}: the stop signal would arrive before "
@@ -296,6 +299,8 @@ class SlurmClusterConfig(ClusterConfig):
                 problems.append(f"cluster.sbatch_extra.{name}={value}: {refused}")
             elif name in NAMED_ELSEWHERE:
                 problems.append(f"cluster.sbatch_extra.{name}={value}: is set by {NAMED_ELSEWHERE[name]}; leave it out")
+            elif name == "time-min" and re.fullmatch(r"\d+:\d+", value):
+                problems.append(_minutes("cluster.sbatch_extra.time-min", value))
             elif not _OPTION.fullmatch(name) or not _is_one_line(value):
                 problems.append(f"cluster.sbatch_extra.{name}={value!r}: must be a long option of sbatch, on one line")
         for value in self.srun_extra:
@@ -325,6 +330,14 @@ class KubernetesClusterConfig(ClusterConfig):
         return (
             problems + pod_variable_problems("env", self.env) + pod_variable_problems("network_env", self.network_env)
         )
+
+
+def _minutes(key: str, time: str) -> str:
+    """Return the problem of a time in the form M:S, which is easily mistaken for H:M."""
+    return (
+        f"{key}={time}: Slurm reads minutes and seconds; write {time}:00 for hours and minutes, 0:{time} for minutes "
+        "and seconds"
+    )
 
 
 def _is_one_line(text: str) -> bool:

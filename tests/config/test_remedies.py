@@ -1,0 +1,76 @@
+"""Following a config error leads to a config without it: keys of other tools, and settings that messages propose."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from components.config.compose.command_line import addable
+from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
+from components.config.compose.frozen import from_container
+from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.schema import RecipeConfig
+from components.config.validate import validate
+from tests.config.test_composition import RECIPES
+
+
+def result(recipe: str, overrides: str, processes: int = 1) -> RecipeConfig | list[str]:
+    """Return the config of a command line for this many ranks, or its problems."""
+    schema = RECIPES[recipe]
+    register_schemas(recipe, schema)
+    request = Request(recipe, schema, (CONF,), addable(overrides.split(), schema))
+    try:
+        cfg = from_container(request.compose(request.overrides), schema)
+    except COMPOSITION_ERRORS as error:
+        return diagnose(request, error, lambda cfg, rejected: validate(cfg, processes))
+    return validate(cfg, processes) or cfg
+
+
+OTHER_TOOLS = [
+    # recipe, key of another tool, what the message names, the command line that follows from it, value that it sets
+    ("warmup_ratio=0.1", "optimizer.warmup_steps? It counts optimizer steps: 0.1 * training.max_steps", "{key}=4"),
+    ("num_warmup_steps=7", "optimizer.warmup_steps? It counts optimizer steps", "{key}=7"),
+    ("min_lr=2e-5", "optimizer.min_lr_ratio? It is a share of optimizer.lr: 2e-5 / optimizer.lr", "{key}=0.1"),
+    ("adam_beta2=0.99", "optimizer.betas? It is a list of both, [BETA1,BETA2]", "{key}=[0.9,0.99]"),
+    (
+        "gradient_accumulation_steps=4",
+        "training.global_batch_size? It counts the sequences of an optimizer step over all ranks: "
+        "4 * training.micro_batch_size * data-parallel ranks",
+        "{key}=16",
+    ),
+    (
+        "per_device_train_batch_size=2",
+        "training.micro_batch_size? It counts the sequences of a forward pass",
+        "{key}=2",
+    ),
+    ("per_device_eval_batch_size=2", "training.micro_batch_size? It counts the sequences of a forward pass", "{key}=2"),
+    ("batch_size=8", "training.global_batch_size? It counts the sequences of an optimizer step over all", "{key}=8"),
+    ("max_seq_length=64", "training.seq_len? It counts tokens", "{key}=64"),
+    ("num_train_epochs=3", "training.epochs?", "{key}=3"),
+    ("max_steps=9", "training.max_steps?", "{key}=9"),
+    ("learning_rate=2e-5", "optimizer.lr?", "{key}=2e-5"),
+    ("lr_scheduler_type=linear", "optimizer.schedule?", "{key}=linear"),
+    ("save_steps=10", "checkpoint.every? It counts optimizer steps", "{key}=10"),
+    ("eval_strategy=steps", "training.eval_every? It counts optimizer steps", "{key}=10"),
+    ("gradient_checkpointing=true", "parallelism.activation_checkpointing=full?", "{key}"),
+    ("fp16=true", "model.compute_dtype=bfloat16? float16 is not supported", "{key}"),
+    ("use_flash_attention=true", "model.attention=sdpa? It uses flash kernels on GPUs", "{key}"),
+    ("deepspeed=zero3.json", "parallelism=fsdp2?", "{key}"),
+    ("report_to=wandb", "logging.wandb.mode=online? Others are logging.tensorboard=true, ", "{key}"),
+    ("lora_r=8", "peft.rank? It needs peft=lora", "peft=lora {key}=8"),
+    ("target_modules=q_proj", "peft.targets? It needs peft=lora, and is a list, ", "peft=lora {key}=[q_proj]"),
+    ("dataset=x.jsonl", "data.path? It needs data=jsonl", "data=jsonl {key}=x.jsonl"),
+    ("val_set_size=0.1", "data.eval_fraction? It is a share in [0, 1)", "{key}=0.1"),
+    ("walltime=12:00:00", "cluster.time? It is for cluster=slurm, and a time", "cluster=slurm {key}=12:00:00"),
+    ("world_size=8", "cluster.procs_per_node? It counts the processes of one node", "{key}=8"),
+]
+
+
+@pytest.mark.parametrize(("given", "message", "followed"), OTHER_TOOLS, ids=[row[0] for row in OTHER_TOOLS])
+def test_a_key_of_another_tool_is_answered_with_key_and_unit_that_work(given: str, message: str, followed: str) -> None:
+    (problem,) = result("finetune", given)
+    assert problem.startswith(f"{given}: no such key; did you mean {message}")
+    key = re.search(r"did you mean ([^?]+)\?", problem)[1]
+    cfg = result("finetune", followed.format(key=key), processes=8 if given.startswith("world_size") else 1)
+    assert isinstance(cfg, RecipeConfig), cfg
