@@ -13,13 +13,12 @@ training       the optimizer step, and everything around a recipe's loop
 parity         comparison of a mesh with a single process
 
 batch               micro-batch of a rank
-cgroup              memory that this process may use
 chat_template       rendering of conversations by templates that come with a model
 console             rich console for untrusted text
 conversation        messages in the format of chat templates
 dtypes              torch dtypes by name, and the one that autocast uses
 exchange            collectives on JSON values
-housekeeping        bytes read and written by this process, as a measure of progress
+kernel_counters     memory limit of this process, out-of-memory kills, bytes moved
 lazy                packages that import a name when it is first used
 moved               modules and names of earlier versions
 safetensors_writer  streaming writer of safetensors files

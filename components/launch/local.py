@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from components.cgroup import killed_for_memory, usable_memory
 from components.config.schema.recipes import RecipeConfig
+from components.kernel_counters import killed_for_memory, usable_memory
 from components.launch.backend import CheckedRun, Job, Recipe
 from components.launch.machine import device_problems, usable_cores, visible_gpus
 from components.launch.run_checks import MESH_KEYS, affects

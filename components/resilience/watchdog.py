@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from components.distributed.pipeline.schedule import Pipeline
 from components.distributed.process.groups import is_distributed
 from components.distributed.process.store_sync import PeerFailure
-from components.housekeeping import bytes_moved
+from components.kernel_counters import bytes_moved
 from components.protocol.exit_codes import EXIT_HUNG
 from components.protocol.failures import HungRun
 from components.resilience.frames import package_of, thread_frames

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 
 from components import data, distributed, models, observability
-from components.cgroup import usable_memory
 from components.config.schema.data import DataConfig, MixtureDataConfig
 from components.config.schema.training import GenerationConfig
 from components.conversation import Prompt
 from components.distributed.init import get_local_world_size_preinit
 from components.exchange import all_gather_json
+from components.kernel_counters import usable_memory
 from components.training.evaluation import Interruptible
 from components.training.setup.prepared import Prepared
 

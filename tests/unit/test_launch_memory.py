@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from components.cgroup import killed_for_memory, usable_memory
+from components.kernel_counters import killed_for_memory, usable_memory
 from components.protocol.failures import Kind, failure_status, is_out_of_memory
 
 ALLOCATOR = (

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from components.cgroup import killed_for_memory
 from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device
+from components.kernel_counters import killed_for_memory
 from components.launch.k8s.pod_attempts import DONE, RESTART, Pod, Refused, join_attempt, reason_not_to_restart
 from components.launch.local import RankProcesses, allocator_defaults, rank_defaults
 from components.launch.schedulers.node_problems import node_problems

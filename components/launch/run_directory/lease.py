@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from components.housekeeping import HousekeepingThread
+from components.kernel_counters import HousekeepingThread
 from components.launch.clusters import jobs_by_id, stop_command
 from components.protocol.failures import RunDirectoryInUse
 from components.protocol.role import current_job, node_name

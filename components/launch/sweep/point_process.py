@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from components.cgroup import killed_for_memory
 from components.config.compose.sweep import override_of
+from components.kernel_counters import killed_for_memory
 from components.launch.rank import die_with
 from components.launch.sweep.plan import Point, PointRecord, Sweep, write_record
 from components.protocol.role import without_ranks

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from components.cgroup import usable_memory
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.recipes import RecipeConfig, TrainConfig
 from components.config.shape import shape_of_built
 from components.distributed.init import get_local_world_size_preinit
 from components.distributed.mesh import Mesh
+from components.kernel_counters import usable_memory
 from components.models.anatomy import config_of
 from components.planning.formulas.architecture import read_architecture
 from components.planning.formulas.memory_check import (

@@ -1,9 +1,14 @@
-"""Memory limit and out-of-memory kills of this process's control group, or else of the machine. Imports no torch."""
+"""Limits and counters that Linux keeps of this process: memory, out-of-memory kills, bytes moved. Imports no torch."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+
+
+class HousekeepingThread(threading.Thread):
+    """Thread that writes periodically even in a hung run, such as the renewal of the lease."""
 
 
 def killed_for_memory(root: Path = Path("/")) -> int:
@@ -33,6 +38,19 @@ def usable_memory(root: Path = Path("/")) -> int:
     return min(limits)
 
 
+def bytes_moved() -> tuple[int, int]:
+    """Return the bytes that this process has transferred from and to disks, and through system calls.
+
+    Bytes of live housekeeping threads are excluded. Both numbers are 0 on systems other than Linux.
+    """
+    excluded = _housekeeping_bytes()
+    while True:
+        total = _read_io(Path("/proc/self/io"))
+        before, excluded = excluded, _housekeeping_bytes()
+        if excluded == before:  # otherwise a housekeeping thread wrote in between: read again
+            return total[0] - excluded[0], total[1] - excluded[1]
+
+
 def _cgroup_files(root: Path, names: tuple[str, ...]) -> list[Path]:
     """Return candidate paths of cgroup files, v2 and v1: those of this process's group, then those of its ancestors.
 
@@ -57,3 +75,18 @@ def _and_ancestors(mount: Path, path: str) -> list[Path]:
     """Return the folder of a control group and those of its ancestors, up to the root of the mount."""
     folder = mount / path.lstrip("/")
     return [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
+
+
+def _housekeeping_bytes() -> tuple[int, int]:
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, HousekeepingThread)]
+    counts = [_read_io(Path(f"/proc/self/task/{thread.native_id}/io")) for thread in threads]
+    return sum(disk for disk, _ in counts), sum(calls for _, calls in counts)
+
+
+def _read_io(file: Path) -> tuple[int, int]:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0, 0
+    counts = {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+    return counts["read_bytes"] + counts["write_bytes"], counts["rchar"] + counts["wchar"]
