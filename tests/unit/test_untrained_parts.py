@@ -9,20 +9,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from components.config.schema.model import ModelConfig
 from components.config.schema.optimizer import AdamWConfig
-from components.config.schema.peft import PeftConfig, PeftMethod
+from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
 from components.models import (
     add_adapters,
     build_on_meta,
     export_model,
+    export_run,
     fill_weights,
     load_tokenizer,
     materialize,
     read_anatomy,
 )
+from components.models.tokenizer import byte_tokenizer
 from components.models.weights.untrained import untrained_note
 from components.training import build_optimizer
 from tests.tiny_models import SIZES, VOCAB
@@ -135,6 +142,78 @@ def test_an_export_of_a_multimodal_checkpoint_holds_all_of_it(kind: str, tmp_pat
     materialize(loaded, "cpu")
     fill_weights(loaded, again, 0)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("stored_dtype", [torch.bfloat16, torch.float32])
+def test_an_export_copies_tensors_in_their_dtype_unless_it_is_asked_for_a_narrower_one(
+    stored_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Of a base in several files, with adapters merged into the trained part."""
+    folder = multimodal_folder(tmp_path / "base", "qwen3_5_moe", stored_dtype)
+    AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink()
+    cfg, peft = ModelConfig(path=str(folder)), PeftConfig(method=PeftMethod.lora, export=PeftExport.merged)
+    model = trained(cfg, peft)
+    before = stored(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    (merged,) = export_run(model, byte_tokenizer(), tmp_path, cfg, peft)
+    narrow = export_model(model, byte_tokenizer(), tmp_path / "narrow", dtype=torch.bfloat16)
+    for name, value in before.items():
+        if not is_trained(name):
+            assert stored(merged)[name].dtype == stored_dtype
+            assert torch.equal(stored(merged)[name], value)
+        assert stored(narrow)[name].dtype == torch.bfloat16
+    adapted = "model.language_model.layers.3.self_attn.q_proj.weight"
+    assert not torch.equal(stored(merged)[adapted], before[adapted].float())
+    for export, dtype in ((merged, torch.float32), (narrow, torch.bfloat16)):
+        whole, report = AutoModelForImageTextToText.from_pretrained(export, dtype="auto", output_loading_info=True)
+        assert (whole.dtype, report["missing_keys"], report["unexpected_keys"]) == (dtype, set(), set())
+
+
+def test_mtp_layers_of_a_text_model_are_copied(tmp_path: Path) -> None:
+    """GLM-4.5's are decoder layers after the last one, which transformers ignores by their number."""
+    config = AutoConfig.for_model(
+        "glm4_moe", **TEXT, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    mtp = {"model.layers.46.eh_proj.weight": torch.randn(32, 64), "model.layers.46.enorm.weight": torch.randn(32)}
+    add_tensors(tmp_path / "base", mtp)
+    cfg = ModelConfig(path=str(tmp_path / "base"))
+    model = trained(cfg)
+    assert untrained_note(model).endswith("model.layers.46.* (2 tensors)")
+    after = stored(export_model(model, byte_tokenizer(), tmp_path / "export"))
+    assert after.keys() == stored(tmp_path / "base").keys()
+    assert all(torch.equal(after[name], value) for name, value in mtp.items())
+
+
+def test_an_export_has_the_older_names_of_its_base(tmp_path: Path) -> None:
+    """Gemma 3 was published with names that transformers renames at load."""
+    folder = multimodal_folder(tmp_path / "base", "gemma3")
+    older = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in stored(folder).items()}
+    save_file(older, folder / "model.safetensors", {"format": "pt"})
+    after = stored(export_model(trained(ModelConfig(path=str(folder))), byte_tokenizer(), tmp_path / "export"))
+    assert after.keys() == older.keys()
+    assert not AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)[1][
+        "missing_keys"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_score_models_keep_encoders_and_score_padded_batches(kind: str, tmp_path: Path) -> None:
+    folder = multimodal_folder(tmp_path / "base", kind)
+    cfg = ModelConfig(path=str(folder))
+    model = build_on_meta(cfg, labels=["no", "yes"])
+    materialize(model, "cpu")
+    fill_weights(model, cfg, 0)
+    export = export_model(model, byte_tokenizer(), tmp_path / "export")
+    copied = {name: each for name, each in stored(folder).items() if not is_trained(name)}
+    assert all(torch.equal(stored(export)[name], each) for name, each in copied.items())
+    plain = AutoModelForSequenceClassification.from_pretrained(export)
+    rows = torch.tensor([[5, 6, 7, 8], [9, 10, 258, 258]])  # 258 is the tokenizer's pad token
+    with torch.no_grad():
+        scores = model.eval()(input_ids=rows).logits
+        expected = torch.stack([scores[0, 3], scores[1, 1]])
+        torch.testing.assert_close(plain(input_ids=rows).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", BUILT)

@@ -255,6 +255,8 @@ def _write_configs(
     config.dtype = dtype or config.dtype
     config.use_cache = True
     _align_special_tokens(config, model, tokenizer)
+    if isinstance(model, TokenScores):
+        config.get_text_config().pad_token_id = config.pad_token_id
     if untrained is not None:
         config = untrained.whole_config(config)
     # Not save_pretrained, which rejects values that some models on the hub have.

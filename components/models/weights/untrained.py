@@ -7,6 +7,7 @@ the files, block by block, and has the config, the names and the processor files
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
+from components.exchange import this_rank
 from components.models.anatomy import encoder_parameters, kept_in_float32
 from components.models.build import BUILT_FROM, load_config
 from components.models.meta_copy import meta_copy
@@ -28,6 +30,8 @@ from components.models.weights.shards import local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -55,6 +59,8 @@ class Untrained:
     """The trained model, unsharded."""
     held: dict[str, str]
     """Tensors that the model holds, but that text does not use -> stored name."""
+    prefixes: dict[tuple[str, str], None]
+    """Prefixes of the model's names, and those that the files have in their place."""
 
     def __str__(self) -> str:
         counts = Counter(map(_part, self.names))
@@ -75,7 +81,7 @@ class Untrained:
 
     def name_on_disk(self, name: str) -> str:
         """Return the name in the files of a tensor that has `name` where transformers saves the trained model alone."""
-        for ours, theirs in dict.fromkeys(_prefixes(*pair) for pair in self.plan.direct.items()):
+        for ours, theirs in self.prefixes:
             renamed = f"{theirs}{name.removeprefix(ours)}"
             if name.startswith(ours) and renamed in self.stored.shapes():
                 return renamed
@@ -86,17 +92,25 @@ class Untrained:
         if type(trained) is type(self.config):
             return trained
         whole = copy.deepcopy(self.config)
-        whole.update({"text_config": trained})
+        trained.architectures = whole.get_text_config().architectures
+        whole.update({"text_config": trained, "dtype": trained.dtype})
         return whole
 
     def copy_processor(self, folder: Path) -> None:
-        """Copy the files of the processor that `folder` lacks. Raises OSError, ConfigError."""
+        """Copy the files of the processor of images or sound that `folder` lacks, if there is one. Raises OSError."""
+        if not self.held and type(self.config) is type(self.meta_model.config):
+            return
         names = {name for name in PROCESSOR_FILES if not (folder / name).exists()}
         if (folder / "chat_template.jinja").exists():
             names.discard("chat_template.json")  # its older form
         files = locate(str(self.base.path))
         for name in sorted(names):
-            if (source := find_file(files, name, self.base.revision)) is not None:
+            try:
+                source = find_file(files, name, self.base.revision)
+            except ConfigError as error:  # neither in the cache nor known to be missing, and the hub cannot be reached
+                logger.warning("%s is not copied to the export: %s", name, error)
+                continue
+            if source is not None:
                 shutil.copyfile(source, folder / name)
 
 
@@ -119,12 +133,15 @@ def find_untrained(model: PreTrainedModel) -> Untrained | None:
     stored = SafetensorsTensors(find_safetensors(locate(base.path), base.revision))
     plan = plan_loading(meta_model, list(stored.shapes()))
     held = {name: source for name, source in plan.direct.items() if name in encoders}
-    return Untrained(base, stored, plan, config, meta_model, held) if is_part or held or plan.rest else None
+    if not (is_part or held or plan.rest):
+        return None
+    prefixes = dict.fromkeys(_prefixes(*pair) for pair in plan.direct.items())
+    return Untrained(base, stored, plan, config, meta_model, held, prefixes)
 
 
 def untrained_note(model: PreTrainedModel) -> str:
-    """Return the line of the banner about tensors that are not trained; empty if there are none, or in a dry run."""
-    if any(isinstance(local_part(each), FakeTensor) for each in model.parameters()):
+    """Return the line of rank 0's banner about tensors that are not trained; empty without any, or in a dry run."""
+    if this_rank() != 0 or any(isinstance(local_part(each), FakeTensor) for each in model.parameters()):
         return ""
     try:
         untrained = find_untrained(model)
@@ -147,5 +164,6 @@ def _prefixes(ours: str, theirs: str) -> tuple[str, str]:
 def _part(name: str) -> str:
     """Return the part of a model that a tensor belongs to, such as model.visual, mtp or model.layers.61."""
     components = name.split(".")
-    first = next((index for index, each in enumerate(components[:-1]) if each not in _CONTAINERS), 0)
+    last = len(components) - 1
+    first = next((index for index, each in enumerate(components[:-1]) if each not in _CONTAINERS), last)
     return ".".join(components[: first + 1])
