@@ -66,7 +66,7 @@ MODULES = {
     "components.launch.files": "components.protocol.run_files",
     "components.launch.folders": "components.launch.run_directory.filesystem",
     "components.launch.lease": "components.launch.run_directory.lease",
-    "components.launch.memory": "components.cgroup",
+    "components.launch.memory": "components.kernel_counters",
     "components.launch.preflight": "components.launch.run_checks",
     "components.launch.prepare": "components.launch.open_run",
     "components.launch.processes": "components.launch.machine",
