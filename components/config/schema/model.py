@@ -229,7 +229,8 @@ class ModelConfig:
     dtype: DType = DType.auto
     """Dtype of the stored parameters, gradients and optimizer state: float32, bfloat16 (pure bfloat16), float64 or auto
     (float32, but bfloat16 for the frozen weights of adapters on a GPU that computes in bfloat16). Adapters, their
-    gradients and optimizer state are at least float32."""
+    gradients and optimizer state are at least float32, and so are tensors that transformers keeps in float32, such as
+    biases that balance experts."""
     compute_dtype: DType = DType.auto
     """Dtype of matmuls: auto (bfloat16 if the device supports it natively, else float32), bfloat16, float32 or float64.
     Losses, gradient norms and optimizer updates are computed in float32 or wider."""
