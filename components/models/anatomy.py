@@ -194,11 +194,13 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
-def encoder_parameters(model: PreTrainedModel) -> set[str]:
+def encoder_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters that text does not use, of a model that also reads images or sound.
 
     They belong to the encoders of images and sound, and to their projections to the decoder's width.
     """
+    if not _is_pretrained(model):
+        return set()
     config, text = model.config, model.config.get_text_config()
     if not any(name.startswith(("vision", "audio")) for name in config.sub_configs):
         return set()

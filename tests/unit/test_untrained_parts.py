@@ -16,7 +16,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from components.config.schema.model import ModelConfig
+from components.config.schema.model import DOCUMENTS, LONGEST_DOCUMENT, ModelConfig
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
 from components.models import (
@@ -32,6 +32,7 @@ from components.models import (
 from components.models.tokenizer import byte_tokenizer
 from components.models.weights.untrained import untrained_note
 from components.training import build_optimizer
+from components.training.setup.flops import model_flops
 from tests.tiny_models import SIZES, VOCAB
 
 TEXT = {**SIZES, "head_dim": 8, "pad_token_id": 0, "max_position_embeddings": 64}
@@ -229,3 +230,23 @@ def test_encoders_that_are_built_are_frozen_and_do_not_prevent_packing(kind: str
     assert in_optimizer == {id(each) for name, each in model.named_parameters() if name not in frozen}
     add_adapters(model, PeftConfig(method=PeftMethod.lora))
     assert not [name for name, each in model.named_parameters() if each.requires_grad and "vision" in name]
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_packed_documents_of_a_multimodal_checkpoint_are_computed_like_single_ones(kind: str, tmp_path: Path) -> None:
+    cfg = ModelConfig(path=str(multimodal_folder(tmp_path, kind)), tokenizer="bytes")
+    model = build_on_meta(cfg)
+    if kind == "gemma3":  # the FLOPs of Gemma 4 are not counted
+        head = 6 * 32 * VOCAB
+        assert model_flops(model).per_token == model_flops(model.get_decoder()).per_token + head
+    materialize(model, "cpu")
+    fill_weights(model, cfg, 0)
+    documents = [torch.arange(length) + 7 for length in (3, 11, 1)]
+    positions = torch.cat([torch.arange(len(each)) for each in documents])[None]
+    bounds = torch.tensor([[0, 3, 14, 15]], dtype=torch.int32)
+    keywords = {DOCUMENTS: bounds, LONGEST_DOCUMENT: 11, "use_cache": False}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        packed = model(input_ids=torch.cat(documents)[None], position_ids=positions, **keywords).logits[0]
+        single = torch.cat([plain(input_ids=each[None]).logits[0] for each in documents])
+    torch.testing.assert_close(packed, single, rtol=1e-5, atol=1e-5)

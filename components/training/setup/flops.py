@@ -20,7 +20,7 @@ from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.logging import LoggingConfig
 from components.distributed.mesh import Mesh
-from components.models.anatomy import FULL, SLIDING, Anatomy, read_anatomy
+from components.models.anatomy import FULL, SLIDING, Anatomy, encoder_parameters, read_anatomy
 
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
@@ -122,13 +122,13 @@ def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> ModelFlops:
     Raises NotImplementedError if layers use neither full nor sliding-window attention, or differ in their heads.
     """
     anatomy = anatomy or read_anatomy(model)
-    per_token = 0.0
+    per_token, unused = 0.0, encoder_parameters(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
         is_expert = name in anatomy.experts
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() >= (3 if is_expert else 2):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= (3 if is_expert else 2) and f"{name}.{leaf}" not in unused:
                 share = _experts_per_token(anatomy) / parameter.shape[0] if is_expert else 1.0
                 values = parameter.numel() if parameter.is_floating_point() else _packed_values(module)
                 per_token += (6 if parameter.requires_grad else 4) * values * share
