@@ -16,7 +16,7 @@ from torch import nn
 
 from components.config.errors import ConfigError
 from components.config.model_files import ModelFiles, locate
-from components.config.schema.model import Attention, DType, ModelConfig
+from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
 from components.config.shape import ModelShape, shape_of_config
 from components.dtypes import torch_dtype
 from components.models.anatomy import encoder_parameters
@@ -79,10 +79,7 @@ def build_on_meta(
         auto_class = AutoModelForSequenceClassification
     model_vocab = config.get_text_config().vocab_size
     if vocab_size is not None and vocab_size > model_vocab:
-        raise ConfigError(
-            f"model.config.vocab_size={model_vocab}: the tokenizer has {vocab_size} tokens; set it to {vocab_size} or "
-            "more, or set model.tokenizer to the model's own"
-        )
+        raise ConfigError(_explain_vocabulary(cfg, model_vocab, vocab_size))
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto_class.from_config(
@@ -117,6 +114,19 @@ def build_on_meta(
         logger.info("attention: %s with transformers' own masks; one host sync per forward", cfg.attention)
     model.built_from = cfg  # type: ignore[assignment]
     return model.train()
+
+
+def _explain_vocabulary(cfg: ModelConfig, model_vocab: int, tokens: int) -> str:
+    """Return the message for a vocabulary that is smaller than the tokenizer's; the weights of a checkpoint have the
+    size of its own."""
+    other = f"or set model.tokenizer to one with at most {model_vocab} tokens"
+    if cfg.init == WeightInit.random:
+        return f"model.config.vocab_size={model_vocab}: the tokenizer has {tokens} tokens; set it to {tokens}, {other}"
+    return (
+        f"model.path={cfg.path}: its embedding has {model_vocab} rows, but the tokenizer {tokens} tokens; save it and "
+        f"its tokenizer after transformers' model.resize_token_embeddings({tokens}), and set model.path to the result, "
+        f"{other}"
+    )
 
 
 def _explain_build_error(cfg: ModelConfig, model_type: str, reason: str, labels: Sequence[str] | None) -> str:

