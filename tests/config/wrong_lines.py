@@ -34,12 +34,12 @@ UNKNOWN_KEY = [
     ),
     (
         "data=pydocs data.prompt_column=q",
-        "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)",
+        "add data=jsonl data.path=..., or another data=NAME that has it (gsm8k, alpaca)",
     ),
-    ("data.prompt_column=q", "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)"),
+    ("data.prompt_column=q", "add data=jsonl data.path=..., or another data=NAME that has it (gsm8k, alpaca)"),
     (
         "data.chosen_column=q",
-        "choose another with data=NAME (there are: alpaca, chat_jsonl, custom, gsm8k, jsonl, mixture, pydocs, ",
+        "this recipe accepts none of the kinds that have it (preferences); remove it",
     ),
     ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
     ("data.factory=a:b", "data.factory=a:b: the chosen option of data has no such key; add data=custom"),

@@ -229,7 +229,8 @@ class _Search:
         return None
 
     def _options_with(self, key: str, value: str, cfg: DictConfig) -> list[str]:
-        """Return the options of a section that have a key which the chosen option lacks, likeliest first.
+        """Return the options of a section that have a key which the chosen option lacks, the likeliest first, with the
+        keys that it requires.
 
         Options with required values come first, of those the one whose name is in the value (`mine.jsonl`: jsonl);
         then those of the section's default kind.
@@ -241,12 +242,18 @@ class _Search:
         kinds = {option: _kind_of_option(section, texts.get(option, "")) for option in self.accepted_options[section]}
         fitting = [option for option, kind in kinds.items() if kind and name in get_type_hints(KINDS[section][kind])]
         default = WITHOUT_KIND.get(section)
-        return sorted(
+        likeliest, *others = sorted(
             fitting,
             key=lambda option: (
                 *(UNSET not in texts[option], option not in value, kinds[option] != default, len(option)),
             ),
-        )
+        ) or [""]
+        given = {override_parts(override)[0] for override in self.request.overrides}
+        required = [
+            f"{section}.{each}" for each in re.findall(r"^(\w+): \?\?\?", texts.get(likeliest, ""), re.MULTILINE)
+        ]
+        needed = [f" {each}=..." for each in required if each not in given]
+        return ["".join([likeliest, *needed]), *others] if likeliest else []
 
 
 def accepted_options(request: Request, groups: dict[str, list[str]]) -> dict[str, list[str]]:

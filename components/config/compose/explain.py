@@ -227,6 +227,11 @@ def explain_override(
         if section not in groups or value.startswith("{"):
             return f"{override}: sets a key that {key} does not have"
         lacks = f"{key}={value}: the chosen option of {section} has no such key"
+        kinds = [
+            str(kind) for kind, each in KINDS.get(section, {}).items() if key.partition(".")[2] in get_type_hints(each)
+        ]
+        if not fitting and kinds:
+            return f"{lacks}, and this recipe accepts none of the kinds that have it ({', '.join(kinds)}); remove it"
         if not fitting:
             return f"{lacks}; choose another with {section}=NAME (there are: {', '.join(groups[section])})"
         others = f", or another {section}=NAME that has it ({', '.join(fitting[1:])})" if fitting[1:] else ""
