@@ -12,19 +12,20 @@ from components.config.compose.frozen import from_container
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.schema import RecipeConfig
 from components.config.validate import validate
+from components.launch.machine import processes_of
 from tests.config.test_composition import RECIPES
 
 
-def result(recipe: str, overrides: str, processes: int = 1) -> RecipeConfig | list[str]:
-    """Return the config of a command line for this many ranks, or its problems."""
+def result(recipe: str, overrides: str) -> RecipeConfig | list[str]:
+    """Return the config of a command line on a machine without GPUs, or its problems."""
     schema = RECIPES[recipe]
     register_schemas(recipe, schema)
     request = Request(recipe, schema, (CONF,), addable(overrides.split(), schema))
     try:
         cfg = from_container(request.compose(request.overrides), schema)
     except COMPOSITION_ERRORS as error:
-        return diagnose(request, error, lambda cfg, rejected: validate(cfg, processes))
-    return validate(cfg, processes) or cfg
+        return diagnose(request, error, lambda cfg, rejected: validate(cfg, processes_of(cfg, 0)))
+    return validate(cfg, processes_of(cfg, 0)) or cfg
 
 
 OTHER_TOOLS = [
@@ -72,5 +73,43 @@ def test_a_key_of_another_tool_is_answered_with_key_and_unit_that_work(given: st
     (problem,) = result("finetune", given)
     assert problem.startswith(f"{given}: no such key; did you mean {message}")
     key = re.search(r"did you mean ([^?]+)\?", problem)[1]
-    cfg = result("finetune", followed.format(key=key), processes=8 if given.startswith("world_size") else 1)
+    cfg = result("finetune", followed.format(key=key))
     assert isinstance(cfg, RecipeConfig), cfg
+
+
+REFUSED = [
+    "parallelism=ddp cluster=local_2proc parallelism.tp=2",
+    "parallelism=ddp parallelism.cpu_offload=true",
+    "parallelism=ddp parallelism.reshard_after_forward=false",
+    "parallelism=ddp parallelism.prefetch=2",
+    "parallelism.stages_per_rank=1",
+    "parallelism=pp2_1f1b cluster=local_2proc parallelism.cpu_offload=true",
+    "parallelism=fsdp2_tp2 cluster=local_2proc parallelism.async_tp=true",
+    "cluster.nodes=2",
+    "cluster=slurm cluster.time=24:00",
+    "cluster=slurm cluster.sbatch_extra.time-min=24:00",
+    "peft.rank=8",
+    "optimizer.momentum=0.9",
+    "data.prompt_column=q",
+    "data.messages_column=q",
+    "optimizer.factory=a:b",
+    "model.rope.factor=2.0",
+]
+SETTING = re.compile(r"\+?[a-z_][\w./@-]*=(?!NAME|OPTION)[^\s;,)]+")
+
+
+def remedies(message: str) -> list[list[str]]:
+    """Return the settings that a message proposes after its first semicolon: alternatives, each of one or more."""
+    alternatives = re.split(r",? or |, ", message.partition("; ")[2])
+    return [found for each in alternatives if (found := SETTING.findall(each))]
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_each_setting_that_a_message_proposes_is_accepted(line: str) -> None:
+    problems = result("finetune", line)
+    assert isinstance(problems, list)
+    proposed = remedies(problems[0])
+    assert proposed, problems
+    for settings in proposed:
+        accepted = result("finetune", f"{line} {' '.join(settings)}")
+        assert isinstance(accepted, RecipeConfig), (problems, settings, accepted)

@@ -335,8 +335,8 @@ class KubernetesClusterConfig(ClusterConfig):
 def _minutes(key: str, time: str) -> str:
     """Return the problem of a time in the form M:S, which is easily mistaken for H:M."""
     return (
-        f"{key}={time}: Slurm reads minutes and seconds; write {time}:00 for hours and minutes, 0:{time} for minutes "
-        "and seconds"
+        f"{key}={time}: Slurm reads minutes and seconds; set {key}={time}:00 for hours and minutes, or {key}=0:{time} "
+        "for minutes and seconds"
     )
 
 

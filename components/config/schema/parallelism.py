@@ -213,18 +213,20 @@ class ParallelismConfig:
         if self.stages_per_rank < 2 or (self.pp_schedule in V_SHAPED and self.stages_per_rank != 2):
             problems.append(
                 f"parallelism.stages_per_rank={self.stages_per_rank}: must be at least 2, and 2 for ZBVZeroBubble and "
-                "DualPipeV; for one stage per rank set parallelism.pp_schedule=1F1B or GPipe"
+                "DualPipeV; set parallelism.stages_per_rank=2, or remove it (1F1B and GPipe have one stage per rank)"
             )
         if self.sequence_parallel and self.tp == 1:
             problems.append("parallelism.sequence_parallel=true: needs parallelism.tp > 1")
         if self.async_tp and not self.sequence_parallel:
             problems.append(
-                "parallelism.async_tp=true: overlaps the all-gathers and reduce-scatters of sequence parallelism; set "
-                "parallelism.sequence_parallel=true, or parallelism.async_tp=false"
+                "parallelism.async_tp=true: overlaps the all-gathers and reduce-scatters of sequence parallelism in "
+                "compiled layers; set parallelism.sequence_parallel=true and model.compile=true, or "
+                "parallelism.async_tp=false"
             )
         if self.cpu_offload and self.strategy != Strategy.fsdp2:
             problems.append(
-                f"parallelism.cpu_offload=true: only fsdp2 can offload; parallelism.strategy={self.strategy}"
+                f"parallelism.cpu_offload=true: only fsdp2 can offload, not parallelism.strategy={self.strategy}; set "
+                "parallelism.cpu_offload=false, or parallelism.strategy=fsdp2"
             )
         if self.cpu_offload and self.pp > 1:
             problems.append(
@@ -242,13 +244,14 @@ class ParallelismConfig:
                 problems.append(f"parallelism.{key}={value}: must be {', '.join(SWITCH[:-1])} or {SWITCH[-1]}")
         if self.reshard_after_forward == "false" and self.strategy != Strategy.fsdp2:
             problems.append(
-                "parallelism.reshard_after_forward=false: only fsdp2 gathers and frees parameters; set it to "
-                f"auto, or replace parallelism.strategy={self.strategy} by fsdp2"
+                "parallelism.reshard_after_forward=false: only fsdp2 gathers and frees parameters, not "
+                f"parallelism.strategy={self.strategy}; set parallelism.reshard_after_forward=auto, or "
+                "parallelism.strategy=fsdp2"
             )
         if self.prefetch > 0 and self.strategy != Strategy.fsdp2:
             problems.append(
-                f"parallelism.prefetch={self.prefetch}: only fsdp2 gathers parameters; set parallelism.prefetch=0, or "
-                f"replace parallelism.strategy={self.strategy} by fsdp2"
+                f"parallelism.prefetch={self.prefetch}: only fsdp2 gathers parameters, not parallelism.strategy="
+                f"{self.strategy}; set parallelism.prefetch=0, or parallelism.strategy=fsdp2"
             )
         raise_all(problems)
 
