@@ -5,8 +5,10 @@ python scripts/score.py EXPORT pairs.jsonl --out rewards.jsonl --batch-size 16 -
 python scripts/score.py EXPORT pairs.jsonl --chosen-column better --rejected-column worse
 
 Each line of the output has the row number and the rewards of the chosen and the rejected answer; lines are written as
-soon as they are computed. Answers are tokenized as in training, and a longer one than --seq-len is cut. Runs
-AutoModelForSequenceClassification in one process. Exit status 0, or 2 for an invalid command line or file.
+soon as they are computed. A reward is that of the last token of the chat template's text, as in training and in
+transformers; an answer longer than --seq-len is cut. Pairs whose answers then have the same tokens do not count for the
+accuracy. Runs AutoModelForSequenceClassification in one process. Exit status 0, or 2 for an invalid command line or
+file.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import json
 import os
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,8 +79,8 @@ def _model_problems(folder: Path) -> list[str]:
     return []
 
 
-def score(options: Namespace) -> tuple[int, int]:
-    """Write the rewards, and return the number of pairs and of those whose chosen answer has the higher reward.
+def score(options: Namespace) -> Counter[str]:
+    """Write the rewards, and return the number of pairs, of those that are equal, and of those that are won.
 
     Raises ConfigError for a row that is no pair, or a device that does not exist.
     """
@@ -105,10 +108,12 @@ def score(options: Namespace) -> tuple[int, int]:
     )
     bad = BadRowReport()
     try:
-        counts = _write_rewards(model, tokenizer, zip(*_answers(cfg, bad), strict=True), options)
+        unscored = BadRowReport()
+        counts = _write_rewards(model, tokenizer, zip(*_answers(cfg, bad), strict=True), options, unscored)
+        bad.add(unscored.problems, unscored.count)
         if bad.count:
             count = "1 row is no pair" if bad.count == 1 else f"{bad.count:,} rows are no pairs"
-            raise ConfigError(f"{options.data}: {count}; correct or remove such rows:\n  " + "\n  ".join(bad.messages))
+            raise ConfigError(f"{options.data}: {count}; correct or remove such rows:{bad}")
     except ConfigError:
         options.out.unlink(missing_ok=True)  # incomplete; the corrected command would be rejected for it
         raise
@@ -116,21 +121,31 @@ def score(options: Namespace) -> tuple[int, int]:
 
 
 def _write_rewards(
-    model: Any, tokenizer: Any, answers: Iterator[tuple[Conversation, ...]], options: Namespace
-) -> tuple[int, int]:
-    """Write a line per pair, and return the number of pairs and of those whose chosen answer has the higher reward."""
+    model: Any, tokenizer: Any, answers: Iterator[tuple[Conversation, ...]], options: Namespace, bad: BadRowReport
+) -> Counter[str]:
+    """Write a line per pair, and return the counts of `score`. After a bad row, only further ones are looked for."""
     import torch
 
-    pairs = won = 0
+    from components.data.examples import REJECTED, encode_scored
+    from components.data.sources.rows import BadRowReport
+
+    counts: Counter[str] = Counter()
     with options.out.open("w") as output, torch.inference_mode():
         while batch := list(islice(answers, options.batch_size)):
-            rewards = _rewards(model, tokenizer, [answer for pair in batch for answer in pair], options)
-            for chosen, rejected in rewards.view(-1, 2).tolist():
-                line = {"row": pairs, "chosen": chosen, "rejected": rejected}
+            of_batch = BadRowReport()
+            encoded = encode_scored(tokenizer, [answer for pair in batch for answer in pair], bad=of_batch)
+            pairs = list(zip(encoded[0::2], encoded[1::2], strict=True))
+            bad.add(of_batch.problems, sum(any(answer is REJECTED for answer in pair) for pair in pairs))
+            if bad.count:
+                continue
+            samples = [each.input_ids[:-1][: options.seq_len] for each in encoded]  # without the padding token
+            rewards = _rewards(model, tokenizer.pad_token_id, samples, options.device).view(-1, 2)
+            for (chosen, rejected), first, second in zip(rewards.tolist(), samples[0::2], samples[1::2], strict=True):
+                line = {"row": counts["pairs"], "chosen": chosen, "rejected": rejected}
                 output.write(json.dumps(line) + "\n")
-                pairs, won = pairs + 1, won + (chosen > rejected)
+                counts.update(pairs=1, equal=first == second, won=first != second and chosen > rejected)
             output.flush()
-    return pairs, won
+    return counts
 
 
 def _answers(cfg: PreferencesDataConfig, bad: BadRowReport) -> list[Iterator[Conversation]]:
@@ -148,20 +163,16 @@ def _answers(cfg: PreferencesDataConfig, bad: BadRowReport) -> list[Iterator[Con
     ]
 
 
-def _rewards(model: Any, tokenizer: Any, conversations: Iterable[Conversation], options: Namespace) -> torch.Tensor:
-    """Return the rewards of conversations, (rows,) float32 on the CPU."""
+def _rewards(model: Any, pad: int, samples: Sequence[list[int]], device: str) -> torch.Tensor:
+    """Return the rewards of tokenized conversations, (rows,) float32 on the CPU."""
     import torch
 
-    from components.data.examples import encode_conversations
-
-    encoded = encode_conversations(tokenizer, list(conversations), one_sample_each=True)
-    samples = [each.input_ids[: options.seq_len] for each in encoded]
     length = max(map(len, samples))
-    ids = torch.full((len(samples), length), tokenizer.pad_token_id)  # (rows, seq)
+    ids = torch.full((len(samples), length), pad)  # (rows, seq)
     mask = torch.zeros_like(ids)
     for row, sample in enumerate(samples):
         ids[row, : len(sample)], mask[row, : len(sample)] = torch.tensor(sample), 1
-    logits = model(input_ids=ids.to(options.device), attention_mask=mask.to(options.device)).logits
+    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
     return logits[:, 0].float().cpu()
 
 
@@ -170,13 +181,15 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         options = read_options(arguments)
-        pairs, won = score(options)
+        counts = score(options)
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    print_text(f"{options.out}: {pairs:,} pairs, accuracy {won / max(pairs, 1):.2%}")
+    equal = f" without {counts['equal']:,} of equal answers" if counts["equal"] else ""
+    accuracy = counts["won"] / max(counts["pairs"] - counts["equal"], 1)
+    print_text(f"{options.out}: {counts['pairs']:,} pairs, accuracy {accuracy:.2%}{equal}")
     return 0
 
 

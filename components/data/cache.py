@@ -73,11 +73,7 @@ class TokenizedSplit(NamedTuple):
     prompts: list[Prompt]
     """Prompts of the first samples."""
     bad: BadRowReport
-    """Rows that could not become a sample: of the whole source those that are no record, and of this split those in
-    `rejected`."""
-    rejected: list[int]
-    """Positions of the empty samples of records that could not be tokenized, such as a conversation that the chat
-    template rejects."""
+    """Rows of the whole source that could not become a record, and records of this split that could not be tokenized."""
     unused: list[str]
     """Columns and message keys that neither the chat template nor Meshbook uses."""
     notes: list[str]
@@ -86,7 +82,7 @@ class TokenizedSplit(NamedTuple):
 
 @dataclasses.dataclass
 class _Encoder:
-    """Tokenizer of one split, with its settings, and the records that it rejected."""
+    """Tokenizer of one split with its settings."""
 
     split: SourceSplit
     tokenizer: PreTrainedTokenizerBase
@@ -103,8 +99,7 @@ class _Encoder:
     count: int = 0
     """Samples of conversations and labeled texts so far."""
     bad: BadRowReport = dataclasses.field(default_factory=BadRowReport)
-    rejected: list[int] = dataclasses.field(default_factory=list)
-    """See `TokenizedSplit`."""
+    """Records so far that could not be tokenized."""
 
     def encode(self, batch: list[Record]) -> Iterable[Example]:
         """Tokenize a batch of conversations, documents or labeled texts."""
@@ -120,20 +115,19 @@ class _Encoder:
             encoded = examples.encode_conversations(
                 self.tokenizer, conversations, one_sample_each=self.one_sample_each, **options
             )
-        self.rejected += [self.count + index for index, each in enumerate(encoded) if each is examples.REJECTED]
+        self.bad.samples += [self.count + index for index, each in enumerate(encoded) if each is examples.REJECTED]
         self.count += len(encoded)
         return encoded
 
     def result(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Return the fields of `TokenizedSplit` except the tokens, as JSON; after the whole split was encoded."""
         unused = [f"column {name}" for name in self.split.unused_columns]
-        bad = BadRowReport(self.split.bad.count, self.split.bad.problems)
+        bad = BadRowReport(self.split.bad.count, self.split.bad.problems, self.bad.samples)
         bad.add(self.bad.problems, self.bad.count)
         unused += [] if self.usage is None else self.usage.unused
         return {
             "prompts": prompts,
             "bad": dataclasses.asdict(bad),
-            "rejected": self.rejected,
             "unused": unused,
             "notes": [] if self.usage is None else self.usage.notes,
         }

@@ -134,8 +134,7 @@ class Dataset(ItemSequence[Example]):
 
     A sample longer than `seq_len` is truncated on the right, dropped or rejected, depending on `overlong`. A sample
     without a target token is dropped. Every sample ends with a target token (see `trimmed`).
-    `prompts` holds prompts of the source, to generate sample answers from. `rejected` holds the indices of samples
-    that are empty because they could not be tokenized, which are among the bad rows that `bad` counts.
+    `prompts` holds prompts of the source, to generate sample answers from, and `bad` its rows that make no sample.
     """
 
     item_name = "sample"
@@ -149,10 +148,9 @@ class Dataset(ItemSequence[Example]):
         seq_len: int,
         overlong: Overlong = Overlong.truncate,
         prompts: Sequence[Prompt] = (),
-        rejected: Sequence[int] = (),
         bad: BadRowReport | None = None,
     ) -> None:
-        self.facts, self.rejected, self.bad = facts, rejected, bad or BadRowReport()
+        self.facts, self.bad = facts, bad or BadRowReport()
         facts.dropped_bad_rows = self.bad.count
         self.prompts = prompts
         self.pad_token_id: int | None = tokenizer.pad_token_id
@@ -163,7 +161,7 @@ class Dataset(ItemSequence[Example]):
         """`Fate` of each sample before any sample was dropped, uint8."""
         self._tokenizer = tokenizer
         tokens = examples if isinstance(examples, Tokens) else flattened(trimmed(example) for example in examples)
-        self._tokens = self._fit(tokens, seq_len, overlong, rejected)
+        self._tokens = self._fit(tokens, seq_len, overlong)
 
     def __len__(self) -> int:
         return len(self._tokens.starts)
@@ -192,7 +190,7 @@ class Dataset(ItemSequence[Example]):
         """Return the text of any sample, with the spans that contribute to the loss in [[ ]]."""
         return render_example(self._tokenizer, example)
 
-    def _fit(self, tokens: Tokens, seq_len: int, overlong: Overlong, rejected: Sequence[int]) -> Tokens:
+    def _fit(self, tokens: Tokens, seq_len: int, overlong: Overlong) -> Tokens:
         """Truncate, drop or reject samples longer than `seq_len` tokens; record the counts in `facts`."""
         facts, before = self.facts, tokens.stops - tokens.starts
         long = np.flatnonzero(before > seq_len)
@@ -208,7 +206,7 @@ class Dataset(ItemSequence[Example]):
         self.fates = np.where(after > 0, Fate.kept, Fate.without_target).astype(np.uint8)
         if overlong is Overlong.drop:
             self.fates[long] = Fate.overlong
-        self.fates[np.asarray(rejected, dtype=np.int64)] = Fate.bad
+        self.fates[np.asarray(self.bad.samples, dtype=np.int64)] = Fate.bad
         facts.truncated = int(np.count_nonzero(after[long]))
         self.sources = np.flatnonzero(after > 0)
         facts.samples, facts.dropped_without_target, facts.dropped_overlong, _ = counts_of(self.fates)

@@ -100,7 +100,7 @@ def _build_source(
         return build_rows(cfg, tokenizer, seq_len=seq_len, is_eval=is_eval)
     facts = Facts(source=describe(cfg, is_eval))
     examples: Iterable[Example] | Tokens
-    rejected, bad = list[int](), BadRowReport()
+    bad = BadRowReport()
     prompts: list[Prompt] = []
     if isinstance(cfg, CustomDataConfig):
         all_examples = _custom_examples(cfg, tokenizer, seq_len, is_eval)
@@ -108,7 +108,7 @@ def _build_source(
         examples = compress(all_examples, split_mask(hashes, cfg, is_eval))
     else:
         source = SourceSplit(cfg, is_eval)
-        examples, prompts, bad, rejected, facts.unused, facts.notes = tokenize(source, cfg, tokenizer, seq_len)
+        examples, prompts, bad, facts.unused, facts.notes = tokenize(source, cfg, tokenizer, seq_len)
         if isinstance(cfg, CONVERSATIONS) and not tokenizer.chat_template:
             facts.notes.append(
                 "the tokenizer has no chat template: messages are joined with line breaks, without roles"
@@ -123,7 +123,6 @@ def _build_source(
         seq_len=seq_len,
         overlong=cfg.overlong,
         prompts=prompts,
-        rejected=rejected,
         bad=bad,
     )
     if not (isinstance(cfg, AnswerConfig) and cfg.label_column is None):  # the answers of pairs are checked together
@@ -150,7 +149,7 @@ def refuse_bad_rows(
     if cfgs[0].bad_rows is BadRows.drop or not any(each.bad.count for each in found):
         return
     bad, others = BadRowReport(), len(found[0].fates)
-    bad.add({}, found[0].bad.count - len(found[0].rejected))  # the same rows for all configs
+    bad.add({}, found[0].bad.count - len(found[0].bad.samples))  # the same rows for all configs
     splits: list[Sequence[Dataset | TokenizedSplit]] = [found]
     has_other = holds_out(cfgs[0]) and held_out_by_hash(cfgs[0]) and sample_limit(cfgs[0], not is_eval) is None
     if has_other and not isinstance(cfgs[0], TextDataConfig):
@@ -159,7 +158,7 @@ def refuse_bad_rows(
         splits.append(other)
     for split in splits:
         problems = {where: each.bad.problems[where] for each in reversed(split) for where in each.bad.problems}
-        rejected = len(set().union(*(each.rejected for each in split)))
+        rejected = len(set().union(*(each.bad.samples for each in split)))
         bad.add(problems, rejected)
         others -= rejected
     raise ConfigError(refused_rows(bad, others))
@@ -208,7 +207,7 @@ def no_samples_problem(cfg: DataConfig, dataset: Dataset, seq_len: int, is_eval:
             "data.eval_fraction=0: there are no held-out samples; "
             "to evaluate, set it, data.eval_split or data.eval_path"
         )
-    if dataset.rejected and len(dataset.rejected) == len(dataset.fates):
+    if dataset.bad.samples and len(dataset.bad.samples) == len(dataset.fates):
         return no_good_row(facts.source, dataset.bad)
     if facts.dropped_without_target or facts.dropped_overlong:
         return (

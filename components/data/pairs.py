@@ -161,7 +161,7 @@ class PairDataset(PairedRows):
         """Rows that are no pair of two samples."""
         bad = BadRowReport()
         bad.add({**self.rejected.bad.problems, **self.chosen.bad.problems}, self.chosen.bad.count)
-        bad.count += len(set(self.rejected.rejected).difference(self.chosen.rejected))
+        bad.count += len(set(self.rejected.bad.samples).difference(self.chosen.bad.samples))
         return bad
 
     @property

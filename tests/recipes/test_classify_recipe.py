@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from components.models.tokenizer import byte_tokenizer
 from scripts.score import main as score
@@ -92,6 +92,22 @@ def test_run_resumes_on_another_mesh_and_transformers_loads_its_export(classify:
     assert last["eval_accuracy"] == pytest.approx((logits.argmax(1) == targets).double().mean().item())
 
 
+def check_scored_by_transformers(export: Path, pairs: Path, rewards: list[dict[str, float]]) -> None:
+    """The export and its own chat template give the same rewards in a padded batch and in a pipeline."""
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    chats, expected = [], []
+    for row, reward in zip(map(json.loads, pairs.read_text().splitlines()), rewards, strict=True):
+        for key in ("chosen", "rejected"):
+            chats.append([{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[key]}])
+            expected.append(reward[key])
+    batch = tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True)
+    assert model.eval()(**batch).logits[:, 0].tolist() == pytest.approx(expected, abs=1e-6)
+    classifier = pipeline("text-classification", model=model, tokenizer=tokenizer, function_to_apply="none")
+    texts = tokenizer.apply_chat_template(chats, tokenize=False)
+    scored = classifier(texts, batch_size=8, add_special_tokens=False)
+    assert [each["score"] for each in scored] == pytest.approx(expected, abs=1e-6)
+
+
 def check_rejected_by_score(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder or device that does not exist, and a bad row, after which the corrected command is accepted."""
     rows = (folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:2]
@@ -137,6 +153,7 @@ def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(
     ours, theirs = (load_file(each / "model.safetensors") for each in (run / "export", classify.folder / "again"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    check_scored_by_transformers(run / "export", classify.folder / "pairs.jsonl", rewards)
 
     merged = AutoModelForSequenceClassification.from_pretrained(run / "export").eval()
     base = AutoModelForSequenceClassification.from_pretrained(classify.folder / "base", num_labels=1)

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoConfig, LlamaConfig
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig
 
 from components import data
 from components.config.errors import ConfigError
@@ -157,6 +158,47 @@ def test_wrong_rows_are_listed_with_file_and_row(tmp_path: Path) -> None:
     assert "rows.jsonl:4: data.label_column=label: holds null (the key is missing)" in lines[2]
     assert "rows.jsonl:5" in lines[3]
     assert "one of ham, spam" in lines[3]
+
+
+ENDINGS = {
+    "newline": "<|im_end|>\n",
+    "end of turn": "<|im_end|>",
+    "pad token": "<|pad|>",
+    "end of turn and pad tokens": "<|im_end|><|pad|><|pad|>",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pad", ["<|pad|>", "<|im_end|>"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_pairs_and_labeled_conversations_are_scored_at_the_token_of_transformers(
+    tmp_path: Path, ending: str, pad: str
+) -> None:
+    """Also if the pad token ends the turn: plain transformers then scores the word before it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = pad
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}" + ENDINGS[ending] + "{% endfor %}"
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=264, num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes)
+    torch.manual_seed(0)
+    model: Any = AutoModelForSequenceClassification.from_config(config).double().eval()
+
+    def score(row: data.Example) -> float:
+        states = model.model(torch.tensor([row.input_ids])).last_hidden_state
+        (position,) = [index - 1 for index, label in enumerate(row.labels) if label >= 0]
+        return float(model.score(states)[0, position, 0])
+
+    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}] for answer in ("yes", "n")]
+    pairs, texts = tmp_path / "pairs.jsonl", tmp_path / "texts.jsonl"
+    pairs.write_text(json.dumps({"prompt": "q", "chosen": "yes", "rejected": "n"}) + "\n")
+    texts.write_text("".join(json.dumps({"text": each, "label": 0}) + "\n" for each in chats))
+    keys: dict[str, Any] = {"eval_fraction": 0.0, "cache": None}
+    configs = PreferencesDataConfig(path=str(pairs), **keys), LabelsDataConfig(path=str(texts), num_labels=2, **keys)
+    of_pairs, of_texts = (data.build_scored(each, tokenizer, seq_len=99, split="train") for each in configs)
+    batch = tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True)
+    expected = model(**batch).logits[:, 0].tolist()
+    assert [score(row) for row in of_pairs[0][:2]] == pytest.approx(expected, abs=1e-12)
+    assert [score(row) for row in of_texts] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("seq_len", [100, 40])

@@ -111,6 +111,9 @@ class BadRowReport:
     count: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     """Problems of the first ones in the source, by their origin."""
+    samples: list[int] = field(default_factory=list)
+    """Indices of the empty samples that stand for those which could not be tokenized, such as a conversation that the
+    chat template rejects; other bad rows have no sample."""
 
     def add(self, problems: Mapping[str, str], count: int = 1) -> None:
         """Count bad rows, of which `problems` has the first ones."""
