@@ -180,7 +180,7 @@ def _reject_shared_layers(model: nn.Module, anatomy: Anatomy) -> None:
             if other != name:
                 raise ConfigError(
                     f"parallelism.strategy=fsdp2: {other} and {name} of {type(model).__name__} share parameters, "
-                    "which cannot be sharded layer by layer or split into stages; set parallelism.strategy=ddp"
+                    "which cannot be sharded layer by layer or split into stages; set parallelism=ddp"
                 )
 
 

@@ -79,6 +79,9 @@ def test_a_key_of_another_tool_is_answered_with_key_and_unit_that_work(given: st
 
 REFUSED = [
     "parallelism=ddp cluster=local_2proc parallelism.tp=2",
+    "parallelism.strategy=ddp",
+    "cluster=local_2proc parallelism.strategy=ddp",
+    "parallelism.strategy=single",
     "parallelism=ddp parallelism.cpu_offload=true",
     "parallelism=ddp parallelism.reshard_after_forward=false",
     "parallelism=ddp parallelism.prefetch=2",

@@ -273,7 +273,7 @@ REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "zamba2": ({"num_hidden_layers": 4, "mamba_d_state": 4, "n_mamba_heads": 8, "hybrid_layer_ids": [1, 3],
                 "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid"] * 2}, FSDP2,
                "model.layers.1 and model.layers.3 of Zamba2ForCausalLM share parameters, which cannot be sharded layer "
-               "by layer or split into stages; set parallelism.strategy=ddp"),
+               "by layer or split into stages; set parallelism=ddp"),
     "falcon": ({}, CP, "FalconForCausalLM computes attention in its own code, outside transformers' attention "
                "interface, so its sequences cannot be sharded; set parallelism.cp=1"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, CP,

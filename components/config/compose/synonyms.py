@@ -69,9 +69,8 @@ _NAMES = {
     "parallelism.ep": "expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size",
     "parallelism.dp_shard": "data_parallel_shard_degree fsdp_size",
     "parallelism.dp_replicate": "data_parallel_replicate_degree data_parallel_size dp_size ddp_size",
-    "parallelism=fsdp2": "fsdp fsdp_config deepspeed zero_stage",
+    "parallelism=fsdp2": "fsdp fsdp_config deepspeed zero_stage distributed_strategy",
     "parallelism=ddp": "ddp",
-    "parallelism.strategy": "distributed_strategy",
     "cluster.procs_per_node": "num_gpus gpus n_gpus ngpus num_processes nproc_per_node nproc gpus_per_node devices "
     "world_size tasks_per_node",
     "cluster.nodes": "num_nodes nnodes n_nodes num_machines",

@@ -297,6 +297,9 @@ class ParallelismConfig:
             return []
         return [
             f"parallelism.{axis}={self.degree(axis)}: strategy {self.strategy} has no such axis; set "
+            f"parallelism={self.strategy}, or parallelism.strategy=fsdp2"
+            if axis == "dp_shard"
+            else f"parallelism.{axis}={self.degree(axis)}: strategy {self.strategy} has no such axis; set "
             f"parallelism.{axis}=1, or parallelism.strategy=fsdp2 (with parallelism.dp_shard=1 it replicates)"
             for axis in AXES
             if self.degree(axis) != 1 and axis not in replicating[self.strategy]
