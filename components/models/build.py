@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 VOCAB_MULTIPLE = 8
 """A vocabulary size derived from a tokenizer is rounded up to this, for tensor cores and tensor parallelism."""
 
+IMAGE_TEXT = (
+    *("cohere2_vision", "glm4v", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
+    "smolvlm",
+)
+"""Model types that transformers builds only together with an encoder of images, and that are tested on text."""
 POSITIONS = re.compile(r"pos|wpe")
 """Names of tables of position embeddings."""
 BUILT_FROM = "built_from"
@@ -70,10 +75,10 @@ def build_on_meta(
         ConfigError: The model is unknown, missing, unreachable or quantized, it needs code that is not trusted, its
             vocabulary is smaller than the tokenizer's, or its class rejects a key or value of `cfg.config`.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     config = load_config(cfg, vocab_size)
-    auto_class: Any = AutoModelForCausalLM
+    auto_class: Any = AutoModelForImageTextToText if config.model_type in IMAGE_TEXT else AutoModelForCausalLM
     if labels is not None:
         set_labels(config, labels)
         auto_class = AutoModelForSequenceClassification
@@ -134,6 +139,11 @@ def _explain_build_error(cfg: ModelConfig, model_type: str, reason: str, labels:
         return (
             f"model.attention={cfg.attention}: transformers does not implement it for {model_type}; set "
             "model.attention=eager"
+        )
+    if labels is None and "Unrecognized configuration class" in reason:
+        return (
+            f"model.path={cfg.path}: transformers has no causal LM for {model_type}; choose another model, with an "
+            f"encoder of images one of type {', '.join(IMAGE_TEXT)}, gemma3, gemma4, llama4, mllama or qwen3_5"
         )
     built = f"{model_type} with model.attention={cfg.attention}"
     kind = "causal LM" if labels is None else "model for sequence classification"

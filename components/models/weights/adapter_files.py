@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from components.config.model_files import GGUF_BASE, locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
 from components.exchange import broadcast_json, this_rank
+from components.models.build import IMAGE_TEXT
 from components.models.classifier import SCORE, TokenScores
 from components.models.lora import ADAPTER_PARAMETERS, expert_factors, quantized_layers, row_norms, scaling_of
 from components.models.lora.experts import FACTORS, stores_transposed
@@ -28,6 +29,7 @@ from components.models.weights.weight_files import write_file
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+CAUSAL_LM = "AutoModelForCausalLM"
 Read = Callable[[Index], torch.Tensor]
 """Function that returns a block of a full tensor."""
 
@@ -79,22 +81,23 @@ def write_adapter(
             tokenizer.save_pretrained(new_folder.path)
         else:
             save_tokenizer(tokenizer, new_folder.path)
-        base = config.base_model_name_or_path or "a model from scratch"  # type: ignore[attr-defined]
-        (new_folder.path / "README.md").write_text(_card(folder.name, base, card, tensors))
+        (new_folder.path / "README.md").write_text(_card(folder.name, config, card, tensors))
         new_folder.publish()
     except BaseException:
         new_folder.abandon()
         raise
 
 
-def _card(name: str, base: str, text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+def _card(name: str, config: Any, text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    base = config.base_model_name_or_path or "a model from scratch"
+    auto_class = (config.auto_mapping or {}).get("base_model_class", CAUSAL_LM)
     head = tensors.get(f"{SCORE}.weight")
     return CARD.format(
         name=name,
         base=base,
         text=text.strip(),
         task="text-generation" if head is None else "text-classification",
-        auto_class="AutoModelForCausalLM" if head is None else "AutoModelForSequenceClassification",
+        auto_class=auto_class if head is None else "AutoModelForSequenceClassification",
         options="" if head is None else f", num_labels={len(head)}",
     )
 
@@ -106,7 +109,7 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
     """
     from peft import LoraConfig  # takes two seconds to import
 
-    meta_model, scores = meta_copy(model), isinstance(model, TokenScores)
+    meta_model, scores, loader = meta_copy(model), isinstance(model, TokenScores), base_class(model)
     layers = {name.rpartition(".")[0] for name in names if not name.endswith(FACTORS) and not _is_head(name)}
     leaves = {name.rpartition(".")[2] for name in layers}
     same_leaf = {name for name, _ in meta_model.named_modules() if name.rpartition(".")[2] in leaves}
@@ -114,6 +117,7 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
     return LoraConfig(
         task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         modules_to_save=[SCORE] if scores else None,
+        auto_mapping={"base_model_class": loader, "parent_library": "transformers"} if loader != CAUSAL_LM else None,
         base_model_name_or_path=base_name(base),
         revision=base.revision,
         r=peft.rank,
@@ -126,6 +130,11 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
         fan_in_fan_out=bool(layers) and not linear,
         inference_mode=True,
     )
+
+
+def base_class(model: PreTrainedModel) -> str:
+    """Return the class of transformers that loads a model with an LM head."""
+    return "AutoModelForImageTextToText" if model.config.model_type in IMAGE_TEXT else CAUSAL_LM
 
 
 def base_name(base: ModelConfig) -> str | None:

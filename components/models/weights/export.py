@@ -18,7 +18,7 @@ from components.models.anatomy import transformers_class
 from components.models.classifier import TokenScores
 from components.models.meta_copy import meta_copy
 from components.models.tokenizer import save_tokenizer
-from components.models.weights.adapter_files import Merge, export_adapter
+from components.models.weights.adapter_files import Merge, base_class, export_adapter
 from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.names import saved_tensors
 from components.models.weights.new_folder import NewFolder
@@ -313,7 +313,7 @@ def _card(name: str, text: str, model: PreTrainedModel, untrained: Untrained | N
         name=name,
         text=text.strip(),
         task="text-classification" if scores else "text-generation",
-        auto_class="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM",
+        auto_class="AutoModelForSequenceClassification" if scores else base_class(model),
     )
 
 
