@@ -73,7 +73,7 @@ class TokenizedSplit(NamedTuple):
     prompts: list[Prompt]
     """Prompts of the first samples."""
     bad: BadRowReport
-    """Rows of the whole source that could not become a record, and records of this split that could not be tokenized."""
+    """Rows of the source that could not become a record, and records of this split that could not be tokenized."""
     unused: list[str]
     """Columns and message keys that neither the chat template nor Meshbook uses."""
     notes: list[str]

@@ -303,11 +303,69 @@ def test_sharegpt_roles_and_keys_are_renamed_and_other_keys_kept(tmp_path: Path)
     ]
 
 
+# Forms of other trainers
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_function_calls_of_the_old_openai_form_are_tool_calls(name: str, tmp_path: Path) -> None:
+    function = {
+        "name": "weather",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    old = [
+        user("a"),
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "cold"},
+        assistant("It is cold."),
+    ]
+    new = [
+        user("a"),
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": "weather", "content": "cold"},
+        assistant("It is cold."),
+    ]
+    template = unmarked(QWEN3)
+    of_old = dataset(tmp_path, [{"messages": old, "functions": [function]}], template, name)
+    tools = [{"type": "function", "function": function}]
+    of_new = dataset(tmp_path, [{"messages": new, "tools": tools}], template, name)
+    assert list(of_old) == list(of_new)
+    assert "column functions" not in of_old.facts.unused
+
+
+def test_system_column_of_other_trainers_is_the_system_message(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "s"}
+    messages = [user("a"), assistant("b", weight=0), user("c"), assistant("d")]
+    rows = [{"messages": messages, "system": "s"}, {"messages": messages, "system": " "}]
+    expected = dataset(tmp_path, [{"messages": [system, *messages]}, {"messages": messages}], unmarked(HERMES))
+    made = dataset(tmp_path, rows, unmarked(HERMES))
+    assert (list(made), made.facts.unused) == (list(expected), [])
+    assert list(dataset(tmp_path, [{"messages": [system, *messages], "system": "s"}], unmarked(HERMES))) == [made[0]]
+    for row, problem in (
+        ({"messages": [{**system, "content": "t"}, *messages], "system": "s"}, "are different system messages; remove"),
+        ({"messages": messages, "system": {"os": "x"}}, "column 'system' holds dict {'os': 'x'}, not the text of a"),
+    ):
+        assert problem in problems_of(tmp_path, [row])[0]
+
+
 # Flags
 
 
 @pytest.mark.parametrize("template", [unmarked(HERMES), marked(HERMES), None], ids=["prefix", "blocks", "plain"])
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        {"weight": 0},
+        {"train": False},
+        {"weight": 0.0, "train": False},
+        {"loss": False},
+        {"loss_mask": 0, "training": False},
+        {"loss_weight": 0.0, "loss_scale": 0},
+        {"masked": True},
+        {"train_on_turn": False, "trainable": False},
+    ],
+)
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
 def test_messages_flagged_as_untrained_have_no_targets(
     template: str | None, flag: dict[str, Any], name: str, tmp_path: Path
@@ -335,6 +393,13 @@ def test_messages_flagged_as_untrained_have_no_targets(
         ([user("a"), assistant("b", weight=0.5)], "message 2 of 'messages' has weight=0.5; must be true, false, 0 or"),
         ([user("a", weight=1), assistant("b")], "message 1 of 'messages' has weight=1 and the role 'user'; only the"),
         ([user("a"), assistant("b", weight=1, train=False)], "message 2 of 'messages' has train=False and weight=1,"),
+        ([user("a"), assistant("b", loss=True, masked=True)], "message 2 of 'messages' has loss=True and masked=True,"),
+        ([user("a", masked=False), assistant("b")], "message 1 of 'messages' has masked=False and the role 'user'; on"),
+        ([user("a"), assistant("b", loss_scale=2)], "message 2 of 'messages' has loss_scale=2; must be true, false, 0"),
+        ([user("a"), assistant("b", mask=1)], "message 2 of 'messages' has the key 'mask', by which other trainers"),
+        ([user("a"), assistant("b", train_detail=[])], "message 2 of 'messages' has the key 'train_detail', by which"),
+        ([user("a"), assistant("b", function_call="f")], "message 2 of 'messages' has a function_call that is str 'f'"),
+        ([user("a"), assistant("", function_call={"arguments": "{}"})], "tool_calls[0].function.name=None; must be"),
         ([user("a"), assistant("b", train="no")], "message 2 of 'messages' has train='no'; must be true"),
         ([user("a"), assistant("")], "message 2 of 'messages' (role assistant): data.content_key=content: is empty"),
         ([user("a"), {"role": "assistant"}], "data.content_key=content: holds null, not text (the key is missing)"),

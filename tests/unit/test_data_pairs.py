@@ -211,6 +211,23 @@ def test_single_labeled_answer_is_rejected(tmp_path: Path) -> None:
         read(tmp_path, LABELED[:1], label_column="label")
 
 
+def test_flagged_messages_of_an_answer_have_no_loss(tmp_path: Path) -> None:
+    """Flags on the prompt change nothing, as it has no loss in any case."""
+    answers = [
+        [{**assistant("a"), "weight": 0}, user("b"), assistant("c")],
+        [assistant("d"), user("b"), assistant("e")],
+    ]
+    prompt = [user("p"), {**assistant("q"), "loss": True}, user("r")]
+    rows = [{"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}]
+    whole = [{"chosen": [*prompt, *answers[0]], "rejected": [*prompt, *answers[1]]}]
+    ((chosen, rejected),) = texts(read(tmp_path, whole, system_prompt="s"))
+    assert chosen.split("[[")[1:] == ["c<|im_end|>]]"]
+    assert rejected.count("[[") == 2
+    flagged = {"prompt": "p", "chosen": [{**assistant("a"), "train": False}], "rejected": "b"}
+    with pytest.raises(ConfigError, match="'chosen': all messages of the answer are marked as not trained on"):
+        read(tmp_path, [*rows, flagged])
+
+
 # Pairs whose answers have the same tokens
 
 TRIMS = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")

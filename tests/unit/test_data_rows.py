@@ -111,7 +111,7 @@ def test_input_column_and_system_prompt_are_part_of_the_prompt(tmp_path):
         {"instruction": "Add.", "input": "1, 2", "output": "3"},
         {"instruction": "Say hi.", "input": "", "output": "hi"},
         {"instruction": "Say ho.", "input": " \n", "output": "ho"},
-        {"instruction": "Say hu.", "output": "hu"},
+        {"instruction": "Say hu.", "output": "hu", "system": "Be loud."},
     ]
     file = write(tmp_path / "x.jsonl", rows)
     columns = {"prompt_column": "instruction", "input_column": "input", "response_column": "output"}
@@ -120,7 +120,7 @@ def test_input_column_and_system_prompt_are_part_of_the_prompt(tmp_path):
         "Be brief.\nAdd.\n\n1, 2\n3</s>",
         "Be brief.\nSay hi.\nhi</s>",
         "Be brief.\nSay ho.\nho</s>",
-        "Be brief.\nSay hu.\nhu</s>",
+        "Be loud.\nSay hu.\nhu</s>",
     ]
     assert same_problems(sft_config(file, **{**columns, "input_column": "inputs"}))[0].endswith("did you mean 'input'?")
 

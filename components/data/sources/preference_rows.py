@@ -107,58 +107,64 @@ def each_answer(cfg: AnswerConfig, rows: Iterable[Row], bad: BadRowReport) -> It
 def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
     if cfg.label_column is None:
         label = None
-        messages, start = _pair_answer(cfg, row.values)
+        messages, unflagged, start = _pair_answer(cfg, row.values)
     else:
         label = _label(row, cfg.label_column)
-        messages = _conversation(cfg, row.values, cfg.answer_key)
+        messages, unflagged = _conversation(cfg, row.values, cfg.answer_key)
         start = 1 + max((i for i, message in enumerate(messages) if message["role"] in _ASKING), default=-1)
-        _check_answer(cfg, cfg.answer_key, messages, start)
+        _check_answer(cfg, cfg.answer_key, messages, start, unflagged)
+    untrained = {i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i < start} | unflagged
     system = cfg.system_prompt
     if cfg.system_column is not None and row.values.get(cfg.system_column):
         system = text_value(row.values, "system_column", cfg.system_column)
     if system is not None and messages[0]["role"] != "system":
-        messages, start = [{"role": "system", "content": system}, *messages], start + 1
-    untrained = frozenset(i for i, message in enumerate(messages[:start]) if message["role"] == ASSISTANT)
-    return Conversation(row.where, messages, untrained=untrained, is_desirable=label)
+        messages, untrained = [{"role": "system", "content": system}, *messages], {index + 1 for index in untrained}
+    return Conversation(row.where, messages, untrained=frozenset(untrained), is_desirable=label)
 
 
-def _pair_answer(cfg: AnswerConfig, values: dict[str, Any]) -> tuple[list[Message], int]:
-    """Return the conversation with one of the answers of a pair, and the index where the answer starts.
+def _pair_answer(cfg: AnswerConfig, values: dict[str, Any]) -> tuple[list[Message], frozenset[int], int]:
+    """Return the conversation with one of the answers of a pair, its messages without loss, and the answer's start.
 
     The answer is what follows the messages that both conversations share. These are taken from the chosen one, so that
     both samples have the same prompt.
     """
-    chosen, rejected = (_conversation(cfg, values, key) for key in ("chosen_column", "rejected_column"))
+    (chosen, of_chosen), (rejected, of_rejected) = (
+        _conversation(cfg, values, key) for key in ("chosen_column", "rejected_column")
+    )
     compared = [[[each.get(key) for key in COMPARED] for each in answer] for answer in (chosen, rejected)]
     if compared[0] == compared[1]:
         raise BadRowError(f"data.chosen_column={cfg.chosen_column}: is equal to {cfg.rejected_column!r}")
     pairs = enumerate(zip(*compared, strict=False))
     start = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-    _check_answer(cfg, "chosen_column", chosen, start)
-    _check_answer(cfg, "rejected_column", rejected, start)
-    return (chosen if cfg.answer_key == "chosen_column" else [*chosen[:start], *rejected[start:]]), start
+    _check_answer(cfg, "chosen_column", chosen, start, of_chosen)
+    _check_answer(cfg, "rejected_column", rejected, start, of_rejected)
+    if cfg.answer_key == "chosen_column":
+        return chosen, of_chosen, start
+    return [*chosen[:start], *rejected[start:]], of_rejected, start
 
 
-def _check_answer(cfg: AnswerConfig, key: str, messages: list[Message], start: int) -> None:
+def _check_answer(cfg: AnswerConfig, key: str, messages: list[Message], start: int, untrained: frozenset[int]) -> None:
     answer = messages[start:]
     if start == 0 or not answer or answer[0]["role"] != ASSISTANT or answer[-1]["role"] != ASSISTANT:
         raise BadRowError(
             f"{getattr(cfg, key)!r} needs an answer of the assistant to a prompt, in this column or in "
             f"data.prompt_column={cfg.prompt_column or 'null'}, that the answers of the row share"
         )
+    if untrained.issuperset(i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= start):
+        raise BadRowError(f"{getattr(cfg, key)!r}: all messages of the answer are marked as not trained on")
 
 
-def _conversation(cfg: AnswerConfig, values: dict[str, Any], key: str) -> list[Message]:
-    """Return the prompt of a row with the answer in the column that `key` names."""
-    column = getattr(cfg, key)
+def _conversation(cfg: AnswerConfig, values: dict[str, Any], key: str) -> tuple[list[Message], frozenset[int]]:
+    """Return the prompt of a row with the answer in the column that `key` names, and its messages without loss."""
+    column, untrained = getattr(cfg, key), frozenset[int]()
     if isinstance(values.get(column), list):
-        answer = messages_of(values[column], column)
+        answer, untrained = messages_of(values[column], column)
         if any(message["role"] in _ASKING for message in answer):
-            return answer
+            return answer, untrained
     else:
         text = text_value(values, key, column)
         if cfg.prompt_column is None and (turns := _transcript(text, column)):
-            return turns
+            return turns, untrained
         answer = [{"role": ASSISTANT, "content": text}]
     if cfg.prompt_column is None:
         raise BadRowError(
@@ -167,8 +173,10 @@ def _conversation(cfg: AnswerConfig, values: dict[str, Any], key: str) -> list[M
         )
     prompt = values.get(cfg.prompt_column)
     if isinstance(prompt, list):
-        return [*messages_of(prompt, cfg.prompt_column), *answer]
-    return [{"role": "user", "content": text_value(values, "prompt_column", cfg.prompt_column)}, *answer]
+        messages, _ = messages_of(prompt, cfg.prompt_column)
+    else:
+        messages = [{"role": "user", "content": text_value(values, "prompt_column", cfg.prompt_column)}]
+    return [*messages, *answer], frozenset(index + len(messages) for index in untrained)
 
 
 def _transcript(text: str, column: str) -> list[Message]:

@@ -31,8 +31,16 @@ _LISTED = 5  # bad rows listed in an error; further ones are only counted
 
 _OTHER_ROLES = ("developer", "function", "ipython")
 """Roles of some chat templates, passed through unchanged."""
-_FLAGS = ("train", "weight")
-"""Message keys that set whether the message is trained on (Axolotl, OpenAI); never passed to the template."""
+_FLAGS = ("weight", "train", "training", "train_on_turn", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale")
+"""Message keys of other trainers that set whether the message is trained on; never passed to the template."""
+_INVERSE_FLAG = "masked"
+"""Message key that sets whether the message is not trained on (torchtune)."""
+_UNCLEAR_FLAGS = ("mask", "train_detail", "training_detail", "train_details")
+"""Message keys that select parts of a message, or whose meaning differs between trainers."""
+_FUNCTION = "function"
+"""Role of the result of a `function_call`, OpenAI's form before `tool_calls`."""
+_FUNCTIONS, _SYSTEM = "functions", "system"
+"""Columns of other trainers: tools in OpenAI's form before `tools`, and the system message."""
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
 _TRUTH = {"true": Decimal(1), "false": Decimal(0)}
 _RENDER_ARGUMENTS = frozenset(
@@ -146,9 +154,12 @@ def no_good_row(source: str, bad: BadRowReport) -> str:
 
 def columns_optional(cfg: RowsDataConfig) -> list[str]:
     """Return the columns that are read if a source has them."""
+    if isinstance(cfg, SftDataConfig):
+        return [_SYSTEM]
     if not isinstance(cfg, ChatDataConfig):
         return []
-    return [name for name in (cfg.tools_column, cfg.template_kwargs_column) if name is not None]
+    tools = [] if cfg.tools_column is None else [cfg.tools_column, _FUNCTIONS]
+    return [*tools, _SYSTEM, *([] if cfg.template_kwargs_column is None else [cfg.template_kwargs_column])]
 
 
 def unused_problem(where: str, names: list[str]) -> str:
@@ -207,12 +218,22 @@ def _sft_conversation(cfg: SftDataConfig, row: Row) -> Conversation:
     response = text_value(values, "response_column", cfg.response_column)
     if cfg.input_column is not None and not _is_blank(values.get(cfg.input_column)):
         prompt += "\n\n" + text_value(values, "input_column", cfg.input_column)
-    messages: list[Message] = []
-    if cfg.system_prompt is not None:
-        messages.append({"role": "system", "content": cfg.system_prompt})
+    system = _system_of(values) or cfg.system_prompt
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": prompt})
     messages.append({"role": "assistant", "content": response})
     return Conversation(row.where, messages)
+
+
+def _system_of(values: dict[str, Any]) -> str | None:
+    """Return the text of a row's own column with the system message; None: it has none."""
+    system = values.get(_SYSTEM)
+    if _is_blank(system):
+        return None
+    if not isinstance(system, str):
+        raise BadRowError(f"column {_SYSTEM!r} holds {kind_of(system)}, not the text of a system message; rename it")
+    _check_unicode(system, f"column {_SYSTEM!r} holds")
+    return system
 
 
 def _is_blank(value: Any) -> bool:
@@ -222,7 +243,12 @@ def _is_blank(value: Any) -> bool:
 def _labeled_text(cfg: LabelsDataConfig, row: Row, label_of: Callable[..., int | None]) -> LabeledText:
     content = row.values.get(cfg.text_column)
     if isinstance(content, list) and content:
-        content = messages_of(content, cfg.text_column)
+        content, untrained = messages_of(content, cfg.text_column)
+        if untrained:
+            raise BadRowError(
+                f"message {min(untrained) + 1} of {cfg.text_column!r} is marked as not trained on, but a score head "
+                "has no loss per message; remove that key"
+            )
     else:
         content = text_value(row.values, "text_column", cfg.text_column)
     return LabeledText(row.where, content, _label_in(cfg, row, label_of))
@@ -272,17 +298,45 @@ def number_of(text: str) -> Decimal | None:
     return _TRUTH.get(text, Decimal(text) if _NUMBER.fullmatch(text) else None)
 
 
-def messages_of(turns: list[Any], column: str) -> list[Message]:
-    """Return a list of messages with the keys role and content."""
-    keys, messages = ChatDataConfig(path=column), []
+def messages_of(
+    turns: list[Any], column: str, cfg: ChatDataConfig | None = None
+) -> tuple[list[Message], frozenset[int]]:
+    """Return messages, and the indices of assistant messages without loss.
+
+    Args:
+        cfg: Keys and roles of the messages; None: role and content.
+    """
+    cfg = cfg or ChatDataConfig(path=column)
+    has_function_calls = any(isinstance(turn, dict) and turn.get("function_call") is not None for turn in turns)
+    messages, untrained = list[Message](), set[int]()
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
             raise BadRowError(f"message {number} of {column!r} is {kind_of(turn)}, not an object")
         try:
-            messages.append(_message(keys, turn))
+            if has_function_calls:
+                turn = _with_tool_calls(cfg, turn)
+            messages.append(_message(cfg, turn))
+            if not _is_trained(turn, messages[-1]["role"]) and messages[-1]["role"] == ASSISTANT:
+                untrained.add(number - 1)
         except BadRowError as error:
             raise BadRowError(f"message {number} of {column!r} {error}") from error
-    return messages
+    return messages, frozenset(untrained)
+
+
+def _with_tool_calls(cfg: ChatDataConfig, turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its function_call, OpenAI's old form, as tool_calls, and its result as that of a tool."""
+    call = turn.get("function_call")
+    if call is None:
+        return {**turn, cfg.role_key: cfg.tool_role} if turn.get(cfg.role_key) == _FUNCTION else turn
+    if turn.get("tool_calls"):
+        raise BadRowError("has both 'function_call' and 'tool_calls'; remove one of them")
+    if not isinstance(call, dict) or turn.get(cfg.role_key) != cfg.assistant_role:
+        raise BadRowError(
+            f"has a function_call that is {kind_of(call)} and the role {turn.get(cfg.role_key)!r}; must be an object "
+            f"with name and arguments, of {cfg.assistant_role!r}"
+        )
+    rest = {key: value for key, value in turn.items() if key != "function_call"}
+    return {**rest, "tool_calls": [{"type": "function", "function": call}]}
 
 
 def _chat_conversation(cfg: ChatDataConfig, row: Row) -> Conversation:
@@ -290,22 +344,24 @@ def _chat_conversation(cfg: ChatDataConfig, row: Row) -> Conversation:
     turns = row.values.get(column)
     if not isinstance(turns, list):
         raise BadRowError(f"data.messages_column={column}: holds {kind_of(turns)}, not a list of messages")
-    messages: list[Message] = []
-    untrained = set()
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict):
-            raise BadRowError(f"message {number} of {column!r} is {kind_of(turn)}, not an object")
-        try:
-            messages.append(_message(cfg, turn))
-            is_trained = _is_trained(turn, messages[-1]["role"])
-        except BadRowError as error:
-            raise BadRowError(f"message {number} of {column!r} {error}") from error
-        if not is_trained and messages[-1]["role"] == ASSISTANT:
-            untrained.add(number - 1)
+    messages, untrained = messages_of(turns, column, cfg)
+    system = _system_of(row.values)
+    if system is not None and messages and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+        untrained = frozenset(index + 1 for index in untrained)
+    elif system is not None and messages and text_of(messages[0]["content"]) != system:
+        raise BadRowError(f"message 1 of {column!r} and column {_SYSTEM!r} are different system messages; remove one")
     if not messages or messages[0]["role"] == ASSISTANT or all(m["role"] != ASSISTANT for m in messages):
         raise BadRowError(f"{column!r} needs a message with the role {cfg.assistant_role!r} after another message")
     # An empty list becomes None, because some templates render a tools section even for an empty list.
     tools = _decoded(row.values, "tools_column", cfg.tools_column, list) or None
+    if cfg.tools_column is not None and (functions := row.values.get(_FUNCTIONS)):
+        if tools is not None or not isinstance(functions, list):
+            raise BadRowError(
+                f"column {_FUNCTIONS!r} (OpenAI's old form of tools) holds {kind_of(functions)}; must be a list of "
+                f"objects, in rows without {cfg.tools_column!r}"
+            )
+        tools = [{"type": "function", "function": function} for function in functions]
     if tools is not None and not all(isinstance(tool, dict) for tool in tools):
         raise BadRowError(f"data.tools_column={cfg.tools_column}: holds a list with entries other than objects")
     kwargs = _decoded(row.values, "template_kwargs_column", cfg.template_kwargs_column, dict) or {}
@@ -314,7 +370,7 @@ def _chat_conversation(cfg: ChatDataConfig, row: Row) -> Conversation:
             f"data.template_kwargs_column={cfg.template_kwargs_column}: {reserved[0]} is an argument of "
             "apply_chat_template, not a template variable; remove it"
         )
-    return Conversation(row.where, messages, tools, kwargs, frozenset(untrained))
+    return Conversation(row.where, messages, tools, kwargs, untrained)
 
 
 def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
@@ -329,7 +385,12 @@ def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
         )
     role = roles[given]
     renamed = {cfg.role_key: "role", cfg.content_key: "content"}
-    rest = {key: value for key, value in turn.items() if key not in (*renamed, *_FLAGS)}
+    rest = {key: value for key, value in turn.items() if key not in (*renamed, *_FLAGS, _INVERSE_FLAG)}
+    if unclear := [key for key in _UNCLEAR_FLAGS if rest.get(key) is not None]:
+        raise BadRowError(
+            f"has the key {unclear[0]!r}, by which other trainers select what is trained on; Meshbook trains on whole "
+            "messages: set weight to 0 or 1 instead"
+        )
     for key, name in renamed.items():
         if name in rest:
             raise BadRowError(f"has both {key!r} and {name!r}; remove one of them")
@@ -380,19 +441,18 @@ def _is_trained(turn: dict[str, Any], role: str) -> bool:
 
     Raises BadRowError if the flags are invalid or contradict each other or the role.
     """
-    flags = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
+    flags = {key: turn[key] for key in (*_FLAGS, _INVERSE_FLAG) if turn.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
             raise BadRowError(
                 f"has {key}={value!r}; must be true, false, 0 or 1, because messages cannot have fractional weights"
             )
-        if value and role != ASSISTANT:
+        if bool(value) != (key == _INVERSE_FLAG) and role != ASSISTANT:
             raise BadRowError(f"has {key}={value!r} and the role {role!r}; only the assistant's messages have a loss")
-    if len(set(map(bool, flags.values()))) > 1:
-        raise BadRowError(
-            f"has train={turn['train']!r} and weight={turn['weight']!r}, which contradict each other; remove one"
-        )
-    return all(flags.values())
+    if len({bool(value) != (key == _INVERSE_FLAG) for key, value in flags.items()}) > 1:
+        listed = " and ".join(f"{key}={flags[key]!r}" for key in sorted(flags))
+        raise BadRowError(f"has {listed}, which contradict each other; remove one")
+    return all(bool(value) != (key == _INVERSE_FLAG) for key, value in flags.items())
 
 
 def _decoded(values: dict[str, Any], key: str, name: str | None, kind: type) -> Any:
