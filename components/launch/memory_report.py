@@ -26,20 +26,22 @@ def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tup
         unknown = "memory: not checked, since cluster.gpu is not set; set it to an option of conf/gpu"
         return [], [unknown] if on_cluster and cluster.device is not Device.cpu else []
     # Imported here, because every launch reaches this function and few have a device.
-    from components.planning.formulas.hardware import find_hardware
+    from components.planning.formulas.hardware import device_files, find_hardware
     from components.planning.formulas.memory_check import Verdict, check_memory
 
     try:
         hardware = find_hardware(cluster.gpu)
     except ConfigError as error:
         return error.problems, []
+    used, *others = device_files(cluster.gpu)
+    notes = [f"{used}: used instead of {other}" for other in others]
     try:
         check = check_memory(cfg, cfg.parallelism.resolve(processes), hardware)
     except ConfigError as error:
-        return [], [f"memory: not checked: {each}" for each in error.problems]
+        return [], notes + [f"memory: not checked: {each}" for each in error.problems]
     if check.verdict is Verdict.exceeds and cluster.memory_check is MemoryPolicy.refuse:
         return [f"{check.text}; or set cluster.memory_check=report"], []
-    return [], [check.text if check.verdict is not Verdict.exceeds else f"warning: {check.text}"]
+    return [], [*notes, check.text if check.verdict is not Verdict.exceeds else f"warning: {check.text}"]
 
 
 def played_memory(cfg: RecipeConfig, processes: int, recipe: Path) -> list[str]:

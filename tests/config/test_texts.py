@@ -15,8 +15,10 @@ from components.config.compose.frozen import from_container, from_yaml, to_yaml
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.kinds import kinds_of, type_hints
 from components.config.schema import FinetuneConfig
+from components.launch.memory_report import memory_report
+from components.planning.formulas.hardware import find_hardware
 from tests.config.commands import Commands
-from tests.config.test_composition import RECIPES
+from tests.config.test_composition import RECIPES, compose
 
 TEXTS = ["12:00:00", "16:00", "010", "0x10", "on", "no", "1e3", "1_000", "2026-11-27", ".5", "1.10", "True"]
 HYDRA = "{override hydra/hydra_logging: none}, {override hydra/job_logging: none}"
@@ -218,3 +220,17 @@ def test_of_two_folders_of_a_user_the_one_on_the_command_line_is_used(commands: 
     ended = commands.run(tmp_path / "copy.py", ["model=tiny", "optimizer=mine", "--config-dir=given"], tmp_path)
     assert ended.output.startswith("0.25 "), ended.errors
     assert f"{tmp_path}/given/optimizer/mine.yaml: used instead of {tmp_path}/conf/optimizer/mine.yaml" in ended.errors
+
+
+@pytest.mark.parametrize("folder", ["conf/local/gpu", "conf/gpu"])
+def test_a_users_device_replaces_the_built_in_one_of_its_name_and_the_banner_names_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = compose("finetune", "model=tiny", "cluster.gpu=h100_80")
+    assert not any("used instead" in note for note in memory_report(cfg, 1, on_cluster=False)[1])
+    (own := tmp_path / folder / "h100_80.yaml").parent.mkdir(parents=True)
+    own.write_text((CONF / "gpu" / "h100_80.yaml").read_text().replace("84.9e+9", "1e9"))
+    problems, notes = memory_report(cfg, 1, on_cluster=False)
+    assert (problems, notes[0]) == ([], f"{own}: used instead of {CONF}/gpu/h100_80.yaml")
+    assert find_hardware("h100_80").memory_bytes == 1e9

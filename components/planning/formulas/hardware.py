@@ -169,15 +169,29 @@ def chunk_logits(memory_bytes: float) -> int:
     return int(2 ** math.floor(math.log2(memory_bytes / CHUNK_SHARE / CHUNK_LOGIT_BYTES)))
 
 
+def device_files(name: str, folders: Iterable[Path] = ()) -> list[Path]:
+    """Return the files of a device in search order: ./conf/local/gpu, ./conf/gpu, `folders`, and those of the project.
+
+    Files with the same content as the first are left out.
+    """
+    files = [file for folder in _folders(folders) if (file := folder / f"{name}.yaml").is_file()]
+    return files[:1] + [file for file in files[1:] if file.read_bytes() != files[0].read_bytes()]
+
+
+def _folders(more: Iterable[Path]) -> list[Path]:
+    conf = Path.cwd() / "conf"
+    own = [conf / "local" / "gpu", conf / "gpu", *more, PROJECT_CONF / "local" / "gpu", PROJECT_CONF / "gpu"]
+    return list(dict.fromkeys(own))
+
+
 def find_hardware(name: str, folders: Iterable[Path] = ()) -> Hardware:
-    """Return the device of that name: a file of ./conf/local/gpu, `folders`, conf/local/gpu or conf/gpu of the project.
+    """Return the device of that name, from the first of `device_files`.
 
     Raises ConfigError, with the names of all devices, if there is none.
     """
-    searched = [Path.cwd() / "conf" / "local" / "gpu", *folders, PROJECT_CONF / "local" / "gpu", PROJECT_CONF / "gpu"]
-    for folder in searched:
-        if (folder / f"{name}.yaml").is_file():
-            return read_hardware(folder / f"{name}.yaml")
+    if files := device_files(name, folders):
+        return read_hardware(files[0])
+    searched = _folders(folders)
     names = sorted({file.stem for folder in searched for file in folder.glob("*.yaml")})
     raise ConfigError(
         f"cluster.gpu={name}: no such device; choose {', '.join(names)}, or add conf/local/gpu/{name}.yaml"
