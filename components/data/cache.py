@@ -236,10 +236,13 @@ def _first_prompts(encoder: _Encoder) -> Iterator[Prompt]:
             yield Prompt(line, tokenizer.encode(line))
         elif isinstance(record, Conversation):
             answer = [message["role"] for message in record.messages].index(ASSISTANT)
-            with contextlib.suppress(ConfigError):  # a bad row, which is reported when it is tokenized
+            try:
                 rendered = template.render(record, answer, add_generation_prompt=True).text
-                tokens = tokenizer.encode(rendered, add_special_tokens=not tokenizer.chat_template)
-                yield Prompt(text_of(record.messages[answer - 1].get("content")), tokens)
+            except ConfigError as error:  # a bad row is reported when it is tokenized
+                examples.record_bad(error, record.where, BadRowReport())
+                continue
+            tokens = tokenizer.encode(rendered, add_special_tokens=not tokenizer.chat_template)
+            yield Prompt(text_of(record.messages[answer - 1].get("content")), tokens)
 
 
 def _token_chunks(encoder: _Encoder, content: str) -> Iterator[Tokens]:
@@ -252,6 +255,7 @@ def _token_chunks(encoder: _Encoder, content: str) -> Iterator[Tokens]:
 def _encode_batches(encoder: _Encoder) -> Iterator[Iterable[Example]]:
     """Yield the samples of a split in batches, up to `max_samples`; a long split shows a progress bar."""
     split, left = encoder.split, encoder.max_samples
+    encoder.count, encoder.bad = 0, BadRowReport()  # after a file that could not be written, it is encoded again
     is_short = len(split) <= _ENCODED_AT_ONCE and split.characters <= _CHARACTERS_AT_ONCE
     with _progress(len(split), hidden=is_short) as advance:
         for batch in batches_of(split):

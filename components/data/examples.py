@@ -23,6 +23,7 @@ __all__ = [
     "PackedRow",
     "encode_conversations",
     "encode_scored",
+    "record_bad",
     "render_example",
     "trimmed",
 ]
@@ -110,7 +111,7 @@ def encode_conversations(
             if usage is not None:
                 usage.observe(each)
         except ConfigError as error:
-            _record(error, each.where, bad)
+            record_bad(error, each.where, bad)
             drafts.append(None)
     turns = renderer.turns([draft for group in drafts for draft in group or ()])
     examples: list[Example] = []
@@ -122,7 +123,7 @@ def encode_conversations(
                 "last turn, so that no single sample contains the answer; use answers of one turn, or set "
                 "model.chat_template to another one"
             )
-            _record(ConfigError(problem), conversation.where, bad)
+            record_bad(ConfigError(problem), conversation.where, bad)
             group = None
         if group is None:
             samples = [REJECTED]
@@ -131,7 +132,7 @@ def encode_conversations(
     return examples
 
 
-def _record(error: ConfigError, where: str, bad: BadRowReport | None) -> None:
+def record_bad(error: ConfigError, where: str, bad: BadRowReport | None) -> None:
     """Record a conversation that cannot become a sample in `bad`; raise the error without one, or at a time limit."""
     if bad is None or isinstance(error.__cause__ and error.__cause__.__cause__, CpuLimitError):
         raise error
@@ -165,7 +166,7 @@ def encode_scored(
             if conversation is not None and usage is not None:
                 usage.observe(conversation)
         except ConfigError as error:
-            _record(error, each.where, bad)
+            record_bad(error, each.where, bad)
             adds_special.append(None)
             continue
         adds = conversation is None or not tokenizer.chat_template

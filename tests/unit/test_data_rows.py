@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from components import chat_template
 from components.config.errors import ConfigError
 from components.config.schema.data import (
     BadRows,
@@ -14,6 +17,7 @@ from components.config.schema.data import (
     SftDataConfig,
     TextDataConfig,
 )
+from components.data import cache
 from components.data.labels import build_scored
 from components.data.loading import build_dataset
 from components.data.pairs import build_pairs
@@ -225,7 +229,7 @@ FORMS = {
 
 def built(form, file, seq_len=200, **keys):
     kind, _, more = FORMS[form]
-    cfg = kind(path=str(file), cache=None, **{"eval_fraction": 0.0} | more | keys)
+    cfg = kind(path=str(file), **{"eval_fraction": 0.0, "cache": None} | more | keys)
     build = {"labels": build_scored, "reward": build_scored}.get(form, build_dataset)
     build = build_pairs if form in ("chosen", "rejected", "kto") else build
     tokenizer = byte_tokenizer(STRICT)
@@ -337,3 +341,29 @@ def test_csv_records_with_another_number_of_fields_are_bad_rows(tmp_path):
     assert sample_texts(drop) == ["a\nb\nb</s>", "l\nm</s>"]
     file.write_bytes(text + b'n,"o\np,q,5\n')
     assert problems(drop) == [f"{file}:10: not valid CSV (unexpected end of data)"]
+
+
+def test_bad_rows_are_counted_once_if_the_cache_cannot_be_written(tmp_path, monkeypatch):
+    file = write(tmp_path / "x.jsonl", [FORMS["sft"][1](f"q{n}", "BAD" if n % 2 else "a") for n in range(6)])
+
+    def full_disk(entry, chunks, summary):
+        list(chunks)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    written = [built("sft", file, bad_rows=BadRows.drop, cache=str(tmp_path / "cache")) for _ in range(2)]
+    monkeypatch.setattr(cache, "write_tokens", full_disk)
+    failed = built("sft", file, bad_rows=BadRows.drop, cache=str(tmp_path / "other"))
+    assert [(len(each), each.facts.dropped_bad_rows) for each in [*written, failed]] == [(3, 3)] * 3
+    assert [each.sources.tolist() for each in [*written, failed]] == [[0, 2, 4]] * 3
+
+
+def test_time_limit_of_a_template_ends_the_run_at_the_first_row(tmp_path, monkeypatch):
+    """It may be exceeded on every row, each of which would take seconds."""
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.1)
+    file = write(tmp_path / "x.jsonl", ROWS * 30)
+    tokenizer = byte_tokenizer("{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    cfg, began = sft_config(file, bad_rows=BadRows.drop, cache=None, eval_fraction=0.0), time.process_time()
+    with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template did not finish within 0.1 s of CPU time"):
+        build_dataset(cfg, tokenizer, seq_len=99, split="train")
+    assert time.process_time() - began < 2
