@@ -24,7 +24,7 @@ import xxhash
 
 from components.chat_template import ChatTemplate, is_fast
 from components.config.errors import ConfigError
-from components.config.schema.data import DataConfig, TextDataConfig
+from components.config.schema.data import BadRows, DataConfig, RowsDataConfig, TextDataConfig
 from components.conversation import ASSISTANT, Conversation, Prompt, text_of
 from components.data import examples
 from components.data.examples import Example
@@ -96,6 +96,8 @@ class _Encoder:
     """Whether each conversation must become one sample, because samples are paired by their position."""
     is_scored: bool = False
     """Whether a score head reads the last token of conversations."""
+    refuses: bool = False
+    """Whether bad rows end the run (`data.bad_rows=refuse`)."""
     count: int = 0
     """Samples of conversations and labeled texts so far."""
     bad: BadRowReport = dataclasses.field(default_factory=BadRowReport)
@@ -117,6 +119,11 @@ class _Encoder:
             )
         self.bad.samples += [self.count + index for index, each in enumerate(encoded) if each is examples.REJECTED]
         self.count += len(encoded)
+        if self.refuses and self.bad.count == self.count >= _ENCODED_AT_ONCE:  # of millions that take long to count
+            raise ConfigError(
+                f"data.bad_rows=refuse: none of the first {self.count:,} rows can become a sample; correct these, or "
+                f"set model.chat_template to another one:{self.bad}"
+            )
         return encoded
 
     def result(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -150,6 +157,7 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
             usage=KeyUsage(ChatTemplate(tokenizer)),
             one_sample_each=isinstance(cfg, AnswerConfig),
             is_scored=isinstance(cfg, AnswerConfig) and cfg.is_scored,
+            refuses=isinstance(cfg, RowsDataConfig) and cfg.bad_rows is BadRows.refuse,
         )
     )
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenization(tokenizer)

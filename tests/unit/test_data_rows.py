@@ -367,3 +367,12 @@ def test_time_limit_of_a_template_ends_the_run_at_the_first_row(tmp_path, monkey
     with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template did not finish within 0.1 s of CPU time"):
         build_dataset(cfg, tokenizer, seq_len=99, split="train")
     assert time.process_time() - began < 2
+
+
+def test_template_that_rejects_all_rows_is_reported_before_the_last_one(tmp_path):
+    rows = [FORMS["sft"][1](f"q{number}", "BAD") for number in range(1500)]
+    with pytest.raises(ConfigError, match="none of the first 1,000 rows can become a sample") as caught:
+        built("sft", write(tmp_path / "x.jsonl", rows))
+    assert str(caught.value).endswith("... and 995 more")
+    rows[1400]["response"] = "good"
+    assert len(built("sft", write(tmp_path / "x.jsonl", rows), bad_rows=BadRows.drop)) == 1
