@@ -208,7 +208,8 @@ def no_samples_problem(cfg: DataConfig, dataset: Dataset, seq_len: int, is_eval:
             "to evaluate, set it, data.eval_split or data.eval_path"
         )
     if dataset.bad.samples and len(dataset.bad.samples) == len(dataset.fates):
-        return no_good_row(facts.source, dataset.bad)
+        other = ", or raise data.eval_fraction" if is_eval and held_out_by_hash(cfg) else ""
+        return no_good_row(facts.source, dataset.bad, f"correct these{other}")
     if facts.dropped_without_target or facts.dropped_overlong:
         return (
             f"seq_len={seq_len}: too short for every sample ({facts}); raise training.seq_len (in evaluate.py "

@@ -147,9 +147,9 @@ def refused_rows(bad: BadRowReport, others: int) -> str:
     return f"data.bad_rows=refuse: {count} cannot become a sample; correct these{remedy}:{bad}"
 
 
-def no_good_row(source: str, bad: BadRowReport) -> str:
-    """Return the error message of a source whose rows are all bad with `data.bad_rows=drop`."""
-    return f"data.bad_rows=drop: {source} has no rows left, all {bad.count:,} are bad; correct these:{bad}"
+def no_good_row(source: str, bad: BadRowReport, remedy: str = "correct these") -> str:
+    """Return the error message of a split whose rows are all bad with `data.bad_rows=drop`."""
+    return f"data.bad_rows=drop: {source} has no rows left, all {bad.count:,} are bad; {remedy}:{bad}"
 
 
 def columns_optional(cfg: RowsDataConfig) -> list[str]:
