@@ -150,8 +150,8 @@ class RowsDataConfig(DataConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; null: the newest commit, or local files."""
     bad_rows: BadRows = BadRows.refuse
-    """Rows that cannot become a sample, such as those without a prompt, a response, a text or a label, and conversations
-    that the chat template rejects: refuse (fail with the row numbers) or drop (skip and count them)."""
+    """Rows that cannot become a sample, such as those without a prompt, a response, a text or a label, and
+    conversations that the chat template rejects: refuse (fail with the row numbers) or drop (skip and count them)."""
     unused_keys: UnusedKeys = UnusedKeys.report
     """Columns and message keys that neither the chat template nor Meshbook uses: report (log their names) or refuse
     (fail the run)."""
