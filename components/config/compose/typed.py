@@ -22,7 +22,7 @@ from components.config.schema.data import DataConfig, DataKind
 
 Schema = TypeVar("Schema")
 
-LARGEST = 2**63 - 1
+_LARGEST = 2**63 - 1
 """Largest integer that torch and safetensors accept."""
 
 
@@ -166,8 +166,8 @@ class _Builder:
         if kind is bool and not isinstance(value, bool):
             self.problems.append(f"{key}={value}: must be true or false")
             return None
-        if any(abs(number) > LARGEST for number in _integers(value)):
-            self.problems.append(f"{key}={value}: must fit in 64 bits, at most {LARGEST}")
+        if any(abs(number) > _LARGEST for number in _integers(value)):
+            self.problems.append(f"{key}={value}: must fit in 64 bits, at most {_LARGEST}")
             return None
         if _has_type(value, kind):
             return copy.deepcopy(value)

@@ -13,7 +13,7 @@ from components.models.weights.hub_files import explain_loading_error
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -41,7 +41,7 @@ class SafetensorsTensors:
 
     def on_meta(self, name: str) -> torch.Tensor:
         """Return a tensor with the shape and the dtype of a stored one, without memory."""
-        return torch.empty(self._shapes[name], dtype=DTYPES[self._dtypes[name]], device="meta")
+        return torch.empty(self._shapes[name], dtype=STORED_DTYPES[self._dtypes[name]], device="meta")
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Return a block of a tensor in its stored dtype; only the block's bytes are read."""

@@ -11,14 +11,14 @@ from typing import BinaryIO
 
 import torch
 
-from components.models.weights.safetensors_files import DTYPES, INDEX_FILE, SINGLE_FILE
+from components.models.weights.safetensors_files import STORED_DTYPES, INDEX_FILE, SINGLE_FILE
 from components.models.weights.shards import Index
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
 
 BLOCK_BYTES = 4 * 1024**2
 """Approximate size of a block that is read, converted and written at a time."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 METADATA = {"format": "pt"}
 """Metadata that transformers requires in files of PyTorch weights."""
 

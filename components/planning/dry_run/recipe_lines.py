@@ -17,8 +17,8 @@ from typing import Any
 
 from components.config.errors import ConfigError
 
-DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-MODULE = "recipe_of_a_dry_run"
+_DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_MODULE = "recipe_of_a_dry_run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ def import_recipe(file: Path) -> FunctionType:
         raise _refused(file, 1, f"the file has {len(names)} functions with @recipe, of which a dry run needs one")
     # A script without `if __name__ == "__main__":` starts its recipe wherever it is imported.
     tree.body = [each for each in tree.body if not (isinstance(each, ast.Expr) and _calls(each, names[0]))]
-    module = ModuleType(MODULE)
+    module = ModuleType(_MODULE)
     module.__file__ = str(file)
-    sys.modules[MODULE] = module  # dataclasses of the script look it up
+    sys.modules[_MODULE] = module  # dataclasses of the script look it up
     values = vars(module)
     exec(compile(tree, str(file), "exec", dont_inherit=True), values)
     return inspect.unwrap(values[names[0]])
@@ -165,7 +165,7 @@ def _around_first_step(file: Path, function: ast.FunctionDef) -> tuple[list[ast.
     """Return the statements of a main before run.begin or its loop, and the others, with blocks around them opened."""
     opened = list(_opened(function.body))
     for index, each in enumerate(opened):
-        if not isinstance(each, DEFINITIONS) and (_calls(each, "begin") or _calls(each, "train_step")):
+        if not isinstance(each, _DEFINITIONS) and (_calls(each, "begin") or _calls(each, "train_step")):
             return opened[:index], opened[index:]
     raise _refused(file, function.lineno, f"{function.name} itself calls no train_step")
 
