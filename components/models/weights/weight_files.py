@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import torch
 
-from components.models.weights.safetensors_files import STORED_DTYPES, INDEX_FILE, SINGLE_FILE
+from components.models.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
 from components.models.weights.shards import Index
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
 
