@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
 from components.training.objectives.contract import Vocabulary
-from components.training.objectives.divergence import sum_over_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +153,10 @@ def log_mass_of_others(
 def upcast(logits: torch.Tensor) -> torch.Tensor:
     """Return float64 logits as they are, and all others in float32: losses need at least that precision."""
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
+def sum_over_shards(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All-reduce values over `group` in place if it is given, and return them."""
+    if group is not None:
+        dist.all_reduce(values, group=group)
+    return values

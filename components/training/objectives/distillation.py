@@ -20,8 +20,8 @@ from components.config.schema.objective import DistillationConfig
 from components.data.batches import TokenValues
 from components.training.loss import count_targets
 from components.training.objectives.contract import NOT_SHARDED, RowScores, RowWeights, Vocabulary
-from components.training.objectives.cross_entropy import log_softmax
-from components.training.objectives.divergence import sum_over_shards, token_divergence
+from components.training.objectives.cross_entropy import log_softmax, sum_over_shards
+from components.training.objectives.divergence import token_divergence
 from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TopK, top_k_divergence
 
 HIDDEN = "teacher_hidden"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from components.config.schema.objective import Divergence
+from components.training.objectives.cross_entropy import sum_over_shards
 
 
 def token_divergence(
@@ -39,10 +40,3 @@ def token_divergence(
             of_teacher = log_p.sub_(log_m).mul_(p).div_(2).sum(-1)
             of_both = sum_over_shards(torch.stack([of_teacher, weighted.sum(-1)]), group)
             return of_both.sum(0), weighted.sub_(q.mul_(of_both[1][:, None]))
-
-
-def sum_over_shards(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All-reduce values over `group` in place if it is given, and return them."""
-    if group is not None:
-        dist.all_reduce(values, group=group)
-    return values

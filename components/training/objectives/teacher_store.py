@@ -24,9 +24,8 @@ from components.safetensors_writer import SafetensorsWriter, TensorEntry
 from components.training.evaluation import Interruptible
 from components.training.forward import last_hidden, local_batch
 from components.training.objectives.chunked_loss import chunk_tokens
-from components.training.objectives.cross_entropy import log_softmax
+from components.training.objectives.cross_entropy import log_softmax, sum_over_shards
 from components.training.objectives.distillation import TeacherHead
-from components.training.objectives.divergence import sum_over_shards
 from components.training.objectives.loss_head import vocabulary_of
 from components.training.objectives.stored_teacher import DTYPES, REMEDY, STARTS, Rows, hash_of_vocabulary
 from components.training.objectives.teacher import head_of, load_teacher

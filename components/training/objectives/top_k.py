@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from components.config.schema.objective import Divergence
 from components.training.objectives.contract import Vocabulary
-from components.training.objectives.cross_entropy import log_mass_of_others
-from components.training.objectives.divergence import sum_over_shards, token_divergence
+from components.training.objectives.cross_entropy import log_mass_of_others, sum_over_shards
+from components.training.objectives.divergence import token_divergence
 
 TOKEN_IDS, LOG_PROBS = "teacher_token_ids", "teacher_log_probs"
 """Names in `Batch.token_values` of the teacher's most likely tokens (rows, seq, k) int32, and of the log-probabilities
