@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 from components.chat_template import ChatTemplate
 from components.config.errors import ConfigError
-from components.conversation import ASSISTANT, Conversation, Message, text_of
+from components.conversation import ASSISTANT, Conversation, Message, arguments_of, function_of, text_of
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Aliases of one key: transformers fills each from the others."""
@@ -48,22 +50,33 @@ class KeyUsage:
         return sorted(keys | {f"part of {name}" for name in self._shortened - keys})
 
     def observe_answer(self, conversation: Conversation, answer: int, through: str) -> None:
-        """Check that `through`, which ends with the turn of message `answer`, contains all of its content.
+        """Check that `through`, which ends with the turn of message `answer`, contains all of its content and calls.
 
-        Templates may cut the reasoning that is written into an answer. Whitespace and other changed characters
-        (escaping) do not count: the letters and digits of the content must occur in the turn, in order.
+        Templates may cut the reasoning that is written into an answer, or render one of several calls. Whitespace and
+        other changed characters (escaping) do not count: the letters and digits must occur in the turn, in order.
         """
         message = conversation.messages[answer]
-        name, content = _name("content", message), text_of(message.get("content")).strip()
-        if name in self._shortened or content in through:
+        calls = [[function_of(call).get("name"), arguments_of(call)] for call in message.get("tool_calls") or ()]
+        texts = {
+            _name("content", message): [text_of(message.get("content")).strip()],
+            _name("tool_calls", message): list(_texts_in(calls)),
+        }
+        doubtful = {
+            name: [text for text in each if text not in through]
+            for name, each in texts.items()
+            if name not in self._shortened
+        }
+        if not any(doubtful.values()):
             return
         try:
             history = self._template.render(conversation, answer).text
         except ConfigError:  # it renders these messages only with a generation prompt
             return
-        turn = iter(through.removeprefix(history))
-        if not all(character in turn for character in content if character.isalnum()):
-            self._shortened.add(name)
+        for name, each in doubtful.items():
+            for text in each:
+                turn = iter(through.removeprefix(history))
+                if not all(character in turn for character in text if character.isalnum()):
+                    self._shortened.add(name)
 
     def observe(self, conversation: Conversation) -> None:
         """Try leaving out each key of a conversation that is not yet known to be used."""
@@ -100,6 +113,15 @@ class KeyUsage:
             is_used = True
         if is_used:
             self._used.add(name)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts and whole numbers in a value of JSON, without texts that templates may escape (\\u00e9)."""
+    if isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(entry)
+    elif isinstance(value, str | int) and not isinstance(value, bool) and str(value).isascii():
+        yield str(value)
 
 
 def _name(key: str, message: Message) -> str:

@@ -487,6 +487,16 @@ def test_content_that_the_template_omits_is_reported_by_role(tmp_path: Path) -> 
     assert dataset(tmp_path, rows_of(parts), unmarked(QWEN3)).facts.unused == []  # as text
 
 
+def test_calls_that_the_template_omits_are_reported(tmp_path: Path) -> None:
+    second = {**CALL, "id": "call00002", "function": {"name": "weather", "arguments": {"city": "Bergen", "days": [3]}}}
+    messages = [user("a"), assistant("", tool_calls=[CALL, second]), RESULT, assistant("b")]
+    first_only = unmarked(HERMES).replace("in message.tool_calls or []", "in (message.tool_calls or [])[:1]")
+    assert "part of tool_calls (role assistant)" in dataset(tmp_path, rows_of(messages), first_only).facts.unused
+    cutting = unmarked(HERMES).replace("call.function | tojson", "call.function | tojson | replace('3', '')")
+    assert "part of tool_calls (role assistant)" in dataset(tmp_path, rows_of(messages), cutting).facts.unused
+    assert dataset(tmp_path, rows_of(messages), unmarked(HERMES)).facts.unused == ["tool_call_id (role tool)"]
+
+
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
 def test_unused_keys_can_be_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
