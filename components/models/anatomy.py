@@ -371,9 +371,11 @@ def _convolution(model: PreTrainedModel) -> str:
 
 def _float32_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     kept, is_narrow = kept_in_float32(model, torch.bfloat16), model.dtype.itemsize == 2
+    # Not adapters, which are in float32 too, but are computed in the dtype of the model.
+    named = [(name, parameter) for name, parameter in model.named_parameters() if "lora_" not in name]
     return tuple(
         name
-        for name, parameter in model.named_parameters()
+        for name, parameter in named
         if (kept is not None and kept.search(name)) or (is_narrow and parameter.dtype == torch.float32)
     )
 
