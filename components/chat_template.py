@@ -105,14 +105,11 @@ class ChatTemplate:
         given = {**conversation.template_kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             adapted = [self._adapted(message, tools) for message in messages]
-            try:
-                return self._run(adapted, given)
-            except _TemplateLimitError:
-                raise
-            except _TemplateError as error:
-                raise ConfigError(f"{conversation.where}: {self._located(str(error), adapted, given)}") from error
+            return self._run(adapted, given)
         except _TemplateLimitError as error:
             raise ConfigError(f"{conversation.where}: {error}") from error
+        except _TemplateError as error:
+            raise ConfigError(f"{conversation.where}: {self._located(str(error), adapted, given)}") from error
 
     @cached_property
     def stop_tokens(self) -> dict[str, int]:
@@ -199,9 +196,7 @@ class ChatTemplate:
     def _problem(self, messages: list[Message], given: Mapping[str, Any]) -> str | None:
         try:
             self._run(messages, given)
-        except _TemplateLimitError:
-            raise
-        except _TemplateError as error:
+        except (_TemplateError, _TemplateLimitError) as error:
             return str(error)
         return None
 
@@ -211,8 +206,6 @@ class ChatTemplate:
         for opening in ([], [{"role": "system", "content": "probe"}]):
             try:
                 return self._run([*opening, *messages], given).text
-            except _TemplateLimitError:
-                raise
             except _TemplateError:
                 continue
         return ""
@@ -424,7 +417,7 @@ class _TemplateError(Exception):
     """A chat template rejects a conversation, or fails on it."""
 
 
-class _TemplateLimitError(_TemplateError):
+class _TemplateLimitError(Exception):
     """A chat template exceeded its CPU time limit."""
 
 
