@@ -53,8 +53,9 @@ WORTH_BYTES = 1_000_000
 """Size of the smallest source that is cached; a smaller one is tokenized in about a second at every start."""
 KEPT_SECONDS = 30 * 24 * 3600
 """Age since the last use at which entries are removed, when a new one is written."""
-CODE = Path(__file__).parent
-"""Folder of the code that produces samples; its files are part of the key."""
+_COMPONENTS = Path(__file__).parents[1]
+CODE = ("data", "chat_template.py", "conversation.py")
+"""Folder and files of the code that produces samples, which are part of the key."""
 _ENCODED_AT_ONCE = 1000  # conversations or documents per batch: bounds memory and keeps all cores busy
 _CHARACTERS_AT_ONCE = 1 << 20  # approximate limit per batch, because documents may be long
 _PROMPTS_KEPT = 100  # prompts stored to generate sample answers from
@@ -207,7 +208,8 @@ def _key(inputs: list[Any], cfg: DataConfig) -> str:
     """Return the name of a cache entry: a hash of `inputs`, the config, library versions and this code."""
     selected = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _NOT_IN_KEY}
     versions = [version(package) for package in ("transformers", "tokenizers", "jinja2")]
-    code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in sorted(CODE.rglob("*.py")))).hexdigest()
+    files = [file for name in CODE for file in sorted((_COMPONENTS / name).rglob("*.py")) or [_COMPONENTS / name]]
+    code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in files)).hexdigest()
     return xxhash.xxh3_128(json.dumps([FORMAT, *inputs, selected, versions, code]).encode()).hexdigest()
 
 

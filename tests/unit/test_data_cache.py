@@ -152,17 +152,18 @@ def test_whatever_changes_the_tokens_changes_the_key(tmp_path: Path, counts: lis
     for values in ({"max_samples": 30}, {"eval_fraction": 0.5}, {"system_prompt": "Answer."},
                    {"prompt_column": "response", "response_column": "prompt"}):  # fmt: skip
         tokenized(replace(cfg, **values))
-    (tmp_path / "code").mkdir()
-    for name, value in (("version", lambda package: "0.0"), ("FORMAT", cache.FORMAT + 1), ("CODE", tmp_path / "code")):
+    fewer = [tuple(name for name in cache.CODE if name != left_out) for left_out in cache.CODE]
+    versions = [("version", lambda package: "0.0"), ("FORMAT", cache.FORMAT + 1)]
+    for name, value in (*versions, *(("CODE", each) for each in fewer)):
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, value)
             tokenized(cfg)
-    assert len(counts) == len(entries(tmp_path / "cache")) == 12
+    assert len(counts) == len(entries(tmp_path / "cache")) == 14
     moved = shutil.copy(cfg.path, tmp_path / "moved.jsonl")
     padded = byte_tokenizer()
     padded(["a", "bc"], padding=True, truncation=True, max_length=2)  # per-call settings must not change the key
     tokenized(replace(cfg, path=str(moved), overlong=Overlong.drop, pack=True, max_eval_samples=1), padded)
-    assert len(counts) == 12
+    assert len(counts) == 14
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "header"])
