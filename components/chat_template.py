@@ -96,7 +96,10 @@ class ChatTemplate:
     def render(
         self, conversation: Conversation, stop: int | None = None, *, add_generation_prompt: bool = False
     ) -> Rendering:
-        """Render the first `stop` messages. Raises ConfigError if the template rejects them or fails."""
+        """Render the first `stop` messages.
+
+        Raises ConfigError if the template rejects them or fails, and TemplateTimeoutError at the time limit.
+        """
         messages, tools = conversation.messages[:stop], conversation.tools
         if self.source(tools) is None:
             end = self._tokenizer.eos_token
@@ -106,8 +109,8 @@ class ChatTemplate:
         try:
             adapted = [self._adapted(message, tools) for message in messages]
             return self._run(adapted, given)
-        except _TemplateLimitError as error:
-            raise ConfigError(f"{conversation.where}: {error}") from error
+        except TemplateTimeoutError as error:
+            raise TemplateTimeoutError(f"{conversation.where}: {error}") from error
         except _TemplateError as error:
             raise ConfigError(f"{conversation.where}: {self._located(str(error), adapted, given)}") from error
 
@@ -127,7 +130,7 @@ class ChatTemplate:
             for tools in [None, [_PROBE_TOOL]] if not self._unchosen and self.source(None) else []:
                 ends |= self._ends(answer, answer, _QUESTION, tools)
                 ends |= self._ends(call, calls, _probe_result(_PROBED), tools)
-        except _TemplateLimitError:
+        except TemplateTimeoutError:
             pass  # the end-of-text token remains
         if self._tokenizer.bos_token != self._tokenizer.eos_token:
             ends.discard(self._tokenizer.bos_token)
@@ -161,13 +164,13 @@ class ChatTemplate:
 
         source = self.source(given["tools"])
         try:
-            with cpu_limit(RENDER_SECONDS):
+            with _cpu_limit(RENDER_SECONDS):
                 if is_fast(self._tokenizer) and _GENERATION_BLOCK.search(str(source)):
                     return _traced(str(source), messages, {**self._tokenizer.special_tokens_map, **given})
                 text = self._tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False, **given)
                 return Rendering(str(text), [])
-        except CpuLimitError as error:
-            raise _TemplateLimitError(
+        except _CpuLimitError as error:
+            raise TemplateTimeoutError(
                 f"the chat template did not finish within {RENDER_SECONDS:g} s of CPU time; set model.chat_template to "
                 "another one"
             ) from error
@@ -196,7 +199,7 @@ class ChatTemplate:
     def _problem(self, messages: list[Message], given: Mapping[str, Any]) -> str | None:
         try:
             self._run(messages, given)
-        except (_TemplateError, _TemplateLimitError) as error:
+        except (_TemplateError, TemplateTimeoutError) as error:
             return str(error)
         return None
 
@@ -417,17 +420,17 @@ class _TemplateError(Exception):
     """A chat template rejects a conversation, or fails on it."""
 
 
-class _TemplateLimitError(Exception):
+class TemplateTimeoutError(ConfigError):
     """A chat template exceeded its CPU time limit."""
 
 
-class CpuLimitError(RuntimeError):
+class _CpuLimitError(RuntimeError):
     """Code exceeded its CPU time limit."""
 
 
 @contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise CpuLimitError in the body once this process has spent `seconds` of CPU time in it.
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise _CpuLimitError in the body once this process has spent `seconds` of CPU time in it.
 
     The limit is on CPU time rather than wall time, so that a busy or suspended machine does not trigger it. Signal
     handlers run in the main thread only; in any other thread the body runs without a limit.
@@ -446,4 +449,4 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    raise CpuLimitError("the CPU time limit was reached")
+    raise _CpuLimitError("the CPU time limit was reached")

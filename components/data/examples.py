@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from components.chat_template import ChatTemplate, CpuLimitError, Rendering
+from components.chat_template import ChatTemplate, Rendering, TemplateTimeoutError
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
 from components.conversation import Conversation, text_of
@@ -83,16 +83,17 @@ def encode_conversations(
 ) -> list[Example]:
     """Tokenize conversations, with the loss on every assistant turn except those in `untrained`.
 
-    The text comes from the tokenizer's chat template, applied to the unmodified messages and tools. Without a template,
-    message contents are joined by newlines, with the end-of-text token after each answer. Reasoning and tool calls
-    belong to a turn as the template renders them. The loss mask comes from rendering, not from searching for marker
-    strings:
+    The text is that of `ChatTemplate.render`. Without a template, message contents are joined by newlines, with the
+    end-of-text token after each answer. Reasoning and tool calls belong to a turn as the template renders them. The
+    loss mask comes from rendering, not from searching for marker strings:
 
     - A template with {% generation %} blocks marks the generated text. The blocks of a turn are those that rendering
       it adds to its prompt.
     - With any other template, a turn starts at the first token that differs from the generation prompt
-      (`add_generation_prompt=True`) and ends with its end-of-turn token. A token that spans the end of the prompt and
-      the start of the answer counts as answer.
+      (`add_generation_prompt=True`) and ends with a stop token. A token that spans the end of the prompt and the start
+      of the answer counts as answer.
+
+    A turn without a stop token gets the one with which the template begins the next message (`ChatTemplate.with_end`).
 
     Some templates render an earlier answer differently from the last one (they drop its reasoning, or end it with
     another token). No single sequence then contains every turn as the model would generate it, so such a conversation
@@ -134,7 +135,7 @@ def encode_conversations(
 
 def record_bad(error: ConfigError, where: str, bad: BadRowReport | None) -> None:
     """Record a conversation that cannot become a sample in `bad`; raise the error without one, or at a time limit."""
-    if bad is None or isinstance(error.__cause__ and error.__cause__.__cause__, CpuLimitError):
+    if bad is None or isinstance(error, TemplateTimeoutError):
         raise error
     bad.add({where: error.problems[0].removeprefix(f"{where}: ")})
 

@@ -276,8 +276,8 @@ class PreferencesDataConfig(ScoredDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ChatDataConfig(RowsDataConfig):
-    """One conversation per row: a list of messages, passed unchanged to the chat template. All assistant turns (text,
-    tool calls, reasoning) have a loss, except messages with `train: false` or `weight: 0`."""
+    """One conversation per row: a list of messages, passed to the chat template with all their keys. All assistant
+    turns (text, tool calls, reasoning) have a loss, except messages with `train: false` or `weight: 0`."""
 
     kind: DataKind = DataKind.chat
     """chat."""
