@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import islice
 from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.kinds import of_source
 from components.config.schema.data import (
+    BadRows,
     CustomDataConfig,
     DataConfig,
     MixtureDataConfig,
@@ -17,10 +19,19 @@ from components.config.schema.data import (
     UnusedKeys,
 )
 from components.config.schema.model import ModelConfig
-from components.data.sources.files import TABLES, Location, check_columns, columns_of, content_format, is_local
+from components.data.sources.files import (
+    TABLES,
+    Location,
+    check_columns,
+    columns_of,
+    content_format,
+    is_local,
+    read_rows,
+)
 from components.data.sources.objects import object_problems
 from components.data.sources.preference_rows import answer_configs
 from components.data.sources.rows import (
+    BadRowReport,
     columns_optional,
     columns_wanted,
     eval_location,
@@ -32,15 +43,16 @@ from components.data.token_store.manifest import read_manifest, shard_problems, 
 from components.data.token_store.vocabulary import hash_of_files
 from components.storage.urls import is_url
 
+_ROWS_CHECKED = 100  # rows at the beginning of a file that are read
 _PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file
 
 
 def check_files(cfg: DataConfig) -> list[str]:
     """Return the problems of the local files (or the factory) of `cfg`, one message each.
 
-    The files of each split must exist, be readable and not empty. The first rows of the first file must
-    parse and have the configured columns; of Parquet files only the magic bytes are checked. Objects of a store must
-    exist and not be empty. Hub datasets are not checked.
+    The files of each split must exist, be readable and not empty. The first rows of the first file must have the
+    configured columns, and parse unless bad rows are dropped; of Parquet files only the magic bytes are checked.
+    Objects of a store must exist and not be empty. Hub datasets are not checked.
     """
     if isinstance(cfg, MixtureDataConfig):
         return [problem for name, source in cfg.sources.items() for problem in of_source(name, check_files(source))]
@@ -101,10 +113,25 @@ def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
         cfg = answer_configs(cfg, columns, str(files[0]))[0]
     wanted = columns_wanted(cfg)
     problems = check_columns(wanted, columns, str(files[0]))
+    if cfg.bad_rows is BadRows.refuse:
+        problems += _check_rows(files[0])
     if cfg.unused_keys is UnusedKeys.refuse:
         unread = [name for name in columns if name not in (*wanted.values(), *columns_optional(cfg))]
         problems += [unused_problem(str(files[0]), [f"column {name}" for name in unread])] if unread else []
     return problems
+
+
+def _check_rows(file: Path) -> list[str]:
+    bad, rows = BadRowReport(), list(islice(read_rows(file), _ROWS_CHECKED))
+    for row in rows:
+        if row.problem:
+            bad.add({row.where: row.problem})
+    if not bad.count:
+        return []
+    return [
+        f"data.bad_rows=refuse: {bad.count} of the first {len(rows)} rows of {file} cannot be read; correct these, or "
+        f"set data.bad_rows=drop to leave such rows out:{bad}"
+    ]
 
 
 def _check_content(file: Path, location: Location) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from components.data import cache
 from components.data.labels import build_scored
 from components.data.loading import build_dataset
 from components.data.pairs import build_pairs
+from components.data.preflight import check_files
 from components.data.sources.files import read_rows
 from components.data.sources.rows import BadRowReport, each_conversation
 from tests.unit.test_data_examples import byte_tokenizer
@@ -376,3 +378,24 @@ def test_template_that_rejects_all_rows_is_reported_before_the_last_one(tmp_path
     assert str(caught.value).endswith("... and 995 more")
     rows[1400]["response"] = "good"
     assert len(built("sft", write(tmp_path / "x.jsonl", rows), bad_rows=BadRows.drop)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "problem"),
+    [
+        (
+            "x.jsonl",
+            ['{"prompt": "a", "response": "b"}', '{"prompt": "c" "response": "d"}'],
+            "x.jsonl:2: not valid JSON",
+        ),
+        ("x.csv", ["prompt,response", "a,b", "c,d,e"], "x.csv:3: more fields than the 2 of the header"),
+    ],
+)
+def test_first_rows_that_cannot_be_read_are_reported_before_the_launch(name, lines, problem, tmp_path):
+    file = tmp_path / name
+    file.write_text("\n".join(lines) + "\n")
+    cfg = SftDataConfig(path=str(file), eval_fraction=0)
+    (message,) = check_files(cfg)
+    assert message.startswith(f"data.bad_rows=refuse: 1 of the first 2 rows of {file} cannot be read; ")
+    assert problem in message
+    assert check_files(replace(cfg, bad_rows=BadRows.drop)) == []
