@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from components.protocol.run_files import read_regular
+from components.protocol.safe_json import parse_json, read_regular
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -97,7 +97,7 @@ class Manifest:
     def parse(cls, text: str) -> Manifest:
         """Validate the text of a manifest. Raises ManifestError."""
         try:
-            written = json.loads(text)
+            written = parse_json(text)
             body = written["body"]
             if written["sha256"] != _digest(body):
                 raise ManifestError(f"{MANIFEST} does not match its own hash")

@@ -21,8 +21,8 @@ from components.protocol.run_files import (
     finite,
     keep_only_file,
     open_append,
-    read_regular,
 )
+from components.protocol.safe_json import parse_json, read_regular
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"
@@ -162,8 +162,8 @@ def _take(parsed: _Parsed, raw: bytes, unseen: int) -> int:
 def _values_of(raw: bytes) -> dict[str, Any] | None:
     """Return the values of a line, or None unless it is a JSON object with an integer `step`."""
     try:
-        values = json.loads(raw)
-    except (ValueError, RecursionError):
+        values = parse_json(raw)
+    except ValueError:
         return None
     return values if isinstance(values, dict) and type(values.get("step")) is int else None
 

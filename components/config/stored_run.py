@@ -19,7 +19,8 @@ import yaml
 
 from components.config.metrics_log import METRICS, MetricsLog
 from components.config.safe_yaml import load_yaml
-from components.protocol.run_files import CONFIG, RECORD, read_json, read_regular, read_result
+from components.protocol.run_files import CONFIG, RECORD, read_json, read_result
+from components.protocol.safe_json import read_regular
 
 
 @dataclass(kw_only=True, slots=True)

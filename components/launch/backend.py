@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.directory import RunDirectory
-from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write, read_regular
+from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write
+from components.protocol.safe_json import read_regular
 
 
 class UnknownSubmission(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -25,9 +24,9 @@ from components.protocol.run_files import (
     attempt_logs,
     log_file,
     open_append,
-    read_regular,
     record_result,
 )
+from components.protocol.safe_json import load_json
 from components.terminal import print_text, printable
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -242,7 +241,7 @@ def read_reports(logs: Path) -> dict[int, RankReport]:
     reports = {}
     for file in logs.glob("rank_*.error.json"):
         try:
-            values = json.loads(read_regular(file))
+            values = load_json(file)
             reports[values["rank"]] = RankReport(**{**values, "kind": Kind(values["kind"])})
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             print_text(f"{file}: cannot be read: {error!r}", file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any
 
+from components.protocol.safe_json import load_json
 from components.terminal import print_text
 
 CONFIG = "config.yaml"
@@ -158,19 +159,11 @@ def create_marker(path: Path) -> None:
         open_new(path, PRIVATE).close()
 
 
-def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError for a pipe or a device, whose content may never end."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        return file.read()
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if it is missing or cannot be read."""
     try:
-        values = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
+        values = load_json(path)
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,8 @@ from components.config.schema.checks import raise_all
 from components.config.schema.data import DataConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.training import EvalWeights, TrainingConfig
-from components.protocol.run_files import CONFIG, read_regular
+from components.protocol.run_files import CONFIG
+from components.protocol.safe_json import load_json
 
 EXPORT_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 """Files that make a folder an export or an adapter."""
@@ -197,8 +197,8 @@ def _system_message(file: Path) -> str:
 def _read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ConfigError."""
     try:
-        values = json.loads(read_regular(file))
-    except (OSError, ValueError, RecursionError) as error:
+        values = load_json(file)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}; give a complete folder") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: must hold an object of keys; give a complete folder")

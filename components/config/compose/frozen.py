@@ -18,7 +18,8 @@ from components.config.errors import ConfigError
 from components.config.safe_yaml import check_expansion, load_yaml
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import Config, RecipeConfig
-from components.protocol.run_files import CONFIG, LOGS, read_regular
+from components.protocol.run_files import CONFIG, LOGS
+from components.protocol.safe_json import read_regular
 
 Section = TypeVar("Section")
 

@@ -36,11 +36,11 @@ from components.protocol.run_files import (
     attempt_logs,
     keep_only_file,
     keep_only_folder,
-    read_regular,
     record_result,
     set_aside,
     temporaries,
 )
+from components.protocol.safe_json import read_regular
 from components.terminal import print_text
 
 START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, MANIFEST, JOB_ID, SUBMISSION, LEASE}
