@@ -30,6 +30,8 @@ LAYER_COUNTS = {
 }
 """Model type -> the config key that counts decoder layers, for families where num_hidden_layers counts others."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = {"Llama4TextExperts"}
+"""Classes of fused experts that store matrices (experts, in, out) without transformers' flag `is_transposed`."""
 _DIFFERS = object()
 
 
@@ -94,6 +96,8 @@ class Anatomy:
     """Class of a convolution that mixes neighboring tokens; empty if there is none."""
     float32: tuple[str, ...] = ()
     """Names of the parameters that are in float32 in a model in 16 bits."""
+    transposed: frozenset[str] = frozenset()
+    """Names of the matrices that are stored as (in, out) or (experts, in, out)."""
     hidden_size: int = 0
     """Width of hidden states; 0 if the config states none."""
     vocabulary: int = 0
@@ -146,6 +150,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
             tp_plan=_tp_plan(model),
             heads=heads,
             kv_heads=kv_heads or heads,
+            transposed=_transposed(model),
         )
     layers = _layer_names(model, config)
     classes, layer_prefixes = _router_classes(model), tuple(f"{layer}." for layer in layers)
@@ -177,6 +182,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         needs_masks=_needs_masks(model, config, set(kinds)),
         convolution=_convolution(model),
         float32=_float32_parameters(model),
+        transposed=_transposed(model),
         hidden_size=_number(config, "hidden_size") or 0,
         vocabulary=_number(config, "vocab_size") or 0,
         experts_per_token=_number(config, "num_experts_per_tok"),
@@ -192,6 +198,13 @@ def is_experts(module: nn.Module) -> bool:
         and len({each.shape[0] for each in parameters}) == 1
         and isinstance(getattr(module, "num_experts", None), int)
     )
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether the weight of a linear layer is (in, out): transformers' Conv1D (GPT-2), adapted or not."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D) or bool(getattr(layer, "is_conv1d", False))
 
 
 def encoder_parameters(model: nn.Module) -> set[str]:
@@ -378,6 +391,17 @@ def _float32_parameters(model: PreTrainedModel) -> tuple[str, ...]:
         for name, parameter in named
         if (kept is not None and kept.search(name)) or (is_narrow and parameter.dtype == torch.float32)
     )
+
+
+def _transposed(model: nn.Module) -> frozenset[str]:
+    found = set()
+    for path, module in model.named_modules():
+        if is_transposed(module):
+            found.add(f"{path}.weight")
+        elif type(module).__name__ in TRANSPOSED or (is_experts(module) and getattr(module, "is_transposed", False)):
+            matrices = (name for name, each in module.named_parameters(recurse=False) if each.dim() == 3)
+            found |= {f"{path}.{name}" for name in matrices}
+    return frozenset(found)
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:

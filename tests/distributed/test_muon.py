@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from components import checkpoint, distributed, models, training
 from components.checkpoint.tensors import list_optimizers
@@ -282,6 +283,57 @@ def test_equals_torch_muon_in_one_process(dtype: torch.dtype) -> None:
             reference.step()
         for name in names:
             assert torch.equal(ours.get_parameter(name), theirs.get_parameter(name)), name
+
+
+TRANSPOSED: dict[str, dict[str, Any]] = {
+    "gpt2": MODELS["gpt2"],
+    "gpt_oss": {**MODELS["llama"], "model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1,
+                "intermediate_size": 24},
+    "llama4_text": {**MODELS["llama"], "model_type": "llama4_text", "num_local_experts": 2, "intermediate_size": 40,
+                    "intermediate_size_mlp": 40, "head_dim": 12},
+}  # fmt: skip
+"""Models with matrices (in, out). The gate and up of this GPT-OSS are square when fused: 2 x 24 by 48."""
+
+
+def out_in(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the matrices of a parameter as (out, in), by hand: GPT-2's Conv1D and fused experts store (in, out)."""
+    if tensor.dim() == 3:
+        experts = list(tensor.mT)
+        if "gate_up_proj" not in name:
+            return experts
+        if model.config.model_type == "gpt_oss":
+            return [half for each in experts for half in (each[::2], each[1::2])]
+        return [half for each in experts for half in each.chunk(2)]
+    if not isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
+        return [tensor]
+    return list(tensor.T.chunk(3)) if "c_attn" in name else [tensor.T]
+
+
+@pytest.mark.parametrize("family", TRANSPOSED)
+def test_scale_follows_the_inputs_and_outputs_of_transposed_matrices(family: str) -> None:
+    """torch.optim.Muon on matrices (out, in), with its scale sqrt(max(1, out / in))."""
+    model = build(family, torch.float32, TRANSPOSED[family])
+    anatomy = models.read_anatomy(model)
+    prepared = training.Prepared(model, training.StepSettings(device=CPU), anatomy=anatomy)
+    cfg = MuonConfig(lr=0.02, weight_decay=0.0, scale=MatrixScale.shape)
+    (muon, _) = list_optimizers(training.build_optimizer(prepared, cfg))
+    names = {id(each): name for name, each in model.named_parameters()}
+    targets: dict[str, tuple[list[torch.Tensor], list[torch.nn.Parameter]]] = {}
+    for parameter in muon.param_groups[0]["params"]:
+        name, parameter.grad = names[id(parameter)], torch.randn_like(parameter)
+        ours = out_in(model, name, parameter.detach())
+        theirs = [torch.nn.Parameter(each.clone()) for each in ours]
+        for each, gradient in zip(theirs, out_in(model, name, parameter.grad), strict=True):
+            each.grad = gradient.clone()
+        targets[name] = ours, theirs
+    before = {name: [each.clone() for each in ours] for name, (ours, _) in targets.items()}
+    muon.step()
+    reference = [each for _, theirs in targets.values() for each in theirs]
+    torch.optim.Muon(reference, lr=0.02, weight_decay=0.0, adjust_lr_fn="original").step()
+    assert any(theirs[0].shape != model.get_parameter(name).shape for name, (_, theirs) in targets.items())
+    for name, (ours, theirs) in targets.items():
+        for start, our, their in zip(before[name], ours, theirs, strict=True):
+            assert (our - their).norm() < 0.03 * (their - start).norm(), name
 
 
 def test_step_with_non_finite_gradients_changes_nothing() -> None:

@@ -128,8 +128,8 @@ class MuonConfig(OptimizerConfig):
     ns_dtype: NewtonSchulzDtype = NewtonSchulzDtype.bfloat16
     """Dtype of the Newton-Schulz iterations."""
     scale: MatrixScale = MatrixScale.rms
-    """Factor of lr for a matrix. rms: 0.2 sqrt(max(rows, columns)), which suits AdamW's learning rates (Liu et al.
-    2025); shape: sqrt(max(1, rows / columns)), for learning rates of about 0.02 (Jordan et al. 2024)."""
+    """Factor of lr for a matrix. rms: 0.2 sqrt(max(outputs, inputs)), which suits AdamW's learning rates (Liu et al.
+    2025); shape: sqrt(max(1, outputs / inputs)), for learning rates of about 0.02 (Jordan et al. 2024)."""
     adamw_lr: float | None = None
     """Peak learning rate of AdamW's parameters, greater than 0, with the same schedule; null: lr."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])

@@ -19,18 +19,17 @@ ALTERNATING = {"gpt_oss"}
 """Model types whose experts alternate between a column of gate and one of up."""
 
 
-def fused_matrices(
-    projection: str, shape: Sequence[int], anatomy: Anatomy, model_type: str
-) -> tuple[int, list[Runs]] | None:
+def fused_matrices(name: str, shape: Sequence[int], anatomy: Anatomy, model_type: str) -> tuple[int, list[Runs]] | None:
     """Return the fused dim of a weight, and the indices of each of its matrices along it; None if it is one matrix.
 
     Args:
-        projection: Last component of the module's name, or the parameter's own name in fused experts.
+        name: Name of the parameter.
         shape: Shape of the full weight: (out, in), (in, out), or either after a dim of experts.
         model_type: Model type of the config.
     """
-    # The other dim of these weights is the model's width; a square fused weight does not exist.
-    dim = len(shape) - 1 if shape[-1] != anatomy.hidden_size else len(shape) - 2
+    components = name.split(".")
+    projection = components[-2] if components[-1] == "weight" else components[-1]
+    dim = len(shape) - (1 if name in anatomy.transposed else 2)  # of the outputs
     size = shape[dim]
     if projection in HALVES and size % 2 == 0:
         if model_type in ALTERNATING and len(shape) == 3:

@@ -50,15 +50,15 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> float:
 
 
 def learning_rate_scale(shape: Sequence[int], scale: MatrixScale) -> float:
-    """Return the factor of the learning rate for a matrix (..., rows, columns).
+    """Return the factor of the learning rate for a matrix (..., out, in).
 
     rms: the update has the root mean square of a typical AdamW update, so that AdamW's learning rate and weight decay
-    can be reused (Liu et al. 2025). shape: sqrt(max(1, rows / columns)), as in the original.
+    can be reused (Liu et al. 2025). shape: sqrt(max(1, out / in)), as in the original.
     """
-    rows, columns = shape[-2:]
+    outputs, inputs = shape[-2:]
     if scale is MatrixScale.rms:
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+        return 0.2 * math.sqrt(max(outputs, inputs))
+    return math.sqrt(max(1, outputs / inputs))
 
 
 class Muon(torch.optim.Optimizer):
@@ -127,7 +127,8 @@ class Muon(torch.optim.Optimizer):
             self._add(matrix, piece, result, skipped)
 
     def _add(self, matrix: Matrix, piece: Piece, result: torch.Tensor, skipped: torch.Tensor | None) -> None:
-        rate = self.param_groups[0]["lr"] * learning_rate_scale(matrix.shape, self._scale)
+        shape = matrix.shape[:-3:-1] if matrix.is_transposed else matrix.shape
+        rate = self.param_groups[0]["lr"] * learning_rate_scale(shape, self._scale)
         if skipped is not None:
             result = torch.where(skipped, 0.0, result)
         local_tensor(matrix.parameter.detach())[piece.local].add_(result, alpha=-rate)
@@ -170,11 +171,9 @@ def divide_parameters(model: nn.Module, anatomy: Anatomy, vectors: Container[nn.
 
 def _matrices_of(name: str, parameter: nn.Parameter, anatomy: Anatomy, model_type: str) -> list[Matrix]:
     """Return the matrices of a parameter: each expert, and each matrix of a fused projection."""
-    components = name.split(".")
-    projection = components[-2] if components[-1] == "weight" else components[-1]
-    shape = tuple(parameter.shape)
+    shape, transposed = tuple(parameter.shape), name in anatomy.transposed
     full: list[Runs] = [(range(size),) for size in shape]
-    fused = fused_matrices(projection, shape, anatomy, model_type)
+    fused = fused_matrices(name, shape, anatomy, model_type)
     variants: list[list[Runs]] = []
     if fused is None:
         variants.append(full)
@@ -183,6 +182,6 @@ def _matrices_of(name: str, parameter: nn.Parameter, anatomy: Anatomy, model_typ
         for runs in runs_of_each:
             variants.append([*full[:dim], runs, *full[dim + 1 :]])
     if len(shape) == 2:
-        return [Matrix(parameter, tuple(runs)) for runs in variants]
+        return [Matrix(parameter, tuple(runs), transposed) for runs in variants]
     experts: list[Any] = [(range(index, index + 1),) for index in range(shape[0])]
-    return [Matrix(parameter, (expert, *runs[1:])) for expert in experts for runs in variants]
+    return [Matrix(parameter, (expert, *runs[1:]), transposed) for expert in experts for runs in variants]

@@ -34,6 +34,8 @@ class Matrix:
     parameter: nn.Parameter
     runs: tuple[Runs, ...]
     """Indices within the full parameter along each dim."""
+    is_transposed: bool = False
+    """Whether it is stored as (in, out)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
