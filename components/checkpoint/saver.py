@@ -92,8 +92,10 @@ class Saver:
         elif self._writing is not None:
             self._writing.abandon(GRACE_SECONDS if isinstance(error, Exception) else 0)
 
-    def save(self, step: int, extra: dict[str, Any], mark: Mark | None = None, *, last: bool = False) -> None:
+    def save(self, step: int, extra: dict[str, Any], mark: Mark | None = None, *, last: bool = False) -> Path | None:
         """Save the current state, between two optimizer steps; other arguments and errors as in `save_checkpoint`.
+
+        Return the checkpoint's folder; None if it is written in the background.
 
         Args:
             last: Training ends here: write synchronously and without a copy.
@@ -109,8 +111,7 @@ class Saver:
             except CheckpointError:
                 self._save_now(step, extra, mark, last)
                 raise
-            self._save_now(step, extra, mark, last)
-            return
+            return self._save_now(step, extra, mark, last)
         self.wait()
         waited = time.perf_counter() - began
         snapshot = self._snapshot(step, extra, mark)
@@ -121,6 +122,7 @@ class Saver:
         self._writing = _Writing(step, lambda: self._write(snapshot, self._group))
         paused = f"saving step {step} in the background, training paused for {time.perf_counter() - began:.2f} s"
         self._report(f"{paused}, {waited:.2f} s of it for the previous checkpoint" if waited > 0.1 else paused)
+        return None
 
     def copy(self, path: Path) -> None:
         """Copy a published checkpoint to the mirror unless it is there, such as one that an earlier attempt left.
@@ -153,8 +155,8 @@ class Saver:
         self._allocating = _thread("buffers for checkpoints", lambda: self.buffers.allocate(tensors))
         self._allocating.start()
 
-    def _save_now(self, step: int, extra: dict[str, Any], mark: Mark | None, last: bool) -> None:
-        self._write(self._snapshot(step, extra, mark), None, last)
+    def _save_now(self, step: int, extra: dict[str, Any], mark: Mark | None, last: bool) -> Path:
+        return self._write(self._snapshot(step, extra, mark), None, last)
 
     def _snapshot(self, step: int, extra: dict[str, Any], mark: Mark | None) -> Snapshot:
         return take_snapshot(step, self._model, self._optimizer, extra, mark, self._base_fingerprint, self._average)

@@ -7,16 +7,17 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-"""Signals that request a save and an exit with status 0: a preemption or a time limit."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+"""Signals that request a save and an exit with status 0: a preemption, a time limit or a closed terminal."""
 FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 """Signals that a launcher forwards to its processes. Ctrl-C also saves and stops; a second one aborts."""
 DUMP_STACKS = signal.SIGUSR1
 """Requests the stacks of all threads of a rank; its launcher sends it when the run hangs."""
 DUMP_STACKS_WITHOUT_GIL = signal.SIGQUIT
 """Sent after DUMP_STACKS; a rank that could not take the GIL, and so has not written its stacks, writes them now."""
-CTRL_C_MESSAGE = "Ctrl-C: stopping after this step; again to abort"
+CTRL_C_MESSAGE = "Ctrl-C: stopping after this step or the next; again to abort"
 """Printed at once on Ctrl-C, by the launcher or by a rank without one."""
 
 
@@ -30,11 +31,19 @@ class RecordedSignals:
         self.arrived.append(number)
 
 
+def set_handler(number: int, handler: Any) -> Any:
+    """Set the handler of a signal and return the previous one; keep SIGHUP ignored under nohup."""
+    previous = signal.getsignal(number)
+    if number != signal.SIGHUP or previous != signal.SIG_IGN:
+        signal.signal(number, handler)
+    return previous
+
+
 def record_stop_signals() -> None:
     """Record stop signals for the training loop instead of letting them end this process."""
     recorded = RecordedSignals()
     for number in STOP_SIGNALS:
-        signal.signal(number, recorded)
+        set_handler(number, recorded)
 
 
 @contextmanager
@@ -45,7 +54,7 @@ def collected_signals() -> Iterator[deque[int]]:
     def collect(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
-    before = {number: signal.signal(number, collect) for number in FORWARDED_SIGNALS}
+    before = {number: set_handler(number, collect) for number in FORWARDED_SIGNALS}
     try:
         yield arrived
     finally:

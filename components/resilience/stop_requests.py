@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,44 +14,46 @@ import torch
 import torch.distributed as dist
 
 from components.protocol.role import LAUNCHER_PID, current_rank
-from components.protocol.signals import CTRL_C_MESSAGE, STOP_SIGNALS, RecordedSignals
+from components.protocol.signals import CTRL_C_MESSAGE, STOP_SIGNALS, RecordedSignals, set_handler
 from components.training.metrics import StepMetrics
 
 
 class StopRequest:
     """Context that handles stop signals, and brings all ranks to the same decision to save and stop.
 
-    SIGTERM and SIGUSR2 request preemption, the first Ctrl-C an interruption; a second Ctrl-C aborts at once. The
-    previous handlers are restored on exit. Training steps reduce the request together with their numbers (`flags`,
-    `update`); evaluation and generation call `agreed` before each batch or token.
+    SIGTERM, SIGUSR2 and SIGHUP request preemption, the first Ctrl-C an interruption; a second Ctrl-C aborts at once.
+    The previous handlers are restored on exit. Training steps reduce `flags` together with their loss and pass the
+    result to `update`; evaluation and generation call `agreed` before each batch or token.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Prepare the request; `device` is the device of the flags' all-reduce (None: the CPU)."""
-        self.preempt = False
-        self.interrupt = False
+        self._device = device or torch.device("cpu")
+        self.flags = torch.zeros(3, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        """This rank's (preempt, interrupt, save) requests as 0 or 1; a signal sets its own at any moment."""
         self.status = "ok"
         """ok, or preempted or interrupted once all ranks have agreed; the same on every rank."""
-        self._device = device or torch.device("cpu")
+        self._values = self.flags.numpy()  # a handler may run below a torch mode that would intercept tensor operations
+        self._interrupted = False
         self._reduction: _FlagReduction | None = None
-        self._ctrl_c = _CtrlCResponder()
+        self._listener = _SignalListener(self._request)
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         for signal_number in (*STOP_SIGNALS, signal.SIGINT):
-            previous = self._previous[signal_number] = signal.signal(signal_number, self._handle)
+            previous = self._previous[signal_number] = set_handler(signal_number, self._handle)
             for arrived in (
                 previous.arrived if isinstance(previous, RecordedSignals) else ()
             ):  # signals before this context
                 if arrived == signal_number:
                     self._handle(signal_number, None)
-        self._ctrl_c.start()
+        self._listener.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ctrl_c.stop()
+        self._listener.stop()
         for signal_number, handler in self._previous.items():
             signal.signal(signal_number, handler)
 
@@ -60,31 +62,28 @@ class StopRequest:
         """Whether all ranks have agreed to stop; the same on every rank."""
         return self.status != "ok"
 
-    def flags(self) -> tuple[float, float]:
-        """Return this rank's (preempt, interrupt) as numbers, for the all-reduce of every training step."""
-        return float(self.preempt), float(self.interrupt)
-
     def update(self, steps: Iterable[StepMetrics]) -> bool:
         """Record the requests reduced over all ranks in `steps`; return whether the run stops."""
         for step in steps:
             self._record(step.preempt, step.interrupt)
         return self.stopped
 
-    def agreed(self) -> bool:
+    def agreed(self, *, wait: bool = False) -> bool:
         """Return whether any rank has a request to stop, the same on every rank. A collective: call it on all ranks.
 
-        With several ranks the result is one call late, so that the host does not wait for the device: each call starts
-        an all-reduce, and reads the one started by the previous call.
+        On GPUs the result is one call late, so that the host does not wait for the device: each call starts an
+        all-reduce, and reads the one started by the previous call.
+
+        Args:
+            wait: Wait for the device, for the result of this call.
         """
         if not self.stopped:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                arrived, self._reduction = self._reduction, _FlagReduction(self.flags(), self._device)
-                if arrived is not None:
-                    self._record(*arrived.read())
-            else:
-                self._record(self.preempt, self.interrupt)
-            if self.stopped and self._reduction is not None:
-                self._reduction.read()  # leave no collective unfinished
+            started = _FlagReduction(self.flags, self._device)
+            late, self._reduction = self._reduction, started if started.is_late and not wait else None
+            if late is not None:
+                self._record(*late.read())
+            if self._reduction is None or self.stopped:  # if it stops, leave no collective unfinished
+                self._record(*started.read())
         return self.stopped
 
     def _record(self, preempt: bool, interrupt: bool) -> None:
@@ -92,55 +91,58 @@ class StopRequest:
             self.status = "preempted" if preempt else "interrupted"
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
-        if signal_number in STOP_SIGNALS:
-            self.preempt = True
-        elif self.interrupt:
-            raise KeyboardInterrupt
-        else:
-            self.interrupt = True
+        self._request(signal_number)
+        if signal_number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+
+    def _request(self, signal_number: int) -> None:
+        if signal_number in (*STOP_SIGNALS, signal.SIGINT):
+            self._values[int(signal_number == signal.SIGINT)] = 1
 
 
 class _FlagReduction:
-    """Asynchronous all-reduce of (preempt, interrupt), followed by a copy to the host."""
+    """All-reduce of (preempt, interrupt), on a GPU asynchronous and followed by a copy to the host."""
 
-    def __init__(self, flags: tuple[float, float], device: torch.device) -> None:
-        vector = torch.tensor(flags).to(device, non_blocking=True)
-        self._work = dist.all_reduce(vector, async_op=True)
-        self._event: torch.cuda.Event | None = None
-        self._host = vector
+    def __init__(self, flags: torch.Tensor, device: torch.device) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._host = vector = flags[:2].to(device if several else "cpu", non_blocking=True, copy=True)
+        self.is_late = vector.is_cuda
+        """Whether the result is to be read later, since the device has other work before it."""
+        if several:
+            dist.all_reduce(vector, async_op=True).wait()  # on a GPU the stream waits for the all-reduce, not the host
         if vector.is_cuda:
-            self._work.wait()  # makes the stream wait for the all-reduce, not the host
-            self._host = torch.empty(vector.shape, pin_memory=True)
+            self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
             self._host.copy_(vector, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
     def read(self) -> tuple[bool, bool]:
         """Wait for the result, and return whether any rank has a request to preempt, or to interrupt."""
-        if self._event is None:
-            self._work.wait()
-        else:
+        if self.is_late:
             self._event.synchronize()
         preempt, interrupt = self._host.tolist()
         return preempt > 0, interrupt > 0
 
 
-class _CtrlCResponder:
-    """Thread that acknowledges Ctrl-C on the terminal at once.
+class _SignalListener:
+    """Thread that calls a function with the number of each signal, and acknowledges Ctrl-C on the terminal, at once.
 
-    Python runs signal handlers only between two bytecodes of the main thread, so a handler would print after the
-    current backward or collective. A rank under Meshbook's launcher does not respond, since the launcher does.
+    Python runs signal handlers only between two bytecodes of the main thread, so they run after the current backward,
+    collective or wait for the device. A rank under Meshbook's launcher does not acknowledge, since the launcher does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request: Callable[[int], None]) -> None:
+        self._request = request
+        self._acknowledges = False
         self._pipe: tuple[int, int] | None = None
         self._previous = -1
-        self._thread = threading.Thread(target=self._respond, name="ctrl-c", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, on rank 0 of a run without Meshbook's launcher."""
-        if LAUNCHER_PID in os.environ or current_rank(os.environ):
-            return
+        """Start the thread."""
+        self._acknowledges = LAUNCHER_PID not in os.environ and current_rank(os.environ) == 0
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._previous = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -156,10 +158,11 @@ class _CtrlCResponder:
         os.close(self._pipe[0])
         self._pipe = None
 
-    def _respond(self) -> None:
-        reader, printed = self._pipe[0] if self._pipe else -1, False
+    def _listen(self) -> None:
+        reader = self._pipe[0] if self._pipe else -1
         while signal_number := os.read(reader, 1):
-            if signal_number[0] == signal.SIGINT and not printed:
-                printed = True
+            self._request(signal_number[0])
+            if signal_number[0] == signal.SIGINT and self._acknowledges:
+                self._acknowledges = False
                 with contextlib.suppress(OSError):  # the terminal may be gone
                     os.write(2, f"\n{CTRL_C_MESSAGE}\n".encode())

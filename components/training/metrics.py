@@ -42,7 +42,7 @@ class StepMetrics:
     skipped: bool
     """The update was skipped because the gradients were not finite."""
     preempt: bool
-    """Some rank received a preemption signal (SIGTERM, SIGUSR2)."""
+    """Some rank received a preemption signal (SIGTERM, SIGUSR2, SIGHUP)."""
     interrupt: bool
     """Some rank was interrupted (Ctrl-C)."""
     must_save: bool
@@ -107,11 +107,11 @@ class StepReader:
                 evaluation or a save.
         """
         copy, logged = HostCopy(numbers.vector), self._logged
-        arrived = [self._pop()] if len(self._pending) == self.lag else []  # the host may wait here
+        arrived = [self._pop()] if 0 < self.lag == len(self._pending) else []  # the host may wait here
         seconds = time.perf_counter() - began + self._waited
         self._pending.append(_Pending(step, copy, numbers.names, logged, seconds))
         self._waited, self._logged = 0.0, {}
-        return [*arrived, *self.flush()] if drain else arrived
+        return [*arrived, *self.flush()] if drain or not self.lag else arrived
 
     def flush(self) -> list[StepMetrics]:
         """Wait for the device and return the metrics of all pending steps."""

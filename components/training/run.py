@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from components.training.step import StepNumbers
     from components.training.tasks.harness import TaskScores
 
-LAG = 1
-"""Number of steps after which a step's metrics are read, so that the host does not wait for the device."""
+LAG = {"cuda": 1}
+"""Number of steps after which a step's metrics are read by device, so that the host does not wait for it; else 0."""
 
 
 class Run(Attempt):
@@ -74,6 +74,8 @@ class Run(Attempt):
         """Whether the replicas are still to be compared after the last step (checkpoint.check_replicas)."""
         self._evaluated_step: int | None = None
         """Number of steps before the last evaluation of this attempt."""
+        self._last_save: Path | None = None
+        """The run's last checkpoint, once it is written."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -135,7 +137,8 @@ class Run(Attempt):
         self._print_start(model, batches.dataset, held_out)
         self._draw_mesh()
         self._report.continue_from(self.state.step, self.total_steps, self._saved_at())
-        self._reader, self._clock = StepReader(LAG), SaveClock(cfg.checkpoint.every_minutes)
+        self._reader = StepReader(LAG.get(self.device.type, 0))
+        self._clock = SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
         self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.print)
         self._saver = checkpoint.Saver(
@@ -225,8 +228,8 @@ class Run(Attempt):
             set_learning_rate(optimizer, self.cfg.optimizer, self.state.step, self.total_steps)
         for context in (self._traffic.step(), self._watch.step(number), self._profile.step(), self._gc.step()):
             self._step_contexts.enter_context(context)
-        requests = (*self._stop.flags(), self._clock.due())
-        return Step(self, number, self._report.next_batch(batches), requests, began)
+        self._stop.flags[2] = self._clock.due()
+        return Step(self, number, self._report.next_batch(batches), self._stop.flags, began)
 
     def log(self, step: Step, **values: torch.Tensor | float) -> None:
         """Log additional values of a step to metrics.jsonl and the trackers. Call it before `step.done`.
@@ -284,8 +287,13 @@ class Run(Attempt):
         return self.eval_loss if self._evaluated_step == self.state.step and not self.stopped else None
 
     def save(self, step: Step) -> None:
-        """Save a checkpoint after a step, with its held-out loss if it was evaluated before. A collective."""
-        self._save(checkpoint.Mark(self._eval_loss_of_step, ephemeral=not step.save_is_scheduled))
+        """Save a checkpoint after a step, with its held-out loss if it was evaluated before. A collective.
+
+        A stop request that arrives during a save in the foreground ends the run after this step, without another save.
+        """
+        folder = self._save(checkpoint.Mark(self._eval_loss_of_step, ephemeral=not step.save_is_scheduled))
+        if folder is not None and self._stop.agreed(wait=True):
+            self._last_save = folder
 
     def finish(self) -> None:
         """Save the last checkpoint if it is due, and wait for all writes. A collective.
@@ -296,23 +304,18 @@ class Run(Attempt):
         self._step_contexts.close()
         self._read_all()
         self._profile.finish()
-        is_new = self.state.step > self._resumed_at or not (self.resume_from or self.stopped)
-        if is_new and (self.cfg.checkpoint.last or self.stopped):
-            self._save(checkpoint.Mark(self._eval_loss_of_step), last=True)
-        elif is_new:
-            self._compare_replicas()  # the export must not hold wrong numbers either
-        elif self._own_checkpoint is not None:
-            self._saver.copy(self._own_checkpoint)
-        self._saver.wait()
+        self._save_last()
         if self._planned() is not None:
             self._draw_mesh(observability.peak_memory_bytes(self.device))
 
     def export(self, tokenizer: Any) -> None:
         """Export the model for transformers and PEFT, according to checkpoint.export and peft.export. A collective.
 
-        A run that was stopped is not exported.
+        A run that was stopped is not exported; it is saved, and exports when it resumes.
         """
         cfg = self.cfg
+        if self._stop.agreed(wait=True):
+            self._save_last()
         if self.stopped or not cfg.checkpoint.export:
             return
         averaged = cfg.checkpoint.export_average and self._model.average is not None
@@ -326,15 +329,29 @@ class Run(Attempt):
             with self.status("copying the export"):
                 self._mirror.upload_export(folders)
 
-    def _save(self, mark: checkpoint.Mark, last: bool = False) -> None:
+    def _save_last(self) -> None:
+        """Save the last checkpoint if it is due and not saved yet, and wait for all writes."""
+        is_new = self.state.step > self._resumed_at or not (self.resume_from or self.stopped)
+        if self._last_save is not None:
+            self._saver.copy(self._last_save)
+        elif is_new and (self.cfg.checkpoint.last or self.stopped):
+            self._last_save = self._save(checkpoint.Mark(self._eval_loss_of_step), last=True)
+        elif is_new:
+            self._compare_replicas()  # the export must not hold wrong numbers either
+        elif self._own_checkpoint is not None:
+            self._saver.copy(self._own_checkpoint)
+        self._saver.wait()
+
+    def _save(self, mark: checkpoint.Mark, last: bool = False) -> Path | None:
         self._compare_replicas()
         has_average = self._average is not None
         extra = {"state": self.state.to_dict(), "data": self._batches.state_dict(), "has_average": has_average}
         if self._model.stored_dtype is not None:
             extra[STORED_DTYPE] = self._model.stored_dtype
         with self.status("saving"):
-            self._saver.save(self.state.step, extra, mark, last=last)
+            folder = self._saver.save(self.state.step, extra, mark, last=last)
         self._clock.restart()
+        return folder
 
     def _end_step(self, step: Step, numbers: StepNumbers) -> None:
         self._step_contexts.close()
@@ -384,8 +401,8 @@ class Step:
     """Number of the step, starting at 1."""
     batches: list[Batch]
     """This rank's micro-batches."""
-    requests: tuple[float, float, float]
-    """This rank's (preempt, interrupt, save) requests as 0 or 1, which `train_step` reduces over all ranks."""
+    requests: torch.Tensor
+    """This rank's (preempt, interrupt, save) requests as 0 or 1, which `train_step` sums over all ranks at its end."""
     began: float
     """`time.perf_counter()` at the start of the step."""
     due_eval: bool = False
@@ -404,6 +421,6 @@ class Step:
         return (self.save_is_scheduled or self.save_is_late) and not ends
 
     def done(self, numbers: StepNumbers) -> None:
-        """End the step with the metrics that `train_step` returned, and log those of the step before."""
+        """End the step with the metrics that `train_step` returned, and log them; on a GPU those of the step before."""
         self.is_done = True
         self.run._end_step(self, numbers)

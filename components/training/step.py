@@ -16,7 +16,7 @@ from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.distributed.pipeline.schedule import Pipeline, pad_to_longest
 from components.training.forward import head_keywords, local_batch, training_loss, weigh_rows
-from components.training.loss import all_ranks, count_targets, reduce_loss, sum_over_ranks
+from components.training.loss import count_targets, sum_over_ranks
 from components.training.metrics import FIELDS, StepNumbers
 from components.training.objectives import PLAIN, Objective
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
@@ -30,7 +30,7 @@ def train_step(
     batches: Sequence[Batch],
     optimizer: Optimizers,
     objective: Objective = PLAIN,
-    requests: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    requests: torch.Tensor | None = None,
 ) -> StepNumbers:
     """Do one optimizer step over the micro-batches of this rank; the host never waits for the device.
 
@@ -38,7 +38,8 @@ def train_step(
         batches: Micro-batches (micro_batch, seq), the same number on every rank.
         optimizer: One optimizer, or several by name, which share one gradient norm and one decision to skip the update.
         objective: The loss function; by default the cross-entropy of the next token.
-        requests: This rank's (preempt, interrupt, save) requests, 0 or 1; the result holds their sums over all ranks.
+        requests: This rank's (preempt, interrupt, save) requests, 0 or 1, in host memory, read at the end of the step:
+            float64, pinned for a GPU; None: none. The result holds their sums over all ranks.
     """
     settings, pipeline = model.settings, model.pipeline
     seconds_at_peak = 0.0 if settings.flops is None else settings.flops.seconds_at_peak(batches)
@@ -48,9 +49,9 @@ def train_step(
     local_count = torch.stack([objective.count(batch) for batch in device_batches]).sum() * settings.counts_rows
     local_targets = torch.stack([count_targets(batch.targets) for batch in device_batches]).sum() * settings.counts_rows
     local_batches = [local_batch(batch, settings, settings.router_loss) for batch in device_batches]
-    extras = torch.tensor((*requests, seconds_at_peak), dtype=torch.float64).to(settings.device, non_blocking=True)
-    # units, targets, requests, seconds at peak
-    totals = sum_over_ranks(torch.cat([torch.stack([local_count, local_targets]), extras]))
+    seconds = torch.tensor([seconds_at_peak], dtype=torch.float64).to(settings.device, non_blocking=True)
+    # units, targets, seconds at peak
+    totals = sum_over_ranks(torch.cat([torch.stack([local_count, local_targets]), seconds]))
     units, targets = totals[0].clamp(min=1), totals[1].clamp(min=1)
 
     local_batches = objective.with_token_values(model, local_batches)
@@ -85,17 +86,18 @@ def train_step(
     losses = [loss_sum * settings.counts_tokens if row_loss is None else row_loss * settings.counts_rows]
     if settings.router_loss is not None:
         losses.append(settings.router_loss.step_sum() * (units / targets))
-    # The check for finite losses would make the host wait; a non-finite loss is visible in the metrics.
-    loss, count = reduce_loss(losses, local_count, dp_group=all_ranks(), check_finite=False)
-    norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
-    tokens, metrics = totals[1:2], totals[:0]
-    if measured is not None:
-        tokens, metrics = measured[:1], measured[1:] / count.clamp(min=1)
+    # A device reads the requests here, not when the host queues this copy: a signal counts in the step it arrives in.
+    flags = totals.new_zeros(3) if requests is None else requests.to(settings.device, non_blocking=True)
+    total = torch.stack([each.detach().to(settings.device, torch.float64).reshape(()) for each in losses]).sum()
+    ended = [total[None], flags]
     if (token_sums := objective.token_sums()) is not None:
-        metrics = sum_over_ranks(
-            token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens
-        ) / count.clamp(min=1)
-    vector = torch.cat([loss / count.clamp(min=1), norm, tokens, skipped, totals[2:], metrics])
+        ended.append(token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens)
+    loss, flags, metrics = sum_over_ranks(torch.cat(ended)).tensor_split((1, 4))
+    norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
+    tokens = totals[1:2]
+    if measured is not None:
+        tokens, metrics = measured[:1], measured[1:]
+    vector = torch.cat([loss / units, norm, tokens, skipped, flags, totals[2:], metrics / units])
     return StepNumbers(vector, (*FIELDS, *objective.metrics))
 
 

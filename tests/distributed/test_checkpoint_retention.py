@@ -76,7 +76,10 @@ def test_save_requested_by_one_rank_happens_on_all_ranks_at_the_same_step() -> N
         reader, must_save = training.StepReader(lag=1), []
         for step in range(4):
             vector = training.train_step(
-                training.Prepared(model, settings), [rows], optimizer, requests=(0.0, 0.0, float(rank == 1 == step))
+                training.Prepared(model, settings),
+                [rows],
+                optimizer,
+                requests=torch.tensor([0.0, 0.0, float(rank == 1 == step)], dtype=torch.float64),
             )
             arrived = reader.push(step, vector, began=0.0)
             must_save.append(any(each.must_save for each in arrived))

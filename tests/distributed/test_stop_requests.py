@@ -10,15 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.forked_runs import Attempt, Command, until
+from components.resilience.faults import VARIABLE
+from tests.distributed.forked_runs import Attempt, Command, steps_logged, until
 from tests.distributed.test_checkpoint_kills import small_run
+from tests.suites import TORTURE
 
-ACKNOWLEDGMENT = "Ctrl-C: stopping after this step; again to abort"
+ACKNOWLEDGMENT = "Ctrl-C: stopping after this step or the next; again to abort"
 EXIT_TIMEOUT = 120.0
 """Maximum seconds for a run to exit on a busy machine."""
 LONG_GENERATION = (
@@ -29,9 +31,9 @@ LONG_GENERATION = (
 
 
 @contextlib.contextmanager
-def started(command: Command) -> Iterator[Attempt]:
+def started(command: Command, environment: dict[str, str] | None = None) -> Iterator[Attempt]:
     """Start a run and kill its launcher, and thereby its ranks, at the end of the test."""
-    attempt = command.start()
+    attempt = command.start(environment)
     try:
         yield attempt
     finally:
@@ -79,7 +81,7 @@ one = torch.ones(2000, 2000, dtype=torch.float64)
 with training.StopRequest() as stop:
     print("up", flush=True)
     out = torch.linalg.multi_dot([one] * 9)  # a single call, during which Python runs no signal handler
-    print(time.monotonic(), stop.flags(), flush=True)
+    print(time.monotonic(), stop.flags.tolist(), flush=True)
 """
 
 
@@ -96,6 +98,36 @@ def test_single_process_acknowledges_stop_during_computation() -> None:
     acknowledged_at = time.monotonic()
     finished_at, flags = busy.stdout.readline().split(maxsplit=1)
     assert busy.stderr.read().strip() == ACKNOWLEDGMENT
-    assert flags == "(0.0, 1.0)\n"
+    assert flags == "[0.0, 1.0, 0.0]\n"
     assert acknowledged_at < float(finished_at) - 0.2
     assert busy.wait(30) == 0
+
+
+STOPS = [
+    ("fsdp2", signal.SIGHUP),
+    ("pp2_1f1b", signal.SIGUSR2),
+    *(
+        (mesh, number)
+        for mesh in ("fsdp2", "pp2_1f1b", "ddp", "tp2")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "number"), STOPS if TORTURE else STOPS[:2])
+def test_stop_request_to_one_rank_is_agreed_in_the_step_it_arrives_in(
+    mesh: str, number: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The checkpoint is of this step, or of the next one if the request comes after the reduction at its end."""
+    seconds = 5 if TORTURE else 0.5
+    command = small_run(tmp_path, "run", f"parallelism={mesh}", "training.max_steps=100", "training.micro_batch_size=1")
+    with started(command, {VARIABLE: f"slow={seconds}:weights:all:*"}) as attempt:
+        until(lambda: steps_logged(command.run_dir) >= 2, 120, attempt.output)
+        time.sleep(seconds / 2)
+        arrived_in, sent_at = steps_logged(command.run_dir) + 1, time.monotonic()
+        os.kill(attempt.ranks()["rank1"], number)
+        result = wait_for_result(attempt, command)
+    record_property("seconds to exit", time.monotonic() - sent_at)
+    assert result["status"] == ("interrupted" if number == signal.SIGINT else "preempted")
+    assert result["steps"] in (arrived_in, arrived_in + 1)
+    assert [folder.name for folder in (command.run_dir / "checkpoints").iterdir()] == [f"step_{result['steps']}"]

@@ -184,7 +184,7 @@ def test_signal_reaches_every_rank_once_and_they_save(bench: Bench, number: sign
     started.signal(number)
     done = started.wait()
     assert (done.status, bench.notes("got")) == (0, [str([int(number)])] * 2)
-    answers = ["", "Ctrl-C: stopping after this step; again to abort"] if number == signal.SIGINT else []
+    answers = ["", "Ctrl-C: stopping after this step or the next; again to abort"] if number == signal.SIGINT else []
     assert done.errors.splitlines()[1:] == answers
     bench.assert_no_process_left()
 

@@ -228,7 +228,7 @@ else:
     assert done.status == (130 if number == signal.SIGINT else 1)
     assert json.loads((sweep / "1_2" / "result.json").read_text())["signals"] == 1
     assert f"stopped by {number.name}" in done.output
-    assert ("stopping after this step; again to abort" in done.errors) == (number == signal.SIGINT)
+    assert ("stopping after this step or the next; again to abort" in done.errors) == (number == signal.SIGINT)
     assert (bench.folder / "started").read_text().split() == ["1", "2"]
     bench.assert_no_process_left()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from typing import Any
 
@@ -17,6 +19,7 @@ from components.config.schema import AdamWConfig, Schedule
 from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
 from components.models.layers import vector_parameters
+from components.protocol.signals import STOP_SIGNALS
 from components.training.optimizers.muon import divide_parameters
 from components.training.optimizers.optim import keep_group_rates, step_if_finite
 
@@ -261,17 +264,15 @@ def test_step_seconds_include_the_wait_for_a_drained_step(every: int) -> None:
     assert all(m.seconds >= 0.05 for m in metrics[1:])  # each waits for the step before it; the first has none
 
 
-def test_stop_request_stores_signals_and_restores_handlers() -> None:
-    import os
-    import signal
-
-    before = signal.getsignal(signal.SIGUSR2)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_stop_request_stores_signals_and_restores_handlers(number: int) -> None:
+    before = signal.getsignal(number)
     with training.StopRequest() as stop:
-        assert stop.flags() == (0.0, 0.0)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert stop.flags() == (1.0, 0.0)
+        assert stop.flags.tolist() == [0, 0, 0]
+        os.kill(os.getpid(), number)
+        assert stop.flags.tolist() == [1, 0, 0]
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.flags() == (1.0, 1.0)
+        assert stop.flags.tolist() == [1, 1, 0]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGUSR2) is before
+    assert signal.getsignal(number) is before

@@ -143,8 +143,8 @@ class ClusterConfig:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     """Container that the ranks run in."""
     signal_lead_seconds: int = 300
-    """Seconds before the time limit at which the run receives the signal to save and stop; must cover one step and one
-    save. A running evaluation ends at its next batch."""
+    """Seconds before the time limit at which the run receives the signal to save and stop; must cover two steps and a
+    save. A running evaluation ends within two batches."""
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     """When the job is requeued automatically."""
     health_check: bool = True
