@@ -6,15 +6,11 @@ Files are written incrementally and read in slices with pread, so that neither n
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import math
-import os
 import re
 import tempfile
 import time
-import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,6 +23,7 @@ from components.data.examples import IGNORED, Example
 from components.protocol.run_files import PRIVATE, atomic_file
 from components.safetensors_writer import ITEM_BYTES, SafetensorsWriter, TensorEntry
 from components.storage.known_numbers import SUFFIX, KnownNumbers
+from components.storage.stored_file import OpenFile, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -199,13 +196,14 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
     """
     try:
         known, content = KnownNumbers(file.with_suffix(SUFFIX), [file]), OpenFile(file)
-        size = int.from_bytes(content.read(8, 0), "little")
-        header = json.loads(content.read(size, 8)) if size < content.size else {}
+        header = read_header(content)
         columns: dict[str, StoredColumn] = {}
-        for name, dtype in (("ends", np.int64), ("ids", np.int32), ("labels", np.int32)):
-            begin, end = header[name]["data_offsets"]
-            columns[name] = StoredColumn(content, dtype, 8 + size + begin, (end - begin) // np.dtype(dtype).itemsize)
-        metadata = header["__metadata__"]
+        for name, code, dtype in (("ends", "I64", np.int64), ("ids", "I32", np.int32), ("labels", "I32", np.int32)):
+            tensor = header.tensors[name]
+            if tensor.dtype != code or len(tensor.shape) != 1:
+                raise ValueError(f"{name} is a tensor of shape {tensor.shape} and dtype {tensor.dtype}")
+            columns[name] = StoredColumn(content, dtype, tensor.begin, tensor.shape[0])
+        metadata = header.metadata
         if metadata["hash"] == known.get("hash", lambda: _hash_of(metadata["summary"], columns.values())):
             ends = columns["ends"][:]
             return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:], known), metadata["summary"]
@@ -248,42 +246,6 @@ def remove_expired(folder: Path, seconds: float) -> None:
                 used = max(used, known.stat().st_mtime)
             if now - used > limit:
                 file.unlink()
-
-
-class OpenFile:
-    """Read-only file that is closed when the last reference to it is gone."""
-
-    def __init__(
-        self, path: Path, kind: str = "token cache", remedy: str = "start the run again, which rebuilds it"
-    ) -> None:
-        """`kind`, `remedy`: What the file is and what to do if it is damaged, for messages."""
-        self._path, self._kind, self._remedy = path, kind, remedy
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size
-
-    def read(self, count: int, offset: int) -> bytes:
-        """Return `count` bytes. Raises OSError if the file is shorter."""
-        content = bytearray(count)
-        self.read_into(memoryview(content), offset)
-        return bytes(content)
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset`. Raises OSError with the file name if it is shorter or cannot be read."""
-        filled = 0
-        while filled < len(buffer):
-            try:
-                count = os.preadv(self._descriptor, [buffer[filled:]], offset + filled)
-            except OSError as error:
-                raise OSError(error.errno, f"{self._kind}: {error.strerror}", str(self._path)) from error
-            if count == 0:
-                raise OSError(
-                    errno.EIO,
-                    f"{self._kind} truncated: it has {offset + filled:,} bytes, at least {offset + len(buffer):,} were "
-                    f"written; {self._remedy}",
-                    str(self._path),
-                )
-            filled += count
 
 
 def _write_columns(output: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], summary: str) -> None:

@@ -22,6 +22,7 @@ from components.data.token_store.manifest import Vocabulary, read_manifest, shar
 from components.data.token_store.rows import TokenRows
 from components.data.token_store.vocabulary import HASH_OF_BYTES
 from components.models.tokenizer import byte_tokenizer
+from components.storage import stored_file
 from tests.storage.conftest import S3
 from tests.unit.token_shards import documents_of, scanned, store_of, write_datatrove, write_megatron
 
@@ -96,6 +97,7 @@ def test_batches_are_those_of_a_store_on_disk(faulty_s3: S3, tmp_path: Path, mon
 
 def test_rows_are_fetched_before_they_are_used(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_shards, "PART_BYTES", 4096)
+    monkeypatch.setattr(stored_file, "HASHED_BYTES", 4096)
     folder = store(tmp_path)
     upload(s3, folder)
     rows = rows_of(URL, tmp_path / "cache")
@@ -128,7 +130,7 @@ def test_missing_and_changed_shards_are_found_before_launch(s3: S3, tmp_path: Pa
     ]
     manifest = json.loads((folder / "manifest.json").read_text())
     s3.put("store/manifest.json", json.dumps({**manifest, "document_end": 7}).encode())
-    with pytest.raises(ConfigError, match="is damaged: its hash is not that of its shards"):
+    with pytest.raises(ConfigError, match="is damaged or was edited: it does not match its checksum"):
         read_manifest(URL)
     with pytest.raises(ConfigError, match="there is no manifest.json; give the folder of a token store"):
         read_manifest("s3://bucket/nothing")

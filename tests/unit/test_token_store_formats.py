@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
+from components.config.errors import ConfigError
 from components.data.token_store.formats import layout_of
-from components.data.token_store.manifest import DENSEST_WINDOWS, ShardFormat
+from components.data.token_store.manifest import (
+    DENSEST_WINDOWS,
+    Manifest,
+    ShardEntry,
+    ShardFormat,
+    read_manifest,
+    shard_problems,
+    write_manifest,
+)
 from components.data.token_store.shards import Shard, ShardFiles
-from components.data.token_store.writer import densest_windows, read_entry, write_shard
+from components.data.token_store.writer import densest_windows, read_entry, with_hashes, write_shard
+from components.storage import stored_file
 from tests.unit.token_shards import (
     EOS,
     documents_of,
@@ -199,8 +213,116 @@ def test_shard_that_changed_after_the_manifest_is_reported_when_it_is_opened(tmp
     path, _ = write(tmp_path, "nanogpt")
     files = ShardFiles(manifest_of([scanned(path)], tmp_path))
     os.truncate(path, 10)
-    with pytest.raises(OSError, match="token shard has 10 bytes, the manifest .*; restore the file"):
+    with pytest.raises(ConfigError, match="token shard damaged: it has 10 bytes, the manifest .*; restore the file"):
         files.open(0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_flipped_bit_is_reported_before_a_token_of_its_block_is_used(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except in bytes that no row is made of, such as the lengths of Megatron's sequences."""
+    monkeypatch.setattr(stored_file, "HASHED_BYTES", 4096)
+    path, id_bytes = write(tmp_path, format)
+    entry, random = scanned(path, id_bytes), np.random.default_rng(0)
+    expected = read_all(Shard(entry, path, EOS))
+    for file in (each for each in tmp_path.iterdir() if each.suffix not in (".metadata", ".json")):
+        content = file.read_bytes()
+        for place in random.integers(0, len(content), 40):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << int(random.integers(0, 8))
+            file.write_bytes(damaged)
+            message = damage_of(entry, path, expected, (int(place) - entry.offset) // 4096 * 4096 // entry.id_bytes)
+            harmless = file.suffix == ".idx" or place < entry.offset
+            assert message.endswith("; restore the file, or write the manifest again") or (harmless and not message)
+        file.write_bytes(content)
+
+
+def damage_of(entry: ShardEntry, path: Path, expected: tuple[list[int], list[int]], before: int) -> str:
+    """Return the message about a damaged shard, whose first ids can be used; "": it has the ids and ends expected."""
+    try:
+        shard = Shard(entry, path, EOS)
+        if before > 0:
+            assert shard.ids(0, before).tolist() == expected[0][:before]
+        assert read_all(shard) == expected
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def read_all(shard: Shard) -> tuple[list[int], list[int]]:
+    ids = shard.ids(0, shard._entry.tokens)
+    return ids.tolist(), shard.ends(0, ids)
+
+
+ENDS = {
+    "descending": lambda ends: ends[::-1],
+    "negative": lambda ends: ends * 0 - 5,
+    "huge": lambda ends: ends * 0 + 2**62,
+    "ascending only at both ends": lambda ends: np.concatenate([ends[:1], ends[-2:0:-1], ends[-1:]]),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_ends_and_ids_are_checked_in_stores_without_hashes(ends: str, tmp_path: Path) -> None:
+    """An earlier version of Meshbook wrote the manifest."""
+    path, _ = write(tmp_path, "ours2")
+    entry = replace(scanned(path), hashes="", index_hashes="")
+    assert Manifest([entry], None, None, tmp_path).is_hashed is False
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    for changed in ({"ids": tensors["ids"] * 0 + 60_000}, {"ends": ENDS[ends](tensors["ends"]).copy()}):
+        save_file({**tensors, **changed}, path, metadata)
+        with pytest.raises(ConfigError, match=r"token shard damaged: (it holds the id 60,000|.* documen?t?s? ends?)"):
+            read_all(Shard(entry, path, EOS))
+
+
+def test_shards_of_an_earlier_version_are_read_once_when_the_manifest_is_written_again(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, "ours2")
+    entry = scanned(path)
+    old = replace(entry, hashes="")
+    assert with_hashes(old) == entry
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its ids are not those that were written"):
+        with_hashes(old)
+
+
+MANIFESTS: dict[str, dict[str, Any]] = {
+    "path no text": {"path": 5},
+    "path with NUL": {"path": "a\0b"},
+    "path empty": {"path": ""},
+    "bool": {"offset": True},
+    "three ids of 7 bytes": {"id_bytes": 7},
+    "float": {"tokens": 1.5},
+    "more ids than bytes": {"tokens": 10**9},
+    "huge": {"densest": [10**30] * len(DENSEST_WINDOWS)},
+    "hashes no text": {"hashes": [1]},
+    "device": {"path": "/dev/zero", "bytes": 0, "offset": 0, "tokens": 0},
+    "pipe": {"path": "pipe", "bytes": 0, "offset": 0, "tokens": 0},
+}
+
+
+@pytest.mark.parametrize("has_checksum", [True, False])
+@pytest.mark.parametrize("damage", MANIFESTS)
+def test_damaged_manifests_are_refused(damage: str, has_checksum: bool, tmp_path: Path) -> None:
+    path, _ = write(tmp_path, "ours2")
+    os.mkfifo(tmp_path / "pipe")
+    file = write_manifest(manifest_of([scanned(path)], tmp_path))
+    values = json.loads(file.read_text())
+    values["shards"][0] |= MANIFESTS[damage]
+    if not has_checksum:
+        del values["checksum"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"is damaged or|is damaged:|not a regular file"):
+        check_store(tmp_path)
+
+
+def check_store(folder: Path) -> None:
+    if problems := shard_problems(read_manifest(str(folder)), "data.path=x"):
+        raise ConfigError(problems)
 
 
 def test_only_a_limited_number_of_shards_is_open(tmp_path: Path) -> None:

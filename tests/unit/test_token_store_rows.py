@@ -274,7 +274,7 @@ def test_store_without_enough_rows_is_rejected(tmp_path: Path) -> None:
         build_dataset(config(tmp_path / "none"), TOKENIZER, seq_len=SEQ, split="train")
     file = tmp_path / "a" / "manifest.json"
     file.write_text(file.read_text().replace('"tokens": 3', '"tokens": 4'))
-    with pytest.raises(ConfigError, match="is damaged: its hash is not that of its shards"):
+    with pytest.raises(ConfigError, match="is damaged or was edited: it does not match its checksum"):
         build_dataset(config(tmp_path / "a"), TOKENIZER, seq_len=SEQ, split="train")
 
 

@@ -21,7 +21,7 @@ from components.data.sources.split import rows_of
 from components.data.sources.text import document_tokens
 from components.data.token_store.manifest import Manifest, ShardEntry, Vocabulary
 from components.data.token_store.vocabulary import hash_of_tokenizer as hash_of_vocabulary
-from components.data.token_store.writer import read_entry, write_shard
+from components.data.token_store.writer import read_entry, with_hashes, write_shard
 from components.protocol.run_files import temporaries
 
 if TYPE_CHECKING:
@@ -177,7 +177,10 @@ def manifest_of(folder: Path) -> Manifest:
                 f"{folder}: {first[0].name} was written with {', and '.join(different)} as {path.name} was; remove the "
                 "shards that do not belong to the store"
             )
-        entries.append(replace(entry, path=path.name))
+        try:
+            entries.append(replace(with_hashes(entry), path=path.name))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     if first is None:
         raise ConfigError(f"{folder}: has no shards of a tokenized corpus; tokenize into this folder first")
     vocabulary = first[1].vocabulary
@@ -203,7 +206,7 @@ def _read_shard(path: Path) -> tuple[ShardEntry, CorpusSettings, object] | None:
         entry, stored = found
         values: dict[str, Any] = {each.name: stored[each.name] for each in fields(CorpusSettings)}
         settings, content = CorpusSettings(**values | {"bad_rows": BadRows(values["bad_rows"])}), stored[_INPUT]
-    except (ValueError, LookupError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{path}: is not a shard of a tokenized corpus ({error}); remove it, or choose another folder"
         ) from error

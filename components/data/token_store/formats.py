@@ -9,14 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from components.data.token_store.manifest import ShardFormat
-from components.data.token_store.shards import datatrove_index, open_file, read_megatron_index
-from components.data.tokens import OpenFile
+from components.data.token_store.shards import index_of, open_file, read_megatron_index
+from components.protocol.safe_json import read_regular
+from components.storage.stored_file import OpenFile
 
 SUFFIXES = (".safetensors", ".bin", ".npy", ".ds")
 """Suffixes of shards. A .bin file with a .idx file next to it is Megatron's, any other nanoGPT's or llm.c's."""
 _NPY_MAGIC = b"\x93NUMPY"
 _LLMC_HEADER = 1024  # bytes: 256 int32, of which the first three are magic, version and number of tokens
 _LLMC_ID_BYTES = {(20240520, 1): 2, (20240801, 7): 4}
+_LARGEST_METADATA = 1 << 20  # bytes of the .metadata file of a .ds file
 _GIVE_SIZE = "give id_bytes=2 for uint16 or 4 for uint32"
 
 
@@ -52,11 +54,9 @@ def layout_of(path: Path, id_bytes: int | None = None) -> ShardLayout:
 
 
 def _megatron(path: Path, file: OpenFile) -> ShardLayout:
-    index_path = path.with_suffix(".idx")
+    index_path = index_of(ShardFormat.megatron, path)
     index_file = open_file(index_path)
     index = read_megatron_index(index_file, index_path)
-    if index_file.size < index.size:
-        raise ValueError(f"{index_path}: has {index_file.size:,} bytes, its header declares {index.size:,}")
     layout = _raw(path, file, ShardFormat.megatron, index.id_bytes)
     if index.sequences:
         length = struct.unpack("<i", index_file.read(4, index.pointers_at - 4))[0]
@@ -72,11 +72,11 @@ def _datatrove(path: Path, file: OpenFile, id_bytes: int | None) -> ShardLayout:
         raise ValueError(f"{path}: has a loss mask ({path.name}.loss), which token stores do not support")
     metadata = path.with_name(f"{path.name}.metadata")
     if metadata.exists():  # the first line is TOKENIZER|BYTES
-        stated = metadata.read_text().partition("\n")[0].rpartition("|")[2]
-        id_bytes = int(stated) if stated.isdigit() else id_bytes
+        stated = read_regular(metadata, _LARGEST_METADATA).partition(b"\n")[0].rpartition(b"|")[2]
+        id_bytes = int(stated) if stated in (b"2", b"4") else id_bytes
     if id_bytes is None:
         raise ValueError(f"{path}: has no {metadata.name}, so the size of its ids is unknown; {_GIVE_SIZE}")
-    has_ends = datatrove_index(path).exists()
+    has_ends = index_of(ShardFormat.datatrove, path).exists()
     return _raw(path, file, ShardFormat.datatrove if has_ends else ShardFormat.raw, id_bytes)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -16,6 +18,7 @@ import xxhash
 
 from components.config.errors import ConfigError
 from components.protocol.run_files import atomic_write
+from components.protocol.safe_json import load_json, parse_json
 from components.storage.object_store import ObjectStore
 from components.storage.urls import is_url, join
 
@@ -61,6 +64,11 @@ class ShardEntry:
     """xxh3_128 of the bytes of all ids, then of all document ends as int64."""
     densest: Sequence[int]
     """Largest number of document ends in any window of each length in `DENSEST_WINDOWS`."""
+    hashes: str = ""
+    """Hashes of the blocks of the file's tensors, or of its ids if it is of another program (`BlockHashes`); "": an
+    earlier version of Meshbook wrote the manifest."""
+    index_hashes: str = ""
+    """Hashes of the blocks of the .idx or .index file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,11 @@ class Manifest:
     """Folder that relative paths of shards start from."""
     url: str | None = None
     """URL of the folder, in an object store; None: it is on disk."""
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether damage of every shard is detected as it is read."""
+        return all(shard.hashes or not shard.tokens for shard in self.shards)
 
     @property
     def tokens(self) -> int:
@@ -135,14 +148,19 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
     file = Path(MANIFEST) if url else manifest_file(path)
     write = "docs/data.md shows how to write it"
     try:
-        stored = json.loads(file.read_bytes() if url is None else ObjectStore(url).read(url))
+        stored = load_json(file) if url is None else parse_json(ObjectStore(url).read(url))
         if stored["format"] != _FORMAT or stored["version"] != _VERSION:
             raise ConfigError(
                 f"{key}={path}: {file.name} is a {stored['format']!r} of version {stored['version']}; this version of "
                 f"Meshbook reads a {_FORMAT!r} of version {_VERSION}"
             )
+        if stored.pop("checksum", None) not in (None, _checksum(stored)):
+            raise ConfigError(f"{key}={path}: {file} is damaged or was edited: it does not match its checksum; {write}")
         shards = [entry_of(values) for values in stored["shards"]]
         vocabulary = None if stored["vocabulary"] is None else Vocabulary(**stored["vocabulary"])
+        texts = [] if vocabulary is None else [vocabulary.tokenizer, vocabulary.hash]
+        if not all(isinstance(text, str) for text in texts) or not _is_size(stored["document_end"] or 0):
+            raise ValueError("invalid vocabulary or document_end")
         folder = None if url is None else url.rpartition("/")[0]
         manifest = Manifest(shards, vocabulary, stored["document_end"], file.resolve().parent, folder)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
@@ -180,8 +198,10 @@ def write_manifest(manifest: Manifest) -> Path:
         "documents": manifest.documents,
         "hash": manifest.hash,
     }
+    entries = [asdict(shard) for shard in shards]
+    values["checksum"] = _checksum(values | {"shards": entries})
     head = json.dumps(values, indent=1)[:-2]  # one line per shard, so that two manifests can be compared with diff
-    lines = ",\n".join(f"  {json.dumps(asdict(shard))}" for shard in shards)
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     file = manifest.folder / MANIFEST
     atomic_write(file, f'{head},\n "shards": [\n{lines}\n ]\n}}\n')
     return file
@@ -189,12 +209,31 @@ def write_manifest(manifest: Manifest) -> Path:
 
 def entry_of(values: dict[str, Any]) -> ShardEntry:
     """Return a manifest entry from its JSON values. Raises ValueError, LookupError or TypeError if they are invalid."""
-    names = {each.name for each in fields(ShardEntry)}
-    entry = ShardEntry(**{name: values[name] for name in names} | {"format": ShardFormat(values["format"])})
+    names = {each.name for each in fields(ShardEntry)} - {"hashes", "index_hashes"}
+    hashes = {name: values[name] for name in ("hashes", "index_hashes") if name in values}
+    entry = ShardEntry(**{name: values[name] for name in names} | {"format": ShardFormat(values["format"])}, **hashes)
+    texts = (entry.path, entry.hash, entry.hashes, entry.index_hashes)
+    if not all(isinstance(text, str) for text in texts) or not entry.path or "\0" in entry.path:
+        raise ValueError(f"invalid path or hashes of shard {entry.path!r}")
     sizes = (entry.bytes, entry.offset, entry.id_bytes, entry.tokens, entry.documents, entry.max_id, *entry.densest)
-    if not all(isinstance(size, int) and size >= 0 for size in sizes) or len(entry.densest) != len(DENSEST_WINDOWS):
+    if (
+        not all(map(_is_size, sizes))
+        or len(entry.densest) != len(DENSEST_WINDOWS)
+        or entry.id_bytes not in (2, 3, 4)
+        or entry.max_id >= 1 << 8 * entry.id_bytes
+        or entry.offset + entry.tokens * entry.id_bytes > entry.bytes
+    ):
         raise ValueError(f"invalid numbers of shard {entry.path!r}")
     return entry
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    """Return the hash of all values of a manifest but this hash itself."""
+    return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _url_of_manifest(path: str) -> str:
@@ -218,7 +257,7 @@ def shard_problems(manifest: Manifest, key: str) -> list[str]:
             missing.append(f"{file} (no such object)")
             continue
         try:
-            size = sizes[file] if file in sizes else os.stat(file).st_size
+            size = sizes[file] if file in sizes else _size_of(os.stat(file))
         except OSError as error:
             missing.append(f"{file} ({error.strerror})")
             continue
@@ -249,8 +288,15 @@ def _listed_sizes(files: Sequence[str]) -> dict[str, int]:
             for each in entries:
                 if each.path in wanted:
                     with suppress(OSError):  # the caller's own request reports why
-                        sizes[each.path] = each.stat().st_size
+                        sizes[each.path] = _size_of(each.stat())
     return sizes
+
+
+def _size_of(status: os.stat_result) -> int:
+    """Return the size of a file. Raises OSError for a pipe, a device or a folder."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return status.st_size
 
 
 def vocabulary_problems(manifest: Manifest, key: str, *, size: int | None, tokenizer_hash: str | None) -> list[str]:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from components.config.errors import ConfigError
 from components.config.schema.data import TokensDataConfig
 from components.data.token_store.manifest import Manifest
-from components.data.tokens import OpenFile
 from components.storage.node_cache import FOLDER, NodeCache
 from components.storage.object_store import ObjectStore, StoredObject
+from components.storage.stored_file import OpenFile
 from components.storage.urls import join
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class RemoteFile(OpenFile):
 
     def __init__(self, store: ObjectStore, cache: NodeCache, source: StoredObject) -> None:
         self._store, self._cache, self._source = store, cache, source
+        self._name, self._kind = source.url, "token shard"
+        self._remedy = "restore the object, remove data.cache if the object is intact, or write the manifest again"
         self.size = source.bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -100,7 +103,7 @@ class Prefetch:
             row = self._wanted.get()
             try:
                 self._read(row)
-            except OSError as error:  # raised again where the row is used
+            except (OSError, ConfigError) as error:  # raised again where the row is used
                 logger.debug("row %d was not fetched: %s", row, error)
 
 

@@ -104,6 +104,8 @@ class StoreFacts(Facts):
     """Documents of the store."""
     shuffle: str = ""
     """Description of the order of the rows."""
+    is_hashed: bool = True
+    """Whether damaged shards are detected as they are read."""
 
     def __str__(self) -> str:
         parts = [
@@ -114,6 +116,8 @@ class StoreFacts(Facts):
             parts.append(f"documents do not attend to each other (at most {self.max_documents:,} in a row)")
         parts += [self.shuffle] if self.shuffle else []
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
+        if not self.is_hashed:
+            parts.append("its manifest has no hashes, so damaged ids are not detected; write it again")
         return "; ".join(parts)
 
 
@@ -172,13 +176,14 @@ class TokenRows(ItemSequence[PackedRow]):
             store_tokens=manifest.tokens,
             store_documents=manifest.documents,
             shuffle="" if split.is_eval else self._describe_order(),
+            is_hashed=manifest.is_hashed,
         )
 
     def __len__(self) -> int:
         return len(self._selection)
 
     def item(self, index: int) -> PackedRow:
-        """Return the row at `index` of the split. Raises OSError if its shard cannot be read."""
+        """Return the row at `index` of the split. Raises ConfigError if its shard is damaged, or OSError."""
         row = self._selection.at(index)
         number = int(np.searchsorted(self._ends, row, side="right"))
         start = (row - int(self._ends[number - 1]) if number else row) * self.seq_len
@@ -189,6 +194,11 @@ class TokenRows(ItemSequence[PackedRow]):
         ends = [end - start for end in shard.ends(start, ids[: stop - start])] if self._pack else []
         next_label = following[0] if following and len(inputs) not in ends else IGNORED
         ends = ends if ends and ends[-1] == len(inputs) else [*ends, len(inputs)]
+        if self._pack and len(ends) > self.facts.max_documents:  # the sizes of batches depend on it
+            raise ConfigError(
+                f"{self._manifest.file_of(self._manifest.shards[number])}: a row of {self.seq_len:,} tokens has more "
+                f"documents than the manifest's {self.facts.max_documents:,}; write the manifest again"
+            )
         labels = list(inputs)
         for first in (0, *ends[:-1]):
             labels[first] = IGNORED

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from components.config.errors import ConfigError
 from components.data.token_store.manifest import Manifest, ShardEntry, ShardFormat
-from components.data.tokens import OpenFile, StoredColumn
+from components.data.tokens import StoredColumn
+from components.storage.stored_file import OpenFile, VerifiedFile, read_header
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_ID_BYTES = {3: 2, 4: 4, 8: 2}
 """Bytes of an id by the dtype code of a .idx file: int16, int32 and uint16. Ids are not negative."""
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
+_ID_BYTES = {("U16",): 2, ("U8", 3): 3, ("U32",): 4}  # by dtype of the ids, and their shape behind the first dim
 _OPEN_SHARDS = 128  # each has one or two open files; the usual limit of a process is 1,024
 _ENDS_AT_ONCE = 64
 _REMEDY = "restore the file, or write the manifest again"
@@ -63,7 +65,7 @@ class _MegatronEnds:
     """Document ends of a .idx file: the start of the sequence that follows each document."""
 
     def __init__(self, file: OpenFile, index: MegatronIndex, tokens: int) -> None:
-        self._index, self._tokens = index, tokens
+        self._file, self._index, self._tokens = file, index, tokens
         self._pointers = StoredColumn(file, np.int64, index.pointers_at, index.sequences)
         self._documents = StoredColumn(file, np.int64, index.documents_at, index.documents + 1)
 
@@ -76,6 +78,8 @@ class _MegatronEnds:
         if not len(following):
             return following
         first, last = int(following[0]), int(following[-1])
+        if first < 0 or last > self._index.sequences or (np.diff(following) < 0).any():
+            raise self._file.damaged("its documents do not consist of its sequences")
         pointers = self._pointers[first : last + 1] // self._index.id_bytes
         pointers = np.append(pointers, self._tokens)  # the last document is followed by no sequence
         return pointers[following - first]
@@ -89,8 +93,6 @@ class MegatronIndex(NamedTuple):
     documents: int
     pointers_at: int
     documents_at: int
-    size: int
-    """Bytes of the file that these arrays need."""
 
 
 def read_megatron_index(file: OpenFile, path: Path) -> MegatronIndex:
@@ -103,15 +105,17 @@ def read_megatron_index(file: OpenFile, path: Path) -> MegatronIndex:
         raise ValueError(f"{path}: ids have the dtype code {code}; supported are int16 (3), int32 (4) and uint16 (8)")
     pointers_at = size + 4 * sequences
     documents_at = pointers_at + 8 * sequences
-    return MegatronIndex(
-        MEGATRON_ID_BYTES[code], sequences, max(entries - 1, 0), pointers_at, documents_at, documents_at + 8 * entries
-    )
+    if file.size < (declared := documents_at + 8 * entries):
+        raise ValueError(f"{path}: has {file.size:,} bytes, its header declares {declared:,}")
+    return MegatronIndex(MEGATRON_ID_BYTES[code], sequences, max(entries - 1, 0), pointers_at, documents_at)
 
 
 class ShardHeader(NamedTuple):
     """Header of a shard in Meshbook's format."""
 
     metadata: dict[str, str]
+    data_at: int
+    """Byte at which the tensors begin."""
     ids_at: int
     id_bytes: int
     tokens: int
@@ -121,22 +125,18 @@ class ShardHeader(NamedTuple):
 
 def read_shard_header(file: OpenFile, path: Path) -> ShardHeader:
     """Read the header of a shard in Meshbook's format. Raises ValueError if it is none, or OSError."""
-    size = int.from_bytes(file.read(8, 0), "little")
     try:
-        header = json.loads(file.read(size, 8)) if size < file.size else {}
-        ids, ends, metadata = header["ids"], header["ends"], header["__metadata__"]
-        tokens = ids["shape"][0]
-        id_bytes = (ids["data_offsets"][1] - ids["data_offsets"][0]) // max(tokens, 1)
-        last = 8 + size + max(ids["data_offsets"][1], ends["data_offsets"][1])
-        found = ShardHeader(
-            *(metadata, 8 + size + ids["data_offsets"][0], id_bytes, tokens),
-            *(8 + size + ends["data_offsets"][0], ends["shape"][0]),
+        header = read_header(file)
+        ids, ends = header.tensors["ids"], header.tensors["ends"]
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"{path}: is not a shard in Meshbook's format ({error})") from error
+    id_bytes = _ID_BYTES.get((ids.dtype, *ids.shape[1:]))
+    if id_bytes is None or not ids.shape or ends.dtype != "I64" or len(ends.shape) != 1:
+        raise ValueError(
+            f"{path}: is not a shard in Meshbook's format (ids of dtype {ids.dtype} and shape {ids.shape}, ends of "
+            f"dtype {ends.dtype} and shape {ends.shape})"
         )
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: is not a shard in Meshbook's format ({error!r})") from error
-    if last != file.size:
-        raise ValueError(f"{path}: has {file.size:,} bytes, its header declares {last:,}")
-    return found
+    return ShardHeader(header.metadata, header.data_at, ids.begin, id_bytes, ids.shape[0], ends.begin, ends.shape[0])
 
 
 def open_file(path: Path) -> OpenFile:
@@ -159,17 +159,17 @@ def open_ends(
         header = read_shard_header(file, path)
         return StoredColumn(file, np.int64, header.ends_at, header.documents)
     if format is ShardFormat.megatron:
-        index_file = open(path.with_suffix(".idx"))
-        return _MegatronEnds(index_file, read_megatron_index(index_file, path.with_suffix(".idx")), tokens)
+        index_file = open(index_of(format, path))
+        return _MegatronEnds(index_file, read_megatron_index(index_file, index_of(format, path)), tokens)
     if format is ShardFormat.datatrove:
-        index_file = open(datatrove_index(path))
+        index_file = open(index_of(format, path))
         return StoredColumn(index_file, np.int64, 0, index_file.size // 8)
     return None
 
 
-def datatrove_index(path: Path) -> Path:
-    """Return the file with the document ends of a .ds file."""
-    return path.with_name(f"{path.name}.index")
+def index_of(format: ShardFormat, path: Path) -> Path:
+    """Return the file with the document ends of a shard of another program that stores them."""
+    return path.with_suffix(".idx") if format is ShardFormat.megatron else path.with_name(f"{path.name}.index")
 
 
 class Shard:
@@ -182,35 +182,61 @@ class Shard:
         document_end: int | None,
         open: Callable[[Path], OpenFile] = open_file,
     ) -> None:
-        """Open the shard at `path`. Raises OSError if it is missing or has another size than in the manifest.
+        """Open the shard at `path`. Raises ConfigError if it is not that of the manifest, or OSError.
 
         Args:
             open: Opens a file of the shard.
         """
         file = open(path)
         if file.size != entry.bytes:
-            raise OSError(
-                errno.EIO, f"token shard has {file.size:,} bytes, the manifest {entry.bytes:,}; {_REMEDY}", str(path)
-            )
-        self._ids = IdColumn(file, entry.offset, entry.id_bytes, entry.tokens)
-        self._document_end = document_end
+            raise file.damaged(f"it has {file.size:,} bytes, the manifest {entry.bytes:,}")
+
+        def open_index(path: Path) -> OpenFile:
+            index = open(path)
+            return VerifiedFile(index, 0, index.size, entry.index_hashes) if entry.index_hashes else index
+
         try:
-            self._ends = open_ends(entry.format, path, file, entry.tokens, open)
+            begin, end = entry.offset, entry.offset + entry.tokens * entry.id_bytes
+            if entry.format is ShardFormat.meshbook:
+                header = read_shard_header(file, path)
+                if (header.ids_at, header.id_bytes, header.tokens) != (entry.offset, entry.id_bytes, entry.tokens):
+                    raise ValueError("the ids of its header are not those of the manifest")
+                begin, end = header.data_at, file.size
+            if entry.hashes:
+                file = VerifiedFile(file, begin, end, entry.hashes)
+            self._ends = open_ends(entry.format, path, file, entry.tokens, open_index)
+        except ConfigError:
+            raise
         except ValueError as error:
-            raise OSError(errno.EIO, f"{error}; {_REMEDY}", str(path)) from error
+            raise file.damaged(str(error)) from error
+        self._ids, self._file, self._entry = IdColumn(file, entry.offset, entry.id_bytes, entry.tokens), file, entry
+        self._document_end = document_end
+        for end in [] if self._ends is None or not len(self._ends) else [self._ends[:1][0], self._ends[-1:][0]]:
+            if not 0 <= end <= entry.tokens:
+                raise file.damaged(f"a document ends at token {end:,} of {entry.tokens:,}")
 
     def ids(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids from `start` to `stop`, (stop - start,) int64. Raises OSError."""
-        return self._ids.read(start, stop)
+        """Return the ids from `start` to `stop`, (stop - start,) int64. Raises ConfigError if damaged, or OSError."""
+        ids = self._ids.read(start, stop)
+        if len(ids) and ids.max() > self._entry.max_id:
+            raise self._file.damaged(
+                f"it holds the id {ids.max():,}, the largest of the manifest is {self._entry.max_id:,}"
+            )
+        return ids
 
     def ends(self, start: int, ids: np.ndarray) -> list[int]:
         """Return the document ends e with start < e <= start + len(ids), ascending and distinct.
 
         Args:
             ids: The shard's ids from `start` on; searched for the id that ends documents if no ends are stored.
+
+        Raises ConfigError if the stored ends do not ascend, or OSError.
         """
         if self._ends is not None:
-            return ends_within(self._ends, start, start + len(ids))
+            found = ends_within(self._ends, start, start + len(ids))
+            if any(last >= following for last, following in pairwise([start, *found])):
+                raise self._file.damaged("its document ends do not ascend")
+            return found
         if self._document_end is None:
             return []
         return (start + 1 + np.flatnonzero(ids == self._document_end)).tolist()

@@ -25,10 +25,12 @@ from components.data.token_store.manifest import (
     entry_of,
     write_manifest,
 )
-from components.data.token_store.shards import IdColumn, as_ids, open_ends, open_file, read_shard_header
+from components.data.token_store.shards import IdColumn, as_ids, index_of, open_ends, open_file, read_shard_header
 from components.data.token_store.vocabulary import hash_of_tokenizer
 from components.protocol.run_files import atomic_file
+from components.protocol.safe_json import parse_json
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
+from components.storage.stored_file import BlockHashes
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ def scan_shard(
     document_end: int | None,
     report: Callable[[int], None] = lambda ids: None,
 ) -> ShardEntry:
-    """Read a whole shard and return its manifest entry, with `path` as given.
+    """Read a whole shard and its index and return its manifest entry, with `path` as given.
 
     Args:
         document_end: Id that ends the documents of a raw shard.
@@ -106,17 +108,48 @@ def scan_shard(
     """
     file = open_file(path)
     column = IdColumn(file, offset, id_bytes, tokens)
+    stored = open_ends(format, path, file, tokens)
     summary = _Summary(document_end if format is ShardFormat.raw else None)
+    hashes, index_hashes = BlockHashes(), BlockHashes()
+    if stored is not None and format is ShardFormat.meshbook:
+        hashes.update(stored[:].data)  # in the order of the file
+    elif stored is not None:
+        index = open_file(index_of(format, path))
+        for start in range(0, index.size, _BYTES_AT_ONCE):
+            index_hashes.update(index.read(min(_BYTES_AT_ONCE, index.size - start), start))
     for start in range(0, tokens, _IDS_AT_ONCE):
         raw = column.raw(start, min(start + _IDS_AT_ONCE, tokens))
         summary.add(raw)
+        hashes.update(raw.data)
         report(len(raw))
-    stored = open_ends(format, path, file, tokens)
     ends = summary.found_ends if stored is None else stored[: len(stored)]
     if len(ends) and (ends[0] < 0 or ends[-1] > tokens or (np.diff(ends) < 0).any()):
         raise ValueError(f"{path}: its document ends are not ascending, or not within its {tokens:,} tokens")
     where = {"path": str(path), "format": format, "bytes": file.size, "offset": offset, "id_bytes": id_bytes}
-    return entry_of(summary.numbers(ends) | where)
+    blocks = {"hashes": hashes.hexdigest(), "index_hashes": index_hashes.hexdigest()}
+    return entry_of(summary.numbers(ends) | where | blocks)
+
+
+def with_hashes(entry: ShardEntry) -> ShardEntry:
+    """Return the entry of a shard in Meshbook's format with the hashes of its blocks.
+
+    A shard of an earlier version, whose header has none, is read once. Raises ValueError if it is damaged, or OSError.
+    """
+    if entry.hashes or not entry.tokens:
+        return entry
+    scanned = scan_shard(
+        Path(entry.path),
+        format=entry.format,
+        offset=entry.offset,
+        id_bytes=entry.id_bytes,
+        tokens=entry.tokens,
+        document_end=None,
+    )
+    if scanned.hash != entry.hash:
+        raise ValueError(
+            f"{entry.path}: is damaged: its ids are not those that were written; remove it and write it again"
+        )
+    return scanned
 
 
 def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = None, id_bytes: int | None = None) -> Path:
@@ -136,7 +169,7 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
     for file in sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES):
         if file.suffix == ".safetensors":
             stored = read_entry(file)
-            entry = None if stored is None else stored[0]
+            entry = None if stored is None else with_hashes(stored[0])
         else:
             entry = scan_shard(file, **layout_of(file, id_bytes)._asdict(), document_end=document_end)
         if entry is not None:
@@ -186,11 +219,22 @@ def write_shard(
         tokens = summary._tokens
         shape = (tokens, 3) if id_bytes == 3 else (tokens,)
         entries = {"ids": TensorEntry(_DTYPES[id_bytes], shape), "ends": TensorEntry("I64", (len(all_ends),))}
-        metadata = {_ENTRY: json.dumps(numbers), _SETTINGS: json.dumps(dict(settings), sort_keys=True)}
+        settings_text, hashes = json.dumps(dict(settings), sort_keys=True), BlockHashes()
+
+        def metadata(hashes: str) -> dict[str, str]:
+            return {_ENTRY: json.dumps({**numbers, "hashes": hashes}), _SETTINGS: settings_text}
+
+        def hashed(blocks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+            for block in blocks:
+                hashes.update(block)
+                yield block
+
         with atomic_file(path) as output:
-            writer = SafetensorsWriter(output, entries, metadata)
-            writer.write("ends", [all_ends.data])
-            writer.write("ids", _blocks_of(ids_file))
+            size = sum(tensor.bytes for tensor in entries.values())
+            writer = SafetensorsWriter(output, entries, metadata(BlockHashes.placeholder(size)))
+            writer.write("ends", hashed([all_ends.data]))
+            writer.write("ids", hashed(_blocks_of(ids_file)))
+            writer.replace_metadata(metadata(hashes.hexdigest()))
     entry = read_entry(path)
     if entry is None:
         raise OSError(f"{path}: disappeared while it was written")
@@ -208,10 +252,10 @@ def read_entry(path: Path) -> tuple[ShardEntry, dict[str, object]] | None:
         return None
     header = read_shard_header(file, path)
     try:
-        numbers, settings = json.loads(header.metadata[_ENTRY]), json.loads(header.metadata[_SETTINGS])
+        numbers, settings = (parse_json(header.metadata[name]) for name in (_ENTRY, _SETTINGS))
         where = {"path": str(path), "format": ShardFormat.meshbook, "bytes": file.size}
         return entry_of({**numbers, **where, "offset": header.ids_at, "id_bytes": header.id_bytes}), settings
-    except (LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: is not a shard in Meshbook's format ({error!r})") from error
 
 

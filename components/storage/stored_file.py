@@ -1,0 +1,195 @@
+"""Read-only files of tensors whose headers are checked and whose content is verified as it is read. Imports no numpy.
+
+Token shards, stored teachers, reference log-probabilities and the token cache are files of this kind.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from components.config.errors import ConfigError
+from components.protocol.safe_json import parse_json
+from components.safetensors_writer import ITEM_BYTES
+
+HASHED_BYTES = 1 << 20
+"""Bytes of a block with a hash of its own, which is verified before any of its bytes is used."""
+_DIGITS = 16  # of a 64-bit hash
+_LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+
+
+class OpenFile:
+    """Read-only file that is closed when the last reference to it is gone."""
+
+    def __init__(
+        self, path: Path, kind: str = "token cache", remedy: str = "start the run again, which rebuilds it"
+    ) -> None:
+        """Open a file. Raises OSError, also for a pipe or a device, from which a read may never return.
+
+        Args:
+            kind, remedy: What the file is and what to do if it is damaged, for messages.
+        """
+        self._name, self._kind, self._remedy = str(path), kind, remedy
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        weakref.finalize(self, os.close, self._descriptor)
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", self._name)
+        self.size = found.st_size
+
+    def read(self, count: int, offset: int) -> bytes:
+        """Return `count` bytes. Raises OSError if the file is shorter."""
+        content = bytearray(count)
+        self.read_into(memoryview(content), offset)
+        return bytes(content)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`. Raises OSError with the file name if it is shorter or cannot be read."""
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(self._descriptor, [buffer[filled:]], offset + filled)
+            except OSError as error:
+                raise OSError(error.errno, f"{self._kind}: {error.strerror}", self._name) from error
+            if count == 0:
+                raise OSError(
+                    errno.EIO,
+                    f"{self._kind} truncated: it has {offset + filled:,} bytes, at least {offset + len(buffer):,} were "
+                    f"written; {self._remedy}",
+                    self._name,
+                )
+            filled += count
+
+    def damaged(self, what: str) -> ConfigError:
+        """Return the error for content that cannot be what was written."""
+        return ConfigError(f"{self._name}: {self._kind} damaged: {what}; {self._remedy}")
+
+
+class BlockHashes:
+    """Hashes of the consecutive blocks of HASHED_BYTES of data that is written or read in any pieces."""
+
+    def __init__(self) -> None:
+        self._digest, self._open = xxhash.xxh3_64(), 0
+        self._complete: list[str] = []
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Hash further data."""
+        view = memoryview(data).cast("B")
+        while view:
+            part = view[: HASHED_BYTES - self._open]
+            self._digest.update(part)
+            self._open += len(part)
+            view = view[len(part) :]
+            if self._open == HASHED_BYTES:
+                self._complete.append(self._digest.hexdigest())
+                self._digest, self._open = xxhash.xxh3_64(), 0
+
+    def hexdigest(self) -> str:
+        """Return the hashes of all blocks, 16 digits each; the last block may be shorter."""
+        return "".join(self._complete) + (self._digest.hexdigest() if self._open else "")
+
+    @staticmethod
+    def placeholder(size: int) -> str:
+        """Return a text as long as the hashes of `size` bytes."""
+        return "0" * (_DIGITS * -(-size // HASHED_BYTES))
+
+
+class VerifiedFile(OpenFile):
+    """File of which each block is compared with its hash when it is first read.
+
+    A read of a few rows thus costs a read of their blocks: about 0.2 s per GB that is used for the first time, and
+    nothing for what is not used.
+    """
+
+    def __init__(self, file: OpenFile, begin: int, end: int, hashes: str) -> None:
+        """Verify the bytes from `begin` to `end`, whose hashes `BlockHashes` returned; others are read as they are.
+
+        Raises ConfigError if there are not as many hashes as blocks.
+        """
+        self._file, self._begin, self._end, self._hashes = file, begin, end, hashes
+        self._verified = set[int]()
+        self.size = file.size
+        if len(hashes) != len(BlockHashes.placeholder(end - begin)):
+            raise file.damaged(f"it has {end - begin:,} bytes of values, and {len(hashes) // _DIGITS:,} hashes of them")
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`. Raises ConfigError for a damaged block, or OSError."""
+        first = max(offset - self._begin, 0) // HASHED_BYTES
+        last = min(offset + len(buffer), self._end) - self._begin - 1
+        for number in range(first, last // HASHED_BYTES + 1):
+            if number not in self._verified:
+                begin = self._begin + number * HASHED_BYTES
+                end = min(begin + HASHED_BYTES, self._end)
+                block = bytearray(end - begin)
+                self._file.read_into(memoryview(block), begin)
+                if xxhash.xxh3_64_hexdigest(block) != self._hashes[number * _DIGITS : (number + 1) * _DIGITS]:
+                    raise self.damaged(f"its bytes {begin:,} to {end:,} are not those that were written")
+                self._verified.add(number)
+        self._file.read_into(buffer, offset)
+
+    def damaged(self, what: str) -> ConfigError:
+        """Return the error for content that cannot be what was written."""
+        return self._file.damaged(what)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file, and the bytes of the file that hold it, [begin, end)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsHeader(NamedTuple):
+    """Header of a safetensors file."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, StoredTensor]
+    data_at: int
+    """Byte at which the tensors begin."""
+
+
+def read_header(file: OpenFile) -> SafetensorsHeader:
+    """Read the header of a safetensors file, as strictly as the safetensors library.
+
+    Raises ValueError if it is damaged or the file has not the bytes that it declares, or OSError.
+    """
+    size = int.from_bytes(file.read(8, 0), "little") if file.size >= 8 else 0
+    if not 0 < size <= min(file.size - 8, _LARGEST_HEADER):
+        raise ValueError("it is not a safetensors file")
+    header = parse_json(file.read(size, 8))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata are no texts")
+    tensors = {name: _stored_tensor(name, entry, 8 + size) for name, entry in header.items()}
+    end = 8 + size
+    for name, tensor in sorted(tensors.items(), key=lambda each: each[1][2:]):
+        if tensor.begin != end:
+            raise ValueError(f"its header declares a gap or an overlap before the tensor {name!r}")
+        end = tensor.end
+    if end != file.size:
+        raise ValueError(f"it has {file.size:,} bytes, its header declares {end:,}")
+    return SafetensorsHeader(metadata, tensors, 8 + size)
+
+
+def _stored_tensor(name: str, entry: Any, data_at: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        sizes = (*shape, begin, end)
+        if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+            raise ValueError("must be integers of at least 0")
+        if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+            raise ValueError(f"{end - begin} bytes are not those of its shape")
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"its header declares an invalid tensor {name!r} ({error})") from error
+    return StoredTensor(dtype, shape, data_at + begin, data_at + end)
