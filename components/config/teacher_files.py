@@ -6,17 +6,27 @@ Each is a safetensors file with one entry per target token of a split, in the or
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from components.config.errors import ConfigError
+from components.protocol.safe_json import parse_json
+from components.safetensors_writer import TensorEntry
+from components.storage.stored_file import BlockHashes, OpenFile, StoredTensor, read_header
 
 SPLITS = ("train", "eval")
-METADATA = "teacher"
-"""Key of the JSON text of a `TeacherHeader` in a file's metadata."""
-_LARGEST_HEADER = 1 << 20  # bytes; a larger number is not the size of a header
+TOKEN_IDS, LOG_PROBS = "teacher_token_ids", "teacher_log_probs"
+"""Tensors of a file, and names in `Batch.token_values`, of the teacher's most likely tokens (targets, k) int32, and of
+the log-probabilities of these and of all other tokens together (targets, k + 1) float32."""
+TARGET_LOG_PROB = "teacher_target_log_prob"
+"""Tensor and name of the teacher's log-probability of the target (targets,) float32, at temperature 1."""
+STARTS = "starts"
+"""Tensor with the number of targets before each row, (rows + 1,) int64."""
+METADATA, HASHES = "teacher", "hashes"
+"""Keys in a file's metadata of the JSON texts of a `TeacherHeader` and of the hashes of the blocks of each tensor."""
+REMEDY = "remove it, and run scripts/teacher.py again"
 
 
 def teacher_file(folder: str, split: str) -> Path:
@@ -46,27 +56,47 @@ class TeacherFile(NamedTuple):
     """Header of a file, and where its tensors are."""
 
     header: TeacherHeader
-    offsets: dict[str, tuple[int, int]]
-    """Bytes of each tensor in the file, [begin, end)."""
+    content: OpenFile
+    tensors: dict[str, StoredTensor]
+    hashes: dict[str, str]
+    """Hashes of the blocks of each tensor; empty if an earlier version of Meshbook wrote the file."""
+
+
+def entries_of(header: TeacherHeader, targets: int, rows: int) -> dict[str, TensorEntry]:
+    """Return the tensors of a file. float32: bfloat16 would round log-probabilities by up to 0.4 %, which is more than
+    the difference between good students."""
+    return {
+        TOKEN_IDS: TensorEntry("I32", (targets, header.top_k)),
+        LOG_PROBS: TensorEntry("F32", (targets, header.top_k + 1)),
+        TARGET_LOG_PROB: TensorEntry("F32", (targets,)),
+        STARTS: TensorEntry("I64", (rows + 1,)),
+    }
 
 
 def read_teacher_file(file: Path) -> TeacherFile:
     """Read the header of a file. Raises OSError if it cannot be read, and ValueError if it is damaged."""
-    with file.open("rb") as content:
-        size = int.from_bytes(content.read(8), "little")
-        if size > _LARGEST_HEADER:
-            raise ValueError("it is not a safetensors file")
-        header = json.loads(content.read(size))
-        length = os.fstat(content.fileno()).st_size
+    content = OpenFile(file, "stored teacher", REMEDY)
+    stored = read_header(content)
     try:
-        described = TeacherHeader(**json.loads(header.pop("__metadata__")[METADATA]))
-        begins = {name: entry["data_offsets"] for name, entry in header.items()}
-    except (LookupError, TypeError, AttributeError) as error:
+        header = TeacherHeader(**parse_json(stored.metadata[METADATA]))
+        hashes = parse_json(stored.metadata.get(HASHES, "{}"))
+        targets, rows = stored.tensors[TARGET_LOG_PROB].shape[0], stored.tensors[STARTS].shape[0] - 1
+    except (LookupError, TypeError) as error:
         raise ValueError("it was not written by scripts/teacher.py") from error
-    offsets = {name: (8 + size + begin, 8 + size + end) for name, (begin, end) in begins.items()}
-    if max(end for _, end in offsets.values()) != length:
-        raise ValueError(f"it has {length:,} bytes, not those that its header lists")
-    return TeacherFile(described, offsets)
+    texts = (header.samples, header.tokenizer, header.teacher)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(hashes, dict):
+        raise ValueError("its description has values that are no texts")
+    if type(header.vocabulary) is not int or type(header.top_k) is not int or type(header.temperature) is not float:
+        raise ValueError("its description has values that are no numbers")
+    if not (1 <= header.top_k <= header.vocabulary and 0 < header.temperature < math.inf):
+        raise ValueError(f"it has top_k {header.top_k} of a vocabulary of {header.vocabulary} entries")
+    expected = entries_of(header, targets, rows)
+    if {name: TensorEntry(*each[:2]) for name, each in stored.tensors.items()} != expected:
+        raise ValueError(f"its tensors are not those of top_k {header.top_k} and {targets:,} targets")
+    lengths = {name: len(BlockHashes.placeholder(each.bytes)) for name, each in expected.items()}
+    if hashes and {name: isinstance(each, str) and len(each) for name, each in hashes.items()} != lengths:
+        raise ValueError("its hashes are not those of its tensors")
+    return TeacherFile(header, content, stored.tensors, hashes)
 
 
 def header_text(header: TeacherHeader) -> str:
@@ -95,9 +125,7 @@ def check_stored_teacher(folder: str, temperature: float, vocabulary: int | None
         try:
             header = read_teacher_file(file).header
         except (OSError, ValueError) as error:
-            problems.append(
-                f"{where}: {file.name} cannot be read ({error}); remove it, and run scripts/teacher.py again"
-            )
+            problems.append(f"{where}: {file.name} cannot be read ({error}); {REMEDY}")
         else:
             problems += mismatches(folder, header, temperature, vocabulary)
     return list(dict.fromkeys(problems))
@@ -120,8 +148,3 @@ def mismatches(folder: str, header: TeacherHeader, temperature: float, vocabular
             f"{again} and this student"
         )
     return problems
-
-
-def rejected_file(folder: str, split: str, why: str) -> ConfigError:
-    """Return the error for a file that does not fit the run's data or tokenizer."""
-    return ConfigError(f"teacher.stored={folder}: {teacher_file(folder, split).name} {why}")

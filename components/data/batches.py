@@ -414,6 +414,8 @@ def _with_token_values(batch: Batch, rows: Sequence[Mapping[str, np.ndarray]]) -
     is_target = (batch.targets != IGNORED).numpy()  # (rows, seq)
     token_values = {}
     for name, first in rows[0].items():
+        if [len(row[name]) for row in rows] != is_target.sum(1).tolist():
+            raise ConfigError(f"{name}: there are not as many stored values as targets; store them again")
         values = np.zeros((*is_target.shape, *first.shape[1:]), first.dtype)
         values[is_target] = np.concatenate([row[name] for row in rows])  # row by row, as a mask selects
         token_values[name] = torch.from_numpy(values)

@@ -18,14 +18,13 @@ import torch.nn.functional as F
 from components import data, distributed, models, training
 from components.config.schema import AdamWConfig
 from components.config.schema.objective import DistillationConfig, Divergence
-from components.config.teacher_files import TeacherHeader, teacher_file
+from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS, TeacherHeader, teacher_file
 from components.data.dataset import Facts
 from components.exchange import all_gather_json, this_rank
 from components.training.objectives.distillation import Distillation
 from components.training.objectives.stored_teacher import StoredTeacher
 from components.training.objectives.teacher import hidden_states_of
 from components.training.objectives.teacher_store import TeacherStore
-from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from tests.distributed.curves import (
     CP,
     DDP2,

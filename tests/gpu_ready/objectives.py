@@ -13,6 +13,7 @@ from components.config.schema import DistillConfig, DpoConfig, ModelConfig, Rewa
 from components.config.schema.data import IGNORED, DocsDataConfig, PreferencesDataConfig
 from components.config.schema.model import TeacherConfig
 from components.config.schema.objective import DistillationConfig, DPOConfig, KTOConfig, Reference
+from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.dataset import Facts
 from components.data.pairs import DESIRABLE
 from components.distributed.mesh import Mesh
@@ -20,7 +21,6 @@ from components.models.tokenizer import byte_tokenizer
 from components.training.objectives.preference import REFERENCE
 from components.training.objectives.stored_teacher import StoredDistillation
 from components.training.objectives.teacher import hidden_states_of
-from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from tests.distributed.packed import SEQ_LEN, unpacked
 
 LABELS = {"classification": ["a", "b", "c"], "reward": ["reward"]}

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from components import data
-from components.config.teacher_files import TeacherHeader, read_teacher_file
+from components.config.errors import ConfigError
+from components.config.teacher_files import (
+    LOG_PROBS,
+    TARGET_LOG_PROB,
+    TOKEN_IDS,
+    TeacherHeader,
+    check_stored_teacher,
+    read_teacher_file,
+)
 from components.data.dataset import Facts
+from components.storage import stored_file
 from components.training.objectives.stored_teacher import StoredTeacher
 from components.training.objectives.teacher_store import TargetSlots, write_file
-from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 
 K = 3
 
@@ -71,16 +86,17 @@ def test_values_follow_their_tokens_into_shuffled_and_held_out_batches(kind: str
 
 
 def header() -> TeacherHeader:
-    return TeacherHeader(samples="s", tokenizer="t", vocabulary=20, top_k=K, temperature=1.5, teacher="T")
+    return TeacherHeader(samples="s", tokenizer="t", vocabulary=200, top_k=K, temperature=1.5, teacher="T")
 
 
 def blocks(total: int, size: int = 5) -> Iterator[dict[str, np.ndarray]]:
-    """Values of `total` targets: ids 10 n + 0, 1, 2 and log-probabilities -n - 0, 1, 2, 3 of target n."""
+    """Values of `total` targets: ids 10 n + 0, 1, 2 of target n, and probabilities of four outcomes."""
     for start in range(0, total, size):
         numbers = np.arange(start, min(start + size, total))
+        weights = np.exp(-np.arange(K + 1)[None] * (1 + numbers[:, None] / 7))
         yield {
             TOKEN_IDS: (10 * numbers[:, None] + np.arange(K)).astype(np.int32),
-            LOG_PROBS: (-numbers[:, None] - np.arange(K + 1)).astype(np.float32),
+            LOG_PROBS: np.log(weights / weights.sum(-1, keepdims=True)).astype(np.float32),
             TARGET_LOG_PROB: -numbers.astype(np.float32),
         }
 
@@ -88,7 +104,7 @@ def blocks(total: int, size: int = 5) -> Iterator[dict[str, np.ndarray]]:
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     file, slots = tmp_path / "top_k_train.safetensors", TargetSlots(np.asarray([0, 4, 4, 13], np.int64))
     mass = write_file(file, header(), slots, blocks(13))
-    others = np.exp(-np.arange(13.0) - K)
+    others = np.concatenate([np.exp(block[LOG_PROBS][:, -1]) for block in blocks(13)])
     assert mass == pytest.approx(1 - others.mean())
     stored = StoredTeacher(file)
     assert stored.header == header()
@@ -126,3 +142,95 @@ def test_damage_is_reported(tmp_path: Path) -> None:
     file.write_bytes(content[:200])
     with pytest.raises(OSError, match=r"stored teacher truncated.*run scripts/teacher.py again"):
         open_before.of_row(1)
+
+
+def as_written_before(file: Path, **changed: np.ndarray) -> None:
+    """Replace tensors, and remove the hashes, as in a file of an earlier version."""
+    with safe_open(file, "np") as opened:
+        metadata = opened.metadata()
+    save_file(load_file(file) | changed, file, {"teacher": metadata["teacher"]})
+
+
+def test_every_flipped_bit_of_the_values_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_file, "HASHED_BYTES", 64)
+    file, slots = tmp_path / "top_k_train.safetensors", TargetSlots(np.asarray([0, 4, 4, 13], np.int64))
+    write_file(file, header(), slots, blocks(13))
+    content = file.read_bytes()
+    for place in range(8 + int.from_bytes(content[:8], "little"), len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="stored teacher damaged: its bytes .*run scripts/teacher.py again"):
+            read_all(file)
+    file.write_bytes(content)
+    assert [len(row[TARGET_LOG_PROB]) for row in read_all(file)] == [4, 0, 9]
+
+
+def read_all(file: Path) -> list[Mapping[str, np.ndarray]]:
+    stored = StoredTeacher(file)
+    return [stored.of_row(row) for row in range(stored.rows)]
+
+
+VALUES = {
+    "ids beyond the vocabulary": (TOKEN_IDS, lambda ids: ids + 190, "token ids from .* in a vocabulary of 200"),
+    "negative ids": (TOKEN_IDS, lambda ids: ids - 7, "token ids from -7"),
+    "NaN": (LOG_PROBS, lambda values: values * np.float32(np.nan), "no numbers"),
+    "infinite": (LOG_PROBS, lambda values: values * 0 + np.float32(np.inf), "probabilities with the sum 1"),
+    "doubled": (LOG_PROBS, lambda values: values * 2, "probabilities with the sum 1"),
+    "target above 0": (TARGET_LOG_PROB, lambda values: values + 5, "above 0"),
+    "target NaN": (TARGET_LOG_PROB, lambda values: values * np.float32(np.nan), "no numbers"),
+    "int64 ids": (TOKEN_IDS, lambda ids: ids.astype(np.int64), "its tensors are not those of top_k 3 and 13 targets"),
+    "fewer targets": (TOKEN_IDS, lambda ids: ids[:-1], "its tensors are not those"),
+    "huge starts": ("starts", lambda starts: starts + 10**12, "not consecutive"),
+    "negative starts": ("starts", lambda starts: starts - 10, "not consecutive"),
+    "descending starts": ("starts", lambda starts: starts[[0, 2, 1, 3]] + [0, 4, 0, 0], "not consecutive"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values_that_no_teacher_returns_are_refused(case: str, tmp_path: Path) -> None:
+    """In a file of an earlier version, which has no hashes."""
+    name, change, message = VALUES[case]
+    file, slots = tmp_path / "top_k_train.safetensors", TargetSlots(np.asarray([0, 4, 4, 13], np.int64))
+    write_file(file, header(), slots, blocks(13))
+    as_written_before(file)
+    assert len(read_all(file)) == 3
+    as_written_before(file, **{name: change(load_file(file)[name]).copy()})
+    with pytest.raises(ValueError, match=message):
+        read_all(file)
+
+
+def test_a_teacher_that_returns_no_probabilities_leaves_no_file(tmp_path: Path) -> None:
+    slots = TargetSlots(np.asarray([0, 4, 13], np.int64))
+    broken = ({**block, LOG_PROBS: block[LOG_PROBS] * np.float32(np.nan)} for block in blocks(13))
+    with pytest.raises(ConfigError, match="teacher.path=T: this model returned log-probabilities that are no numbers"):
+        write_file(tmp_path / "top_k_train.safetensors", header(), slots, broken)
+    assert list(tmp_path.iterdir()) == []
+
+
+HEADERS: dict[str, dict[str, Any] | str] = {
+    "deep": "[" * 100_000,
+    "list": "[1]",
+    "temperature NaN": {"temperature": float("nan")},
+    "temperature text": {"temperature": "x"},
+    "vocabulary text": {"vocabulary": "x"},
+    "top_k negative": {"top_k": -1},
+    "top_k of another file": {"top_k": 2},
+    "top_k text": {"top_k": "3"},
+    "samples no text": {"samples": [1]},
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers_are_checked_before_torch_is_imported(case: str, tmp_path: Path) -> None:
+    slots, described = TargetSlots(np.asarray([0, 13], np.int64)), HEADERS[case]
+    for file in (tmp_path / f"top_k_{split}.safetensors" for split in ("train", "eval")):
+        write_file(file, header(), slots, blocks(13))
+    assert check_stored_teacher(str(tmp_path), 1.5, 200) == []
+    text = described if isinstance(described, str) else json.dumps({**asdict(header()), **described})
+    save_file(load_file(file), file, {"teacher": text})
+    (problem,) = check_stored_teacher(str(tmp_path), 1.5, 200)
+    assert re.search(r"top_k_eval.safetensors cannot be read .*; remove it, and run scripts/teacher.py again", problem)
+    file.unlink()
+    os.mkfifo(file)
+    assert "Not a regular file" in check_stored_teacher(str(tmp_path), 1.5, 200)[0]

@@ -20,10 +20,10 @@ from components.config.schema.objective import (
     ScoreConfig,
 )
 from components.config.schema.recipes import DistillConfig, TrainConfig, score_labels, section
+from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.pairs import DESIRABLE, PairedRows
 from components.planning.dry_run.played_config import DOCUMENTS, STORED_TOKENS
 from components.training.objectives.preference import REFERENCE
-from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 
 
 class _Tokenizer:

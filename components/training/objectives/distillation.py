@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.objective import DistillationConfig
+from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB
 from components.data.batches import TokenValues
 from components.training.loss import count_targets
 from components.training.objectives.contract import NOT_SHARDED, RowScores, RowWeights, Vocabulary
 from components.training.objectives.cross_entropy import log_softmax, sum_over_shards
 from components.training.objectives.divergence import token_divergence
-from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TopK, top_k_divergence
+from components.training.objectives.top_k import TopK, top_k_divergence
 
 HIDDEN = "teacher_hidden"
 """Name in `Batch.token_values` of the teacher's last hidden states (batch, seq, teacher's hidden)."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,21 +17,29 @@ from components import data
 from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema.recipes import DistillConfig
-from components.config.teacher_files import mismatches, read_teacher_file, teacher_file
-from components.data.tokens import OpenFile, StoredColumn
+from components.config.teacher_files import (
+    LOG_PROBS,
+    REMEDY,
+    STARTS,
+    TARGET_LOG_PROB,
+    TOKEN_IDS,
+    mismatches,
+    read_teacher_file,
+    teacher_file,
+)
+from components.data.tokens import StoredColumn
+from components.exchange import this_rank
+from components.storage.stored_file import VerifiedFile
 from components.training.objectives.distillation import Distillation, TeacherHead
-from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 Rows = data.Dataset | data.PackedDataset | data.TokenRows | data.MixtureDataset
-DTYPES = {TOKEN_IDS: ("I32", np.int32), LOG_PROBS: ("F32", np.float32), TARGET_LOG_PROB: ("F32", np.float32)}
-"""Dtype of each tensor of a file, in a safetensors header and in numpy. float32: bfloat16 would round log-probabilities
-by up to 0.4 %, which is more than the difference between good students."""
-STARTS = "starts"
-"""Tensor with the number of targets before each row, (rows + 1,) int64."""
-REMEDY = "remove it, and run scripts/teacher.py again"
+_DTYPES: dict[str, type[np.generic]] = {"I32": np.int32, "F32": np.float32, "I64": np.int64}
+_ROUNDING = 1e-3  # of float32 sums over a vocabulary
 
 
 class StoredTeacher:
@@ -37,25 +47,55 @@ class StoredTeacher:
 
     def __init__(self, file: Path) -> None:
         """Open a file. Raises OSError or ValueError if it cannot be read."""
-        self.header, offsets = read_teacher_file(file)
-        content = OpenFile(file, "stored teacher", REMEDY)
+        self.header, content, tensors, hashes = read_teacher_file(file)
+        self.is_hashed = bool(hashes)
+        """Whether damage is detected as it is read."""
 
-        def column(name: str, dtype: Any) -> StoredColumn:
-            begin, end = offsets[name]
-            return StoredColumn(content, dtype, begin, (end - begin) // np.dtype(dtype).itemsize)
+        def column(name: str) -> StoredColumn:
+            dtype, shape, begin, end = tensors[name]
+            part = VerifiedFile(content, begin, end, hashes[name]) if hashes else content
+            return StoredColumn(part, _DTYPES[dtype], begin, math.prod(shape))
 
-        self._starts = column(STARTS, np.int64)[:]
-        self._columns = {name: column(name, dtype) for name, (_, dtype) in DTYPES.items()}
+        self._content, self._columns = content, {name: column(name) for name in tensors}
+        self._starts = self._columns.pop(STARTS)[:]
+        if (
+            self._starts[0] != 0
+            or self._starts[-1] != len(self._columns[TARGET_LOG_PROB])
+            or (np.diff(self._starts) < 0).any()
+        ):
+            raise ValueError("the targets of its rows are not consecutive")
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self._starts) - 1
 
     def of_row(self, index: int) -> Mapping[str, np.ndarray]:
-        """Return the values of a row's targets by name, for `Batch.token_values`."""
+        """Return the values of a row's targets by name, for `Batch.token_values`. Raises ConfigError if damaged."""
         start, stop = int(self._starts[index]), int(self._starts[index + 1])
         k, columns = self.header.top_k, self._columns
-        return {
+        values = {
             TOKEN_IDS: columns[TOKEN_IDS][start * k : stop * k].reshape(-1, k),
             LOG_PROBS: columns[LOG_PROBS][start * (k + 1) : stop * (k + 1)].reshape(-1, k + 1),
             TARGET_LOG_PROB: columns[TARGET_LOG_PROB][start:stop],
         }
+        if problem := value_problem(values, self.header.vocabulary):
+            raise self._content.damaged(f"row {index:,} has {problem}")
+        return values
+
+
+def value_problem(values: Mapping[str, np.ndarray], vocabulary: int) -> str:
+    """Return what is wrong with the values of some targets by tensor name; "": nothing."""
+    ids, log_probs, of_targets = values[TOKEN_IDS], values[LOG_PROBS], values[TARGET_LOG_PROB]
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
+        return f"token ids from {ids.min():,} to {ids.max():,}, in a vocabulary of {vocabulary:,}"
+    if not (of_targets <= _ROUNDING).all():
+        return "log-probabilities of targets that are no numbers or above 0"
+    with np.errstate(over="ignore"):
+        sums = np.exp(log_probs).sum(-1)
+    if not (np.abs(sums - 1) <= _ROUNDING).all():
+        return "log-probabilities that are no numbers or not those of probabilities with the sum 1"
+    return ""
 
 
 class StoredDistillation(Distillation):
@@ -91,13 +131,20 @@ class StoredDistillation(Distillation):
                 f"teacher.stored={folder}: was written for another tokenizer than the student's, with other tokens or "
                 "ids; run scripts/teacher.py again with this student"
             )
-        elif stored.header.samples != dataset.fingerprint:
+        elif stored.header.samples != dataset.fingerprint or stored.rows != len(dataset):
             problems.append(
                 f"teacher.stored={folder}: {file.name} was written for other rows than the {len(dataset):,} of this "
                 f"run's {split} split; use the same data.* and training.seq_len, or run scripts/teacher.py with these"
             )
         if problems:
             raise ConfigError(problems)
+        if not stored.is_hashed and this_rank() == 0:
+            logger.warning(
+                "teacher.stored=%s: %s was written by an earlier version without hashes; only the range and the sums "
+                "of its values are checked",
+                folder,
+                file.name,
+            )
         return stored
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +17,34 @@ from components.config.errors import ConfigError
 from components.config.rules.compute_rules import top_k_problem
 from components.config.schema.data import IGNORED
 from components.config.schema.recipes import StoreTeacherConfig
-from components.config.teacher_files import METADATA, TeacherHeader, header_text, read_teacher_file, teacher_file
+from components.config.teacher_files import (
+    HASHES,
+    LOG_PROBS,
+    METADATA,
+    REMEDY,
+    STARTS,
+    TARGET_LOG_PROB,
+    TOKEN_IDS,
+    TeacherHeader,
+    entries_of,
+    header_text,
+    read_teacher_file,
+    teacher_file,
+)
 from components.distributed.collectives import all_gather
 from components.exchange import broadcast_json
 from components.protocol.run_files import PRIVATE, atomic_file
-from components.safetensors_writer import SafetensorsWriter, TensorEntry
+from components.safetensors_writer import SafetensorsWriter
+from components.storage.stored_file import BlockHashes
 from components.training.evaluation import Interruptible
 from components.training.forward import last_hidden, local_batch
 from components.training.objectives.chunked_loss import chunk_tokens
 from components.training.objectives.cross_entropy import log_softmax, sum_over_shards
 from components.training.objectives.distillation import TeacherHead
 from components.training.objectives.loss_head import vocabulary_of
-from components.training.objectives.stored_teacher import DTYPES, REMEDY, STARTS, Rows, hash_of_vocabulary
+from components.training.objectives.stored_teacher import Rows, hash_of_vocabulary, value_problem
 from components.training.objectives.teacher import head_of, load_teacher
-from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS, find_top_k
+from components.training.objectives.top_k import find_top_k
 from components.training.setup.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -176,7 +191,7 @@ class TeacherStore:
             top_k = find_top_k(log_p, k, vocabulary)
             found = {TOKEN_IDS: top_k.ids.int(), LOG_PROBS: top_k.log_probs, TARGET_LOG_PROB: of_targets}
             parts.append({name: each if name == TOKEN_IDS else each.float() for name, each in found.items()})
-        return {name: torch.cat([part[name] for part in parts]) for name in DTYPES}
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != SLOT}
 
 
 class TargetSlots(NamedTuple):
@@ -214,25 +229,34 @@ def write_file(
 ) -> float | None:
     """Write a file, and return the mean probability of the most likely tokens; None if the blocks end early.
 
-    The file gets its name once it is complete.
+    The file gets its name once it is complete. Raises ConfigError for values that are no probabilities.
     """
-    count, k = slots.total, header.top_k
-    shapes = {TOKEN_IDS: (count, k), LOG_PROBS: (count, k + 1), TARGET_LOG_PROB: (count,)}
-    entries = {name: TensorEntry(DTYPES[name][0], shape) for name, shape in shapes.items()}
-    entries[STARTS] = TensorEntry("I64", slots.starts.shape)
+    count = slots.total
+    entries = entries_of(header, count, len(slots.starts) - 1)
+    hashes = {name: BlockHashes() for name in entries}
+
+    def metadata(texts: Mapping[str, str]) -> dict[str, str]:
+        return {METADATA: header_text(header), HASHES: json.dumps(texts)}
+
     written, others = 0, 0.0
     try:
         with atomic_file(file, PRIVATE) as output:  # private because token ids disclose samples, which may be secret
-            writer = SafetensorsWriter(output, entries, {METADATA: header_text(header)})
+            empty = {name: BlockHashes.placeholder(entry.bytes) for name, entry in entries.items()}
+            writer = SafetensorsWriter(output, entries, metadata(empty))
             writer.write(STARTS, [slots.starts.data.cast("B")])
+            hashes[STARTS].update(slots.starts.data)
             for block in blocks:
+                if problem := value_problem(block, header.vocabulary):
+                    raise ConfigError(f"teacher.path={header.teacher}: this model returned {problem}; use another one")
                 for name, values in block.items():
-                    row_bytes = entries[name].bytes // count
-                    writer.write_part(name, written * row_bytes, values.tobytes())
+                    part = values.tobytes()
+                    writer.write_part(name, written * (entries[name].bytes // count), part)
+                    hashes[name].update(part)
                 written += len(block[TOKEN_IDS])
                 others += float(np.exp(block[LOG_PROBS][:, -1].astype(np.float64)).sum())
             if written < count:
                 raise _StoppedError
+            writer.replace_metadata(metadata({name: each.hexdigest() for name, each in hashes.items()}))
     except _StoppedError:
         return None
     return 1 - others / count

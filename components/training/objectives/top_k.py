@@ -14,15 +14,10 @@ import torch
 import torch.distributed as dist
 
 from components.config.schema.objective import Divergence
+from components.config.teacher_files import LOG_PROBS, TOKEN_IDS
 from components.training.objectives.contract import Vocabulary
 from components.training.objectives.cross_entropy import log_mass_of_others, sum_over_shards
 from components.training.objectives.divergence import token_divergence
-
-TOKEN_IDS, LOG_PROBS = "teacher_token_ids", "teacher_log_probs"
-"""Names in `Batch.token_values` of the teacher's most likely tokens (rows, seq, k) int32, and of the log-probabilities
-of these and of all other tokens together (rows, seq, k + 1) float32."""
-TARGET_LOG_PROB = "teacher_target_log_prob"
-"""Name in `Batch.token_values` of the teacher's log-probability of the target (rows, seq) float32, at temperature 1."""
 
 
 class TopK(NamedTuple):
