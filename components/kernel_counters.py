@@ -22,7 +22,7 @@ def killed_for_memory(root: Path = Path("/")) -> int:
             counts = dict(line.split() for line in file.read_text().splitlines())
         except (OSError, ValueError):
             continue
-        if counts.get("oom_kill", "").isdigit():
+        if counts.get("oom_kill", "").isdecimal():
             return int(counts["oom_kill"])
     return 0
 

@@ -18,8 +18,8 @@ from components.launch.rank import die_with, restrict_new_files, run_here
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.protocol.role import rank_and_size
-from components.terminal import print_text
+from components.protocol.role import rank_and_size, whole_number
+from components.terminal import keep_running, print_text
 
 AGENT = "TORCHELASTIC_RUN_ID"
 """Variable that torchrun's agent, the parent process of its ranks, sets for them."""
@@ -30,6 +30,7 @@ def run_attached(recipe: Recipe) -> int:
 
     If rank 0 rejects the config or only prints it (`--cfg job`), every rank exits with rank 0's status.
     """
+    keep_running()
     if AGENT in os.environ:
         die_with(os.getppid())  # a killed agent would leave its ranks running
         # die_with misses an agent that ended earlier; this rank would then hold the run directory and wait forever.
@@ -78,11 +79,11 @@ def _run_other_rank(recipe: Recipe) -> int:
 
 def _agent_is_gone() -> bool:
     """Return whether the store of torchrun's agent, which is up before any rank starts, refuses connections."""
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port.isdigit():
+    host, port = os.environ.get("MASTER_ADDR", ""), whole_number(os.environ.get("MASTER_PORT", ""))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or port is None or port > 65535:
         return False
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
+        socket.create_connection((host, port), timeout=10).close()
     except ConnectionRefusedError:
         return True
     except OSError:

@@ -13,7 +13,7 @@ import yaml
 
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
-from components.config.compose.frozen import from_yaml
+from components.config.compose.frozen import read_frozen
 from components.config.errors import ConfigError
 from components.config.meshes import name_of
 from components.config.schema.cluster import Device
@@ -145,7 +145,7 @@ def _stored_candidate(cfg: RecipeConfig, world: int) -> Candidate | None:
     if cfg.run.dir is None:
         return None
     with suppress(OSError, ConfigError, yaml.YAMLError):  # an unreadable config is reported when the run is opened
-        stored = from_yaml((Path(os.path.expanduser(cfg.run.dir)) / CONFIG).read_text(), type(cfg))
+        stored = read_frozen(Path(os.path.expanduser(cfg.run.dir)) / CONFIG, type(cfg))
         mesh = stored.parallelism.resolve(world)
         if isinstance(stored, TrainConfig):
             return Candidate(stored.parallelism, mesh, stored.training.micro_batch_size)

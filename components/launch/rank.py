@@ -39,18 +39,18 @@ from components.protocol.failures import (
 from components.protocol.role import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, current_rank, rank_and_size
 from components.protocol.run_files import (
     CANCELLED,
-    CONFIG,
     PRIVATE,
     REQUEUE,
     attempt_logs,
     create_marker,
+    current_config,
     log_file,
     open_append,
     read_result,
     record_result,
 )
 from components.protocol.signals import DUMP_STACKS, DUMP_STACKS_WITHOUT_GIL, STOP_SIGNALS, record_stop_signals
-from components.terminal import print_text, printable
+from components.terminal import keep_running, print_text, printable
 
 FLIGHT_RECORDER = "flight_recorder_rank_"
 """Prefix of the files in an attempt's logs to which NCCL dumps a rank's most recent collectives."""
@@ -107,6 +107,7 @@ def run_worker(recipe: Recipe) -> int:
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _redirect_output(log_file(logs, rank))  # torchrun's agent has one output for all its ranks
+    keep_running(None if by_launcher and rank == 0 else "utf-8")  # the output of other ranks is a log
     if not by_launcher:
         os.environ[STORE_FILE] = str(logs / "store.json")
     record_collectives(logs)
@@ -122,7 +123,7 @@ def run_worker(recipe: Recipe) -> int:
     sys.excepthook = record
     try:
         # An attempt may have fewer ranks than the run was submitted for, and so other micro-batches.
-        cfg = fit_micro_batches(read_frozen(run_dir / CONFIG, recipe.schema), world_size)
+        cfg = fit_micro_batches(read_frozen(current_config(run_dir), recipe.schema), world_size)
         restrict_new_files(cfg)
         set_deterministic_variables(cfg.run, os.environ)
         with _lease_held(run_dir, logs, rank):

@@ -6,7 +6,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.protocol.run_files import LOGS, atomic_write_json, attempt_logs, disk_errors_named, read_json
+from components.protocol.run_files import (
+    LOGS,
+    atomic_write_json,
+    attempt_logs,
+    disk_errors_named,
+    numbers_in,
+    read_json,
+)
 
 PROGRESS = "progress.json"
 """File in the logs of an attempt: when it began and took its first step, and what it takes again."""
@@ -46,8 +53,9 @@ def record_first_step(run_dir: Path, attempt: int) -> None:
 
 def lost_work(run_dir: Path) -> LostWork:
     """Return the work lost by the restarts of a run so far."""
-    files = {int(file.parent.name.rpartition("_")[2]): file for file in (run_dir / LOGS).glob(f"attempt_*/{PROGRESS}")}
-    restarts = [read_json(files[number]) for number in sorted(files) if number]
+    attempts = sorted(numbers_in(run_dir / LOGS, "attempt_"))
+    files = [attempt_logs(run_dir, number) / PROGRESS for number in attempts if number]
+    restarts = [read_json(file) for file in files if file.is_file()]
     # A later attempt from the same checkpoint includes the time of an earlier one.
     seconds = {each["since"]: each["first_step"] - each["since"] for each in restarts if "first_step" in each}
     steps = sum(each.get("lost_steps", 0) for each in restarts)

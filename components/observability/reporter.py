@@ -24,8 +24,14 @@ from components.observability.plot import TARGET_TOKEN, LossPlot
 from components.observability.result import Result, summary
 from components.observability.trackers.enabled import Trackers, enabled_trackers
 from components.protocol.role import ATTEMPT
-from components.protocol.run_files import FIRST_STEP, RESULT, atomic_write_json, create_marker, disk_errors_named
-from components.terminal import print_text
+from components.protocol.run_files import (
+    FIRST_STEP,
+    RESULT,
+    accept_start,
+    atomic_write_json,
+    create_marker,
+    disk_errors_named,
+)
 
 LOG_WIDTH = 10_000
 """Width of output that is not a terminal, where lines are not wrapped."""
@@ -116,7 +122,7 @@ class Interval:
 
 
 class _Output(PlainConsole):
-    """Console that survives the end of the process reading its output (`| head`, Ctrl-C in `| tee`)."""
+    """Console of the run's output."""
 
     def print(self, *objects: Any, **settings: Any) -> None:
         """Print like rich; in a file or a pipe without the spaces that fill the last column of a table."""
@@ -127,18 +133,6 @@ class _Output(PlainConsole):
             super().print(*objects, **settings)
         lines = [line.rstrip() for line in captured.get().split("\n")]
         self.out("\n".join(lines), end="", highlight=False)
-
-    def on_broken_pipe(self) -> None:
-        """Discard all further output. rich's default would exit the process, without saving and without a message."""
-        self.quiet = True
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())  # for the output that Python has buffered
-        try:
-            print_text("the output pipe is closed; the run continues and logs to metrics.jsonl", file=sys.stderr)
-            sys.stderr.flush()
-        except BrokenPipeError:  # 2>&1 |
-            os.dup2(devnull, sys.stderr.fileno())
-        os.close(devnull)
 
 
 class _Count(MofNCompleteColumn):
@@ -185,6 +179,10 @@ class Reporter:
         self._data_wait = 0.0  # seconds
         self._batches_requested = 0
         self._second_batch_at = 0.0  # time.perf_counter() at which the second batch was requested
+        self._held: list[dict[str, Any]] | None = None  # lines before the first step; None: nothing is held back
+        self._resumed_at = 0
+        self._saved: float | None = None
+        self._is_accepted = False
 
     def __enter__(self) -> Reporter:
         if self._progress is not None:
@@ -204,20 +202,43 @@ class Reporter:
         """Print one line."""
         self.console.print(text, markup=False)
 
-    def continue_from(self, step: int, total_steps: int | None = None, saved: float | None = None) -> None:
-        """Remove lines of later steps, which will run again, from metrics.jsonl, and report damaged lines.
+    def begin(self, step: int, total_steps: int | None = None, saved: float | None = None) -> None:
+        """Record the start of this attempt in its logs. The record of the run stays as it is until `accept_start`.
 
         Args:
+            step: Step that this attempt resumes from.
             total_steps: Length of the progress bar, if the checkpoint changed it; None: as before.
             saved: Seconds since the epoch at which this run saved the checkpoint that it resumes from; None: it does
                 not resume from one.
         """
         if self.enabled:
-            for problem in self._metrics.continue_from(step):
-                self.print(problem)
+            self._held, self._resumed_at, self._saved = [], step, saved
             if self._attempt is not None:
-                record_start(self._run_dir, self._attempt, self._metrics.dropped_steps, saved)
+                record_start(self._run_dir, self._attempt, 0, saved)
         self._show_steps(completed=step, total=total_steps)
+
+    def accept_start(self) -> None:
+        """Replace the record of the run by that of this start, at its first step: it will not be refused any more."""
+        if not self.enabled or self._is_accepted:
+            return
+        self._is_accepted = True
+        held, self._held = self._held, None
+        if self._attempt is not None:
+            accept_start(self._run_dir, self._attempt)
+        if held is None:
+            return
+        self.continue_from(self._resumed_at)
+        for values in held:
+            self._metrics.append(values)
+
+    def continue_from(self, step: int) -> None:
+        """Remove lines of later steps, which will run again, from metrics.jsonl, and report damaged lines."""
+        if not self.enabled:
+            return
+        for problem in self._metrics.continue_from(step):
+            self.print(problem)
+        if self._attempt is not None:
+            record_start(self._run_dir, self._attempt, self._metrics.dropped_steps, self._saved)
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return `next(batches)`, and measure the time spent waiting for it."""
@@ -274,7 +295,7 @@ class Reporter:
             *([f"tokens {tokens:,}"] if self.console.width >= WIDE else []),
         ]
         self.print("  ".join(values))
-        if self._plot is not None:
+        if self._plot is not None and self._held is None:
             self._plot.update()
 
     @contextmanager
@@ -326,7 +347,7 @@ class Reporter:
         self._write(step=step, eval_loss=eval_loss, **others)
         values = [f"eval_loss {eval_loss:.4f}", *(f"{name} {value:.4g}" for name, value in others.items())]
         self.print(f"step {step:>6}  {'  '.join(values)}  over {count:,} held-out {unit}s")
-        if self._plot is not None:
+        if self._plot is not None and self._held is None:
             self._plot.update()
 
     def tasks(self, *, step: int, metrics: Mapping[str, float], documents: Mapping[str, int | None]) -> None:
@@ -371,6 +392,7 @@ class Reporter:
         """Add the throughput to `result`, write result.json and loss.png, and print the summary."""
         if not self.enabled:
             return
+        self.accept_start()
         if measured := self._intervals[1:]:  # the first interval includes compilation and warm-up
             total = sum(measured, Interval())
             result.tokens_per_second = round(total.speed, 1)
@@ -395,5 +417,8 @@ class Reporter:
     def _write(self, **values: Any) -> None:
         if not self.enabled:
             return
-        self._metrics.append(values)
+        if self._held is None:
+            self._metrics.append(values)
+        else:
+            self._held.append(values)
         self._trackers.log(values)

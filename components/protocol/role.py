@@ -35,8 +35,6 @@ _RANK_VARIABLES = {
     *(WORKER, RUN_DIR, ATTEMPT, STORE_FD, STORE_FILE, LAUNCHER_PID, JOB, EXPORTED),
 }
 _RANK_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
-SCHEDULER_PREFIXES = ("SLURM_", "PBS_")
-"""Prefixes of the variables that a batch scheduler sets for a job."""
 
 
 class Role(StrEnum):
@@ -53,11 +51,11 @@ def detect_role(environ: Mapping[str, str]) -> Role:
     A batch shell and `salloc` also set SLURM_PROCID=0 and SLURM_NTASKS, so only a step with several tasks has ranks.
     """
     numbered = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
-    in_step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_PROCID", "").lstrip("0").isdigit()
+    in_step = environ.get("SLURM_STEP_ID") or (whole_number(environ.get("SLURM_PROCID", "")) or 0) > 0
     tasks = environ.get(tasks_variable(environ), "")
     if (numbered or in_step) and environ.get(WORKER) and environ.get(RUN_DIR):
         return Role.worker
-    if numbered or (in_step and tasks.isdigit() and int(tasks) > 1):
+    if numbered or (in_step and (whole_number(tasks) or 0) > 1):
         return Role.attached
     return Role.launcher
 
@@ -69,15 +67,24 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     """
     numbered = environ.get("RANK") and environ.get("WORLD_SIZE")
     names = ("RANK", "WORLD_SIZE") if numbered else ("SLURM_PROCID", tasks_variable(environ))
-    for name in names:
-        if not environ.get(name, "").isdigit():
-            raise ConfigError(f"{name}={environ.get(name, '')!r}: must be a whole number, as torchrun and srun set it")
-    return int(environ[names[0]]), int(environ[names[1]])
+    rank, size = (whole_number(environ.get(name, "")) for name in names)
+    if rank is None or size is None:
+        name = names[0] if rank is None else names[1]
+        raise ConfigError(f"{name}={environ.get(name, '')[:40]!r}: must be a whole number, as torchrun and srun set it")
+    return rank, size
 
 
 def current_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank of a process with these variables, 0 if none is set."""
-    return int(environ.get("RANK") or environ.get("SLURM_PROCID") or 0)
+    """Return the rank of a process with these variables, 0 if none is set to a number."""
+    return whole_number(environ.get("RANK") or environ.get("SLURM_PROCID") or "") or 0
+
+
+def whole_number(text: str) -> int | None:
+    """Return a count that is written in ASCII digits, as schedulers and torchrun do; None for any other text.
+
+    `str.isdigit` accepts digits that `int` does not, and `int` others than these, but not very many of them.
+    """
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
 
 
 def node_name(environ: Mapping[str, str]) -> str:
@@ -103,11 +110,11 @@ class BatchJob:
 def current_job(environ: Mapping[str, str]) -> BatchJob:
     """Return the batch job of a process with these variables. Each attempt of a Kubernetes job counts as a requeue."""
     if job := environ.get(JOB):
-        return BatchJob(cluster="Kubernetes", id=job, restart=int(environ.get(ATTEMPT) or 0))
+        return BatchJob(cluster="Kubernetes", id=job, restart=whole_number(environ.get(ATTEMPT, "")) or 0)
     return BatchJob(
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),
         id=environ.get("SLURM_JOB_ID", ""),
-        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        restart=whole_number(environ.get("SLURM_RESTART_COUNT", "")) or 0,
     )
 
 

@@ -1,7 +1,8 @@
 """Files of a run directory: names, atomic writes, locks, and renaming of damaged files.
 
-Temporary files have unpredictable names and are opened with O_EXCL, final names with O_NOFOLLOW, so that a link that
-another user plants in a shared directory is never written through.
+Temporary files have unpredictable names and are opened with O_EXCL, final names with O_NOFOLLOW, and a folder of a run
+is never a link, so that a link that another user plants in a shared directory is never written, listed or removed
+through.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import sys
@@ -20,7 +22,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any
 
-from components.protocol.safe_json import load_json
+from components.config.secrets import masked
+from components.protocol.safe_json import load_json, read_regular
 from components.terminal import print_text
 
 CONFIG = "config.yaml"
@@ -35,6 +38,8 @@ LOGS = "logs"
 """Folder of the logs, with one folder per attempt."""
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints."""
+START = ".start"
+"""Folder with config.yaml and environment.json of a start of an existing run that has not taken its first step."""
 LOCK, LEASE = ".lock", ".lease"
 """The launcher's lock file, and the folder of rank 0's lease."""
 CODE, SCRIPT, JOB_ID = "code", "job.sbatch", "job_id"
@@ -70,6 +75,51 @@ def log_file(logs: Path, rank: int) -> Path:
     return logs / f"rank_{rank}.log"
 
 
+def current_config(run_dir: Path) -> Path:
+    """Return the path of the config of the newest start, which replaces that of the run at the first step."""
+    started = run_dir / START / CONFIG
+    return started if started.is_file() and not started.parent.is_symlink() else run_dir / CONFIG
+
+
+def accept_start(run_dir: Path, attempt: int) -> None:
+    """Replace config.yaml and environment.json of a run by those of its newest start, which takes its first step.
+
+    The config, which ranks read, is the last file to be replaced. Raises OSError.
+    """
+    folder, logs = run_dir / START, attempt_logs(run_dir, attempt)
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for name, mode in ((RECORD, PRIVATE), (CONFIG, BY_UMASK)):
+        if (folder / name).is_file():
+            content = read_regular(folder / name)
+            for each in (run_dir, logs) if logs.is_dir() else (run_dir,):  # the copy restores a damaged first one
+                keep_only_file(each / name)
+                atomic_write(each / name, content, mode)
+            (folder / name).unlink()
+    with suppress(OSError):  # what others put there
+        folder.rmdir()
+
+
+def refuse_start(run_dir: Path, attempt: int) -> bool:
+    """Restore the record of a run as it was before its newest start, attempt `attempt` or an earlier one of its job.
+
+    Returns False if there was no run before, or if the start has taken a step. Raises OSError.
+    """
+    folder = run_dir / START
+    if folder.is_symlink() or not (folder / CONFIG).is_file():
+        return False
+    first = read_json(folder / RECORD).get("attempt")
+    before = attempt_logs(run_dir, (first if isinstance(first, int) else attempt) - 1) / RESULT
+    for name in (CONFIG, RECORD):
+        (folder / name).unlink(missing_ok=True)
+    if before.is_file() and not before.is_symlink():
+        keep_only_file(run_dir / RESULT)
+        before.replace(run_dir / RESULT)
+    with suppress(OSError):
+        folder.rmdir()
+    return True
+
+
 def read_result(run_dir: Path) -> dict[str, Any]:
     """Return result.json; empty if it is missing or cannot be read."""
     return read_json(run_dir / RESULT)
@@ -77,7 +127,8 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 
 def record_result(run_dir: Path, values: Mapping[str, Any]) -> None:
     """Write result.json for a run whose recipe could not write it."""
-    atomic_write_json(run_dir / RESULT, values)
+    texts = {key: masked(value) for key, value in values.items() if isinstance(value, str)}
+    atomic_write_json(run_dir / RESULT, {**values, **texts})
 
 
 def atomic_write(path: Path, content: bytes | str, mode: int = BY_UMASK) -> None:
@@ -159,6 +210,14 @@ def create_marker(path: Path) -> None:
         open_new(path, PRIVATE).close()
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a small file of a run; empty if it is missing or no regular file, such as a pipe."""
+    try:
+        return read_regular(path).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if it is missing or cannot be read."""
     try:
@@ -190,14 +249,42 @@ def keep_only_file(path: Path) -> None:
             set_aside(path, {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link"}.get(kind, "no regular file"))
 
 
-def keep_only_folder(path: Path, *, links: bool = True) -> None:
-    """Set aside anything at `path` that is not a folder, and report it on stderr.
-
-    Args:
-        links: Accept a link to a folder.
-    """
-    if os.path.lexists(path) and (not path.is_dir() or (path.is_symlink() and not links)):
+def keep_only_folder(path: Path) -> None:
+    """Set aside anything at the path of a folder that is not one, such as a link, and report it on stderr."""
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
         set_aside(path, "a link" if path.is_symlink() else "no directory")
+
+
+def own_folder(path: Path, mode: int = 0o777) -> Path:
+    """Create a folder of a run unless it exists, and return it. Anything else there is set aside first.
+
+    The folders above it up to the run directory must be the run's own, too: call this for each of them, outermost
+    first.
+    """
+    keep_only_folder(path)
+    path.mkdir(mode, parents=True, exist_ok=True)
+    return path
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder of a run, sorted; none if there is something else at its path, such as a link."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    try:
+        return sorted(os.listdir(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def numbers_in(folder: Path, prefix: str = "") -> list[int]:
+    """Return the numbers of the names PREFIX0, PREFIX1, ... in a folder of a run; `names_in` lists it.
+
+    Digits other than those of ASCII are no number of this program's, nor is one with leading zeros.
+    """
+    numbers = re.compile(rf"{re.escape(prefix)}(0|[1-9][0-9]*)")
+    return [int(found[1]) for name in names_in(folder) if (found := numbers.fullmatch(name))]
 
 
 def set_aside(path: Path, reason: str) -> Path:

@@ -112,8 +112,10 @@ def _parse(text: str) -> _Fault:
     kind, point, ranks, occurrence = [*text.strip().split(":"), "", "", ""][:4]
     kind, _, number = kind.partition("=")
     fault = _Fault(kind, float(number) if _is_number(number) else 0.0, point, ranks or _ALL, occurrence or "1")
-    valid_ranks = fault.ranks == _ALL or (fault.ranks.startswith("rank") and fault.ranks.removeprefix("rank").isdigit())
-    valid_occurrence = fault.occurrence == _EVERY or (fault.occurrence.isdigit() and int(fault.occurrence) > 0)
+    valid_ranks = fault.ranks == _ALL or (
+        fault.ranks.startswith("rank") and fault.ranks.removeprefix("rank").isdecimal()
+    )
+    valid_occurrence = fault.occurrence == _EVERY or (fault.occurrence.isdecimal() and int(fault.occurrence) > 0)
     valid_kind = _is_number(number) if kind in _NUMBERED else not number and (kind in _SIGNALS or kind in _ERRORS)
     valid_point = point in STEP_POINTS or (point in (*POINTS, *REMOTE_POINTS) and kind != "flip")
     if text.count(":") > 3 or not (valid_kind and valid_point and valid_ranks and valid_occurrence):
@@ -126,4 +128,4 @@ def _parse(text: str) -> _Fault:
 
 
 def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
+    return text.replace(".", "", 1).isdecimal()

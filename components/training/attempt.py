@@ -216,6 +216,11 @@ class EvaluationRun(Attempt):
         self._print_banner(model, source, batch, notes)
         self._enter(self._report, self._stop, self._watch)
 
+    def report_eval(self, measured: Evaluation) -> None:
+        """Log an evaluation; one that was stopped has no loss."""
+        self._report.accept_start()
+        super().report_eval(measured)
+
     @property
     def _when(self) -> str:
         how = self.cfg.generation

@@ -136,7 +136,7 @@ class Run(Attempt):
         arm_bit_flips(checkpoint.list_optimizers(optimizer))
         self._print_start(model, batches.dataset, held_out)
         self._draw_mesh()
-        self._report.continue_from(self.state.step, self.total_steps, self._saved_at())
+        self._report.begin(self.state.step, self.total_steps, self._saved_at())
         self._reader = StepReader(LAG.get(self.device.type, 0))
         self._clock = SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
@@ -302,6 +302,7 @@ class Run(Attempt):
         one: it is copied to checkpoint.remote if the copy of an earlier attempt failed.
         """
         self._step_contexts.close()
+        self._report.accept_start()
         self._read_all()
         self._profile.finish()
         self._save_last()
@@ -355,6 +356,7 @@ class Run(Attempt):
 
     def _end_step(self, step: Step, numbers: StepNumbers) -> None:
         self._step_contexts.close()
+        self._report.accept_start()
         cfg = self.cfg
         self._batches.advance()
         self.state.step = step.number

@@ -38,21 +38,21 @@ def _cpus() -> Check:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quota = read_text(Path("/sys/fs/cgroup/cpu.max")).split()
     finding = f"{usable} of {total} usable" if usable < total else f"{total}"
-    if len(quota) == 2 and quota[0].isdigit() and int(quota[0]) / int(quota[1]) < usable:
+    if len(quota) == 2 and quota[0].isdecimal() and int(quota[0]) / int(quota[1]) < usable:
         finding += f", limited to {int(quota[0]) / int(quota[1]):g} CPUs by the cgroup quota"
     return Check("cpus", OK, finding)
 
 
 def _memory() -> Check:
     lines = dict(line.split(":", 1) for line in read_text(Path("/proc/meminfo")).splitlines() if ":" in line)
-    sizes = {name: int(text.split()[0]) * 1024 for name, text in lines.items() if text.split()[0].isdigit()}
+    sizes = {name: int(text.split()[0]) * 1024 for name, text in lines.items() if text.split()[0].isdecimal()}
     if "MemTotal" not in sizes:
         return Check("memory", NOTE, "unknown: /proc/meminfo cannot be read")
     total, free = sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemTotal"])
     limit = read_text(Path("/sys/fs/cgroup/memory.max")).strip()
-    if limit.isdigit() and int(limit) < total:
+    if limit.isdecimal() and int(limit) < total:
         used = read_text(Path("/sys/fs/cgroup/memory.current")).strip()
-        total, free = int(limit), min(free, int(limit) - (int(used) if used.isdigit() else 0))
+        total, free = int(limit), min(free, int(limit) - (int(used) if used.isdecimal() else 0))
     finding = f"{gib(free)} of {gib(total)} free"
     if free < LITTLE_MEMORY:
         return Check("memory", NOTE, f"{finding}: enough for a tiny model only", "set model=tiny, or free memory")

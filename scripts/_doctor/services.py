@@ -79,7 +79,7 @@ def read_partitions(text: str) -> list[tuple[str, bool, str]]:
     found = []
     for name, group in rows.items():
         is_up = group[0][1] == "up"
-        nodes = sum(int(fields[3]) for fields in group if fields[3].isdigit())
+        nodes = sum(int(fields[3]) for fields in group if fields[3].isdecimal())
         states = ", ".join(f"{fields[3]} {fields[4]}" for fields in group)
         gres = sorted({fields[5] for fields in group} - {"(null)", ""})
         description = f"partition {name} ({group[0][1]}): {nodes} nodes ({states}), time limit {group[0][2]}"

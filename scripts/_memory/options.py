@@ -15,6 +15,7 @@ from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.model import ModelConfig
 from components.config.schema.recipes import FinetuneConfig
+from components.protocol.role import whole_number
 
 MODELS = {
     "Llama": (
@@ -56,19 +57,17 @@ def read_options(arguments: list[str], description: str | None = None) -> tuple[
     parser.add_argument("--seq", type=int, default=1024, help="tokens per row for cp (default: 1024)")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     options, overrides = parser.parse_known_args(arguments)
-    numbers = options.degrees.split(",")
-    problems = [
-        f"--degrees {options.degrees}: must be integers of 2 or more, such as 2,4"
-        for number in numbers
-        if not (number.isdigit() and int(number) > 1)
-    ]
+    numbers = [whole_number(each) or 0 for each in options.degrees.split(",")]
+    problems = []
+    if min(numbers) < 2:
+        problems.append(f"--degrees {options.degrees}: must be integers of 2 or more, such as 2,4")
     problems += [
         f"{override}: this script sets the meshes by --degrees; leave it out"
         for override in overrides
         if override_parts(override)[0].partition(".")[0] == "parallelism"
     ]
     raise_all(problems)
-    options.degrees = [int(number) for number in numbers]
+    options.degrees = numbers
     multiple = 2 * math.lcm(*options.degrees)
     if options.seq < multiple or options.seq % multiple:
         raise ConfigError(

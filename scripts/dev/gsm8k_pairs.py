@@ -34,7 +34,7 @@ def make_pairs(rows: list[dict[str, str]], seed: int, max_length: int | None = N
     problems = [
         (question, steps, result)
         for question, steps, result in problems
-        if steps and result.isdigit() and (max_length is None or len(question) + len(steps) <= max_length)
+        if steps and result.isdecimal() and (max_length is None or len(question) + len(steps) <= max_length)
     ]
     rng = random.Random(seed)
     rng.shuffle(problems)

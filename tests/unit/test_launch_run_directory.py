@@ -32,7 +32,7 @@ from components.launch.run_directory.directory import RunDirectory
 from components.launch.run_directory.opening import check_run_directory, exclude_starts, open_run_directory
 from components.launch.run_directory.provenance import start_record
 from components.launch.run_directory.resume_check import check_changes
-from components.protocol.run_files import attempt_logs
+from components.protocol.run_files import accept_start, attempt_logs, current_config
 
 RECORD = {"recipe": "finetune"}
 
@@ -55,6 +55,11 @@ def start(cfg: FinetuneConfig, recipe: str = "finetune") -> RunDirectory:
     directory = open_run_directory(cfg, recipe)
     directory.freeze(cfg, {"recipe": recipe})
     return directory
+
+
+def take_step(directory: RunDirectory) -> None:
+    """Replace the record of the run by that of this start, as rank 0 does at its first step."""
+    accept_start(directory.path, directory.attempt)
 
 
 def end(directory: RunDirectory) -> None:
@@ -95,6 +100,11 @@ def test_resumed_run_keeps_the_files_of_earlier_attempts() -> None:
     longer.training.max_steps = 999
     second = start(longer)
     assert (first.attempt, second.attempt) == (0, 1)
+    assert read_frozen(second.path / "config.yaml", FinetuneConfig).training.max_steps == 100
+    assert read_frozen(current_config(second.path), FinetuneConfig).training.max_steps == 999
+    take_step(second)
+    assert current_config(second.path) == second.path / "config.yaml"
+    assert not (second.path / ".start").exists()
     assert read_frozen(second.path / "config.yaml", FinetuneConfig).training.max_steps == 999
     assert read_frozen(first.logs / "config.yaml", FinetuneConfig).training.max_steps == 100
     assert json.loads((first.logs / "result.json").read_text()) == {"status": "failed", "error": "boom"}
@@ -208,7 +218,9 @@ def test_allowed_changes_are_accepted_and_reported(capsys: pytest.CaptureFixture
     end(start(config("mine")))
     other = config("mine")
     other.optimizer.lr, other.parallelism.tp, other.training.micro_batch_size = 1.0, 2, 1
-    end(start(other))
+    second = start(other)
+    take_step(second)
+    end(second)
     report = capsys.readouterr().err
     assert "mine resumes with changed values: optimizer.lr: " in report
     assert "-> 1.0; parallelism.tp: 1 -> 2; training.micro_batch_size: " in report
@@ -228,7 +240,9 @@ def test_run_resumes_with_changes_listed_in_accept_changes(
     with pytest.raises(ConfigError, match=r"^data.max_samples=3: .*run.accept_changes=\[data.max_samples\]$"):
         open_run_directory(other, "finetune")
     other.run.accept_changes = accepted
-    end(start(other))
+    second = start(other)
+    take_step(second)
+    end(second)
     assert "data.max_samples: None -> 3; run.seed: 42 -> 7" in capsys.readouterr().err
     other.run.accept_changes = []
     start(other)  # once accepted, the change is part of the frozen config
@@ -464,12 +478,54 @@ def test_rejected_run_keeps_the_output_of_the_recipe() -> None:
     assert (directory.path / "config.yaml").exists()
 
 
-def test_rejected_resume_keeps_the_run() -> None:
-    end(start(config("mine")))
-    directory = start(config("mine"))
-    directory.discard("no data")
-    assert (directory.path / "config.yaml").exists()
-    assert json.loads((directory.path / "result.json").read_text())["status"] == "invalid"
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a run by name, but those of its logs."""
+    files = [each for each in sorted(folder.rglob("*")) if each.is_file() and not each.name.startswith(".lock")]
+    return {name: each.read_bytes() for each in files if not (name := str(each.relative_to(folder))).startswith("logs")}
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_refused_resume_leaves_the_run_as_it_was(ended: bool, killed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start with an accepted change is refused by a rank; another one was killed before its first step."""
+    first = start(config("mine"))
+    if ended:
+        first.conclude("failed", "boom")
+    end(first)
+    before = contents(first.path)
+    before = {name: content for name, content in before.items() if not name.startswith(".lease")}
+    changed = config("mine")
+    change_seed(changed)
+    changed.run.accept_changes = ["run.seed"]
+    for _ in range(killed):
+        end(start(changed))
+        assert contents(first.path)["config.yaml"] == before["config.yaml"]
+    for _ in range(2):
+        refused = start(changed)
+        assert json.loads((refused.logs / "environment.json").read_text()) == RECORD
+        refused.discard("other weights")
+        end(refused)
+    after = {name: content for name, content in contents(first.path).items() if not name.startswith(".lease")}
+    assert after == before if not killed else after.items() <= before.items()
+    capsys.readouterr()
+    again = start(config("mine"))
+    assert capsys.readouterr().err == ""
+    take_step(again)
+    assert read_frozen(again.path / "config.yaml", FinetuneConfig) == config(str(again.path))
+
+
+def test_config_of_a_refused_start_does_not_restore_a_damaged_one(capsys: pytest.CaptureFixture[str]) -> None:
+    first = start(config("mine"))
+    end(first)
+    changed = config("mine")
+    change_seed(changed)
+    changed.run.accept_changes = ["run.seed"]
+    refused = start(changed)
+    refused.discard("other weights")
+    end(refused)
+    (first.path / "config.yaml").write_text("damaged: [")
+    start(config("mine"))
+    assert f"restored from {first.logs}/config.yaml" in capsys.readouterr().err
 
 
 def test_files_of_a_run_respect_the_umask() -> None:

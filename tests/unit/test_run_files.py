@@ -19,7 +19,7 @@ from components.config.schema.logging import LoggingConfig
 from components.launch.run_directory.directory import RunDirectory
 from components.observability import Reporter, Result
 from components.protocol.failures import read_reports, write_report
-from tests.unit.test_launch_run_directory import config, end, start
+from tests.unit.test_launch_run_directory import config, end, start, take_step
 
 
 @contextmanager
@@ -152,6 +152,7 @@ def test_damaged_files_without_training_state_do_not_stop_a_run(name: str, kind:
         "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
     }[kind]()
     second = started(tmp_path / "run")
+    take_step(second)
     second.conclude("failed", "boom")
     assert json.loads((second.path / "result.json").read_text()) == {"status": "failed", "error": "boom"}
     assert json.loads((second.path / "environment.json").read_text()) == {"recipe": "finetune"}

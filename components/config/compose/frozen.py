@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -18,8 +17,8 @@ from components.config.errors import ConfigError
 from components.config.safe_yaml import check_expansion, load_yaml
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import Config, RecipeConfig
-from components.protocol.run_files import CONFIG, LOGS
-from components.protocol.safe_json import read_regular
+from components.protocol.run_files import CONFIG, LOGS, attempt_logs, numbers_in
+from components.protocol.safe_json import parse_json, read_regular
 
 Section = TypeVar("Section")
 
@@ -104,13 +103,14 @@ def damage_of(text: str) -> str:
 
 def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
     """Return path and text of the newest intact copy of a run's config, from the logs of an attempt or a checkpoint."""
-    attempts = sorted((run_dir / LOGS).glob(f"attempt_*/{CONFIG}"), key=_number, reverse=True)
+    logs = [attempt_logs(run_dir, number) for number in sorted(numbers_in(run_dir / LOGS, "attempt_"), reverse=True)]
+    attempts = [each / CONFIG for each in logs if not each.is_symlink()]
     states = sorted((run_dir / "checkpoints").glob("step_*/state.json"), key=_number, reverse=True)
     for path in (*attempts, *states):
         try:
             content = read_regular(path).decode()
-            text = content if path.name == CONFIG else json.loads(content)["config"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            text = content if path.name == CONFIG else parse_json(content)["config"]
+        except (OSError, ValueError, LookupError, TypeError):
             continue
         if isinstance(text, str) and not damage_of(text):
             return path, text
@@ -147,7 +147,7 @@ def _digest(text: str) -> str:
 def _number(path: Path) -> tuple[int, str]:
     """Return a sort key: the number in the name of the folder, and the name."""
     digits = path.parent.name.partition("_")[2].partition(".")[0]
-    return (int(digits) if digits.isdigit() else -1, path.parent.name)
+    return (int(digits) if digits.isdecimal() else -1, path.parent.name)
 
 
 def _unreadable(path: Path, why: object) -> ConfigError:

@@ -220,7 +220,7 @@ def strict_booleans() -> Iterator[None]:
     convert = BooleanNode._validate_and_convert_impl
 
     def convert_strictly(node: BooleanNode, value: Any) -> Any:
-        if type(value) is int or (isinstance(value, str) and value.isdigit()):
+        if type(value) is int or (isinstance(value, str) and value.isdecimal()):
             raise ValidationError("Value '$VALUE' is not a valid bool (type $VALUE_TYPE)")
         return convert(node, value)
 

@@ -163,10 +163,12 @@ def _srun_variables(environ: Mapping[str, str]) -> RankVariables:
 
 def tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
     """Return the number of tasks on a node from Slurm's list, such as 2(x3),1 for four nodes with 2, 2, 2 and 1."""
-    counts: list[int] = []
-    for count, _, repeat in re.findall(r"(\d+)(\(x(\d+)\))?", tasks_per_node):
-        counts += [int(count)] * int(repeat or 1)
-    return counts[node] if node is not None and node < len(counts) else None
+    counted = 0
+    for count, _, repeat in re.findall(r"([0-9]{1,18})(\(x([0-9]{1,18})\))?", tasks_per_node):
+        counted += int(repeat or 1)
+        if node is not None and node < counted:
+            return int(count)
+    return None
 
 
 def _validated(variables: RankVariables) -> RankVariables:

@@ -31,22 +31,24 @@ from components.protocol.failures import (
     RankExit,
     RankReport,
     first_failure,
+    first_to_report,
     print_failure,
     print_problems,
     read_reports,
 )
-from components.protocol.role import ATTEMPT, JOB, RUN_DIR, WORKER, without_ranks
+from components.protocol.role import ATTEMPT, JOB, RUN_DIR, WORKER, whole_number, without_ranks
 from components.protocol.run_files import (
-    CONFIG,
     PRIVATE,
     attempt_logs,
+    current_config,
     log_file,
     open_append,
     read_result,
     record_result,
+    refuse_start,
 )
 from components.protocol.signals import collected_signals
-from components.terminal import print_text
+from components.terminal import keep_running, open_output, print_text
 
 INDEX, UID, NODE = "JOB_COMPLETION_INDEX", "MESHBOOK_POD_UID", "MESHBOOK_NODE"
 """Variables that Kubernetes and the manifest set in each pod."""
@@ -59,7 +61,7 @@ OUTCOME_WITHIN = 300.0
 def run_pod(run_dir: Path, recipe: str, environ: Mapping[str, str]) -> int:
     """Take part in an attempt with the ranks of this pod, and return the pod's exit status."""
     try:
-        cluster = read_section(run_dir / CONFIG, "cluster", ClusterConfig)
+        cluster = read_section(current_config(run_dir), "cluster", ClusterConfig)
         pod = _this_pod(run_dir, cluster, environ)
     except ConfigError as error:
         print_problems(error.problems)
@@ -184,7 +186,7 @@ class _PodAttempt:
             print_text(f"rank {failure.rank}, in another pod, failed; logs: {self.logs}", flush=True)
         if report is not None and report.is_config:
             if report.kind == Kind.config:
-                record_result(run_dir, {"status": "invalid", "error": report.message})
+                self._refused(report.message)
             return EXIT_INVALID
         record_result(run_dir, {"status": self._status(failure, report), "error": failure.error})
         if report is None or report.kind != Kind.hung:
@@ -192,6 +194,12 @@ class _PodAttempt:
         reason = reason_not_to_restart(run_dir, self.attempt, self.cluster, hung=True)
         print_text(f"the run hung and is not restarted: {reason}" if reason else "the run hung: restarting", flush=True)
         return EXIT_HUNG if reason else EXIT_RESTART
+
+    def _refused(self, message: str) -> None:
+        """Record that the start was refused, unless the run before it is restored; each of the pods tries."""
+        logs = attempt_logs(self.pod.run_dir, self.attempt)
+        if first_to_report(logs) and not refuse_start(self.pod.run_dir, self.attempt):
+            record_result(self.pod.run_dir, {"status": "invalid", "error": message})
 
     def _status(self, failure: Failure, report: RankReport | None) -> str:
         if report is not None:
@@ -246,8 +254,13 @@ def _this_pod(run_dir: Path, cluster: ClusterConfig, environ: Mapping[str, str])
             f"{', '.join(missing)} not set: this program runs in the pods of an Indexed Job; a template of yours must "
             "set the variables of k8s/pod.yaml.j2"
         )
-    return Pod(run_dir, environ[JOB], int(environ[INDEX]), cluster.most_nodes, environ[UID])
+    index = whole_number(environ[INDEX])
+    if index is None:
+        raise ConfigError(f"{INDEX}={environ[INDEX][:40]!r}: must be a whole number, as an Indexed Job sets it")
+    return Pod(run_dir, environ[JOB], index, cluster.most_nodes, environ[UID])
 
 
 if __name__ == "__main__":
+    open_output()
+    keep_running()
     sys.exit(run_pod(Path(sys.argv[1]), sys.argv[2], dict(os.environ)))

@@ -9,7 +9,6 @@ writes the result.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +25,7 @@ from components.launch.schedulers.job_attempts import (
     lack_of_progress,
 )
 from components.protocol.failures import Kind
+from components.protocol.role import whole_number
 from components.protocol.run_files import (
     CHECKPOINTS,
     FIRST_STEP,
@@ -36,7 +36,12 @@ from components.protocol.run_files import (
     atomic_write,
     atomic_write_json,
     attempt_logs,
+    names_in,
+    numbers_in,
+    open_new,
+    own_folder,
     read_json,
+    read_text,
 )
 from components.terminal import print_text
 
@@ -78,15 +83,16 @@ class Pod:
 
     def announce(self) -> None:
         """Write the uid of this pod."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.run_dir / LOGS, self.folder.parent, self.folder):
+            own_folder(folder)
         atomic_write(self.folder / str(self.index), self.uid, PRIVATE)
 
     def announced(self) -> dict[int, str]:
         """Return the uids of the newest pods by index."""
         uids = {}
         for index in range(self.nodes):
-            with suppress(FileNotFoundError):
-                uids[index] = (self.folder / str(index)).read_text()
+            if uid := read_text(self.folder / str(index)):
+                uids[index] = uid
         return uids
 
     def lost_members(self, attempt: int) -> list[int]:
@@ -96,10 +102,7 @@ class Pod:
 
     def outcome(self, attempt: int) -> str | None:
         """Return how the attempt ended, if the first pod has published it."""
-        try:
-            return (attempt_logs(self.run_dir, attempt) / OUTCOME).read_text()
-        except FileNotFoundError:
-            return None
+        return read_text(attempt_logs(self.run_dir, attempt) / OUTCOME) or None
 
     def has_finished(self) -> bool:
         """Return whether the job's last attempt has finished the run."""
@@ -181,7 +184,7 @@ def _begin(pod: Pod, cluster: ClusterConfig) -> int:
         with suppress(FileNotFoundError):
             (run_dir / name).replace(attempt_logs(run_dir, attempt - 1) / Path(name).name)
     (run_dir / REQUEUE).unlink(missing_ok=True)
-    saved = sorted(os.listdir(run_dir / CHECKPOINTS)) if (run_dir / CHECKPOINTS).is_dir() else []
+    saved = names_in(run_dir / CHECKPOINTS)
     atomic_write(logs / CHECKPOINTS_BEFORE, "".join(f"{name}\n" for name in saved), PRIVATE)
     point_latest(run_dir / LOGS / "latest", logs)
     atomic_write_json(logs / MEMBERS, {str(index): uid for index, uid in members.items()}, PRIVATE)
@@ -193,10 +196,10 @@ def _claim(run_dir: Path, job: str) -> int:
     attempt = max(_attempts(run_dir), default=0)
     while True:
         logs = attempt_logs(run_dir, attempt)
-        logs.mkdir(parents=True, exist_ok=True)
+        own_folder(logs)
         try:
-            with open(logs / JOB, "x") as file:
-                file.write(f"{job}\n")
+            with open_new(logs / JOB) as file:
+                file.write(f"{job}\n".encode())
             return attempt
         except FileExistsError:
             attempt += 1
@@ -204,8 +207,7 @@ def _claim(run_dir: Path, job: str) -> int:
 
 def _attempts(run_dir: Path) -> list[int]:
     """Return the numbers of all attempts of the run."""
-    numbers = [folder.name.rpartition("_")[2] for folder in (run_dir / LOGS).glob("attempt_*")]
-    return [int(number) for number in numbers if number.isdigit()]
+    return numbers_in(run_dir / LOGS, "attempt_")
 
 
 def _attempts_of(pod: Pod) -> list[int]:
@@ -216,8 +218,9 @@ def _attempts_of(pod: Pod) -> list[int]:
 
 def _members(run_dir: Path, attempt: int) -> dict[int, str]:
     """Return the uids of an attempt's pods by index; empty if it has not begun."""
-    return {int(index): uid for index, uid in read_json(attempt_logs(run_dir, attempt) / MEMBERS).items()}
+    members = read_json(attempt_logs(run_dir, attempt) / MEMBERS)
+    return {number: uid for index, uid in members.items() if (number := whole_number(index)) is not None}
 
 
 def _text(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
+    return read_text(file)

@@ -13,7 +13,7 @@ from components.config.errors import ConfigError
 from components.config.schema.schedulers.kubernetes import Workload
 from components.launch.backend import Job, JobState, record_job, recorded_job
 from components.launch.k8s.kubectl import COLLECTIONS, get, run_kubectl
-from components.protocol.run_files import SUBMISSION
+from components.protocol.run_files import SUBMISSION, read_text
 
 _ID = re.compile(r"(?P<namespace>[a-z0-9-]+)/(?P<workload>job|jobset)/(?P<name>[a-z0-9.-]+)(@(?P<context>\S+))?")
 _GONE, _UNKNOWN = "gone", "unknown"
@@ -91,8 +91,8 @@ def adopt_submission(run_dir: Path) -> str | None:
     Raises ConfigError if there is such a submission and the cluster does not answer.
     """
     file, job = run_dir / SUBMISSION, submitted_job(run_dir)
-    if job is None and file.exists():
-        name = JobName.parse(file.read_text().strip())
+    if job is None:
+        name = JobName.parse(read_text(file).strip())
         if name is not None and exists(name):
             record_job(run_dir, str(name))
             return str(name)

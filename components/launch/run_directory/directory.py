@@ -29,14 +29,16 @@ from components.protocol.run_files import (
     REQUEUE,
     RESULT,
     SCRIPT,
+    START,
     SUBMISSION,
     atomic_path,
     atomic_write,
     atomic_write_json,
     attempt_logs,
     keep_only_file,
-    keep_only_folder,
+    own_folder,
     record_result,
+    refuse_start,
     set_aside,
     temporaries,
 )
@@ -69,8 +71,9 @@ class RunDirectory:
     def freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
         """Write the frozen config (config.yaml), which every rank reads, and its provenance (environment.json).
 
-        First moves those of the previous attempt, and its result.json, to that attempt's logs. Raises ConfigError if
-        the files cannot be written.
+        Those of an existing run stay until the first step: the new ones are in the folder `START` until then. First
+        moves the result.json of the previous attempt to that attempt's logs. Raises ConfigError if the files cannot be
+        written.
         """
         try:
             self._freeze(cfg, record)
@@ -84,17 +87,20 @@ class RunDirectory:
         for left in temporaries(self.path):
             if not left.is_dir() or left.is_symlink():
                 left.unlink(missing_ok=True)
-        keep_only_folder(self.path / LOGS)
+        own_folder(self.path / LOGS)
         if self.attempt > 0:
             self._keep_last_attempt()
         keep_only_file(self.path / REQUEUE)
         (self.path / REQUEUE).unlink(missing_ok=True)
-        for folder in (self.path, self.logs):  # the copy in the logs restores a damaged first one
-            if folder == self.logs:  # after config.yaml: a killed start leaves a run that can be continued
-                folder.mkdir(parents=True)
-            keep_only_file(folder / RECORD)
-            atomic_write(folder / CONFIG, frozen_text(cfg))
-            atomic_write_json(folder / RECORD, record, PRIVATE)
+        resumes = os.path.lexists(self.path / CONFIG)
+        folder = own_folder(self.path / START) if resumes else self.path
+        keep_only_file(folder / RECORD)
+        atomic_write(folder / CONFIG, frozen_text(cfg))
+        self.logs.mkdir()  # after config.yaml: a killed start leaves a run that can be continued
+        for each in (folder, self.logs):  # the copies in the logs restore a damaged first one
+            atomic_write_json(each / RECORD, record, PRIVATE)
+        if not resumes:
+            atomic_write(self.logs / CONFIG, frozen_text(cfg))
         try:
             point_latest(self.path / LOGS / "latest", self.logs)
         except OSError as error:  # the link is only a convenience: not worth failing the run
@@ -102,12 +108,11 @@ class RunDirectory:
 
     def _keep_last_attempt(self) -> None:
         """Archive config.yaml, environment.json and result.json of the previous attempt in its logs."""
-        before = attempt_logs(self.path, self.attempt - 1)
-        keep_only_folder(before, links=False)
-        before.mkdir(parents=True, exist_ok=True)
-        for name in (CONFIG, RECORD):
-            if not os.path.lexists(before / name) and (self.path / name).is_file():
-                atomic_write(before / name, read_regular(self.path / name), PRIVATE)
+        before = own_folder(attempt_logs(self.path, self.attempt - 1))
+        if not os.path.lexists(before / RECORD):  # the logs were lost, or are of an earlier version
+            for name in (CONFIG, RECORD):
+                if not os.path.lexists(before / name) and (self.path / name).is_file():
+                    atomic_write(before / name, read_regular(self.path / name), PRIVATE)
         if os.path.lexists(self.path / RESULT):
             if os.path.lexists(before / RESULT):
                 set_aside(before / RESULT, "in the way of a newer one")
@@ -124,7 +129,12 @@ class RunDirectory:
             print_text(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
 
     def discard(self, error: str) -> None:
-        """Remove what a rejected start wrote; if the directory holds anything else, keep it and write result.json."""
+        """Remove what a rejected start wrote; an existing run is as it was, but for the logs of this attempt.
+
+        If a new directory holds anything else, or an existing run has taken a step, write result.json instead.
+        """
+        if not self.fresh and refuse_start(self.path, self.attempt):
+            return
         entries = list(self.path.iterdir()) if self.path.is_dir() else []
         if not self.fresh or any(entry.name not in START_ENTRIES and _has_content(entry) for entry in entries):
             self.conclude("invalid", error)

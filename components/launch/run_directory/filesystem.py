@@ -47,7 +47,10 @@ def reported_by_path(path: Path) -> Iterator[None]:
             raise ConfigError(
                 f"run.dir={path}: cannot be written: {why}; free disk space, or choose another run.dir"
             ) from error
-        raise ConfigError(f"run.dir={path}: cannot be used: {error.strerror}; choose another run.dir") from error
+        inside = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
+        raise ConfigError(
+            f"run.dir={path}: cannot be used: {inside}{error.strerror}; choose another run.dir"
+        ) from error
 
 
 def free_space(folder: Path) -> str:

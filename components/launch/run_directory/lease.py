@@ -25,7 +25,8 @@ from components.kernel_counters import HousekeepingThread
 from components.launch.clusters import jobs_by_id, stop_command
 from components.protocol.failures import RunDirectoryInUse
 from components.protocol.role import current_job, node_name
-from components.protocol.run_files import LEASE
+from components.protocol.run_files import LEASE, keep_only_file, numbers_in, own_folder
+from components.protocol.safe_json import parse_json, read_regular
 from components.terminal import print_text
 
 BEAT = 5.0
@@ -34,6 +35,8 @@ SILENCE = 60.0
 """Seconds without a heartbeat after which a holder counts as gone; longer than plausible pauses of a live process."""
 POLL = 0.5
 """Polling interval for another holder's lease, in seconds."""
+_LARGEST = 1 << 16
+"""Maximum size of a lease file in bytes."""
 
 
 class LeaseLost(RuntimeError):
@@ -112,8 +115,8 @@ class Lease:
         while not self._end.wait(BEAT):
             with suppress(OSError):  # full or unresponsive disk: the next beat retries
                 newest = _newest(self._file.parent)
-                if newest != int(self._file.name):
-                    taker = _parse(_text(self._file.parent / str(newest)) or "") or "another run"
+                if newest is not None and newest != int(self._file.name):
+                    taker = _parse(_text(self._file.with_name(str(newest))) or "") or "another run"
                     self._lost(LeaseLost(f"run.dir={self._file.parent.parent}: {taker} has taken over the run"))
                     return
                 self._holder = replace(self._holder, beat=self._holder.beat + 1)
@@ -121,7 +124,7 @@ class Lease:
 
     def _write(self, holder: Holder) -> None:
         # In place: on a full disk, a file that was truncated first would stay empty.
-        descriptor = os.open(self._file, os.O_WRONLY)
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "w") as file:
             file.write(json.dumps(asdict(holder)))
             file.truncate()
@@ -143,11 +146,11 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
         RunDirectoryInUse: The holder of the lease is alive.
         OSError: The directory cannot be written.
     """
-    folder, me = run_dir / LEASE, Holder.this(os.environ)
-    folder.mkdir(exist_ok=True)
+    folder, me = own_folder(run_dir / LEASE), Holder.this(os.environ)
     while True:
         newest = _newest(folder)
         if newest is not None:
+            keep_only_file(folder / str(newest))
             _await_end(folder / str(newest), me)
         file = folder / str((newest or 0) + 1)
         try:
@@ -163,8 +166,9 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
         if _newest(folder) == int(file.name):
             break
         file.unlink(missing_ok=True)  # a later start already created a higher number: retry
-    for number in _numbers(folder):
+    for number in numbers_in(folder):
         if number < int(file.name):
+            keep_only_file(folder / str(number))
             (folder / str(number)).unlink(missing_ok=True)
     return Lease(file, me, lost)
 
@@ -213,26 +217,27 @@ def _await_end(file: Path, me: Holder) -> None:
 
 
 def _newest(folder: Path) -> int | None:
-    return max(_numbers(folder), default=None)
-
-
-def _numbers(folder: Path) -> list[int]:
-    return [int(name) for name in os.listdir(folder) if name.isdigit()]
+    return max(numbers_in(folder), default=None)
 
 
 def _text(file: Path) -> str | None:
+    """Return the contents of a lease file; None if it is missing, or another thing that a start has set aside."""
+    if file.is_symlink():
+        return None
     try:
-        return file.read_text(errors="replace")
+        return read_regular(file, _LARGEST).decode(errors="replace")
     except FileNotFoundError:
         return None
 
 
 def _parse(text: str) -> Holder | None:
-    """Parse the contents of a lease file; return None if they are incomplete."""
+    """Parse the contents of a lease file; return None if they are incomplete or damaged."""
     try:
-        return Holder(**json.loads(text))
+        holder = Holder(**parse_json(text))
     except (ValueError, TypeError):
         return None
+    types = {name: type(value) for name, value in asdict(Holder("", "", 0, "", "")).items()}
+    return holder if types == {name: type(value) for name, value in asdict(holder).items()} else None
 
 
 def _machine() -> str:

@@ -28,6 +28,8 @@ from components.protocol.run_files import (
     RECORD,
     RESULT,
     atomic_write,
+    names_in,
+    numbers_in,
     read_json,
     set_aside,
     take_lock,
@@ -154,9 +156,8 @@ def exclude_starts(path: Path) -> Iterator[None]:
 
 
 def _next_attempt(path: Path) -> int:
-    numbers = [folder.name.rpartition("_")[2] for folder in (path / LOGS).glob("attempt_*")]
     last = 0 if os.path.lexists(path / RESULT) else -1  # a result.json without logs counts as attempt 0
-    return max((int(number) for number in numbers if number.isdigit()), default=last) + 1
+    return max(numbers_in(path / LOGS, "attempt_"), default=last) + 1
 
 
 def _lock(path: Path, advice: str = "choose another run.dir") -> int | None:
@@ -210,6 +211,11 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
     if doubt := _reject_live_job(path):
         print_text(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
     checkpoints = path / CHECKPOINTS
+    if checkpoints.is_symlink():
+        raise ConfigError(
+            f"{checkpoints}: is a link, but what a run writes and removes must be in its own folders; replace the link "
+            "by the folder that it points to, or choose another run.dir"
+        )
     if os.path.lexists(checkpoints) and not checkpoints.is_dir():
         raise ConfigError(f"{checkpoints}: is not a directory; move it away, or restore the checkpoints")
     owners = _recipes_of(path)
@@ -220,7 +226,7 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
     # torchrun restarts its ranks with the same command line: the checkpoints are then those of this start.
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if cfg.run.resume == "never" and not is_restart:
-        if any(".tmp" not in folder.name for folder in checkpoints.glob("step_*")):
+        if any(name.startswith("step_") and ".tmp" not in name for name in names_in(checkpoints)):
             raise ConfigError(
                 f"run.resume=never: run.dir={path} contains checkpoints, which would mix with those of a new run; "
                 "choose another run.dir, or remove it"

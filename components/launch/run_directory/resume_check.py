@@ -21,6 +21,7 @@ from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import accepts, is_defining, is_same_checkpoint
 from components.config.schema.training import EvaluationConfig
 from components.protocol.run_files import CHECKPOINTS, CONFIG
+from components.protocol.safe_json import load_json
 from components.terminal import print_text
 
 _STATE = "state.json"
@@ -88,7 +89,7 @@ def check_source(cfg: RecipeConfig) -> None:
         return
     file = Path(cfg.run.resume).expanduser() / _STATE
     try:
-        before = json.loads(file.read_text())["config"]
+        before = load_json(file)["config"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"run.resume={cfg.run.resume}: not a complete checkpoint: {file}: {error!r}") from error
     if before is not None:
@@ -106,7 +107,7 @@ def check_second_start(path: Path, cfg: RecipeConfig) -> None:
     now = _flat(load_yaml(to_yaml(cfg)))
     for file in sorted((path / CHECKPOINTS).glob(f"step_*/{_STATE}")):
         try:
-            then = {**_defaults(cfg), **_flat(load_yaml(json.loads(file.read_text())["config"]))}
+            then = {**_defaults(cfg), **_flat(load_yaml(load_json(file)["config"]))}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
             continue  # the search for checkpoints reports the problem
         if not is_same_checkpoint(then.get("run.resume"), cfg.run.resume):
@@ -130,7 +131,7 @@ def _check_adapters(peft: PeftConfig, checkpoint: str) -> None:
     try:
         path = Path(checkpoint).expanduser()
         of_run = path / CONFIG
-        stored = of_run.read_text() if of_run.is_file() else json.loads((path / _STATE).read_text())["config"]
+        stored = of_run.read_text() if of_run.is_file() else load_json(path / _STATE)["config"]
         then = _flat({"peft": asdict(PeftConfig()), **load_yaml(stored)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return  # loading the checkpoint reports the problem

@@ -13,7 +13,16 @@ from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.schedulers.slurm import RequeueConfig
-from components.protocol.run_files import CHECKPOINTS, CONFIG, FIRST_STEP, LOGS, attempt_logs, read_result
+from components.protocol.run_files import (
+    CHECKPOINTS,
+    FIRST_STEP,
+    LOGS,
+    attempt_logs,
+    current_config,
+    names_in,
+    read_result,
+    read_text,
+)
 
 JOB, CHECKPOINTS_BEFORE = "job", "checkpoints"
 """Files in an attempt's logs: the job id, and the entries of checkpoints/ at the start. Slurm's batch script or the
@@ -75,8 +84,7 @@ def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
     if not numbers:
         return []
     starts = [_published(_lines(attempt_logs(run_dir, number) / CHECKPOINTS_BEFORE)) for number in numbers]
-    folder = run_dir / CHECKPOINTS
-    starts.append(_published([path.name for path in folder.iterdir()] if folder.is_dir() else []))
+    starts.append(_published(names_in(run_dir / CHECKPOINTS)))
     return [
         JobAttempt(
             stepped=(logs / FIRST_STEP).exists() or (number == attempt and (run_dir / LOGS / FIRST_STEP).exists()),
@@ -106,7 +114,7 @@ def requeue_policy(run_dir: Path) -> RequeueConfig:
 def cluster_of(run_dir: Path) -> ClusterConfig | None:
     """Return the section `cluster` of a run's config; None if the config cannot be read."""
     try:
-        return read_section(run_dir / CONFIG, "cluster", ClusterConfig)
+        return read_section(current_config(run_dir), "cluster", ClusterConfig)
     except ConfigError:
         return None
 
@@ -118,4 +126,4 @@ def _published(names: list[str]) -> set[str]:
 
 def _lines(file: Path) -> list[str]:
     """Return the complete lines of a file; none if it does not exist."""
-    return file.read_text().split("\n")[:-1] if file.exists() else []
+    return read_text(file).split("\n")[:-1]

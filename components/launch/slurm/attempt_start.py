@@ -16,8 +16,8 @@ from pathlib import Path
 
 from components.launch.schedulers.job_attempts import attempt_numbers, attempts_of_job, lack_of_progress
 from components.launch.slurm.requeue import REMEDIES
-from components.protocol.run_files import PRIVATE, REQUEUE, atomic_write, attempt_logs, record_result
-from components.terminal import print_text
+from components.protocol.run_files import PRIVATE, REQUEUE, atomic_write, attempt_logs, read_text, record_result
+from components.terminal import keep_running, open_output, print_text
 
 NODES, FAILED_NODES, LEFT_OUT_NODES = "nodes", "failed_nodes", "left_out_nodes"
 """Files in an attempt's logs with one node per line: the nodes of its ranks, those of them that failed, and those
@@ -88,7 +88,7 @@ def record_failed_nodes(run_dir: Path, attempt: int, nodes: Iterable[str]) -> No
 
 def lines_of(file: Path) -> list[str]:
     """Return the lines of a file; none if it does not exist."""
-    return file.read_text().splitlines() if file.exists() else []
+    return read_text(file).splitlines()
 
 
 def _report_down_nodes(run_dir: Path, attempt: int) -> None:
@@ -113,4 +113,6 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
+    open_output()
+    keep_running()
     sys.exit(_main())

@@ -36,9 +36,11 @@ from components.protocol.run_files import (
     attempt_logs,
     create_marker,
     read_result,
+    read_text,
     record_result,
+    refuse_start,
 )
-from components.terminal import print_text
+from components.terminal import keep_running, open_output, print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
 """srun's exit status if a rank was killed by SIGUSR2, the stop request, before it had installed its handler."""
@@ -116,14 +118,14 @@ def _stopped(run_dir: Path, logs: Path, status: int) -> int:
 def _agents_were_stopped(logs: Path) -> bool:
     """Return whether the stop request ended torchrun's agents, by their logs: their exit status is always 1."""
     line = f"got signal: {signal.SIGUSR2:d}"
-    return any(line in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
+    return any(line in read_text(log) for log in logs.glob("node_*.log"))
 
 
 def _crashed(failure: Failure | None, logs: Path, status: int) -> bool:
     """Return whether a rank was killed by a signal, or had an error that need not occur again."""
     if failure is not None and failure.report is not None:
         return failure.report.may_be_transient
-    by_agents = any(_KILLED_BELOW_AGENT.search(log.read_text(errors="replace")) for log in logs.glob("node_*.log"))
+    by_agents = any(_KILLED_BELOW_AGENT.search(read_text(log)) for log in logs.glob("node_*.log"))
     return by_agents or (status > 128 and status != STOPPED_EARLY)
 
 
@@ -191,7 +193,8 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
     (run_dir / REQUEUE).unlink(missing_ok=True)
     if report is not None and report.kind == Kind.config:
         print_failure(failure, logs)
-        record_result(run_dir, {"status": "invalid", "error": report.message})
+        if not refuse_start(run_dir, attempt):
+            record_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
     record_result(run_dir, {"status": report.status if report else "failed", "error": failure.error})
     if report is None or not report.kind.names_ranks:
@@ -223,4 +226,6 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
+    open_output()
+    keep_running()
     sys.exit(_main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.launch.backend import Job, JobState, record_job, recorded_job
 from components.launch.slurm.commands import CommandResult, run_slurm
-from components.protocol.run_files import SCRIPT, SUBMISSION
+from components.protocol.run_files import SCRIPT, SUBMISSION, read_text
 
 SUBMITTED = {
     *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
@@ -42,7 +43,7 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     Query squeue once for all jobs; then scontrol and sacct for each job that squeue no longer lists. Each command may
     be missing or fail. If the controller is down, skip scontrol, since every call would wait for its timeout.
     """
-    slurm_ids = [job for job in jobs if job.isdigit()]
+    slurm_ids = [job for job in jobs if job.isdecimal()]
     listed = _answer("squeue", "-h", "-t", "all", "-j", ",".join(slurm_ids), "-o", "%A %T") if slurm_ids else None
     states = dict(line.split()[:2] for line in (listed or "").splitlines() if len(line.split()) > 1)
     unlisted = [job for job in slurm_ids if job not in states]
@@ -95,7 +96,7 @@ def adopt_submission(run_dir: Path) -> str | None:
     Raises ConfigError if there is such a submission and squeue does not respond.
     """
     file, job = run_dir / SUBMISSION, recorded_job(run_dir)
-    tag = file.read_text().strip() if job is None and file.exists() else None
+    tag = read_text(file).strip() if job is None and os.path.lexists(file) else None
     if tag is not None and (not tag or tag.startswith(TAG)):  # others are submissions of another backend
         job = find_submission(tag, run_dir / SCRIPT)
         if job is not None:

@@ -16,6 +16,7 @@ from components.launch.schedulers.job_attempts import (
     requeue_policy,
 )
 from components.protocol.failures import Kind
+from components.protocol.role import whole_number
 
 CRASHED = ("failed", "oom")
 """Statuses of attempts after which the ranks of a job may be started again."""
@@ -28,7 +29,7 @@ REMEDIES = Remedies(
 def reason_to_stop(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
     """Return why a job must not be requeued after these attempts, naming the limit; None if it may be."""
     limit = requeue_policy(run_dir).max
-    if int(environ.get("SLURM_RESTART_COUNT") or 0) >= limit:
+    if (whole_number(environ.get("SLURM_RESTART_COUNT", "")) or 0) >= limit:
         return f"the limit of {limit} requeues is reached (cluster.requeue.max)"
     return lack_of_progress(run_dir, attempts, REMEDIES)
 

@@ -71,7 +71,7 @@ class SlurmBackend:
         cfg, directory = run.cfg, run.directory
         code, script = directory.path / CODE, directory.path / SCRIPT
         try:
-            keep_only_folder(code, links=False)
+            keep_only_folder(code)
             files = copy_code(run.recipe.file, code) if cfg.cluster.snapshot else 0
             batch = _batch_script(run.recipe, cfg, directory.path, directory.attempt)
             atomic_write(script, render(batch), PRIVATE)
@@ -108,7 +108,7 @@ class SlurmBackend:
 
     def stop_command(self, job: str) -> str | None:
         """Return the scancel command; None for an id of another backend."""
-        return f"scancel {job}" if job.isdigit() else None
+        return f"scancel {job}" if job.isdecimal() else None
 
 
 def _submit_script(script: Path, cluster: ClusterConfig, notes: list[str]) -> str:
@@ -129,7 +129,7 @@ def _submit_script(script: Path, cluster: ClusterConfig, notes: list[str]) -> st
     try:
         answer = run_slurm(["sbatch", "--parsable", *([f"--comment={tag}"] if tag else []), str(script)])
         job = answer.output.partition(";")[0]
-        if answer.status == 0 and job.isdigit():
+        if answer.status == 0 and job.isdecimal():
             record_job(run_dir, job)
             return job
         lost = answer.status < 0 or any(text in answer.errors for text in LOST_ANSWERS)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from components.config.metrics_log import MetricsLog
 from components.config.safe_yaml import load_yaml
-from components.protocol.run_files import CONFIG, atomic_write_json, keep_only_file, read_json
+from components.protocol.run_files import atomic_write_json, current_config, keep_only_file, read_json
 
 IDS = "trackers.json"
 """File of the run directory that maps a tracker to its id of this run, by which a resumed run is found again."""
@@ -43,7 +43,7 @@ class TrackedRun:
     def read(cls, run_dir: str) -> TrackedRun:
         """Return the run in a run directory."""
         folder = Path(run_dir).resolve()
-        file = folder / CONFIG
+        file = current_config(folder)
         config = load_yaml(file.read_text()) if file.is_file() else {}
         last = {key: line["step"] for line in MetricsLog(folder).read() for key in line if key != "step"}
         return cls(folder, config, last)
@@ -51,7 +51,7 @@ class TrackedRun:
     @property
     def config_text(self) -> str:
         """The frozen config as YAML text."""
-        file = self.directory / CONFIG
+        file = current_config(self.directory)
         return file.read_text() if file.is_file() else ""
 
     def stored_id(self, tracker: str) -> str | None:
