@@ -110,7 +110,7 @@ def test_reference_log_probs_are_read_by_a_resume_only_and_computed_again_withou
     done = dpo.start(*common, "training.max_steps=4").wait()
     assert done.status == 0, done.errors
     for file, tensors in before.items():
-        assert f"{file.name}: missing or unreadable" in done.output + done.errors
+        assert f"{file.name}: missing; the log-probabilities under" in done.output + done.errors
         for name, each in load_file(file).items():
             assert torch.allclose(each, tensors[name])
 

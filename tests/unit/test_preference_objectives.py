@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from components.config.errors import ConfigError
+from components.config.schema import DpoConfig
+from components.config.schema.data import PreferencesDataConfig
+from components.config.schema.model import ModelConfig
 from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig, PairLoss, SimPOConfig
 from components.data.pairs import DESIRABLE
 from components.training import DPO, KTO, ORPO, SimPO
-from components.training.objectives import RowScores
+from components.training.objectives import RowScores, reference_model
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
 from components.training.objectives.preference import REFERENCE
 
@@ -126,3 +136,130 @@ def test_orpo_is_finite_for_answers_of_probability_one() -> None:
     weights = ORPO(ORPOConfig()).weights(scores([0.0, 0.0, -1e-18, -3.0], [0.0] * 4, [5.0] * 4, [0.0] * 4))
     assert torch.isfinite(weights.loss_sum)
     assert torch.isfinite(weights.factors).all()
+
+
+class Pairs:
+    """40 pairs as `with_reference` uses them."""
+
+    def __init__(self, fingerprint: str = "a" * 32, count: int = 40) -> None:
+        self.fingerprint, self.count = fingerprint, count
+        self.values: dict[str, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def with_values(self, name: str, values: torch.Tensor) -> Pairs:
+        copied = Pairs(self.fingerprint, self.count)
+        copied.values = {name: values}
+        return copied
+
+
+LOG_PROBS = -torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 1
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Append an item to this list for each pass over the pairs, which returns LOG_PROBS."""
+    passes: list[int] = []
+
+    def score_pairs(model: Any, pairs: Pairs, plan: Any) -> torch.Tensor:
+        passes.append(len(pairs))
+        return LOG_PROBS.clone()
+
+    monkeypatch.setattr(reference_model, "score_pairs", score_pairs)
+    monkeypatch.setattr(reference_model.data, "pack_pairs", lambda pairs: pairs)
+    monkeypatch.setattr(reference_model.models, "adapted_layers", lambda module: [])
+    return passes
+
+
+def with_reference(folder: Path, *, resumes: bool, weights: str = "w", pairs: Pairs | None = None) -> torch.Tensor:
+    run = SimpleNamespace(dir=str(folder), resume_from=folder if resumes else None, rank=0, plan=None)
+    preference = DPO(DPOConfig())
+    preference.load_reference, preference.reference_weights = lambda: None, weights
+    model: Any = SimpleNamespace(module=None)
+    found: Any = reference_model.with_reference(model, pairs or Pairs(), preference, run)  # type: ignore[arg-type]
+    return found.values[REFERENCE]
+
+
+def rewritten(file: Path, change: Any, keeps_hash: bool = True) -> None:
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata() if keeps_hash else None
+    save_file({name: change(each).contiguous() for name, each in load_file(file).items()}, file, metadata)
+
+
+DAMAGES = {
+    "doubled": lambda each: each * 2,
+    "NaN": lambda each: each * math.nan,
+    "above 0": lambda each: -each,
+    "fewer pairs": lambda each: each[:-3],
+    "one answer": lambda each: each[:, 0],
+    "int64": lambda each: each.long(),
+    "float32": lambda each: each.float(),
+    "intact": lambda each: each,
+}
+
+
+@pytest.mark.parametrize("keeps_hash", [True, False])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_reference_log_probs_are_computed_again(
+    damage: str, keeps_hash: bool, tmp_path: Path, scored: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a hash, as in files of earlier versions, even intact ones are computed again."""
+    assert torch.equal(with_reference(tmp_path, resumes=False), LOG_PROBS)
+    (file,) = tmp_path.iterdir()
+    assert torch.equal(load_file(file)[REFERENCE], LOG_PROBS)
+    rewritten(file, DAMAGES[damage], keeps_hash)
+    is_used = damage == "intact" and keeps_hash
+    assert torch.equal(with_reference(tmp_path, resumes=True), LOG_PROBS)
+    assert len(scored) == 1 + (not is_used)
+    assert is_used == ("computed again" not in caplog.text)
+    assert torch.equal(with_reference(tmp_path, resumes=True), LOG_PROBS)  # the file is intact again
+    assert len(scored) == 1 + (not is_used)
+
+
+def test_every_damaged_byte_of_the_reference_file_is_found(tmp_path: Path, scored: list[int]) -> None:
+    with_reference(tmp_path, resumes=False)
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    padding = len(content) - 40 * 16 - 1
+    for place in range(0, len(content), 5):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 7
+        file.write_bytes(damaged)
+        before = len(scored)
+        assert torch.equal(with_reference(tmp_path, resumes=True), LOG_PROBS)
+        assert len(scored) == before + 1 or content[place : padding + 1].isspace(), place
+    for damaged_file in (file.write_bytes, lambda data: os.mkfifo(file)):
+        file.unlink()
+        damaged_file(content[:-4])
+        before = len(scored)
+        assert torch.equal(with_reference(tmp_path, resumes=True), LOG_PROBS)
+        assert len(scored) == before + 1
+
+
+def test_reference_log_probs_of_other_weights_or_pairs_are_not_used(tmp_path: Path, scored: list[int]) -> None:
+    with_reference(tmp_path, resumes=False)
+    with pytest.raises(ConfigError, match=r"reference-a+\.safetensors: was computed with other base weights.*run.dir"):
+        with_reference(tmp_path, resumes=True, weights="other")
+    assert scored == [40]
+    with_reference(tmp_path, resumes=True, pairs=Pairs("a" * 31 + "b"))  # the name has half of the fingerprint
+    assert scored == [40, 40]
+
+
+def test_identity_of_base_weights_is_that_of_their_content_and_dtype(tmp_path: Path) -> None:
+    def identity(folder: Path, **changed: Any) -> str:
+        model = ModelConfig(path=str(folder), **changed)
+        return reference_model.identity_of_weights(DpoConfig(model=model, data=PreferencesDataConfig(path="x")))
+
+    (tmp_path / "a").mkdir()
+    values = torch.arange(1 << 21, dtype=torch.int32)  # 8 MiB: sampled
+    save_file({"w": values}, tmp_path / "a" / "model.safetensors")
+    first = identity(tmp_path / "a")
+    assert identity(tmp_path / "a", compile="false", attention="eager") == first
+    assert identity(tmp_path / "a", dtype="bfloat16") != first
+    assert identity(tmp_path / "a", config={"rms_norm_eps": 1e-3}) != first
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert identity(tmp_path / "b") == first
+    values[: 1 << 19] += 1  # a quarter of the weights
+    save_file({"w": values}, tmp_path / "b" / "model.safetensors")
+    assert identity(tmp_path / "b") != first

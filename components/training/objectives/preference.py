@@ -60,6 +60,8 @@ class Preference(ABC):
         self.reference = reference
         self.load_reference: Callable[[], Any] | None = None
         """Loads the reference model (`Prepared`) for a resumed run that lacks its log-probabilities; a collective."""
+        self.reference_weights = ""
+        """Identity of the weights and the dtype of the reference model; "": unknown."""
         self.token_loss = CrossEntropy()
 
     @property

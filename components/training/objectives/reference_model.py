@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+import xxhash
+from safetensors.torch import save
 
 from components import data, models
 from components.batch import Batch
 from components.config.errors import ConfigError
+from components.config.model_files import locate
+from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.objective import (
     DPOConfig,
     KTOConfig,
@@ -23,11 +27,13 @@ from components.config.schema.objective import (
     Reference,
     SimPOConfig,
 )
+from components.config.schema.peft import PeftMethod
 from components.config.schema.recipes import DpoConfig
 from components.distributed.fsdp import reshard
 from components.distributed.mesh import Mesh
-from components.exchange import all_gather_json
+from components.exchange import all_gather_json, broadcast_json
 from components.protocol.run_files import atomic_write
+from components.storage.stored_file import OpenFile, read_header
 from components.training.forward import local_batch, score_rows
 from components.training.loss import sum_over_ranks
 from components.training.objectives.preference import (
@@ -43,6 +49,18 @@ from components.training.setup.prepare import prepare_frozen
 from components.training.setup.prepared import Prepared
 
 logger = logging.getLogger(__name__)
+
+_PAIRS, _WEIGHTS, _HASH = "pairs", "weights", "hash"
+"""Keys in the metadata of a file: fingerprint of the pairs, identity of the weights, hash of both and of the values."""
+_OTHER_WEIGHTS = (
+    "was computed with other base weights, or another dtype, than model.path and model.* are now; restore those, "
+    "remove the file to continue with the present ones as the reference, or choose another run.dir to start over"
+)
+_NOT_OF_WEIGHTS = {"path", "revision", "tokenizer", "chat_template", "attention", "loss", "compile", "fused",
+                   "router_aux", "router_aux_coef", "trust_remote_code"}  # fmt: skip
+"""Keys of `model` without an effect on the log-probabilities of a row, and where the weights are."""
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+_ROUNDING = 1e-2
 
 
 class ReferenceRun(Protocol):
@@ -76,6 +94,9 @@ def build_preference(cfg: DpoConfig, run: ReferenceRun, model: Prepared, vocabul
     _check_dropout(model.module, cfg.objective.kind)
     preference = _preference_of(cfg, run, vocabulary)
     preference.load_reference = lambda: prepare_frozen(cfg, run, vocabulary)
+    if preference.needs_stored_reference and run.rank == 0:
+        with suppress(OSError):
+            preference.reference_weights = identity_of_weights(cfg)
     return preference
 
 
@@ -128,35 +149,47 @@ def with_reference(
     Call it before a checkpoint is loaded: the reference is the model at that time, or with adapters the model without
     them. The log-probabilities (16 bytes per pair) are computed in one pass over the pairs when a run begins, and saved
     in the run directory, from which a resume on any mesh reads them. A resume without that file, such as one in another
-    directory, computes them again: with adapters with the model, otherwise with a second copy of the base weights.
+    directory, or with a damaged one computes them again: with adapters with the model, otherwise with a second copy of
+    the base weights.
 
-    Raises ConfigError if such a copy is needed and the objective cannot load it.
+    Raises ConfigError if such a copy is needed and the objective cannot load it, if the file was computed with other
+    base weights, or if the log-probabilities are not finite.
     """
     if not preference.needs_stored_reference:
         return data.pack_pairs(pairs)
     file = Path(run.dir) / f"reference-{pairs.fingerprint[:16]}.safetensors"
-    # A file in the directory of a run that begins is of an earlier attempt, which may have had other weights.
-    saved = None if run.resume_from is None else _read(file)
-    if all(all_gather_json(saved is not None)) and saved is not None:  # all ranks read the file, or all compute
-        return data.pack_pairs(pairs.with_values(REFERENCE, saved))
+    weights = broadcast_json(preference.reference_weights)
+    problem = ""
+    if run.resume_from is not None:
+        # A file in the directory of a run that begins is of an earlier attempt, which may have had other weights.
+        saved, problem = _read(file, pairs, weights)
+        problem = max(all_gather_json(problem))  # all ranks use the file, or all compute
+        if problem == _OTHER_WEIGHTS:
+            raise ConfigError(f"{file}: {problem}")
+        if saved is not None and not problem:
+            return data.pack_pairs(pairs.with_values(REFERENCE, saved))
     has_adapters = bool(models.adapted_layers(model.module))
     reference = model
     if run.resume_from is not None and not has_adapters:
         if preference.load_reference is None:
             raise ConfigError(
-                f"{file}: the log-probabilities under the reference model are missing or unreadable, and this resumed "
-                "run does not load the reference weights; restore the file, choose another run.dir to start over, or "
-                "set the objective's load_reference"
-            )
-        if run.rank == 0:
-            logger.warning(
-                "%s: missing or unreadable; the log-probabilities under the reference model are computed again", file
+                f"{file}: {problem}, and this resumed run does not load the reference weights; restore the file, "
+                "choose another run.dir to start over, or set the objective's load_reference"
             )
         reference = preference.load_reference()
+    if problem and run.rank == 0:
+        logger.warning("%s: %s; the log-probabilities under the reference model are computed again", file, problem)
     with models.adapters_off(model.module) if has_adapters else nullcontext():
         log_probs = score_pairs(reference, pairs, run.plan)
+    if (wrong := _count_wrong(log_probs)) > 0:
+        raise ConfigError(
+            f"model.path: the reference model returns no log-probabilities for {wrong:,} of {len(pairs):,} pairs (NaN, "
+            "infinite or above 0); use other weights"
+        )
     if run.rank == 0:
-        atomic_write(file, save({REFERENCE: log_probs}))
+        metadata = {_PAIRS: pairs.fingerprint, _WEIGHTS: weights}
+        hashed = _hash_of(metadata, log_probs.numpy().tobytes())
+        atomic_write(file, save({REFERENCE: log_probs}, {**metadata, _HASH: hashed}))
     return data.pack_pairs(pairs.with_values(REFERENCE, log_probs))
 
 
@@ -191,9 +224,67 @@ def _check_dropout(model: Any, kind: ObjectiveKind) -> None:
         )
 
 
-def _read(file: Path) -> torch.Tensor | None:
-    """Return the log-probabilities (pairs, 2) that an earlier attempt saved, or None if there is no readable file."""
+def identity_of_weights(cfg: DpoConfig) -> str:
+    """Return a hash of what the log-probabilities of a config's base model depend on.
+
+    Of weight files in a folder it covers a sample of the bytes: all up to 4 MiB, else 1,024 blocks of 4 KiB at equal
+    distances. So the folder may be moved, and nothing is loaded. Of a hub model it covers name and revision.
+    """
+    model, default = asdict(cfg.model), asdict(ModelConfig(path="any"))
+    parts: dict[str, Any] = {
+        key: model[key] for key in model if key not in _NOT_OF_WEIGHTS and model[key] != default[key]
+    }
+    parts["nf4"] = cfg.peft.method is PeftMethod.qlora
+    if cfg.model.init is WeightInit.random:
+        parts["seed"] = cfg.run.seed
+    elif cfg.model.path is not None:
+        files = locate(cfg.model.path)
+        folder = Path(files.name_or_folder)
+        found = [folder / files.gguf_file] if files.gguf_file else sorted(folder.glob("*.safetensors"))
+        parts["weights"] = _sample_of(found) if files.is_local else [files.name_or_folder, cfg.model.revision]
+    return xxhash.xxh3_128(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _sample_of(files: Sequence[Path]) -> list[Any]:
+    opened = [OpenFile(file) for file in files]
+    distance = max(_SAMPLE_BYTES, sum(file.size for file in opened) // _SAMPLES)
+    found = list[Any]()
+    for file in opened:
+        digest = xxhash.xxh3_128()
+        for start in range(0, file.size, distance):
+            digest.update(file.read(min(_SAMPLE_BYTES, file.size - start), start))
+        found.append([file.size, digest.hexdigest()])
+    return found
+
+
+def _read(file: Path, pairs: data.PairedRows, weights: str) -> tuple[torch.Tensor | None, str]:
+    """Return the log-probabilities (pairs, 2) that an earlier attempt saved, or None and why they cannot be used."""
     try:
-        return load_file(file)[REFERENCE]
-    except (OSError, SafetensorError, KeyError):
-        return None
+        opened = OpenFile(file)
+        header = read_header(opened)
+        stored = dict(header.metadata)
+        tensor, hashed = header.tensors[REFERENCE], stored.pop(_HASH)
+        content = opened.read(tensor.end - tensor.begin, tensor.begin)
+    except FileNotFoundError:
+        return None, "missing"
+    except (OSError, ValueError, LookupError) as error:
+        return None, f"damaged, or of an earlier version without a hash ({type(error).__name__}: {error})"
+    if hashed != _hash_of(stored, content):
+        return None, "damaged, as its hash shows"
+    if stored.get(_PAIRS) != pairs.fingerprint or (tensor.dtype, tensor.shape) != ("F64", (len(pairs), 2)):
+        return None, f"not of the {len(pairs):,} pairs of this run"
+    if weights and stored.get(_WEIGHTS) not in ("", weights):
+        return None, _OTHER_WEIGHTS
+    log_probs = torch.frombuffer(bytearray(content), dtype=torch.float64).view(-1, 2)
+    return (None, "no log-probabilities") if _count_wrong(log_probs) else (log_probs, "")
+
+
+def _hash_of(metadata: dict[str, str], content: bytes) -> str:
+    digest = xxhash.xxh3_128(json.dumps(metadata, sort_keys=True).encode())
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def _count_wrong(log_probs: torch.Tensor) -> int:
+    """Return the number of pairs without two log-probabilities; sums over tokens may be above 0 by rounding."""
+    return int((~(log_probs.isfinite() & (log_probs <= _ROUNDING))).any(-1).sum())
