@@ -13,8 +13,9 @@ BASE_FINGERPRINT = "frozen"
 """Key in state.json of the fingerprint of a LoRA run's base weights, which are neither trained nor saved."""
 TEMPORARY = ".tmp-"
 """Part of the name of a folder that is being written or removed."""
-PUBLISHED = re.compile(r"step_\d+(\.\d+)?")
+PUBLISHED = re.compile(r"step_[0-9]{1,18}(\.[0-9]{1,9})?")
 """step_40, or step_40.1 for a step that was saved a second time."""
+_LEFTOVER = re.compile(f"{PUBLISHED.pattern}{re.escape(TEMPORARY)}[0-9a-f]+")
 
 
 def random_file(rank: int) -> str:
@@ -35,7 +36,7 @@ def published(folder: Path) -> list[tuple[Path, Manifest]]:
 
 def leftovers(folder: Path) -> list[Path]:
     """Return the temporary folders of saves and removals that were killed."""
-    return sorted(folder.glob(f"*{TEMPORARY}*"))
+    return sorted(path for path in folder.glob(f"*{TEMPORARY}*") if _LEFTOVER.fullmatch(path.name))
 
 
 def candidates(folder: Path) -> list[Path]:

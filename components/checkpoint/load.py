@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -39,8 +38,9 @@ from components.config.safe_yaml import load_yaml
 from components.config.schema.run import is_same_checkpoint
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.models.weights.shards import local_part
+from components.protocol.safe_json import LARGEST, load_json, parse_json, read_regular
 from components.resilience.faults import fault_point
-from components.storage.urls import is_url
+from components.storage.urls import is_url, shown_names
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,9 @@ def find_checkpoint(
             return path
         _warn(place, problems)
         damaged.append(place)
-        if skipped is not None and not is_url(place):
+        if mirror is not None and is_url(place):
+            mirror.damaged.append(place)
+        elif skipped is not None:
             skipped.append(Path(place))
     if resume == AUTO:
         if damaged:
@@ -147,6 +149,8 @@ def verify(path: Path) -> list[str]:
             try:
                 manifest = Manifest.read(path)
                 body, problems = manifest.body(), manifest.check_sizes(path)
+                if not problems and (strangers := manifest.strangers(path)):
+                    logger.warning("checkpoint %s: not of it, and not read: %s", path, shown_names(strangers))
             except ManifestError as error:
                 problems = _problems_of(error)
     body, problems = broadcast_json([body, problems])
@@ -182,7 +186,7 @@ def load_checkpoint(
         manifest = Manifest.read(path)
         if problems := manifest.check_sizes(path, this_rank(), world_size()):
             raise ManifestError("; ".join(problems))
-        saved = json.loads((path / STATE).read_text())
+        saved = load_json(path / STATE)
     stored = find_checkpoint_tensors(path, manifest)
     parameters = model_tensors(model)
     _check_model(path, parameters, stored.by_name)
@@ -197,7 +201,7 @@ def load_checkpoint(
         restore_numbers(optimizer, parameters, tensors)
         mesh = mesh_of(parameters)
         if manifest.mesh == mesh:
-            set_random_state(json.loads((path / random_file(this_rank())).read_text()))
+            set_random_state(load_json(path / random_file(this_rank())))
         elif this_rank() == 0:
             logger.info(
                 "random states are not restored: they were saved on the mesh %s, this run has %s", manifest.mesh, mesh
@@ -224,7 +228,7 @@ def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = F
     parameters = model_tensors(model)
     with fail_together(f"checkpoint {path} could not be read"):
         manifest = Manifest.read(path)
-        fingerprint = json.loads((path / STATE).read_text()).get(BASE_FINGERPRINT)
+        fingerprint = load_json(path / STATE).get(BASE_FINGERPRINT)
     stored = find_checkpoint_tensors(path, manifest)
     _check_model(path, parameters, stored.by_name)
     check_base_weights(path, fingerprint, base_fingerprint(model))
@@ -248,7 +252,7 @@ def stored_dtype_of(path: Path | str) -> str | None:
     Older runs recorded it in their config only.
     """
     try:
-        state = json.loads((Path(path).expanduser() / STATE).read_text())
+        state = load_json(Path(path).expanduser() / STATE)
         found = state["extra"].get(STORED_DTYPE) or load_yaml(state["config"] or "")["model"]["dtype"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return None
@@ -270,13 +274,15 @@ def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tu
     for path in candidates(folder):
         try:
             serial = Manifest.read(path).serial
-            if resume == AUTO or is_same_checkpoint(_began_from(_text(path / STATE)), resume):
+            if resume == AUTO or is_same_checkpoint(_began_from(_content(path / STATE)), resume):
                 usable.append((serial, True, str(path)))
         except ManifestError as error:
             _warn(path, _problems_of(error))
             damaged.append(str(path))
     for each in [] if mirror is None else mirror.copies():
         if mirror is None or each.manifest is None:
+            if each.damage:
+                _warn(each.url, [each.damage])
             continue
         state = b"" if resume == AUTO or STATE not in each.objects else mirror.store.read(each.objects[STATE].url)
         if resume == AUTO or is_same_checkpoint(_began_from(state), resume):
@@ -291,22 +297,22 @@ def _problems_of(error: ManifestError) -> list[str]:
     return [str(error)]
 
 
-def _text(path: Path) -> str:
+def _content(path: Path) -> bytes:
     try:
-        return path.read_text()
-    except (OSError, ValueError) as error:
+        return read_regular(path, LARGEST)
+    except OSError as error:
         if may_be_intact(error):
             raise
-        return ""
+        return b""
 
 
-def _began_from(state: str | bytes) -> str | None:
+def _began_from(state: bytes) -> str | None:
     """Return the run.resume of the run that saved a checkpoint; None if its state.json does not contain it."""
     try:
-        config = json.loads(state)["config"]
-        return load_yaml(config or "")["run"]["resume"]
+        resume = load_yaml(str(parse_json(state)["config"] or ""))["run"]["resume"]
     except (ValueError, LookupError, TypeError, yaml.YAMLError):
         return None
+    return resume if isinstance(resume, str) else None
 
 
 def compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

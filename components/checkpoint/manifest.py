@@ -6,6 +6,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -14,7 +15,9 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from components.protocol.safe_json import parse_json, read_regular
+from components.protocol.safe_json import LARGEST, parse_json, read_regular
+from components.storage.urls import shown_names
+from components.terminal import printable
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -22,8 +25,11 @@ BLOCK_BYTES = 64 * 1024**2
 """Bytes per hash, and the unit in which ranks share the work of verifying."""
 READ_BYTES = 1024**2
 """Bytes per read while verifying."""
-_DAMAGE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO}
+_DAMAGE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG}
 """Errors of opening a path that is no file. After others (EIO, ESTALE, EACCES) the file may be intact."""
+
+
+_Bytes = bytes  # within the class, `bytes` is a property
 
 
 class ManifestError(ValueError):
@@ -85,16 +91,16 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read and validate the manifest of `folder`. Raises ManifestError."""
         try:
-            text = read_regular(folder / MANIFEST).decode()
+            text = read_regular(folder / MANIFEST, LARGEST)
         except FileNotFoundError as error:
             missing = f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
             raise ManifestError(missing) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ManifestError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
         return cls.parse(text)
 
     @classmethod
-    def parse(cls, text: str) -> Manifest:
+    def parse(cls, text: str | _Bytes) -> Manifest:
         """Validate the text of a manifest. Raises ManifestError."""
         try:
             written = parse_json(text)
@@ -104,18 +110,35 @@ class Manifest:
             if body.pop("format") != FORMAT:
                 raise ManifestError(f"{MANIFEST} has a format that this version of Meshbook cannot read")
             manifest = cls.from_body(body)
+            manifest._check_values()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ManifestError):
                 raise
             raise ManifestError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
-        if any(Path(name).name != name for name in manifest.files):
-            raise ManifestError(f"{MANIFEST} lists files outside the folder")
         return manifest
 
-    def check_sizes(self, folder: Path, rank: int = 0, world: int = 1) -> list[str]:
-        """Return a line for each file of `folder` that is missing, unlisted or of another size; nothing is read.
+    def _check_values(self) -> None:
+        """Raise ManifestError for names of files elsewhere, and ValueError for values that no save writes."""
+        if strange := [name for name in self.files if not is_plain_name(name) or name == MANIFEST]:
+            raise ManifestError(f"{MANIFEST} lists what no save writes: {shown_names(strange)}")
+        sizes = {"step": self.step, "serial": self.serial, **self.mesh}
+        sizes |= {name: record.bytes for name, record in self.files.items()}
+        if wrong := [name for name, size in sizes.items() if type(size) is not int or not 0 <= size < 1 << 63]:
+            raise ValueError(f"no valid size: {shown_names(wrong)}")
+        for name, record in self.files.items():
+            if [type(digest) for digest in record.xxh3] != [str] * -(-record.bytes // BLOCK_BYTES):
+                raise ValueError(f"not one hash per block: {shown_names([name])}")
+        if self.eval_loss is not None and not (type(self.eval_loss) in (int, float) and math.isfinite(self.eval_loss)):
+            raise ValueError("eval_loss is no finite number")
+        if type(self.ephemeral) is not bool:
+            raise ValueError("ephemeral is not true or false")
+        if self.saved:
+            datetime.fromisoformat(self.saved)
 
-        Checks every `world`-th file, starting with number `rank`; rank 0 also looks for unlisted ones.
+    def check_sizes(self, folder: Path, rank: int = 0, world: int = 1) -> list[str]:
+        """Return a line for each file of `folder` that is missing or of another size; nothing is read.
+
+        Checks every `world`-th file, starting with number `rank`.
         """
         problems = []
         for name, record in list(self.files.items())[rank::world]:
@@ -124,15 +147,11 @@ class Manifest:
                 problems.append(f"{name} is missing")
             elif path.stat().st_size != record.bytes:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {record.bytes}")
-        if rank > 0:
-            return problems
-        listed = {MANIFEST, *self.files}
-        unlisted = sorted(
-            path.name
-            for path in folder.iterdir()
-            if path.suffix in (".safetensors", ".json") and path.name not in listed
-        )
-        return problems + [f"{name} is not listed in {MANIFEST}" for name in unlisted]
+        return problems
+
+    def strangers(self, folder: Path) -> list[str]:
+        """Return the names in `folder` that are not of the checkpoint; nothing reads them."""
+        return sorted(path.name for path in folder.iterdir() if path.name not in {MANIFEST, *self.files})
 
     def check_hashes(self, folder: Path, rank: int, world: int) -> list[str]:
         """Return the damaged files of `folder`; verify every `world`-th block, starting at block `rank`.
@@ -156,6 +175,17 @@ class Manifest:
             if not same:
                 damaged.append(f"{name} is damaged")
         return list(dict.fromkeys(damaged))
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a string can be the name of a file in a folder, on any file system and on one line."""
+    return (
+        name not in ("", ".", "..")
+        and len(name.encode()) <= 255
+        and not set(name) & {"/", "\\"}
+        and "\n" not in name
+        and printable(name) == name
+    )
 
 
 def may_be_intact(error: BaseException | None) -> bool:

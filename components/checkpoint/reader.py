@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from components.checkpoint.stored_tensors import find_checkpoint_tensors
 from components.checkpoint.tensors import AVERAGE, MODEL
 from components.config.errors import ConfigError
 from components.models.weights.shards import Index
+from components.protocol.safe_json import load_json
 
 
 def choose_checkpoint(path: Path) -> Path:
@@ -67,7 +67,7 @@ class StoredWeights:
         if problems:
             raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}")
         self.manifest = Manifest.read(path)
-        state = json.loads((path / STATE).read_text())
+        state = load_json(path / STATE)
         self.extra: dict[str, Any] = state["extra"]
         self._base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
         self._path = path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from components.protocol.safe_json import LARGEST
 from components.storage.urls import name_of, scheme_of
 
 logger = logging.getLogger(__name__)
@@ -81,11 +83,17 @@ class ObjectStore:
         return self._retry(f"look up {url}", lambda: self._described(self._fs.info(url)))
 
     def list(self, url: str) -> list[StoredObject]:
-        """Return all objects below `url`, in folders too, sorted by name; empty if there are none."""
+        """Return all objects below `url`, in folders too, sorted by name; empty if there are none.
+
+        Leaves out the empty objects that consoles write to show a folder, and an object at `url` itself.
+        """
 
         def find() -> list[StoredObject]:
             found = self._fs.find(url.rstrip("/") + "/", detail=True)
-            return [self._described(each) for _, each in sorted(found.items())]
+            listed = [self._described(each) for _, each in sorted(found.items())]
+            return [
+                each for each in listed if each.url != url.rstrip("/") and (each.bytes or not each.url.endswith("/"))
+            ]
 
         try:
             return self._retry(f"list {url}", find)
@@ -93,10 +101,12 @@ class ObjectStore:
             return []
 
     def read(self, url: str) -> bytes:
-        """Return the content of a small object."""
+        """Return the content of a small object. Raises ValueError for one of more than `LARGEST` bytes."""
 
         def read() -> bytes:
             size = int(self._fs.info(url)["size"])
+            if size > LARGEST:
+                raise ValueError(f"it has {size:,} bytes, more than {LARGEST:,}")
             return _of_length(self._fs.cat_file(url), size)
 
         return self._retry(f"read {url}", read)
@@ -148,6 +158,27 @@ class ObjectStore:
             self._fs.pipe_file(url, content)
             if self._fs.cat_file(url) != content:
                 raise OSError("the store returned different content from what was written")
+
+        self._retry(f"write {url}", put)
+
+    def put(self, url: str, content: bytes, *, only_new: bool) -> None:
+        """Write a small object that other processes may write at the same time; `read` returns which one it became.
+
+        Args:
+            only_new: Leave an object that exists, in one request where the store has conditional writes.
+        """
+
+        def put() -> None:
+            if only_new:
+                try:
+                    self._fs.pipe_file(url, content, mode="create")
+                    return
+                except (OSError, NotImplementedError) as error:
+                    if self._fs.isfile(url):
+                        return
+                    if isinstance(error, OSError) and error.errno != errno.ENOSYS:
+                        raise
+            self._fs.pipe_file(url, content)  # also for a store without conditional writes
 
         self._retry(f"write {url}", put)
 

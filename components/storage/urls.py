@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Collection
 from typing import NamedTuple
+
+from components.terminal import printable
 
 
 class Backend(NamedTuple):
@@ -22,6 +25,7 @@ BACKENDS = {
     "hf": Backend("huggingface_hub", "pip install huggingface_hub"),
 }
 """Supported schemes."""
+_LONGEST = 160  # characters of a name that are shown
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 
 
@@ -44,6 +48,13 @@ def join(url: str, *names: str) -> str:
 def name_of(url: str) -> str:
     """Return the last part of a URL, after the last slash."""
     return url.rstrip("/").rpartition("/")[2]
+
+
+def shown_names(names: Collection[str], most: int = 5) -> str:
+    """Return the first names on one line with control characters escaped and long ones cut, and how many more exist."""
+    shown = [printable(name).replace("\n", r"\n") for name in list(names)[:most]]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in shown) + more
 
 
 def url_problems(key: str, url: str | None) -> list[str]:

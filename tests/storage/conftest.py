@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from components.storage import run_claim
 from tests.storage.faulty_proxy import CONTROL
 
 BUCKET = "bucket"
@@ -117,6 +118,7 @@ def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
         s3_server.delete(key)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run_claim, "_SETTLE_SECONDS", 0.02)
     return s3_server
 
 

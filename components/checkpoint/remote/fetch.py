@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -12,11 +13,14 @@ import torch.distributed as dist
 
 from components.checkpoint.checkpoint_error import fail_together
 from components.checkpoint.folders import TEMPORARY
-from components.checkpoint.manifest import sync_folder
+from components.checkpoint.manifest import MANIFEST, sync_folder
 from components.checkpoint.remote.mirror import Mirror
+from components.checkpoint.remote.remote_listing import find_remote
 from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.storage.object_store import StoredObject
-from components.storage.urls import name_of
+from components.storage.urls import name_of, shown_names
+
+logger = logging.getLogger(__name__)
 
 
 def fetch_checkpoint(
@@ -24,7 +28,8 @@ def fetch_checkpoint(
 ) -> tuple[Path | None, list[str]]:
     """Copy the checkpoint at `url` into `folder`, and return its path and its problems. A collective.
 
-    The ranks share the download by files. The copy is verified under a temporary name, and renamed if it is complete.
+    The ranks share the download by files: those that the manifest lists, whatever else is there. The copy is verified
+    under a temporary name, and renamed if it is complete.
 
     Args:
         verify: Collective that returns the missing or damaged files of a folder, the same on every rank.
@@ -40,11 +45,20 @@ def fetch_checkpoint(
     tmp = folder / broadcast_json(f"{name_of(url)}{TEMPORARY}{secrets.token_hex(4)}")
     final = folder / name_of(url)
     listed: list[StoredObject] = []
+    problems: list[str] = []
     with fail_together(failure):
         if this_rank() == 0:
-            tmp.mkdir(parents=True)
-            listed = mirror.store.list(url)
-    listed = [StoredObject(*each) for each in broadcast_json([list(each) for each in listed])]
+            copy = find_remote(mirror.store, url)
+            problems = copy.problems
+            if copy.manifest is not None and not problems:
+                if copy.strangers:
+                    logger.warning("checkpoint %s: not of it, and left there: %s", url, shown_names(copy.strangers))
+                tmp.mkdir(parents=True)
+                listed = [copy.objects[name] for name in (MANIFEST, *copy.manifest.files)]
+    listed, problems = broadcast_json([listed, problems])
+    if problems:
+        return None, problems
+    listed = [StoredObject(*each) for each in listed]
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     absent = []
     try:

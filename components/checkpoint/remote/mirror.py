@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from components.checkpoint.checkpoint_error import fail_together
+from components.checkpoint.folders import PUBLISHED
 from components.checkpoint.listing import reasons_to_keep
 from components.checkpoint.manifest import MANIFEST, Manifest
 from components.checkpoint.remote.remote_listing import RemoteCheckpoint, list_remote
@@ -18,25 +20,27 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.exchange import broadcast_json, this_rank
 from components.resilience.faults import fault_point
 from components.storage.object_store import ObjectStore, upload_folder
-from components.storage.urls import join
+from components.storage.run_claim import OWNER, RunClaim, check_claim, take_claim, write_claim
+from components.storage.urls import join, shown_names
 
 logger = logging.getLogger(__name__)
-
-OWNER = "run.json"
-"""Object that names the run whose checkpoints are below a URL."""
 
 
 class Mirror:
     """Copies of a run's checkpoints below a URL, each under the name that it has in the run directory.
 
     The manifest of a copy is written last and removed first, so a checkpoint that has one is complete. A name that has
-    one is never written again.
+    one is never written again. run.json records the objects of each copy before they are written; no others are
+    replaced or removed.
     """
 
     def __init__(self, url: str, policy: CheckpointConfig) -> None:
         self.url, self._policy = url.rstrip("/"), policy
         self.newest_serial = 0
         """Highest serial below the URL when the run started, on rank 0; later checkpoints continue from it."""
+        self.damaged: list[str] = []
+        """URLs of copies that proved damaged when the run resumed; retention neither counts nor removes them."""
+        self._claim = RunClaim("")
 
     @classmethod
     def open(cls, policy: CheckpointConfig, run_dir: Path | str) -> Mirror | None:
@@ -45,20 +49,14 @@ class Mirror:
         Rank 0 writes which run uses the URL, which also shows that it can be written.
 
         Raises:
-            ConfigError: Another run uses the URL.
+            ConfigError: Another run uses the URL, or objects that no run has written are below it.
             CheckpointError: On every rank, if the store cannot be read or written.
         """
         if policy.remote is None:
             return None
-        mirror, owner = cls(policy.remote, policy), None
-        with fail_together(f"checkpoint.remote={policy.remote} cannot be used"):
-            if this_rank() == 0:
-                owner = mirror._claim(str(Path(run_dir).absolute()))
-        if (owner := broadcast_json(owner)) is not None:
-            raise ConfigError(
-                f"checkpoint.remote={policy.remote}: belongs to the run {owner}; set it to another URL, or run.dir to "
-                f"that run's directory, or remove {join(mirror.url, OWNER)} if that run needs its copies no longer"
-            )
+        mirror = cls(policy.remote, policy)
+        run = str(Path(run_dir).absolute())
+        mirror._on_rank_0(f"checkpoint.remote={policy.remote} cannot be used", lambda: mirror._take(run))
         return mirror
 
     @cached_property
@@ -68,7 +66,7 @@ class Mirror:
 
     def copies(self) -> list[RemoteCheckpoint]:
         """Return the checkpoints below the URL. Raises StorageError."""
-        return list_remote(self.store, self.url)
+        return list_remote(self.store, self.url)[0]
 
     def upload(self, path: Path, group: dist.ProcessGroup | None = None) -> str:
         """Copy a published checkpoint, then remove those that the policy does not keep; return its URL. A collective.
@@ -83,35 +81,46 @@ class Mirror:
         """
         failure = f"checkpoint {path} could not be copied to {self.url}"
         rank, world = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-        url, is_copied = "", False
-        with fail_together(failure, group):
-            if rank == 0:
-                existing = self.copies()
-                url = self._target(path, existing)
-                is_copied = any(each.url == url and each.manifest is not None for each in existing)
-        url, is_copied = broadcast_json([url, is_copied], group=group)
+        url, is_copied = self._on_rank_0(failure, lambda: self._begin(path), group)
         with fail_together(failure, group):
             files = Manifest.read(path).files
             by_size = sorted(files, key=lambda name: files[name].bytes, reverse=True)
             for name in () if is_copied else by_size[rank::world]:
                 fault_point("while_copying")
                 self.store.upload(path / name, join(url, name))
-        with fail_together(failure, group):
-            if rank == 0:
-                if not is_copied:
-                    fault_point("before_remote_manifest")
-                    self.store.write(join(url, MANIFEST), (path / MANIFEST).read_bytes())
-                    fault_point("after_remote_manifest")
-                self._prune(url)
+
+        def finish() -> None:
+            if not is_copied:
+                fault_point("before_remote_manifest")
+                self.store.write(join(url, MANIFEST), (path / MANIFEST).read_bytes())
+                fault_point("after_remote_manifest")
+            self._prune(url)
+
+        self._on_rank_0(failure, finish, group)
         return url
 
     def upload_export(self, folders: list[Path]) -> None:
-        """Copy exported folders below the URL, by rank 0. A collective. Raises CheckpointError on every rank."""
-        with fail_together(f"the export could not be copied to {self.url}"):
-            for folder in folders if this_rank() == 0 else ():
+        """Copy exported folders below the URL, by rank 0. A collective.
+
+        Raises CheckpointError on every rank, also if it would replace objects that this run has not written.
+        """
+
+        def copy() -> None:
+            for folder in folders:
+                url, prefix = join(self.url, folder.name), join(self.url, folder.name, "")
+                files = sorted(each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file())
+                own = self._claim.folders.get(folder.name, [])
+                listed = {each.url.removeprefix(prefix) for each in self.store.list(url)}
+                if strangers := sorted(listed.intersection(files).difference(own)):
+                    raise FileExistsError(
+                        f"this run did not write {shown_names([join(url, name) for name in strangers])}; remove them, "
+                        f"and run the command again, or use the export in {folder}"
+                    )
+                self._record(folder.name, [*own, *(name for name in files if name not in own)])
                 is_adapter = (folder / "adapter_config.json").is_file()
-                last = "adapter_config.json" if is_adapter else "config.json"
-                upload_folder(self.store, folder, join(self.url, folder.name), last)
+                upload_folder(self.store, folder, url, "adapter_config.json" if is_adapter else "config.json")
+
+        self._on_rank_0(f"the export could not be copied to {self.url}", copy)
         if (repeats := self.repeats()) is not None:
             logger.warning(repeats)
 
@@ -119,45 +128,79 @@ class Mirror:
         """Return a line about this rank's failed requests since the last call; None if there were none."""
         return self.store.repeats()
 
-    def _claim(self, run: str) -> str | None:
-        """Write which run uses the URL, unless another run does; return that one.
+    def _on_rank_0(self, failure: str, work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+        """Run `work` on rank 0, and return its result on every rank. A collective.
 
-        It counts before its first copy too: each run would remove the other one's copies.
+        Raises its ConfigError, and CheckpointError for other errors, on every rank.
         """
-        existing = self.copies()
-        self.newest_serial = max((each.manifest.serial for each in existing if each.manifest), default=0)
-        try:
-            owner = json.loads(self.store.read(join(self.url, OWNER)))["run"]
-        except (FileNotFoundError, ValueError, LookupError, TypeError):
-            owner = None
-        if owner not in (None, run):
-            return str(owner)
-        self.store.write(join(self.url, OWNER), json.dumps({"run": run}).encode())
-        return None
+        result, problem = None, None
+        with fail_together(failure, group):
+            if this_rank() == 0:
+                try:
+                    result = work()
+                except ConfigError as error:
+                    problem = str(error)
+        result, problem = broadcast_json([result, problem], group=group)
+        if problem is not None:
+            raise ConfigError(problem)
+        return result
 
-    def _target(self, path: Path, existing: list[RemoteCheckpoint]) -> str:
-        """Return the URL to copy to: that of an equal copy, or one without a manifest, whose objects are removed."""
+    def _take(self, run: str) -> None:
+        """Write that the URL belongs to this start, before its first copy. Raises ConfigError and StorageError."""
+        existing, names = list_remote(self.store, self.url)
+        serials = [each.manifest.serial for each in existing if each.manifest is not None]
+        self.newest_serial = max(serials, default=0)
+        self._claim = take_claim(self.store, self.url, run, [] if serials else names)
+        if left := [each.name for each in existing if each.name not in self._claim.folders]:
+            logger.warning("%s: not recorded in %s, so never removed: %s", self.url, OWNER, shown_names(left))
+
+    def _record(self, name: str, files: list[str]) -> None:
+        """Record the objects of a folder before they are written. Raises ConfigError and StorageError."""
+        self._claim.folders[name] = files
+        write_claim(self.store, self.url, self._claim)
+
+    def _begin(self, path: Path) -> tuple[str, bool]:
+        """Return the URL to copy a checkpoint to, and whether it has been copied there; record its files otherwise.
+
+        The URL is that of an equal copy, of an unfinished one of this run, which is removed, or a new one.
+        """
         manifest, again = Manifest.read(path), 0
-        by_name = {each.name: each for each in existing}
+        by_name = {each.name: each for each in self.copies()}
         name = path.name
-        while (found := by_name.get(name)) is not None and MANIFEST in found.objects and found.manifest != manifest:
+        while (found := by_name.get(name)) is not None:
+            if found.manifest == manifest:
+                return found.url, True
+            own = self._claim.folders.get(name, [])
+            if MANIFEST not in found.objects and not set(found.objects).difference(own):
+                self.store.remove(each.url for each in found.objects.values())
+                break
             again += 1
             name = f"{path.name.partition('.')[0]}.{again}"
-        if found is not None and MANIFEST not in found.objects:
-            self.store.remove(each.url for each in found.objects.values())
-        return join(self.url, name)
+        for removed in [each for each in self._claim.folders if PUBLISHED.fullmatch(each) and each not in by_name]:
+            del self._claim.folders[removed]
+        self._record(name, [*manifest.files, MANIFEST])
+        return join(self.url, name), False
 
     def _prune(self, newest: str) -> None:
-        """Remove complete copies that the policy does not keep, and unfinished ones, which a killed save has left."""
+        """Remove complete copies that the policy does not keep, and unfinished ones, which a killed save has left.
+
+        Only objects that run.json records are removed.
+        """
         try:
-            found = self.copies()
-            complete = [(each, each.manifest) for each in found if each.manifest is not None and each.is_complete]
+            check_claim(self.store, self.url, self._claim)
+            found = {each.name: each for each in self.copies() if each.name in self._claim.folders}
+            complete = [
+                (each, each.manifest)
+                for each in found.values()
+                if each.manifest is not None and not each.problems and each.url not in self.damaged
+            ]
             reasons = reasons_to_keep([manifest for _, manifest in complete], self._policy)
             removed = [each for (each, _), why in zip(complete, reasons, strict=True) if not why]
-            removed += [each for each in found if MANIFEST not in each.objects]
+            removed += [each for each in found.values() if MANIFEST not in each.objects]
             for each in removed:
                 if each.url != newest:
-                    names = sorted(each.objects, key=lambda name: name != MANIFEST)
+                    own = self._claim.folders[each.name]
+                    names = sorted(each.objects.keys() & own, key=lambda name: name != MANIFEST)
                     self.store.remove(each.objects[name].url for name in names)
         except OSError as error:
             logger.warning("old checkpoints in %s could not be removed: %s", self.url, error)

@@ -1,0 +1,116 @@
+"""run.json below a URL: the run that the URL belongs to, and the objects that it has written there."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+
+from components.config.errors import ConfigError
+from components.protocol.safe_json import parse_json
+from components.storage.object_store import ObjectStore
+from components.storage.urls import join, shown_names
+
+OWNER = "run.json"
+_SETTLE_SECONDS = 1.0
+"""Time between a claim and its check, in which the claim of another start at the same time becomes visible."""
+
+
+@dataclass(slots=True)
+class RunClaim:
+    """Content of run.json."""
+
+    run: str
+    """Run directory."""
+    token: str = ""
+    """Random number of the start that wrote it."""
+    folders: dict[str, list[str]] = field(default_factory=dict)
+    """Names of the objects that the run has written, by folder below the URL; nothing else is removed or replaced."""
+
+
+def claim_problem(claim: RunClaim | None, url: str, run: str | None, strangers: Collection[str]) -> str | None:
+    """Return why checkpoint.remote=`url` cannot belong to a run; None if it can.
+
+    Args:
+        claim: What `read_claim` returns.
+        run: Run directory; None: a new one.
+        strangers: Names below the URL if they are those of no run; ignored if there is a claim.
+    """
+    if claim is None:
+        if not strangers:
+            return None
+        return f"checkpoint.remote={url}: contains objects, but no run: {shown_names(strangers)}; choose another URL"
+    if claim.run == run:
+        return None
+    return (
+        f"checkpoint.remote={url}: belongs to the run {shown_names([claim.run])}; set it to another URL, or run.dir to "
+        f"that run's directory, or remove {join(url, OWNER)} if that run needs its copies no longer"
+    )
+
+
+def read_claim(store: ObjectStore, url: str) -> RunClaim | None:
+    """Return the claim below `url`; None if there is none. Raises ConfigError for another content, and StorageError."""
+    file = join(url, OWNER)
+    try:
+        stored = parse_json(store.read(file))
+        run = stored["run"]
+        folders = {name: list(files) for name, files in dict(stored.get("folders", {})).items()}
+        names = [name for folder, files in folders.items() for name in (folder, *files)]
+        if not isinstance(run, str) or not all(_is_plain(name) for name in names):
+            raise ValueError("it names no run, or objects elsewhere")
+    except FileNotFoundError:
+        return None
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"checkpoint.remote={url}: {file} is not what a run writes ({type(error).__name__}: "
+            f"{shown_names([str(error)])}); choose another URL, or remove it if the checkpoints there are this run's"
+        ) from error
+    return RunClaim(run, str(stored.get("token", "")), folders)
+
+
+def take_claim(store: ObjectStore, url: str, run: str, strangers: Collection[str]) -> RunClaim:
+    """Write that `url` belongs to this start of a run, and return the claim, with what earlier starts have written.
+
+    Of two starts at the same time one gets the URL. Arguments as in `claim_problem`. Raises ConfigError if the URL
+    cannot belong to the run, or another start got it, and StorageError.
+    """
+    found = read_claim(store, url)
+    if problem := claim_problem(found, url, run, strangers):
+        raise ConfigError(problem)
+    mine = RunClaim(run, secrets.token_hex(16), {} if found is None else found.folders)
+    store.put(join(url, OWNER), _encode(mine), only_new=found is None)
+    time.sleep(_SETTLE_SECONDS)
+    check_claim(store, url, mine)
+    return mine
+
+
+def check_claim(store: ObjectStore, url: str, mine: RunClaim) -> None:
+    """Raise ConfigError if another start has taken the URL over; write the claim again if it was removed."""
+    found = read_claim(store, url)
+    if found is None:
+        store.put(join(url, OWNER), _encode(mine), only_new=True)
+        found = read_claim(store, url)
+    if problem := claim_problem(found, url, mine.run, ()):
+        raise ConfigError(problem)
+    if found is not None and found.token != mine.token:
+        raise ConfigError(
+            f"checkpoint.remote={url}: another start of the run {shown_names([mine.run])} uses it now; wait until that "
+            "has ended, or set checkpoint.remote to another URL"
+        )
+
+
+def write_claim(store: ObjectStore, url: str, mine: RunClaim) -> None:
+    """Store a claim whose folders have changed, after `check_claim`. Raises ConfigError like it, and StorageError."""
+    check_claim(store, url, mine)
+    store.write(join(url, OWNER), _encode(mine))
+
+
+def _encode(claim: RunClaim) -> bytes:
+    return json.dumps(asdict(claim)).encode()
+
+
+def _is_plain(name: object) -> bool:
+    """Return whether a name is that of an object below a folder."""
+    return isinstance(name, str) and all(part not in ("", ".", "..") for part in name.split("/"))
