@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import re
@@ -9,9 +11,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _CONTROLS = re.compile(
     "["
@@ -38,30 +43,100 @@ def print_text(
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
 
 
+class _Output(io.FileIO):
+    """Standard stream that ends a tool if it cannot be written, with the status of SIGPIPE if its reader is gone.
+
+    A run goes on without what cannot be written: its terminal is closed, or the disk of its log is full.
+    """
+
+    ends_process: bool | None = True
+    """None: what is written is lost in silence."""
+
+    def write(self, data: ReadableBuffer) -> int | None:  # type: ignore[override]
+        """Write, or end the process or go on if that fails."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            ends, self.ends_process = self.ends_process, None
+            if ends is None:  # reported already
+                return memoryview(data).nbytes
+            if error.errno != errno.EPIPE or not ends:
+                continues = "" if ends else "; the run continues and logs to metrics.jsonl"
+                with suppress(OSError):
+                    os.write(2, f"the output cannot be written: {error.strerror}{continues}\n".encode())
+            if ends:
+                raise SystemExit(1 if error.errno != errno.EPIPE else 128 + signal.SIGPIPE) from error
+            return memoryview(data).nbytes
+
+
+def open_output() -> None:
+    r"""Escape characters that stdout and stderr cannot encode, as `\xe9`; end this process if stdout cannot be written.
+
+    Closed standard streams (`>&-`) become /dev/null: the next file or socket would get their descriptors.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = _open(sys.stdout or os.fdopen(1, "w", closefd=False), True)
+    sys.stderr = _open(sys.stderr or os.fdopen(2, "w", closefd=False), None)
+
+
+def keep_running(encoding: str | None = None) -> None:
+    """Go on from now on if stdout cannot be written, and encode stdout and stderr in this way; None: as before."""
+    for stream in (sys.stdout, sys.stderr):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        raw = stream.buffer.raw if isinstance(stream.buffer, io.BufferedWriter) else stream.buffer
+        if isinstance(raw, _Output):
+            raw.ends_process = False if raw.ends_process else raw.ends_process
+            stream.reconfigure(encoding=encoding or stream.encoding, errors="backslashreplace")
+
+
+def _open(stream: TextIO, ends_process: bool | None) -> TextIO:
+    """Return a stream on the descriptor of `stream`; `stream` itself if it is another one, as in a test or notebook."""
+    if not isinstance(stream, io.TextIOWrapper) or stream.fileno() not in (1, 2):
+        return stream
+    stream.flush()
+    raw = _Output(stream.fileno(), "w", closefd=False)
+    raw.ends_process = ends_process
+    return io.TextIOWrapper(
+        raw if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
 @contextmanager
 def exit_on_broken_pipe() -> Iterator[None]:
-    """Exit with the status of SIGPIPE if the reader of stdout has closed it: `--help | head`."""
+    """Flush stdout at the end, also at that of --help: `--help | head` exits with the status of SIGPIPE."""
     try:
-        try:
-            yield
-        except SystemExit:  # --help
-            _flush()
-            raise
-        _flush()
-    except BrokenPipeError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
-        raise SystemExit(128 + signal.SIGPIPE) from error
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # None: the process was started with stdout closed
+        yield
+    except SystemExit:  # --help
         sys.stdout.flush()
+        raise
+    sys.stdout.flush()
 
 
 def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a tool with the arguments of the command line, and exit with its status or that of `exit_on_broken_pipe`."""
-    with exit_on_broken_pipe():
-        status = main(sys.argv[1:])
+    """Run a tool with the arguments of the command line, and exit with its status or that of `exit_on_broken_pipe`.
+
+    SIGTERM and SIGHUP end it as Ctrl-C does: it removes what it has not completed.
+    """
+    open_output()
+    guard_output()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # else ignored, as by nohup
+            signal.signal(number, signal.default_int_handler)
+    try:
+        with exit_on_broken_pipe():
+            status = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
     sys.exit(status)
 
 

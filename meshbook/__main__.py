@@ -19,7 +19,7 @@ from components.config.compose.explain import did_you_mean, nearest
 from components.config.errors import ConfigError
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.terminal import exit_on_broken_pipe, guard_output, print_text
+from components.terminal import exit_on_broken_pipe, guard_output, open_output, print_text
 from meshbook.completion import completions, shell_script
 from meshbook.key_help import describe
 from meshbook.programs import COMMAND, OTHER_COMMANDS, Program, recipes, start_recipe, start_tool, tools
@@ -27,6 +27,7 @@ from meshbook.programs import COMMAND, OTHER_COMMANDS, Program, recipes, start_r
 
 def main() -> int:
     """Run the command line; return the exit status."""
+    open_output()
     guard_output()
     try:
         with exit_on_broken_pipe():
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> int:
     if name in recipes():
         start_recipe(recipes()[name], rest)
     if name in tools():
-        return start_tool(tools()[name], rest)
+        start_tool(tools()[name], rest)
     if name == "sweep":
         start_recipe(_recipe(rest[:1], "sweep RECIPE KEY=A,B"), ["-m", *rest[1:]])
     if name == "copy":

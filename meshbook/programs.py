@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.project import HELP, PROJECT
+from components.terminal import exit_with
 
 COMMAND = "meshbook"
 _STARTED_BY_PYTHON = re.compile(r"python (?:recipes|scripts)/(\w+)\.py")
@@ -68,8 +69,8 @@ def start_recipe(recipe: Program, arguments: list[str]) -> NoReturn:
     sys.exit()
 
 
-def start_tool(tool: Program, arguments: list[str]) -> int:
-    """Run a tool as `python scripts/NAME.py ARGUMENTS` does, with this command in its help; return the exit status."""
+def start_tool(tool: Program, arguments: list[str]) -> NoReturn:
+    """Run a tool as `python scripts/NAME.py ARGUMENTS` does, with this command in its help, and exit."""
     sys.path[0] = str(PROJECT)  # so that `scripts` is this project's, not a folder of the user's
     module = importlib.import_module(f"scripts.{tool.file.stem}")
     if hasattr(module.main, "__wrapped__"):  # decorated with @recipe: its ranks start from the file
@@ -77,7 +78,7 @@ def start_tool(tool: Program, arguments: list[str]) -> int:
     sys.argv = [f"{COMMAND} {tool.name}", *arguments]
     text = (module.__doc__ or "").replace(f"scripts/{tool.file.name}", f"scripts/{tool.name}.py")
     module.__doc__ = with_command(text)
-    return module.main(arguments)
+    exit_with(module.main)
 
 
 def with_command(text: str) -> str:

@@ -15,7 +15,7 @@ from components.config.schema.recipes import RecipeConfig
 from components.project import COMPONENTS
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.role import Role, detect_role
-from components.terminal import exit_on_broken_pipe, guard_output
+from components.terminal import exit_on_broken_pipe, guard_output, keep_running, open_output
 
 if TYPE_CHECKING:
     from components.launch.backend import Recipe
@@ -42,24 +42,13 @@ def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoRetu
 def _start(name: str, main: Callable[[Any], object]) -> int:
     from components.protocol.failures import print_problems
 
-    _open_closed_streams()
+    open_output()
     guard_output()
     try:
         return _run(_describe(name, main))
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID
-
-
-def _open_closed_streams() -> None:
-    """Open /dev/null for closed standard streams (`>&-`): the next file or socket would get their descriptors."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _run(described: Recipe) -> int:
@@ -80,6 +69,7 @@ def _run(described: Recipe) -> int:
     from components.launch.rank import run_here
 
     if is_sweep_requested():
+        keep_running()
         from components.launch.sweep.command import run_sweep
 
         return run_sweep(described)
@@ -87,6 +77,7 @@ def _run(described: Recipe) -> int:
         run = open_run(described)
     if run is None:
         return 0
+    keep_running()
     return backend_of(run.cfg.cluster.kind).submit(run, lambda: run_here(described, run.cfg, run.directory))
 
 

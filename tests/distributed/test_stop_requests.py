@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import pytest
 from components.resilience.faults import VARIABLE
 from tests.distributed.forked_runs import Attempt, Command, steps_logged, until
 from tests.distributed.test_checkpoint_kills import small_run
-from tests.suites import TORTURE
+from tests.suites import TORTURE, select
 
 ACKNOWLEDGMENT = "Ctrl-C: stopping after this step or the next; again to abort"
 EXIT_TIMEOUT = 120.0
@@ -104,21 +104,19 @@ def test_single_process_acknowledges_stop_during_computation() -> None:
 
 
 STOPS = [
-    ("fsdp2", signal.SIGHUP),
-    ("pp2_1f1b", signal.SIGUSR2),
-    *(
-        (mesh, number)
-        for mesh in ("fsdp2", "pp2_1f1b", "ddp", "tp2")
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
-    ),
+    (mesh, number)
+    for mesh in ("fsdp2", "pp2_1f1b", "ddp", "tp2")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 ]
+AT_EACH_COMMIT = [("fsdp2", signal.SIGHUP), ("pp2_1f1b", signal.SIGUSR2)]
 
 
-@pytest.mark.parametrize(("mesh", "number"), STOPS if TORTURE else STOPS[:2])
-def test_stop_request_to_one_rank_is_agreed_in_the_step_it_arrives_in(
-    mesh: str, number: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    """The checkpoint is of this step, or of the next one if the request comes after the reduction at its end."""
+@pytest.mark.parametrize(("mesh", "number"), select(STOPS, AT_EACH_COMMIT, TORTURE))
+def test_stop_request_to_one_rank_is_agreed_in_the_step_it_arrives_in(mesh: str, number: int, tmp_path: Path) -> None:
+    """The checkpoint is of this step, or of the next one if the request comes after the reduction at its end.
+
+    docs/resume.md states the seconds to the exit that this test prints in torture.
+    """
     seconds = 5 if TORTURE else 0.5
     command = small_run(tmp_path, "run", f"parallelism={mesh}", "training.max_steps=100", "training.micro_batch_size=1")
     with started(command, {VARIABLE: f"slow={seconds}:weights:all:*"}) as attempt:
@@ -127,7 +125,11 @@ def test_stop_request_to_one_rank_is_agreed_in_the_step_it_arrives_in(
         arrived_in, sent_at = steps_logged(command.run_dir) + 1, time.monotonic()
         os.kill(attempt.ranks()["rank1"], number)
         result = wait_for_result(attempt, command)
-    record_property("seconds to exit", time.monotonic() - sent_at)
+    seconds_to_exit = time.monotonic() - sent_at
+    print(
+        f"{mesh}, {signal.Signals(number).name}: exit after {seconds_to_exit:.1f} s, step {result['steps'] - arrived_in:+d}"
+    )
+    assert seconds_to_exit < 2 * seconds + 10
     assert result["status"] == ("interrupted" if number == signal.SIGINT else "preempted")
     assert result["steps"] in (arrived_in, arrived_in + 1)
     assert [folder.name for folder in (command.run_dir / "checkpoints").iterdir()] == [f"step_{result['steps']}"]

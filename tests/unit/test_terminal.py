@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import signal
 import subprocess
 import sys
 import unicodedata
@@ -110,6 +112,70 @@ def test_log_messages_and_uncaught_exceptions_are_escaped() -> None:
     assert process.returncode == 1
     assert is_clean(text)
     assert text.count("\\u202edesrever") == 2
+
+
+OUTPUT = r"""
+import argparse, os, sys
+from components.console import PlainConsole, new_table
+from components.terminal import exit_with, keep_running, print_text
+
+def main(arguments):
+    if "run" in arguments:
+        keep_running("utf-8" if "log" in arguments else None)
+    table = new_table(["n\xe4me"], [0])
+    table.add_row("\U0001f389")
+    for _ in range(300):
+        print_text("\xe9\U0001f600")
+        PlainConsole().print(table)
+    print(argparse.ArgumentParser(description="\xfc\u4e2d").format_help(), flush=True)
+    print_text("done \xe9", file=sys.stderr, flush=True)
+    return 0
+
+exit_with(main)
+"""
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+LOST = "the output cannot be written: {}; the run continues and logs to metrics.jsonl\n"
+
+
+def run_output(arguments: str, redirection: str, environment: dict[str, str]) -> tuple[int, bytes, bytes]:
+    program = ["bash", "-o", "pipefail", "-c", f'"$0" -c "$1" {arguments} {redirection}', sys.executable, OUTPUT]
+    done = subprocess.run(program, capture_output=True, env={**os.environ, **environment}, cwd=ROOT, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "line"),
+    [
+        (ASCII, "", rb"\xe9\U0001f600"),
+        ({"PYTHONIOENCODING": "latin-1"}, "", b"\xe9\\U0001f600"),
+        ({**ASCII, "PYTHONUNBUFFERED": "1"}, "run log", "é\U0001f600".encode()),
+    ],
+)
+def test_characters_that_the_locale_cannot_encode_are_escaped(
+    environment: dict[str, str], arguments: str, line: bytes
+) -> None:
+    status, output, errors = run_output(arguments, "", environment)
+    assert (status, output.splitlines().count(line)) == (0, 300), errors
+    assert errors.startswith(b"done ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "status", "errors"),
+    [
+        ("", "| head -1", 128 + signal.SIGPIPE, ""),
+        ("", ">/dev/full", 1, "the output cannot be written: No space left on device\n"),
+        ("", "<&- >&-", 0, "done é\n"),
+        ("", "2>&-", 0, ""),
+        ("run", "| head -1", 0, LOST.format("Broken pipe") + "done é\n"),
+        ("run", ">/dev/full", 0, LOST.format("No space left on device") + "done é\n"),
+        ("run", ">/dev/full 2>&1", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written_ends_a_tool_but_not_a_run(
+    arguments: str, redirection: str, status: int, errors: str
+) -> None:
+    ended, _, printed = run_output(arguments, redirection, {"PYTHONUTF8": "1"})
+    assert (ended, printed.decode()) == (status, errors)
 
 
 def test_invalid_command_line_is_escaped(tmp_path: Path) -> None:

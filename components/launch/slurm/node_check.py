@@ -9,7 +9,7 @@ from pathlib import Path
 
 from components.launch.schedulers.node_problems import node_problems
 from components.protocol.run_files import REQUEUE, create_marker
-from components.terminal import print_text
+from components.terminal import keep_running, open_output, print_text
 
 
 def check_node() -> int:
@@ -24,4 +24,6 @@ def check_node() -> int:
 
 
 if __name__ == "__main__":
+    open_output()
+    keep_running()
     sys.exit(check_node())
