@@ -20,7 +20,7 @@ from unittest import mock
 
 from components.config.meshes import RECOMPUTE, layout_of
 from components.config.rules.compute_rules import attention_problems
-from components.config.rules.mesh_rules import model_problems
+from components.config.rules.mesh_rules import NOT_SHARDED, model_problems
 from components.config.schema.cluster import Device
 from components.config.schema.model import Attention, CausalLMConfig
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
@@ -182,9 +182,11 @@ def _adapters(found: Evidence) -> None:
         for case in cases:
             kind = QLORA if case.peft.quantizes else LORA
             found.add(level, kind, grid.MODELS[case.model]["model_type"], columns_of_name(case.mesh))
-    fused = "layers with a custom shard layout (fused projections) cannot have adapters; set parallelism.tp=1"
-    for kind in (LORA, QLORA):
-        found.reject(kind, "phi3", "tp", fused)  # test_lora.test_unsupported_adapters_on_a_mesh_are_rejected
+    for level, of_families in ((Level.ci, test_lora.OF_FAMILIES), (Level.parity, test_lora.ALL_OF_FAMILIES)):
+        for name, mesh, peft in of_families:
+            found.add(
+                level, QLORA if peft.quantizes else LORA, test_lora.FAMILY_VALUES[name]["model_type"], columns_of(mesh)
+            )
 
 
 def _packed(found: Evidence) -> None:
@@ -212,7 +214,10 @@ def _rules(found: Evidence) -> None:
         model = CausalLMConfig(path="owner/model", attention=Attention.eager)
         (problem,) = attention_problems(model, MeshShape(), Device.cuda, packs=True, trains=True)
         found.reject(PACKED, family, ONE, problem)
-    found.reasons["gpt2"].append(("tp", "only with a plan of your own (parallelism.tp_plan): transformers has none"))
+    for family in NOT_SHARDED & {family for _, family, _ in found.levels}:
+        (no_plan,) = model_problems(ParallelismConfig(tp=2), MeshShape(tp=2), ModelShape(family=family))
+        for kind in (FULL, LORA, QLORA):
+            found.reject(kind, family, "tp", no_plan)
 
 
 def table(found: Evidence) -> Iterator[str]:

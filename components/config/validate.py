@@ -28,7 +28,7 @@ from components.config.rules.data_rules import (
     ramp_problems,
     score_problems,
 )
-from components.config.rules.mesh_rules import model_problems, row_problems
+from components.config.rules.mesh_rules import model_problems, quantized_problems, row_problems
 from components.config.rules.run_rules import (
     adapter_problems,
     best_checkpoint_problems,
@@ -68,7 +68,10 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     preference, optimizer = section(cfg, PreferenceConfig), section(cfg, OptimizerConfig)
     scores, tasks = section(cfg, ScoreConfig), section(cfg, TasksConfig) or TasksConfig()
 
-    problems += model_problems(parallelism, mesh, shape)
+    problems += [
+        *model_problems(parallelism, mesh, shape),
+        *quantized_problems(peft, parallelism, mesh, shape),
+    ]
     if training is not None:
         problems += batch_problems(training, parallelism, mesh)
         if checkpoint is not None:

@@ -14,6 +14,7 @@ from components import models
 from components.config.meshes import layout_of
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import Strategy
+from components.models.lora import adapted_layers
 from components.parity.reference import Curve
 from tests.distributed import grid
 from tests.distributed.parity import build as build_tiny
@@ -74,7 +75,7 @@ def adapter_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             created[name] = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if name.endswith("lora_magnitude_vector"):
                 layer: Any = model.get_submodule(name.rpartition(".")[0])
-                weight = layer.dequantized(layer.weight.detach(), layer.lora_A.shape[1], torch.float64)
+                weight = layer.dequantized(layer.matrix.detach(), layer.lora_A.shape[1], torch.float64)
                 created[name] = weight.double().norm(dim=1) * (1 + created[name])
     return created
 
@@ -89,8 +90,12 @@ def build(case: Adapted) -> torch.nn.Module:
 
 def ours(case: Adapted) -> torch.nn.Module:
     """Build our model with adapters in one process."""
-    model = build(case)
-    models.add_adapters(model, case.peft)
+    return with_adapters(build(case), case.peft)
+
+
+def with_adapters(model: Any, cfg: PeftConfig) -> torch.nn.Module:
+    """Add our adapters to a model, in place, with the values of `adapter_values`."""
+    models.add_adapters(model, cfg, exports=False)
     with torch.no_grad():
         for name, value in adapter_values(model).items():
             model.get_parameter(name).copy_(value)
@@ -119,13 +124,18 @@ def lora_config(cfg: PeftConfig, **extra: Any) -> peft.LoraConfig:
 
 def theirs(case: Adapted) -> torch.nn.Module:
     """Build the model with the peft library's adapters and the same parameter values."""
-    model = build(case)
-    if case.peft.quantizes:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and name != "lm_head":
-                module.weight.data = rounded_to_nf4(module.weight)
-    peft.inject_adapter_in_model(lora_config(case.peft), model)
-    remaining = adapter_values(ours(case))
+    return with_peft(build(case), case.peft, ours(case))
+
+
+def with_peft(model: torch.nn.Module, cfg: PeftConfig, adapted: torch.nn.Module) -> torch.nn.Module:
+    """Add the peft library's adapters to a model, in place, with the values that ours have in `adapted`."""
+    for name in adapted_layers(adapted) if cfg.quantizes else ():
+        module: Any = model.get_submodule(name)
+        transposed = isinstance(module, Conv1D)
+        rounded = rounded_to_nf4(module.weight.T if transposed else module.weight)
+        module.weight.data = rounded.T.contiguous() if transposed else rounded
+    peft.inject_adapter_in_model(lora_config(cfg), model)
+    remaining = adapter_values(adapted)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

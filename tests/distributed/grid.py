@@ -29,7 +29,6 @@ from tests.distributed.parity import EXPERTS, SMALL, Case, build, reference, run
 from tests.harness import run_ranks
 
 GLOBAL_BATCH, MAX_LENGTH = 16, 24
-GPT2_PLAN = "tests.distributed.test_parity:gpt2_plan"
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4,
               "tie_word_embeddings": False},
@@ -125,8 +124,7 @@ def build_model(model: str, layers: int, dtype: torch.dtype) -> torch.nn.Module:
 
 def cells(world: int, model: str, recompute: Sequence[ActivationCheckpointing] | None = None) -> list[Cell]:
     """All meshes of `world` ranks for a model, valid or rejected, with each of the recompute policies."""
-    base = ParallelismConfig(tp_plan=GPT2_PLAN if model == "gpt2" else None)
-    return [cell(model, world, layout) for layout in all_layouts(world, base, recompute)]
+    return [cell(model, world, layout) for layout in all_layouts(world, ParallelismConfig(), recompute)]
 
 
 def cell(model: str, world: int, layout: ParallelismConfig, layers: int | None = None) -> Cell:

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere_one_kv_head": {"model_type": "cohere", "use_qk_norm": True, **ONE_KV_HEAD},
     "gpt_oss": {"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "sliding_window": 6},
+    "gpt2": {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 8},
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
              "conv_bias": True},

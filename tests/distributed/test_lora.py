@@ -9,20 +9,33 @@ float64: the first step's gradient of every adapter parameter within 1e-10; floa
 from __future__ import annotations
 
 import copy
+import random
 import re
+import types
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from components import distributed, models
 from components.config.errors import ConfigError
 from components.config.meshes import layout_of
-from components.config.schema import ActivationCheckpointing, ParallelismConfig
-from components.distributed.tensor import adapters
+from components.config.rules.mesh_rules import SPLIT_INPUTS, quantized_problems
+from components.config.schema import ActivationCheckpointing, ParallelismConfig, PeftConfig
+from components.config.schema.parallelism import MeshShape
+from components.config.shape import shape_of_built
+from components.distributed.tensor import adapters, tp_plan
+from components.models.anatomy import read_anatomy
+from components.models.lora import adapted_layers
 from components.parity.comparison import relative
+from components.parity.reference import _forward_in_float64
+from tests.distributed import test_family_plans, test_parity
 from tests.distributed.adapted import (
     ATTENTION,
     DORA,
@@ -37,7 +50,12 @@ from tests.distributed.adapted import (
     problems_of,
     run_adapted,
     theirs,
+    with_adapters,
+    with_peft,
 )
+from tests.distributed.parity import SMALL, Case, reference, run_case
+from tests.distributed.parity import build as build_tiny
+from tests.fuzz import families as fuzz
 from tests.harness import run_ranks
 from tests.optional import SHARDS_BYTES, runnable
 from tests.suites import PARITY, in_parity
@@ -258,25 +276,155 @@ def test_torch_that_cannot_shard_bytes_is_rejected() -> None:
     )
 
 
+FAMILY_VALUES: dict[str, dict[str, Any]] = {
+    **{name: {**SMALL, **values, "model_type": name} for name, (values, _) in test_parity.FAMILIES.items()},
+    **{name: fuzz.draw_config(random.Random(0), name, 97, 2, 64) for name in fuzz.DENSE | fuzz.SPARSE},
+    **{
+        name: {**SMALL, **values}
+        for table in (test_family_plans.FAMILIES, test_family_plans.VARIANTS, test_family_plans.TRANSFORMERS_PLANS)
+        for name, values in table.items()
+    },
+}
+"""Config values of every family that tp shards; several names may be variants of one family."""
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+CHOSEN_TARGETS = {
+    "phimoe": ["q_proj", "k_proj", "v_proj", "o_proj"],  # its router is a linear layer with its own forward
+    # peft mistakes adapters of dense MLPs for those of experts
+    "glm4_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "deepseek_v3": LATENT,
+    "deepseek_v2": LATENT,
+}
+IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "granitemoe", "phimoe")
+"""Families with parts that compute in float32 or complex64 whatever the dtype of their input."""
+TP2, TP2_SP, FSDP2_TP2 = test_parity.TP, {**test_parity.TP, **test_parity.SP}, test_parity.FSDP2_TP2
+OF_FAMILIES: list[tuple[str, dict[str, Any], PeftConfig]] = [
+    # Outputs of column-wise layers are gathered, inputs of row-wise layers are split.
+    *((name, TP2, LORA) for name in ("glm4", "deepseek_v2")),
+    *((name, TP2_SP, DORA) for name in ("olmo2", "gpt2")),
+    *((name, TP2, QDORA) for name in ("phi3", "gpt2")),
+]
+ALL_OF_FAMILIES = [
+    (name, mesh, peft) for name in FAMILY_VALUES for mesh in (TP2, TP2_SP) for peft in (LORA, DORA, QLORA, QDORA)
+]
+
+
+def build_family(name: str, peft: PeftConfig) -> torch.nn.Module:
+    """Build a model of a family in one process; QLoRA needs 64 inputs on each of two ranks."""
+    values = FAMILY_VALUES[name]
+    if peft.quantizes:
+        values = {**values, **WIDE, "head_dim": 32}
+    model = build_tiny(name, F32 if name in IN_FLOAT32 else torch.float64, values)
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind in ("CohereAttention", "Ernie4_5Attention", "Gemma2Attention") and name not in IN_FLOAT32:
+            module.forward = types.MethodType(_forward_in_float64, module)
+        elif isinstance(module, Conv1D):
+            vars(module).pop("forward", None)
+    return model
+
+
+def family_problems(world: int, chosen: list[tuple[str, dict[str, Any], PeftConfig]]) -> list[str]:
+    """Return one line for each deviation from peft in one process: gradients of the first step, losses of two steps."""
+    built: dict[tuple[str, str], Any] = {}
+    for name, _, cfg in chosen:
+        if (key := (name, str(cfg))) not in built:
+            cfg = replace(cfg, targets=CHOSEN_TARGETS.get(name, cfg.targets))
+            model = with_adapters(build_family(name, cfg), cfg)
+            named = replace(cfg, targets=sorted(adapted_layers(model)))  # peft's own choice may include routers
+            case = Case(name, {}, 1, 2, next(model.parameters()).dtype)
+            expected = reference(case, with_peft(build_family(name, cfg), named, model))
+            expected.gradients = {our_name(each): gradient for each, gradient in expected.gradients.items()}
+            built[key] = case, model, expected
+
+    def on_rank(rank: int) -> list[str]:
+        lines = []
+        for name, mesh, cfg in chosen:
+            case, model, expected = built[name, str(cfg)]
+            on_mesh = replace(case, parallelism=mesh)
+            found = test_parity.check(on_mesh, expected, *run_case(on_mesh, model))
+            lines += [f"{cfg.method}, dora={cfg.dora}: {line}" for line in found]
+        return lines
+
+    return sorted({line for lines in run_ranks(world, on_rank, timeout=1800) for line in lines})
+
+
+def test_adapters_of_families_with_gathered_and_split_layers_match_the_peft_library_on_tp() -> None:
+    problems = family_problems(2, OF_FAMILIES)
+    assert not problems, "\n".join(problems)
+
+
+@in_parity
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cfg", [LORA, DORA, QLORA, QDORA], ids=["lora", "dora", "qlora", "qdora"])
+def test_adapters_of_every_family_match_the_peft_library_on_tp(cfg: PeftConfig) -> None:
+    three_heads = [name for name in FAMILY_VALUES if name.endswith("3_heads")]  # do not divide QLoRA's width
+    chosen = [each for each in ALL_OF_FAMILIES if each[2] == cfg and not (cfg.quantizes and each[0] in three_heads)]
+    problems = family_problems(2, chosen) + family_problems(4, [(each[0], FSDP2_TP2, cfg) for each in chosen[::4]])
+    assert not problems, "\n".join(problems)
+
+
+class _UserStyle(ColwiseParallel):
+    """A style of the user, which may compute something else."""
+
+
+def test_all_layers_that_tp_cannot_shard_are_listed_in_one_message_per_reason() -> None:
+    model = ours(Adapted("llama", "tp2", peft=QLORA))
+    layers = {name: RowwiseParallel() for name in adapted_layers(model) if name.endswith(("o_proj", "down_proj"))}
+    styles = layers | {
+        "model.layers.1.self_attn.q_proj": SequenceParallel(),
+        "model.layers.0.mlp.up_proj": _UserStyle(),
+    }
+    with pytest.raises(ConfigError) as caught:
+        adapters.check_adapters(model, styles, 2)
+    assert caught.value.problems == [
+        "parallelism.tp=2: splits the inputs of layers that are quantized 64 inputs at a time, and must leave each "
+        "rank a multiple of 64: model.layers.*.self_attn.o_proj (48), model.layers.*.mlp.down_proj (48); change "
+        "parallelism.tp, set peft=lora, or name other layers in peft.targets",
+        "parallelism.tp=2: layers with adapters cannot have the style of model.layers.*.self_attn.q_proj "
+        "(SequenceParallel), model.layers.*.mlp.up_proj (_UserStyle); use colwise, rowwise, colwise_gather_output, "
+        "rowwise_split_input or replicate in parallelism.tp_plan, or name other layers in peft.targets",
+    ]
+
+
+def test_rule_before_the_launch_lists_the_layers_that_the_ranks_would_list() -> None:
+    """Of every family that it covers, for QLoRA layers that tp=4 cannot split."""
+    mesh, compared = MeshShape(tp=4), set()
+    for index, values in enumerate(FAMILY_VALUES.values()):
+        if values["model_type"] not in SPLIT_INPUTS or values["model_type"] in compared:
+            continue
+        attention, _ = SPLIT_INPUTS[values["model_type"]]
+        cfg = replace(QLORA, targets=[("all-linear", attention, attention.rpartition(".")[2])[index % 3]])
+        config = AutoConfig.for_model(**values)
+        shape = shape_of_built(config.to_dict())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        models.add_adapters(model, cfg, exports=False)
+        anatomy = read_anatomy(model)
+        plan = tp_plan.fit_attention(model, tp_plan.shard_plan(model, anatomy), 4, anatomy)
+        styles = {name: style for path, style in plan.items() for name, _ in tp_plan.matching(model, path)}
+        with pytest.raises(ConfigError) as caught:
+            adapters.check_adapters(model, styles, 4)
+        (problem,) = quantized_problems(cfg, ParallelismConfig(tp=4), mesh, shape)
+        listed = [sorted(re.findall(r"(\w+ \(\d+\))", text)) for text in (problem, *caught.value.problems)]
+        assert listed[0] == listed[1], values["model_type"]
+        compared.add(values["model_type"])
+    assert compared == set(SPLIT_INPUTS) - {"cohere2"}  # its sizes are Cohere's
+
+
 def test_unsupported_adapters_on_a_mesh_are_rejected() -> None:
-    fused = ours(Adapted("phi3", "tp2"))
     sparse = ours(Adapted("llama", "pp2", peft=replace(LORA, targets=["layers.0.self_attn.q_proj"])))
     narrow = ours(Adapted("llama", "tp2", peft=QLORA))
 
     def problems_of_rank(rank: int) -> list[str]:
         problems = []
-        for model, mesh in ((fused, "tp2"), (sparse, "pp2"), (narrow, "tp2")):
+        for model, mesh in ((sparse, "pp2"), (narrow, "tp2")):
             with pytest.raises(ConfigError) as caught:
                 place_on_mesh(model, mesh)
             problems += caught.value.problems
         return problems
 
-    of_tp, of_pp, of_quantized = run_ranks(2, problems_of_rank)[0]
-    assert re.search(
-        r"parallelism.tp: model.layers.0.*_proj has an adapter, .*peft.targets, or set parallelism.tp=1", of_tp
-    )
+    of_pp, of_quantized = run_ranks(2, problems_of_rank)[0]
     assert re.search(r"parallelism.pp: no layer of pipeline stage 1 has an adapter.*peft.targets=\[all-linear\]", of_pp)
     assert re.search(
-        r"parallelism.tp=2: model.layers.0.self_attn.o_proj has 48 inputs, which are quantized 64 at a time.*peft=lora",
-        of_quantized,
+        r"parallelism.tp=2: .* quantized 64 inputs .*\.o_proj \(48\), .*\.down_proj \(48\); ", of_quantized
     )

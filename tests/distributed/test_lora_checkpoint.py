@@ -140,12 +140,12 @@ def test_other_base_weights_and_other_parameters_are_rejected(tmp_path: Path) ->
     assert "lora_A" in holds
 
 
-def config(tmp_path: Path, method: str) -> FinetuneConfig:
+def config(tmp_path: Path, method: str, family: str) -> FinetuneConfig:
     """Create base weights and a run directory that uses them."""
     cfg = FinetuneConfig(
-        model=ModelConfig(path=str(tiny_folder(tmp_path / "base", "llama")), tokenizer="bytes"),
+        model=ModelConfig(path=str(tiny_folder(tmp_path / "base", family)), tokenizer="bytes"),
         data=DocsDataConfig(),
-        peft=PeftConfig(method=method, rank=3, dora=True, targets=["q_proj", "v_proj", "down_proj"]),
+        peft=PeftConfig(method=method, rank=3, dora=True, targets=EXPORTED_TARGETS.get(family, ["all-linear"])),
     )
     cfg.run.dir = str(tmp_path / "run")
     (tmp_path / "run").mkdir()
@@ -174,19 +174,29 @@ def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for of_rank in of_ranks for name, value in of_rank.items()}
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"] if SHARDS_BYTES else ["lora"])
+EXPORTED_TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_fc", "mlp.c_proj"]}
+EXPORTED = [
+    ("lora", "llama", "pp2"),
+    ("lora", "phi3", "tp2"),
+    *([("lora", "gpt2", "dp_shard2")] if TORTURE else []),
+    *([("qlora", "llama", "pp2"), ("qlora", "gpt2", "tp2")] if SHARDS_BYTES else []),
+]
+
+
+@pytest.mark.parametrize(("method", "family", "mesh"), EXPORTED)
 def test_exports_of_a_mesh_equal_those_of_its_checkpoint(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    method: str, family: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Adapters are initialized equally on every mesh; scripts/export.py writes the same two exports; peft loads them.
 
     QLoRA adapters are trained on the dequantized base weights, and are merged into those.
     """
-    cfg = config(tmp_path, method)
+    cfg = config(tmp_path, method, family)
     run_dir = tmp_path / "run"
 
     def body(rank: int) -> Any:
-        model = recipe_model(cfg, "pp2")
+        model = recipe_model(cfg, mesh)
         initial = gathered(model)
         optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
         for group in optimizer.param_groups:
@@ -202,14 +212,14 @@ def test_exports_of_a_mesh_equal_those_of_its_checkpoint(
     for name, value in initial.items():
         exact = {} if name.endswith("lora_magnitude_vector") else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(single.get_parameter(name).detach(), value, **exact)
-    assert len(initial) == 2 * 3 * 3
+    assert len(initial) == 3 * len(adapted_layers(single))
     for name, value in now.items():
         single.get_parameter(name).data.copy_(value)
     expected = logits(single.eval())
     base = reference(tmp_path / "base")
     for layer in adapted_layers(single) if method == "qlora" else ():
         weight = base.get_submodule(layer).weight
-        weight.data = rounded_to_nf4(weight)
+        weight.data = rounded_to_nf4(weight) if family == "llama" else rounded_to_nf4(weight.T).T.contiguous()
     peft_model = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
     torch.testing.assert_close(logits(peft_model), expected, rtol=1e-5, atol=1e-5)
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
@@ -224,7 +234,7 @@ def test_exports_of_a_mesh_equal_those_of_its_checkpoint(
             torch.testing.assert_close(stored[name], value, rtol=1e-6, atol=1e-6)
     assert json.loads((run_dir / "adapter-step_1" / "adapter_config.json").read_text())["use_dora"] is True
 
-    tiny_folder(tmp_path / "base", "llama", seed=1)
+    tiny_folder(tmp_path / "base", family, seed=1)
     assert export([str(run_dir), "--out", str(tmp_path / "other")]) == 2
     assert "its adapters were trained on other base weights" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -120,8 +120,7 @@ def covering(world: int) -> list[Cell]:
         )
         chosen_overall = Counter(each.parallelism.activation_checkpointing for each in chosen)
         policy = min(RECOMPUTE, key=lambda each: (chosen_with_axis[each], chosen_overall[each]))
-        plan = grid.GPT2_PLAN if model == "gpt2" else None
-        chosen.append(cell(model, world, replace(layout, tp_plan=plan, activation_checkpointing=policy)))
+        chosen.append(cell(model, world, replace(layout, activation_checkpointing=policy)))
     return chosen
 
 
@@ -164,11 +163,11 @@ def test_grid_contains_every_mesh_and_rejects_only_impossible_ones(world: int) -
         }
 
 
-def test_gpt2_under_tp_without_a_plan_is_rejected() -> None:
-    work = [(cell("gpt2", 2, layout), torch.float64) for layout in all_layouts(2, ParallelismConfig())]
-    findings = run_cells(2, work, timeout=60)
-    assert {each.mesh for each in findings if each.rejected} == {"tp2", "tp2_sp", "ep2"}
-    assert all("parallelism.tp_plan" in text for each in findings if "tp" in each.mesh for text in each.rejected)
+def test_gpt2_with_a_plan_of_the_user_matches_one_process() -> None:
+    plan = ParallelismConfig(tp_plan="tests.distributed.test_parity:gpt2_plan")
+    work = [(cell("gpt2", 2, layout_of(name, plan)), torch.float64) for name in ("tp2", "tp2_sp")]
+    problems = problems_of(run_cells(2, work, timeout=60))
+    assert not problems, problems
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from components.models import read_anatomy
 from components.training import gradient_norm
 from tests.distributed import published_parallelizer as published
 from tests.distributed.contrast import both_implementations, contrast
-from tests.distributed.parity import build, pad, samples_of_step
+from tests.distributed.parity import SMALL, build, pad, samples_of_step
 from tests.harness import run_ranks
 
 
@@ -544,8 +544,9 @@ def test_plan_entry_that_matches_no_module_is_rejected() -> None:
         styles = {path: parallelizer.translate_to_torch_parallel_style(style) for path, style in plan.items()}
         with pytest.raises(ConfigError, match="'model.layers.\\*.self_attn.q_prj' matches no module"):
             parallelizer.fsdp2_strategy_parallelize(build("llama", torch.float32), mesh, tp_shard_plan=styles)
-        with pytest.raises(MissingPlanError, match="GPT2LMHeadModel has no tensor-parallel plan"):
-            parallelizer.fsdp2_strategy_parallelize(build("gpt2", torch.float32), mesh)
+        opt = build("opt", torch.float32, {**SMALL, "model_type": "opt", "word_embed_proj_dim": 48})
+        with pytest.raises(MissingPlanError, match="OPTForCausalLM has no tensor-parallel plan"):
+            parallelizer.fsdp2_strategy_parallelize(opt, mesh)
 
     run_ranks(2, on_rank)
 

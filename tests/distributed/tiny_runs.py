@@ -19,7 +19,7 @@ from components.data.batches import BatchPlan, Padding, TrainBatches
 from components.data.examples import IGNORED, Example
 from components.distributed.mesh import Mesh
 from components.training import TrainState
-from tests.distributed.grid import GPT2_PLAN, ROUTER_AUX, Cell, build_model, cell
+from tests.distributed.grid import ROUTER_AUX, Cell, build_model, cell
 from tests.distributed.parity import CLIP, OPTIMIZER, Case, router_config
 
 GLOBAL_BATCH = 8
@@ -87,7 +87,7 @@ class TinyRun:
 def cell_named(model: str, name: str, world: int) -> Cell:
     """Return a model on a named mesh; "pp2 ZBVZeroBubble" also names a pipeline schedule."""
     name, _, schedule = name.partition(" ")
-    base = ParallelismConfig(tp_plan=GPT2_PLAN if model == "gpt2" else None)
+    base = ParallelismConfig()
     layout = base if name == "fsdp2" else layout_of(name, base)
     assert layout is not None, name
     if schedule:

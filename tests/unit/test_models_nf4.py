@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models
-from components.config.errors import ConfigError
 from components.config.meshes import layout_of
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
@@ -32,7 +31,7 @@ from components.training.setup.flops import model_flops
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4
 from tests.harness import run_ranks
 from tests.optional import SHARDS_BYTES
-from tests.tiny_models import SIZES
+from tests.tiny_models import SIZES, logits, reference, tiny_folder
 from tests.unit.test_models_lora import adapted
 
 WIDEST_GAP = float((NF4[1:] - NF4[:-1]).max())
@@ -108,9 +107,28 @@ def test_nf4_linear_under_autocast_matches_a_linear_layer() -> None:
     assert hidden.grad.dtype == torch.float32
 
 
-def test_transposed_matrices_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"peft.method=qlora: GPT2LMHeadModel stores its matrices transp.*peft=lora"):
-        adapted("gpt2", QLORA)
+def test_matrices_of_conv1d_are_packed_transposed(tmp_path: Path) -> None:
+    """As bitsandbytes does; the same bytes are read without a materialized model, as for an export."""
+    cfg = ModelConfig(path=str(tiny_folder(tmp_path, "gpt2")), tokenizer="bytes")
+    model = models.build_on_meta(cfg)
+    models.add_adapters(model, QLORA)
+    read = models.weight_reader(model, cfg, 0)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, 0)
+    stored, layers = reference(tmp_path), quantized_layers(model)
+    assert len(layers) == 2 * 4
+    for name, layer in layers.items():
+        matrix = stored.get_submodule(name).weight.T
+        assert torch.equal(layer.dequantized(layer.weight, len(matrix.T), torch.float32), rounded_to_nf4(matrix))
+        assert torch.equal(read(f"{name}.weight", (slice(1, 5), slice(0, layer.weight.shape[1]))), layer.weight[1:5])
+    torch.testing.assert_close(logits(model.eval()), logits(with_rounded_matrices(stored, list(layers))))
+
+
+def with_rounded_matrices(model: Any, layers: list[str]) -> Any:
+    for name in layers:
+        weight = model.get_submodule(name).weight
+        weight.data = rounded_to_nf4(weight.T).T.contiguous()
+    return model
 
 
 def test_parameter_and_flop_counts_are_those_of_the_unpacked_model() -> None:

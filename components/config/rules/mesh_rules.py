@@ -3,12 +3,34 @@ forward rules out an axis."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from components.config.layouts import AttentionLayout, attention_layout, local_heads, ulysses_divides
 from components.config.schema.parallelism import ContextAttention, MeshShape, ParallelismConfig, UnevenHeads
-from components.config.shape import ModelShape
+from components.config.schema.peft import ALL_LINEAR, PeftConfig
+from components.config.shape import PLANNED_MLP, ModelShape
 
+QUANTIZED_TOGETHER = 64
+"""Consecutive inputs of a layer that share a scale under QLoRA (NF4)."""
+SPLIT_INPUTS = {
+    **dict.fromkeys(PLANNED_MLP | {"glm4", "phi3"}, ("self_attn.o_proj", "mlp.down_proj")),
+    **dict.fromkeys(("gpt_oss", "mixtral", "olmoe", "qwen3_moe"), ("self_attn.o_proj", "")),
+    "gpt2": ("attn.c_proj", "mlp.c_proj"),
+    "gpt_neox": ("attention.dense", "mlp.dense_4h_to_h"),
+    "starcoder2": ("self_attn.o_proj", "mlp.c_proj"),
+}
+"""Model type -> the linear layers of attention and MLPs whose inputs its tp plan splits."""
+GATHERED_HEADS = frozenset({"gpt2", "olmo2", "olmo3", "olmoe", "phi3"})
+"""Model types whose tp plan computes all heads on every rank, whether or not tp divides them."""
 NOT_STAGED = frozenset({"bamba", "nemotron_h", "openai-gpt"})
 """Model types whose forward fails in a stage: it uses the type or outputs of every layer, or the shape of the ids."""
+
+NOT_SHARDED = frozenset({
+    *("bamba", "biogpt", "bitnet", "bloom", "codegen", "ctrl", "dbrx", "diffllama", "falcon", "falcon_h1"),
+    *("falcon_mamba", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe", "mamba", "mamba2", "mpt"),
+    *("openai-gpt", "opt", "persimmon", "recurrent_gemma", "rwkv", "xglm", "xlstm", "zamba", "zamba2"),
+})  # fmt: skip
+"""Model types without a tensor-parallel plan, in transformers and in components/distributed/tensor/family_plans.py."""
 
 
 def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
@@ -52,6 +74,39 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
     return problems
 
 
+def quantized_inputs_problem(tp: int, layers: Iterable[str]) -> str:
+    """Return the problem of QLoRA layers, each with its number of inputs, whose inputs tp would split in a block."""
+    return (
+        f"parallelism.tp={tp}: splits the inputs of layers that are quantized {QUANTIZED_TOGETHER} inputs at a time, "
+        f"and must leave each rank a multiple of {QUANTIZED_TOGETHER}: {', '.join(layers)}; change parallelism.tp, set "
+        "peft=lora, or name other layers in peft.targets"
+    )
+
+
+def quantized_problems(
+    peft: PeftConfig | None, parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape
+) -> list[str]:
+    """Return the problem of QLoRA layers whose inputs tp cannot split, of the families in SPLIT_INPUTS.
+
+    The ranks check all layers of every family before they load weights.
+    """
+    if peft is None or not peft.quantizes or mesh.tp == 1 or parallelism.tp_plan or shape.family not in SPLIT_INPUTS:
+        return []
+    of_attention, of_mlp = SPLIT_INPUTS[shape.family]
+    sizes = {of_mlp: 4 * (shape.hidden or 0) if shape.family == "gpt2" and shape.mlp is None else shape.mlp}
+    if shape.heads is not None:
+        layout = attention_layout(shape.heads, shape.kv_heads or shape.heads, mesh.tp)
+        if layout != AttentionLayout.replicated or shape.family in GATHERED_HEADS:
+            sizes[of_attention] = shape.heads * (shape.head_dim or (shape.hidden or 0) // shape.heads)
+    uneven = [
+        f"{name} ({size})"
+        for name, size in sizes.items()
+        if name and size and size % (QUANTIZED_TOGETHER * mesh.tp)
+        if any(t == ALL_LINEAR or f".{name}".endswith(f".{t}") or t.endswith(f".{name}") for t in peft.targets)
+    ]
+    return [quantized_inputs_problem(mesh.tp, uneven)] if uneven else []
+
+
 def _forward_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
     """Return the axes that the model's forward rules out."""
     problems = []
@@ -62,6 +117,11 @@ def _forward_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Mo
     if mesh.pp > 1 and shape.per_layer_input:
         problems.append(
             f"parallelism.pp={mesh.pp}: {inputs}, which only the first stage receives; set parallelism.pp=1"
+        )
+    if mesh.tp > 1 and shape.family in NOT_SHARDED and parallelism.tp_plan is None:
+        problems.append(
+            f"parallelism.tp={mesh.tp}: {shape.family} models have no tensor-parallel plan; set parallelism.tp=1, or "
+            "provide a plan by parallelism.tp_plan=module.path:name"
         )
     if mesh.pp > 1 and shape.family in NOT_STAGED:
         problems.append(

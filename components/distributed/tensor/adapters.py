@@ -1,4 +1,4 @@
-"""Tensor parallelism of linear layers with LoRA adapters.
+"""Tensor parallelism of linear layers that torch's styles cannot shard: with LoRA adapters, or Conv1D (GPT-2).
 
 The adapter is sharded like its layer and adds no collective to the forward. Column-wise, W and B are sharded by output
 features and A is replicated; row-wise, W and A are sharded by input features, B is replicated, and one reduction sums
@@ -8,11 +8,13 @@ over tp once, when FSDP reduces gradients.
 An adapted layer is a module with the parameters `lora_A`, `lora_B` and optionally `lora_magnitude_vector` besides
 `weight` and `bias`, and a method `compute` that takes the input and these parameters as plain tensors. A packed
 (quantized) weight has one row of bytes per output feature, and its input features are packed in groups of
-`columns_together`.
+`columns_together`. Other weights are (out, in), or (in, out) in a Conv1D.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +26,20 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from components.config.errors import ConfigError
+from components.config.rules.mesh_rules import quantized_inputs_problem
 from components.distributed.tensor.tensor_parallel import (
     KVHeadSlice,
     ReplicatedParameters,
-    TransformersStyle,
     as_replicated,
     distribute_parameters,
     redistribute,
 )
+from components.models.anatomy import is_transposed
 
 NAMES = ("weight", "bias", "lora_A", "lora_B", "lora_magnitude_vector")
 """Parameters of an adapted layer, in the argument order of `compute`."""
+MLA = "mla_kv_a_proj"
+"""transformers' style of a replicated projection, which changes the gradient of its output only."""
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -42,65 +47,103 @@ def is_adapted(module: nn.Module) -> bool:
     return module._parameters.get("lora_A") is not None
 
 
-def adapted_style(name: str, style: ParallelStyle) -> ParallelStyle:
-    """Return the style that shards an adapted layer like `style` shards the layer without adapter.
-
-    Raises ConfigError for a style without an adapted counterpart.
-    """
-    if isinstance(style, ReplicatedParameters):
+def style_for(module: nn.Module, style: ParallelStyle) -> ParallelStyle | None:
+    """Return the style that shards a module like `style` shards a linear layer; None if it cannot be sharded so."""
+    adapted = is_adapted(module)
+    if not (adapted or is_transposed(module)):
         return style
-    if isinstance(style, KVHeadSlice):
+    if type(style) is ColwiseParallel:
+        return AdaptedColwise(style)
+    if type(style) is RowwiseParallel and style.output_layouts[0] in (Replicate(), Shard(0), Shard(1)):
+        return AdaptedRowwise(style) if style.use_local_output else None
+    if adapted and isinstance(style, KVHeadSlice):
         return AdaptedKVHeadSlice(style.kv_heads)
-    if (
-        type(style) is ColwiseParallel
-        and style.input_layouts == (Replicate(),)
-        and style.output_layouts == (Shard(-1),)
-    ):
-        return AdaptedColwise()
-    if type(style) is RowwiseParallel and style.input_layouts == (Shard(-1),):
-        return AdaptedRowwise(name, style.output_layouts[0])
-    kind = style.name if isinstance(style, TransformersStyle) else type(style).__name__
-    raise ConfigError(
-        f"parallelism.tp: {name} has an adapter, which its style ({kind}) cannot shard; leave it out of peft.targets, "
-        "or set parallelism.tp=1"
-    )
+    is_known = isinstance(style, ReplicatedParameters) or getattr(style, "name", "") == MLA
+    return style if is_known or not adapted else None
+
+
+def check_adapters(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
+    """Raise ConfigError listing all layers that their styles, by module name, cannot shard because of their adapters.
+
+    Layers that differ in their number only are listed once.
+    """
+    unknown: dict[str, str] = {}
+    uneven: dict[str, str] = {}
+    for name, style in styles.items():
+        module: Any = model.get_submodule(name)
+        listed = re.sub(r"\.\d+(?=\.)", ".*", name)
+        if style_for(module, style) is None:
+            unknown[listed] = f"{listed} ({getattr(style, 'name', type(style).__name__)})"
+        elif is_adapted(module) and isinstance(style, RowwiseParallel):
+            inputs, together = module.lora_A.shape[1], module.columns_together
+            if together > 1 and inputs % (together * tp):
+                uneven[listed] = f"{listed} ({inputs})"
+    problems = [quantized_inputs_problem(tp, uneven.values())] if uneven else []
+    if unknown:
+        problems.append(
+            f"parallelism.tp={tp}: layers with adapters cannot have the style of {', '.join(unknown.values())}; use "
+            "colwise, rowwise, colwise_gather_output, rowwise_split_input or replicate in parallelism.tp_plan, or name "
+            "other layers in peft.targets"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 class AdaptedColwise(ParallelStyle):
-    """Column-wise: each rank takes all input features and computes its shard of the output features."""
+    """Column-wise: each rank takes all input features and computes its shard of the output features.
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_parameters(module, device_mesh, [Shard(0)], {"lora_A": [Replicate()]})
+    Args:
+        style: Layouts of the input and of the output, which may be all-gathered (`colwise_gather_output`).
+    """
 
-        def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in) -> (batch, seq, out / tp)
-            hidden = as_replicated(hidden, device_mesh).to_local(grad_placements=[Partial()])
-            return module.compute(hidden, *_local(module, partial=("lora_A",)))  # type: ignore[operator]
+    def __init__(self, style: ColwiseParallel) -> None:
+        super().__init__()
+        self.style = style
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        dim = 1 if is_transposed(module) else 0
+        features = module.weight.shape[dim]
+        by_name: dict[str, list[Placement]] = {"weight": [Shard(dim)], "lora_A": [Replicate()]}
+        distribute_parameters(module, device_mesh, [Shard(0)], by_name)
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in) -> (batch, seq, out / tp), or gathered
+            entered = _entered(hidden, device_mesh, self.style.input_layouts, Replicate())
+            output = _compute(module, entered.to_local(grad_placements=[Partial()]), _local(module, ("lora_A",)))
+            shape = torch.Size((*output.shape[:-1], features))  # tp need not divide the features
+            stride = torch.empty(shape, device="meta").stride()
+            sharded = DTensor.from_local(output, device_mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+            output = sharded.redistribute(placements=self.style.output_layouts)
+            return output.to_local() if self.style.use_local_output else output
 
         module.forward = forward
         return module
 
 
 class AdaptedRowwise(ParallelStyle):
-    """Row-wise: each rank takes its shard of the input features; outputs are all-reduced or reduce-scattered."""
+    """Row-wise: each rank takes its shard of the input features; outputs are all-reduced or reduce-scattered.
 
-    def __init__(self, name: str, output_layout: Placement) -> None:
+    Args:
+        style: Layouts of the output and of the input, which may be replicated (`rowwise_split_input`).
+    """
+
+    def __init__(self, style: RowwiseParallel) -> None:
         super().__init__()
-        self.name, self.output_layout = name, output_layout
+        self.style = style
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        inputs = _InputShard(device_mesh, module.lora_A.shape[1])
-        columns = module.columns_together
-        if inputs.features % (columns * device_mesh.size()):
-            raise ConfigError(
-                f"parallelism.tp={device_mesh.size()}: {self.name} has {inputs.features} inputs, which are quantized "
-                f"{columns} at a time and cannot be divided evenly; change parallelism.tp, or set peft=lora"
-            )
-        distribute_parameters(module, device_mesh, by_name={"weight": [Shard(1)], "lora_A": [Shard(1)]})
+        inputs = _InputShard(device_mesh, input_features(module))
+        by_name = {"weight": [Shard(0 if is_transposed(module) else 1)], "lora_A": [Shard(1)]}
+        distribute_parameters(module, device_mesh, by_name=by_name)
+        # With a sharded sequence each rank adds the bias to its own tokens.
+        of_tokens = () if self.style.output_layouts[0] == Replicate() else ("bias",)
+        partial = ("lora_B", "lora_magnitude_vector", *of_tokens)
 
-        def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in / tp) -> (batch, seq, out)
-            weight, bias, *adapter = _local(module, partial=("lora_B", "lora_magnitude_vector"))
-            partial_output = module.compute(hidden, weight, None, *adapter, inputs)
-            output = redistribute(partial_output, device_mesh, Partial(), self.output_layout)
+        def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in / tp or in) -> (batch, seq, out)
+            entered = _entered(hidden, device_mesh, self.style.input_layouts, Shard(-1))
+            weight, bias, *adapter = _local(module, partial)
+            output = _compute(module, entered.to_local(), [weight, None, *adapter], inputs)
+            summed = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            output = summed.redistribute(placements=self.style.output_layouts).to_local()
             return output if bias is None else output + bias
 
         module.forward = forward
@@ -141,18 +184,42 @@ class _InputShard:
         tp ranks have equal random streams: each draws the mask for all features and takes its shard.
         """
         mask = F.dropout(hidden.new_ones(*hidden.shape[:-1], self.features), probability)
-        return hidden * mask.chunk(self.mesh.size(), dim=-1)[self.mesh.get_local_rank()]
+        return hidden * redistribute(mask, self.mesh, Replicate(), Shard(-1))
 
     def norms(self, norms: torch.Tensor) -> torch.Tensor:
         """Return the norms of full weight rows, given those of this rank's column shard, (out,)."""
         return redistribute(norms.square(), self.mesh, Partial(), Replicate()).sqrt()
 
 
+def input_features(module: Any) -> int:
+    """Return the global number of input features of a linear layer or a Conv1D."""
+    return module.nx if is_transposed(module) else module.in_features
+
+
+def _entered(hidden: torch.Tensor, mesh: DeviceMesh, layouts: Sequence[Placement], wanted: Placement) -> DTensor:
+    """Return a layer's input, a DTensor or a local tensor in `layouts`, in the layout that the layer computes with."""
+    if not isinstance(hidden, DTensor):
+        hidden = DTensor.from_local(hidden, mesh, layouts, run_check=False)
+    return hidden.redistribute(placements=[wanted])
+
+
+def _compute(
+    module: Any, hidden: torch.Tensor, parameters: list[torch.Tensor | None], inputs: _InputShard | None = None
+) -> torch.Tensor:
+    """Apply a layer to this rank's shards of its input and of its parameters, in the order of NAMES."""
+    weight, bias, *adapter = parameters
+    if is_transposed(module):
+        weight = weight.T  # type: ignore[union-attr]
+    if is_adapted(module):
+        return module.compute(hidden, weight, bias, *adapter, inputs)
+    return F.linear(hidden, weight, bias)  # type: ignore[arg-type]
+
+
 def _local(module: Any, partial: tuple[str, ...]) -> list[torch.Tensor | None]:
     """Return the local tensors of NAMES; gradients of those in `partial` are partial sums over the ranks."""
     local: list[torch.Tensor | None] = []
-    parameters = (module.weight, module.bias, module.lora_A, module.lora_B, module.lora_magnitude_vector)
-    for name, parameter in zip(NAMES, parameters, strict=True):
+    for name in NAMES:
+        parameter = module._parameters.get(name)
         if isinstance(parameter, DTensor):
             parameter = parameter.to_local(grad_placements=[Partial()] if name in partial else None)
         local.append(parameter)

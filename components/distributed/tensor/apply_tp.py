@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
 from components.distributed.expert import holds_dtensors
-from components.distributed.tensor.adapters import adapted_style, is_adapted
+from components.distributed.tensor.adapters import check_adapters, style_for
 from components.distributed.tensor.per_head import PerHead, PerHeadNorms
 from components.distributed.tensor.tensor_parallel import (
     BlockInput,
@@ -73,6 +73,7 @@ def apply_tensor_parallel(
         check_covered(model, plan, tp_mesh.size())
     ties = _tied_names(model)
     styles = {name: style for path, style in plan.items() for name, _ in matching(model, path)}
+    check_adapters(model, styles, tp_mesh.size())
     layers = anatomy.decoder_layers(model)
     config = config_of(model)
     if sequence_parallel and not layers:
@@ -90,7 +91,7 @@ def apply_tensor_parallel(
         if isinstance(style, TransformersStyle):
             style.config = config and config.get_text_config()
         if name in styles or any(True for _ in module.parameters(recurse=False)):
-            _apply_style(name, module, tp_mesh, style)
+            _apply_style(module, tp_mesh, style)
     if anatomy.embedding is not None:
         # The embedding returns the pending result of an asynchronous all-reduce, and a compiled layer that receives it
         # fails in the backward. Any operation waits for the result, and unlike .wait() is differentiable.
@@ -142,10 +143,9 @@ def _prepare_layer(
     return tokenwise if sequence_parallel else set()
 
 
-def _apply_style(name: str, module: nn.Module, tp_mesh: DeviceMesh, style: ParallelStyle) -> None:
-    """Apply a style to a module, or its adapted counterpart to a layer with a LoRA adapter."""
-    applied = adapted_style(name, style) if is_adapted(module) else style
-    parallelize_module(module, tp_mesh, applied, src_data_rank=None)
+def _apply_style(module: nn.Module, tp_mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Apply a style to a module, or its counterpart to a layer with a LoRA adapter and to a Conv1D."""
+    parallelize_module(module, tp_mesh, style_for(module, style), src_data_rank=None)
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         convert_output(module, as_writable)
 

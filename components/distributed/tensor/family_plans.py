@@ -16,6 +16,12 @@ FAMILY_PLANS: Mapping[str, Mapping[str, str]] = {
         "self_attn.q_norm": "per_head",
         "self_attn.k_norm": "per_head",
     },
+    "gpt2": {  # the forward slices queries, keys and values out of one matrix, so its output is gathered
+        "attn.c_attn": "colwise_gather_output",
+        "attn.c_proj": "rowwise_split_input",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
+    },
     "gpt_oss": {  # one attention sink per head; the experts, with their biases, are sharded as a whole
         **_ATTENTION,
         "self_attn": "per_head",

@@ -30,7 +30,7 @@ from components.distributed.tensor.tensor_parallel import (
     ReplicatedParameters,
     TransformersStyle,
 )
-from components.models.anatomy import Anatomy, config_of, is_experts, read_anatomy
+from components.models.anatomy import Anatomy, config_of, is_experts, is_transposed, read_anatomy
 
 TpPlan = dict[str, ParallelStyle]
 """Module path -> style; `*` matches one path component."""
@@ -318,12 +318,11 @@ def check_divisible(model: nn.Module, plan: TpPlan, tp: int) -> None:
     problems: dict[str, str] = {}
     for path, style in plan.items():
         for name, module in matching(model, path):
-            if not isinstance(module, nn.Linear):
-                continue
+            inputs, outputs = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
             if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
-                size = module.out_features
+                size = getattr(module, outputs, 0)
             elif _takes_sharded_input(style):
-                size = module.in_features
+                size = getattr(module, inputs, 0)
             else:
                 continue
             if size % tp:

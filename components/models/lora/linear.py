@@ -26,7 +26,7 @@ from components.config.schema.peft import ALL_LINEAR, PeftConfig
 from components.models.anatomy import encoder_parameters
 from components.models.lora.product import add_low_rank
 from components.models.quantization.nf4 import BLOCK, level_pairs, nf4_linear, pack, packed_shape, unpack
-from components.models.weights.shards import local_part
+from components.models.weights.shards import fill, local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,6 +62,8 @@ class LoraLayer(nn.Module):
     """Whether to skip the adapter; set by `adapters_off`."""
     columns_together: int = 1
     """Tensor parallelism may split the weight's columns only at multiples of this."""
+    is_conv1d: bool = False
+    """Whether the weight is (in, out)."""
 
     def adapt(self, cfg: PeftConfig, features: tuple[int, int]) -> None:
         """Add an uninitialized adapter on the device of the weight. features: (in, out)."""
@@ -157,6 +159,8 @@ class QuantizedLoraLinear(LoraLinear):
 class LoraConv1D(LoraLayer):
     """transformers' Conv1D (GPT-2's linear layer, whose weight is (in, out)) with an adapter."""
 
+    is_conv1d = True
+
     @property
     def matrix(self) -> torch.Tensor:
         """The layer's weight as (out, in)."""
@@ -170,6 +174,12 @@ def row_norms(matrix: torch.Tensor) -> torch.Tensor:
 
 def set_magnitudes(layer: LoraLayer) -> None:
     """Set DoRA's magnitudes to the weight's row norms, all-reduced over mesh axes that shard the columns."""
+    magnitude: Any = layer.lora_magnitude_vector
+    if layer.is_conv1d:  # FSDP2 shards its columns, and the magnitudes
+        weight = layer.weight.detach()
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        fill(magnitude, "lora_magnitude_vector", row_norms(whole.T).__getitem__)
+        return
     columns = local_part(layer.lora_A).shape[1]
     norms = row_norms(layer.dequantized(local_part(layer.weight), columns, torch.float32))
     if isinstance(layer.weight, DTensor):
@@ -179,17 +189,23 @@ def set_magnitudes(layer: LoraLayer) -> None:
                 squares = norms.square()
                 dist.all_reduce(squares, group=mesh.get_group(axis))
                 norms = squares.sqrt()
-    local_part(layer.lora_magnitude_vector).copy_(norms)  # type: ignore[arg-type]
+    local_part(magnitude).copy_(norms)
 
 
 def adapted_linear(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
-    """Return a copy of `layer` with an adapter, which shares the layer's parameters."""
+    """Return a copy of `layer` with an adapter, which shares the layer's parameters.
+
+    A quantized Conv1D becomes a linear layer, as in bitsandbytes: its weight is packed as (out, in).
+    """
     linear = isinstance(layer, nn.Linear)
-    kind: Any = (QuantizedLoraLinear if cfg.quantizes else LoraLinear) if linear else LoraConv1D
     adapted: Any = copy.copy(layer)
-    adapted.__class__ = kind  # rather than calling a constructor: keeps parameters, hooks and flags
-    rows, columns = layer.weight.shape  # type: ignore[misc]
-    adapted.adapt(cfg, (columns, rows) if linear else (rows, columns))
+    # Rather than calling a constructor: keeps parameters, hooks and flags.
+    adapted.__class__ = QuantizedLoraLinear if cfg.quantizes else LoraLinear if linear else LoraConv1D
+    if cfg.quantizes and not linear:
+        adapted.in_features, adapted.out_features = adapted.weight.shape
+        adapted.weight = nn.Parameter(adapted.weight.T.contiguous(), requires_grad=False)
+    outputs, inputs = adapted.matrix.shape
+    adapted.adapt(cfg, (inputs, outputs))
     if cfg.quantizes:
         adapted.quantize()
     return adapted
@@ -218,10 +234,6 @@ def target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> li
         "adapted; choose other peft.targets"
         for each in sorted(subclasses)
     ]
-    if any(isinstance(linear[name], Conv1D) for name in chosen):
-        transposed = f"{kind} stores its matrices transposed (Conv1D)"
-        problems += [f"peft.dora=true: {transposed}; set peft.dora=false"] if cfg.dora else []
-        problems += [f"peft.method=qlora: {transposed}; set peft=lora"] if cfg.quantizes else []
     if for_peft and (misread := _read_as_experts(model, chosen)):
         problems.append(
             f"peft.targets={cfg.targets}: the PEFT library mistakes adapters on {', '.join(misread)} of {kind} for "

@@ -101,7 +101,14 @@ def nf4_linear(
     return output if bias is None else output + bias.to(output.dtype)
 
 
-def fill_or_pack(tensor: torch.Tensor, name: str, read: Callable[[Index], torch.Tensor], shape: Sequence[int]) -> None:
+def fill_or_pack(
+    tensor: torch.Tensor,
+    name: str,
+    read: Callable[[Index], torch.Tensor],
+    shape: Sequence[int],
+    *,
+    transposed: bool = False,
+) -> None:
     """Set this rank's shard of `tensor` from blocks of the full tensor, packing them if `tensor` is packed.
 
     A block is packed on the device of `tensor`, with the same codes on each: on a CPU the search for the nearest levels
@@ -109,10 +116,18 @@ def fill_or_pack(tensor: torch.Tensor, name: str, read: Callable[[Index], torch.
 
     Args:
         read: Returns a block of the full, unpacked tensor.
-        shape: Shape of the full, unpacked tensor.
+        shape: Shape of the full, unpacked tensor, as `read` returns it.
+        transposed: Pack the transpose (of a Conv1D).
     """
-    device = local_part(tensor).device
-    fill(tensor, name, packed_reader(read, shape[1], device) if is_packed(tensor) else read)
+    if is_packed(tensor):
+        columns, read = (shape[0], transposed_reader(read)) if transposed else (shape[1], read)
+        read = packed_reader(read, columns, local_part(tensor).device)
+    fill(tensor, name, read)
+
+
+def transposed_reader(read: Callable[[Index], torch.Tensor]) -> Callable[[Index], torch.Tensor]:
+    """Return a function that reads blocks of the transpose of the matrix that `read` reads."""
+    return lambda index: read(index[::-1]).T.contiguous()
 
 
 def packed_reader(

@@ -14,12 +14,13 @@ from components.config.model_files import GGUF_BASE, locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
 from components.exchange import broadcast_json, this_rank
+from components.models.anatomy import is_transposed
 from components.models.build import IMAGE_TEXT
 from components.models.classifier import SCORE, TokenScores
 from components.models.lora import ADAPTER_PARAMETERS, expert_factors, quantized_layers, row_norms, scaling_of
 from components.models.lora.experts import FACTORS, stores_transposed
 from components.models.meta_copy import meta_copy
-from components.models.quantization.nf4 import unpacked_reader
+from components.models.quantization.nf4 import transposed_reader, unpacked_reader
 from components.models.tokenizer import save_tokenizer
 from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.new_folder import NewFolder
@@ -182,14 +183,18 @@ class Merge:
         dtype = self._meta_model.get_parameter(name).dtype
         if lora_A.dim() == 3:
             return self._read_experts(name, read(index).to(lora_A.dtype), lora_A, lora_B, index).to(dtype)
-        block = (unpacked_reader(read, lora_A.shape[1]) if self._packed else read)(index)
-        linear = isinstance(self._meta_model.get_submodule(name.rpartition(".")[0]), nn.Linear)
-        rows, columns = index if linear else reversed(index)  # of (out, in)
-        delta = self._scaling * (lora_B[rows] @ lora_A[:, columns])
-        merged = block.to(lora_A.dtype) + (delta if linear else delta.T)
-        if magnitude:  # needs norms of complete rows, which blocks of matrices are
-            merged *= (magnitude[0][rows] / row_norms(merged))[:, None]
-        return merged.to(dtype)
+        transposed = is_transposed(self._meta_model.get_submodule(name.rpartition(".")[0]))
+        if self._packed:  # as (out, in)
+            read = unpacked_reader(read, lora_A.shape[1])
+        elif transposed:
+            read = transposed_reader(read)
+        rows, columns = reversed(index) if transposed else index  # of (out, in)
+        # DoRA needs the norms of complete rows, which blocks are unless the matrix is stored transposed.
+        width = slice(0, lora_A.shape[1]) if magnitude else columns
+        merged = read((rows, width)).to(lora_A.dtype) + self._scaling * (lora_B[rows] @ lora_A[:, width])
+        if magnitude:
+            merged = (merged * (magnitude[0][rows] / row_norms(merged))[:, None])[:, columns]
+        return (merged.T if transposed else merged).to(dtype)
 
     def _read_experts(
         self, name: str, block: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, index: Index

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from components.config.errors import ConfigError
+from components.models.anatomy import is_transposed
 from components.models.meta_copy import meta_copy
 from components.models.quantization.nf4 import fill_or_pack
 
@@ -36,7 +37,8 @@ def initialize_weights(model: PreTrainedModel, seed: int, names: Collection[str]
         for name, parameter in model.named_parameters():
             if name in initialized and (names is None or name in names):
                 drawn = drawn_weight(meta_model, name, seed)
-                fill_or_pack(parameter, name, drawn.__getitem__, drawn.shape)
+                transposed = is_transposed(meta_model.get_submodule(name.rpartition(".")[0]))
+                fill_or_pack(parameter, name, drawn.__getitem__, drawn.shape, transposed=transposed)
 
 
 def drawn_weight(meta_model: PreTrainedModel, name: str, seed: int) -> torch.Tensor:

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
+from components.models.anatomy import is_transposed
 from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
 from components.models.lora import initialize_adapters
 from components.models.meta_copy import meta_copy
-from components.models.quantization.nf4 import fill_or_pack, is_packed, packed_reader
+from components.models.quantization.nf4 import fill_or_pack, is_packed, packed_reader, transposed_reader
 from components.models.weights.gguf import GGUFTensors
 from components.models.weights.initialize import drawn_weight, initialize_weights
 from components.models.weights.names import saved_tensors, tied_names
@@ -104,7 +105,8 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> list[str]:
     shapes = {name: tensor.shape for name, tensor in saved_tensors(meta_model).items()}
     for name, source in plan.direct.items():
         if name in targets:
-            fill_or_pack(targets[name], name, partial(stored.read, source), shapes[name])
+            transposed = _is_transposed(meta_model, name)
+            fill_or_pack(targets[name], name, partial(stored.read, source), shapes[name], transposed=transposed)
     for first, conversion in plan.converted.items():
         if targets.keys().isdisjoint(_converted_names(conversion, first)):
             continue
@@ -135,11 +137,15 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
     packed = {name for name, tensor in saved_tensors(model).items() if is_packed(tensor)}
 
     def cast(read: Callable[[str, Index], torch.Tensor]) -> Callable[[str, Index], torch.Tensor]:
-        return lambda name, index: (
-            packed_reader(partial(read, name), full[name].shape[1])(index)
-            if name in packed
-            else read(name, index).to(full[name].dtype)
-        )
+        def read_as_filled(name: str, index: Index) -> torch.Tensor:
+            if name not in packed:
+                return read(name, index).to(full[name].dtype)
+            shape, read_one = full[name].shape, partial(read, name)
+            if _is_transposed(meta_model, name):
+                return packed_reader(transposed_reader(read_one), shape[0])(index)
+            return packed_reader(read_one, shape[1])(index)
+
+        return read_as_filled
 
     float32 = meta_copy(model, dtype=torch.float32)
     drawn = lru_cache(maxsize=1)(lambda name: drawn_weight(float32, name, seed))
@@ -160,6 +166,10 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
         return converted(source[name])[name][index]
 
     return cast(read)
+
+
+def _is_transposed(meta_model: PreTrainedModel, name: str) -> bool:
+    return is_transposed(meta_model.get_submodule(name.rpartition(".")[0]))
 
 
 def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> StoredTensors:
