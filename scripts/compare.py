@@ -12,6 +12,7 @@ no run logged.
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
@@ -28,7 +29,7 @@ from components.figures import LOSS, MISSING, STEP, finish_axes, has_matplotlib,
 from components.launch.run_directory.lease import is_held
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.protocol.run_files import CONFIG, RECORD, atomic_write
+from components.protocol.run_files import CONFIG, RECORD, atomic_write, is_replaceable
 from components.terminal import exit_with, print_text, printable
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ OWN_KEYS = ("run.dir", "run.name")
 """Keys that differ between all runs."""
 WIDTH = 200
 """Line width if the output is not a terminal."""
+TABLES, PLOT, TITLE = "compare.md", "compare.png", "# Comparison of runs"
+"""Files that the script writes, and the first line of the first."""
 TEXT_COLUMNS = ("run", "recipe", "model", "mesh", "status")
 TOKENS = "target tokens"
 """Label of the axis of tokens."""
@@ -56,10 +59,11 @@ def main(arguments: list[str]) -> int:
     try:
         comparison = read_comparison(options.runs, options.metric)
         comparison.print(PlainConsole(highlight=False, width=None if sys.stdout.isatty() else WIDTH))
+        _check_output(options.out)
         options.out.mkdir(parents=True, exist_ok=True)
-        why_not = comparison.plot(options.out / "compare.png")
-        atomic_write(options.out / "compare.md", comparison.to_markdown(has_plot=why_not is None))
-        written = ["compare.md", *(["compare.png"] if why_not is None else [])]
+        why_not = comparison.plot(options.out / PLOT)
+        atomic_write(options.out / TABLES, comparison.to_markdown(has_plot=why_not is None))
+        written = [TABLES, *([PLOT] if why_not is None else [])]
         print_text("", *(f"wrote {options.out / name}" for name in written), sep="\n")
         if why_not is not None:
             print_text(f"no plot: {why_not}")
@@ -74,6 +78,15 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0
+
+
+def _check_output(folder: Path) -> None:
+    """Raise ConfigError if files of the report's names exist that this script did not write."""
+    for name, report in ((TABLES, folder / TABLES), (PLOT, folder / TABLES)):
+        if os.path.lexists(folder / name) and not (report.is_file() and is_replaceable(report, TITLE)):
+            raise ConfigError(
+                f"--out {folder}: {name} exists and is not of this script; move it away, or choose another --out"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +154,7 @@ class Comparison:
     def to_markdown(self, *, has_plot: bool) -> str:
         """Return the tables as Markdown, with the plot between them if there is one."""
         lines = [
-            "# Comparison of runs",
+            TITLE,
             "",
             *markdown_table(self.header(), [self.cells(name) for name in self.runs]),
             "",

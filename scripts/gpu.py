@@ -25,15 +25,18 @@ from pathlib import Path
 
 from components.launch.local import allocator_defaults, rank_defaults
 from components.launch.machine import visible_gpus
+from components.protocol.run_files import is_replaceable
 from components.terminal import exit_with
 from scripts._gpu.checks import MORE_SECONDS, NEEDS_GPU, SECONDS, SEVERAL_SECONDS
-from scripts._gpu.verdict import Verdict, append_line, as_markdown, failed, read_lines, skipped, summary
+from scripts._gpu.verdict import HEAD, Verdict, append_line, as_markdown, failed, read_lines, skipped, summary
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE = 420.0
 """Seconds for all checks of one GPU."""
 START_SECONDS = 5.0
 """A check is not started with less time left."""
+FILES = {"results.jsonl": '"verdict"', "log.txt": "\n===== ", "verdict.md": HEAD}
+"""Files that the script replaces, each with a text in its first lines by which it is known."""
 STACKS_SECONDS = 2.0
 """Time for a hanging check to print its stacks."""
 
@@ -44,7 +47,7 @@ def main(arguments: list[str]) -> int:
     seconds = {**SECONDS, **MORE_SECONDS} if options.ranks == 1 else SEVERAL_SECONDS
     began, results = time.monotonic(), options.out / "results.jsonl"
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in ("results.jsonl", "log.txt", "verdict.md"):
+    for name in FILES:
         (options.out / name).unlink(missing_ok=True)
     for name in options.only:
         known, left = len(read_lines(results)), options.seconds - (time.monotonic() - began)
@@ -79,6 +82,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--only={','.join(unknown)}: no such check; choose some of {', '.join(offered)}")
     if options.seconds is None:
         options.seconds = DEADLINE if options.ranks == 1 and not options.small else float("inf")
+    found = [name for name in FILES if os.path.lexists(options.out / name)]
+    if found and not any(name in found and is_replaceable(options.out / name, mark) for name, mark in FILES.items()):
+        parser.error(f"--out={options.out}: {found[0]} exists and is not of this script; choose another folder")
     if options.device == "cuda" and (gpus := visible_gpus(os.environ)) < options.ranks:
         parser.error(
             f"--ranks={options.ranks}: {gpus or 'no'} GPU{'s are' if gpus > 1 else ' is'} visible; run it on a machine "

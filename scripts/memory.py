@@ -19,8 +19,9 @@ from components.config.schema.parallelism import ContextAttention, ParallelismCo
 from components.config.shape import read_shape
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
+from components.protocol.run_files import atomic_write
 from components.terminal import exit_with, print_text
-from scripts._memory.options import models_to_measure, read_options
+from scripts._memory.options import MEASURED, models_to_measure, read_options
 
 if TYPE_CHECKING:
     from scripts._memory.ranks import Usage
@@ -99,7 +100,7 @@ def main(arguments: list[str]) -> int:
             loads = {True: Load(options.seq), False: Load(STATE_SEQ, STATE_MICRO_BATCHES)}
             figures = measure_all(cfg, {each.name: (each.parallelism, loads[each.long], each.world) for each in shapes})
             lines += [
-                f"{name}, MiB, maximum over the ranks (fraction of a single process):",
+                f"{name}{MEASURED}",
                 "",
                 *table(shapes, figures),
                 "",
@@ -109,7 +110,7 @@ def main(arguments: list[str]) -> int:
         print_problems(error.problems)
         return EXIT_INVALID
     if options.out is not None:
-        options.out.write_text("\n".join(lines))
+        atomic_write(options.out, "\n".join(lines))
     return 0
 
 

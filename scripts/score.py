@@ -20,12 +20,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, PreferencesDataConfig
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
+from components.protocol.run_files import open_new
 from components.terminal import exit_with, print_text
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def read_options(arguments: list[str]) -> Namespace:
     if not options.data.is_file():
         problems.append(f"{options.data}: no such file")
     options.out = options.out or options.data.with_suffix(".rewards.jsonl")
-    if options.out.exists():
+    if os.path.lexists(options.out):
         problems.append(f"--out {options.out}: exists; choose another file, or remove it")
     elif not options.out.parent.is_dir():
         problems.append(f"--out {options.out}: no folder {options.out.parent}; create it, or choose another file")
@@ -108,20 +109,31 @@ def score(options: Namespace) -> Counter[str]:
     )
     bad = BadRowReport()
     try:
-        unscored = BadRowReport()
-        counts = _write_rewards(model, tokenizer, zip(*_answers(cfg, bad), strict=True), options, unscored)
-        bad.add(unscored.problems, unscored.count)
-        if bad.count:
-            count = "1 row is no pair" if bad.count == 1 else f"{bad.count:,} rows are no pairs"
-            raise ConfigError(f"{options.data}: {count}; correct or remove such rows:{bad}")
-    except ConfigError:
-        options.out.unlink(missing_ok=True)  # incomplete; the corrected command would be rejected for it
-        raise
+        output = open_new(options.out)
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot be created: {error.strerror}; choose another file") from error
+    with output:
+        try:
+            unscored = BadRowReport()
+            answers = zip(*_answers(cfg, bad), strict=True)
+            counts = _write_rewards(model, tokenizer, answers, options, unscored, output)
+            bad.add(unscored.problems, unscored.count)
+            if bad.count:
+                count = "1 row is no pair" if bad.count == 1 else f"{bad.count:,} rows are no pairs"
+                raise ConfigError(f"{options.data}: {count}; correct or remove such rows:{bad}")
+        except ConfigError:
+            options.out.unlink(missing_ok=True)  # incomplete; the corrected command would be rejected for it
+            raise
     return counts
 
 
 def _write_rewards(
-    model: Any, tokenizer: Any, answers: Iterator[tuple[Conversation, ...]], options: Namespace, bad: BadRowReport
+    model: Any,
+    tokenizer: Any,
+    answers: Iterator[tuple[Conversation, ...]],
+    options: Namespace,
+    bad: BadRowReport,
+    output: IO[bytes],
 ) -> Counter[str]:
     """Write a line per pair, and return the counts of `score`. After a bad row, only further ones are looked for."""
     import torch
@@ -130,7 +142,7 @@ def _write_rewards(
     from components.data.sources.rows import BadRowReport
 
     counts: Counter[str] = Counter()
-    with options.out.open("w") as output, torch.inference_mode():
+    with torch.inference_mode():
         while batch := list(islice(answers, options.batch_size)):
             of_batch = BadRowReport()
             encoded = encode_scored(tokenizer, [answer for pair in batch for answer in pair], bad=of_batch)
@@ -142,7 +154,7 @@ def _write_rewards(
             rewards = _rewards(model, tokenizer.pad_token_id, samples, options.device).view(-1, 2)
             for (chosen, rejected), first, second in zip(rewards.tolist(), samples[0::2], samples[1::2], strict=True):
                 line = {"row": counts["pairs"], "chosen": chosen, "rejected": rejected}
-                output.write(json.dumps(line) + "\n")
+                output.write(f"{json.dumps(line)}\n".encode())
                 counts.update(pairs=1, equal=first == second, won=first != second and chosen > rejected)
             output.flush()
     return counts

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from components.config.schema.logging import ProfileConfig
-from components.protocol.run_files import atomic_path, atomic_write
+from components.protocol.run_files import atomic_path, atomic_write, own_folder
 
 
 class StepProfile:
@@ -54,7 +54,7 @@ class StepProfile:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the kernels that these steps have launched belong to the trace
         profiler.stop()
-        self._files.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(self._files.parent)
         trace, table = self._files.with_suffix(".json"), self._files.with_suffix(".txt")
         with atomic_path(trace) as unpublished:
             profiler.export_chrome_trace(str(unpublished))

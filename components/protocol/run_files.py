@@ -62,6 +62,10 @@ PRIVATE, BY_UMASK = 0o600, 0o666
 NONFINITE = "nonfinite"
 """Key of a JSON object with its NaN and infinite values, which are null at their own keys: strict JSON has neither."""
 _TEMPORARY = ".tmp-"
+_LEFT_FILE = re.compile(
+    rf"\..+{re.escape(_TEMPORARY)}[0-9a-f]{{16}}|\.(config\.yaml|(environment|result)\.json|job\.sbatch|job_id)\.tmp"
+)
+"""Names of temporary files; the second kind is of earlier versions."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -188,8 +192,15 @@ def disk_errors_named(file: Path) -> Iterator[None]:
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """Return the temporary files that killed writers left in `folder`."""
-    return [*folder.glob(f".*{_TEMPORARY}*"), *folder.glob(".*.tmp")]
+    """Return the temporary files that killed writers left in `folder`; files of others may have similar names."""
+    return [folder / name for name in names_in(folder) if _LEFT_FILE.fullmatch(name)]
+
+
+def is_replaceable(file: Path, mark: str) -> bool:
+    """Return whether a tool may replace a file: there is none, or a regular file that begins with its `mark`."""
+    if not os.path.lexists(file):
+        return True
+    return not file.is_symlink() and mark in read_text(file)[: len(mark) + 1000]
 
 
 def open_new(path: Path, mode: int = BY_UMASK) -> IO[bytes]:
@@ -252,7 +263,8 @@ def keep_only_file(path: Path) -> None:
 def keep_only_folder(path: Path) -> None:
     """Set aside anything at the path of a folder that is not one, such as a link, and report it on stderr."""
     if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
-        set_aside(path, "a link" if path.is_symlink() else "no directory")
+        with suppress(FileNotFoundError):  # another rank was faster
+            set_aside(path, "a link" if path.is_symlink() else "no directory")
 
 
 def own_folder(path: Path, mode: int = 0o777) -> Path:

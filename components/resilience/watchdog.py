@@ -38,6 +38,7 @@ from components.distributed.process.store_sync import PeerFailure
 from components.kernel_counters import bytes_moved
 from components.protocol.exit_codes import EXIT_HUNG
 from components.protocol.failures import HungRun
+from components.protocol.run_files import atomic_write
 from components.resilience.frames import package_of, thread_frames
 from components.resilience.heartbeat import BeatTracker, Heartbeat, Verdict, blame, silent_store
 
@@ -307,7 +308,7 @@ def write_collectives(timeout: float) -> Path | None:
 
     def write() -> None:
         records = {name: _dump(function) for name, function in RECORDERS.items()}
-        path.write_text(json.dumps({name: record for name, record in records.items() if record.get("entries")}))
+        atomic_write(path, json.dumps({name: record for name, record in records.items() if record.get("entries")}))
         written.append(path)
 
     writer = threading.Thread(target=write, name="flight_recorder", daemon=True)

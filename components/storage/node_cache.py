@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from components.storage.urls import name_of
 FOLDER = "objects"
 """Folder below data.cache."""
 _TEMPORARY = ".tmp-"
+_PART = re.compile(r"[0-9a-f]{32}/[0-9a-f]{16}\.part(\.tmp-[0-9a-f]{16})?")
 _TEMPORARY_SECONDS = 24 * 3600  # a temporary file this old was left by a process that died
 _HASH_BYTES = 16
 _LOCKS = 256
@@ -132,6 +134,8 @@ class NodeCache:
         self._unmeasured, self._is_new = 0, False
         parts = []
         for file in self._folder.glob("*/*.part*"):
+            if not _PART.fullmatch(f"{file.parent.name}/{file.name}"):
+                continue
             with contextlib.suppress(OSError):  # removed by another process
                 status = file.stat()
                 if _TEMPORARY not in file.name:

@@ -12,7 +12,11 @@ python=${PYTHON:-python3}
 version=${PYTHON_VERSION:-3.12}
 packages=(transformers hydra-core omegaconf peft gguf regex)
 mkdir -p "$folder"
-rm -f "$folder"/*.whl
+if [ -n "$(ls -A "$folder")" ] && ! grep -qs meshbook_gpu_packages "$folder/run.sh"; then
+    printf '%s: is not empty and was not made by this script; give a new folder\n' "$folder" >&2
+    exit 2
+fi
+for each in "${packages[@]}" antlr4-python3-runtime; do rm -f "$folder/${each//-/_}"-*.whl; done
 platforms=()
 for each in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
     platforms+=(--platform "${each}_x86_64")

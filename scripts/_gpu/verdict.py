@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+HEAD = "| check | what | measured | predicted | bound | verdict |"
+"""Head of the table in verdict.md."""
 CONTROL_FACTOR = 100
 """A planted fault must exceed the bound that it is a control of by this factor."""
 
@@ -103,8 +105,7 @@ def as_markdown(lines: Sequence[tuple[str, Line]], heading: str) -> str:
         f"| {name} | {line.what} | {line.measured} | {line.predicted} | {line.bound} | {line.verdict} |"
         for name, line in lines
     ]
-    head = ["| check | what | measured | predicted | bound | verdict |", "|---|---|---|---|---|---|"]
-    return "\n".join([heading, "", *head, *(row.replace("\n", " ") for row in rows)]) + "\n"
+    return "\n".join([heading, "", HEAD, "|---|---|---|---|---|---|", *(row.replace("\n", " ") for row in rows)]) + "\n"
 
 
 def summary(lines: Sequence[tuple[str, Line]], seconds: float) -> str:

@@ -16,7 +16,10 @@ from components.config.schema.checks import raise_all
 from components.config.schema.model import ModelConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.protocol.role import whole_number
+from components.protocol.run_files import is_replaceable
 
+MEASURED = ", MiB, maximum over the ranks (fraction of a single process):"
+"""End of the title of each table."""
 MODELS = {
     "Llama": (
         "model=tiny",
@@ -59,6 +62,10 @@ def read_options(arguments: list[str], description: str | None = None) -> tuple[
     options, overrides = parser.parse_known_args(arguments)
     numbers = [whole_number(each) or 0 for each in options.degrees.split(",")]
     problems = []
+    if options.out is not None and not is_replaceable(options.out, MEASURED):
+        problems.append(f"--out {options.out}: exists and is not of this script; move it away, or choose another file")
+    elif options.out is not None and not options.out.parent.is_dir():
+        problems.append(f"--out {options.out}: no folder {options.out.parent}; create it, or choose another file")
     if min(numbers) < 2:
         problems.append(f"--degrees {options.degrees}: must be integers of 2 or more, such as 2,4")
     problems += [

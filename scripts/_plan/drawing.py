@@ -6,8 +6,9 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.planning.draw.mesh_picture import picture_of_plan, render_mesh
+from components.planning.draw.svg import MARK
 from components.planning.formulas.ranking import Plan
-from components.protocol.run_files import atomic_write
+from components.protocol.run_files import atomic_write, is_replaceable
 from scripts._plan.options import PlanRequest
 from scripts._plan.report import mesh_name
 
@@ -22,6 +23,8 @@ def write_drawing(request: PlanRequest, plans: list[Plan]) -> None:
     try:
         if file.is_dir():
             raise IsADirectoryError(21, "Is a directory")
+        if not is_replaceable(file, MARK):
+            raise ConfigError(f"--draw {file}: exists and is no picture of a mesh; move it away, or name another file")
         atomic_write(file, render_mesh(picture))
     except OSError as error:
         raise ConfigError(

@@ -19,10 +19,10 @@ from components.data.sources.files import readable
 from components.data.sources.rows import BadRowReport, each_document, train_location
 from components.data.sources.split import rows_of
 from components.data.sources.text import document_tokens
-from components.data.token_store.manifest import Manifest, ShardEntry, Vocabulary
+from components.data.token_store.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, Vocabulary
 from components.data.token_store.vocabulary import hash_of_tokenizer as hash_of_vocabulary
 from components.data.token_store.writer import read_entry, with_hashes, write_shard
-from components.protocol.run_files import temporaries
+from components.protocol.run_files import is_replaceable, temporaries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,8 +109,19 @@ def settings_of(
     )
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError if the folder of a corpus holds a manifest or safetensors files of others."""
+    if not is_replaceable(folder / MANIFEST, FORMAT):
+        raise ConfigError(
+            f"{folder}: {MANIFEST} exists and is no manifest of a token store; move it away, or choose another folder"
+        )
+    for path in sorted(folder.glob(f"*{SHARD}")):
+        _read_shard(path)
+
+
 def check_shards(files: Iterable[InputFile], settings: CorpusSettings, folder: Path) -> None:
     """Raise ConfigError if a shard of these files exists that was written with other settings, or is no such shard."""
+    check_folder(folder)
     for file in files:
         found = _read_shard(file.shard)
         if found is not None and (different := found[1].differences(settings)):

@@ -17,14 +17,15 @@ from typing import Any
 import xxhash
 
 from components.config.errors import ConfigError
-from components.protocol.run_files import atomic_write
+from components.protocol.run_files import atomic_write, is_replaceable
 from components.protocol.safe_json import load_json, parse_json
 from components.storage.object_store import ObjectStore
 from components.storage.urls import is_url, join
 
 MANIFEST = "manifest.json"
 """File name of the manifest in the folder of a store."""
-_FORMAT = "meshbook token store"
+FORMAT = "meshbook token store"
+"""Value of the key `format` in each manifest."""
 _VERSION = 1
 _WINDOW_BITS = range(4, 25)
 DENSEST_WINDOWS = tuple(1 << bits for bits in _WINDOW_BITS)
@@ -149,10 +150,10 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
     write = "docs/data.md shows how to write it"
     try:
         stored = load_json(file) if url is None else parse_json(ObjectStore(url).read(url))
-        if stored["format"] != _FORMAT or stored["version"] != _VERSION:
+        if stored["format"] != FORMAT or stored["version"] != _VERSION:
             raise ConfigError(
                 f"{key}={path}: {file.name} is a {stored['format']!r} of version {stored['version']}; this version of "
-                f"Meshbook reads a {_FORMAT!r} of version {_VERSION}"
+                f"Meshbook reads a {FORMAT!r} of version {_VERSION}"
             )
         if stored.pop("checksum", None) not in (None, _checksum(stored)):
             raise ConfigError(f"{key}={path}: {file} is damaged or was edited: it does not match its checksum; {write}")
@@ -179,7 +180,7 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
 
 
 def write_manifest(manifest: Manifest) -> Path:
-    """Write a manifest into its folder, atomically, and return the file. Raises OSError.
+    """Write a manifest into its folder, atomically, and return the file. Raises OSError, also if it is another file.
 
     Paths of shards within the folder become relative to it, so that the store may be moved.
     """
@@ -190,7 +191,7 @@ def write_manifest(manifest: Manifest) -> Path:
         for path in [manifest.file_of(shard).resolve()]
     ]
     values = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "version": _VERSION,
         "vocabulary": None if manifest.vocabulary is None else asdict(manifest.vocabulary),
         "document_end": manifest.document_end,
@@ -203,6 +204,8 @@ def write_manifest(manifest: Manifest) -> Path:
     head = json.dumps(values, indent=1)[:-2]  # one line per shard, so that two manifests can be compared with diff
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     file = manifest.folder / MANIFEST
+    if not is_replaceable(file, FORMAT):
+        raise FileExistsError(errno.EEXIST, "it exists and is no manifest of a token store; move it away", str(file))
     atomic_write(file, f'{head},\n "shards": [\n{lines}\n ]\n}}\n')
     return file
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from components.config.compose.frozen import frozen_text
 from components.config.errors import ConfigError
+from components.config.metrics_log import METRICS
 from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.filesystem import free_space
 from components.protocol.run_files import (
@@ -139,7 +140,10 @@ class RunDirectory:
         if not self.fresh or any(entry.name not in START_ENTRIES and _has_content(entry) for entry in entries):
             self.conclude("invalid", error)
             return
-        for entry in sorted(entries, key=lambda entry: entry.name == CONFIG):  # last: what remains is still a run
+        own = {*START_ENTRIES, METRICS, *(left.name for left in temporaries(self.path))}
+        for entry in sorted(
+            (entry for entry in entries if entry.name in own), key=lambda entry: entry.name == CONFIG
+        ):  # last: what remains is still a run
             if entry.is_dir() and not entry.is_symlink():
                 removed = entry.with_name(f".{entry.name}.removed")
                 entry.rename(removed)  # atomic: other ranks that still write reports find no logs folder

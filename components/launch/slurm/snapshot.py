@@ -9,6 +9,7 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.project import COMPONENTS, PROJECT
+from components.protocol.run_files import keep_only_folder
 
 LARGEST = 64 * 2**20
 """Maximum size of a snapshot in bytes; more is probably not only code."""
@@ -49,6 +50,7 @@ def copy_code(recipe_file: Path, target: Path) -> int:
         )
     # A file that no longer exists must not stay: Python prefers an old package to a new module of its name.
     fresh = target.with_name(f"{target.name}.new")
+    keep_only_folder(fresh)
     shutil.rmtree(fresh, ignore_errors=True)
     for source, copied in pairs:
         new = fresh / copied.relative_to(target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -15,7 +14,8 @@ from typing import Any
 
 from components.config.compose.sweep_keys import EVAL_LOSS, EarlyStop, Goal
 from components.config.errors import ConfigError
-from components.protocol.run_files import PRIVATE, atomic_write_json, read_json, take_lock
+from components.protocol.run_files import PRIVATE, atomic_write_json, own_folder, read_json, take_lock
+from components.protocol.safe_json import load_json
 
 PLAN, POINTS, SWEEP_LOCK = "sweep.json", "points", ".lock"
 LONGEST_NAME = 48
@@ -119,7 +119,7 @@ def read_sweep(directory: Path) -> Sweep:
     """Return the sweep in a folder. Raises ConfigError if there is none."""
     folder = directory.expanduser().absolute()
     try:
-        plan = json.loads((folder / PLAN).read_text())
+        plan = load_json(folder / PLAN)
         plan["points"] = [Point(**_select_fields(Point, entry)) for entry in plan["points"]]
         plan |= {"file": Path(plan["file"]), "folder": Path(plan["folder"])}
         plan["goal"] = Goal(plan.get("goal", Goal.min))
@@ -152,9 +152,8 @@ class PointRecord:
 
 def write_record(sweep: Sweep, point: Point, record: PointRecord) -> None:
     """Write SWEEP/points/N.json."""
-    (sweep.directory / POINTS).mkdir(exist_ok=True)
     values = {**asdict(record), "point": point.name}
-    atomic_write_json(sweep.directory / POINTS / f"{point.number}.json", values, PRIVATE)
+    atomic_write_json(own_folder(sweep.directory / POINTS) / f"{point.number}.json", values, PRIVATE)
 
 
 def read_record(sweep: Sweep, point: Point) -> PointRecord | None:

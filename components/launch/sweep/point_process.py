@@ -17,7 +17,7 @@ from components.kernel_counters import killed_for_memory
 from components.launch.rank import die_with
 from components.launch.sweep.plan import Point, PointRecord, Sweep, write_record
 from components.protocol.role import without_ranks
-from components.protocol.run_files import PRIVATE, open_append
+from components.protocol.run_files import PRIVATE, keep_only_folder, open_append
 
 LAST_LINES = 15
 """Lines of a point's output kept in its record."""
@@ -37,6 +37,7 @@ class PointProcess:
         self._killed_before = killed_for_memory()
         self.record = PointRecord(time.time())
         write_record(sweep, point, self.record)
+        keep_only_folder(sweep.run_dir(point))
         with open_append(sweep.log(point), PRIVATE) as log:
             self._log_start = log.tell()
             sweep_process = os.getpid()

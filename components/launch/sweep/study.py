@@ -18,6 +18,7 @@ from components.config.compose.sweep_values import Range
 from components.config.errors import ConfigError
 from components.launch.sweep.plan import StudyPlan
 from components.launch.sweep.point_rows import NOT_ENDED, STOPPED_EARLY, SweepRow
+from components.protocol.run_files import keep_only_file
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -161,6 +162,7 @@ def _open(file: Path, goal: Goal) -> Study:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
+        keep_only_file(file)
         file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a killed sweep: the caller holds the sweep's
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(file)))
         return optuna.create_study(

@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 
 _OLD = "-old"
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Files of an earlier folder that do not belong to the new one."""
 
 
 class NewFolder:
@@ -44,7 +46,7 @@ class NewFolder:
         self.path.mkdir()
 
     def publish(self) -> None:
-        """Rename the folder to its final path, replacing what exists there.
+        """Rename the folder to its final path, replacing what exists there but for the files of others.
 
         Raises OSError; the existing folder is then restored.
         """
@@ -57,8 +59,12 @@ class NewFolder:
             if os.path.lexists(old) and not os.path.lexists(self.folder):
                 old.rename(self.folder)
             raise
-        if old.is_symlink() or old.is_file():
-            old.unlink()
+        if old.is_symlink() or not old.is_dir():
+            old.unlink(missing_ok=True)
+            return
+        for each in old.iterdir():
+            if not (_WEIGHTS.fullmatch(each.name) or os.path.lexists(self.folder / each.name)):
+                each.rename(self.folder / each.name)
         shutil.rmtree(old, ignore_errors=True)
 
     def abandon(self) -> None:

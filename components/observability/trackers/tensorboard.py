@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from components.observability.trackers.tracker import TrackedRun
+from components.protocol.run_files import own_folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -45,6 +46,6 @@ class TensorBoardTracker:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = writer = SummaryWriter(str(self._run.directory / FOLDER), purge_step=step)
+        self._writer = writer = SummaryWriter(str(own_folder(self._run.directory / FOLDER)), purge_step=step)
         writer.add_text("config", f"```yaml\n{self._run.config_text}```", step)
         return writer

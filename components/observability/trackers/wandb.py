@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from components.config.schema.logging import WandbConfig
 from components.observability.trackers.tracker import TrackedRun, name_in_group
+from components.protocol.run_files import own_folder
 
 
 class WandbTracker:
@@ -34,7 +34,7 @@ class WandbTracker:
             run_id = f"{name[-80:]}-{secrets.token_hex(4)}"
             run.store_id("wandb", run_id)
         # Private, because wandb's files contain the host, the command and the environment.
-        Path(run.directory, "wandb").mkdir(mode=0o700, exist_ok=True)
+        own_folder(run.directory / "wandb", 0o700)
         self._run = wandb.init(
             # save_code would upload the recipe and all uncommitted changes, including any secrets in them.
             settings=wandb.Settings(silent=True, console="off", save_code=False),
