@@ -14,6 +14,7 @@ from pathlib import Path
 from components.config.compose.command_line import compose_from_command_line
 from components.config.errors import ConfigError
 from components.config.micro_batches import fit_micro_batches
+from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.training import TrainingConfig
@@ -27,6 +28,7 @@ from components.launch.run_checks import problems_before_start
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
 from components.launch.run_directory.provenance import start_record
 from components.project import HELP
+from components.storage.urls import package_problems
 from components.terminal import print_text
 
 
@@ -81,6 +83,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         backend.show(recipe, cfg, processes, notes)
         return None
     restrict_new_files(cfg)
+    _check_remote(cfg)
     directory = open_run_directory(cfg, recipe.name)
     directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
     if backend.runs_here:
@@ -115,6 +118,19 @@ def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def _check_remote(cfg: RecipeConfig) -> None:
+    """Raise ConfigError if checkpoint.remote belongs to another run or to none, as far as can be seen from here."""
+    checkpoint = section(cfg, CheckpointConfig)
+    url = None if checkpoint is None else checkpoint.remote
+    if url is None or package_problems("checkpoint.remote", url):
+        return
+    from components.storage.run_claim import problem_before_launch  # few runs need the store's client
+
+    run = "" if cfg.run.dir is None else os.path.abspath(os.path.expanduser(cfg.run.dir))
+    if problem := problem_before_launch(url, run):
+        raise ConfigError(problem)
 
 
 def _batch_notes(requested: RecipeConfig, cfg: RecipeConfig) -> list[str]:

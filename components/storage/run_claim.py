@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Collection
@@ -14,6 +15,7 @@ from components.storage.object_store import ObjectStore
 from components.storage.urls import join, shown_names
 
 OWNER = "run.json"
+_CHECKPOINT = re.compile(r"step_[0-9.]+/manifest\.json")
 _SETTLE_SECONDS = 1.0
 """Time between a claim and its check, in which the claim of another start at the same time becomes visible."""
 
@@ -68,6 +70,23 @@ def read_claim(store: ObjectStore, url: str) -> RunClaim | None:
             f"{shown_names([str(error)])}); choose another URL, or remove it if the checkpoints there are this run's"
         ) from error
     return RunClaim(run, str(stored.get("token", "")), folders)
+
+
+def problem_before_launch(url: str, run: str) -> str | None:
+    """Return why checkpoint.remote=`url` cannot belong to a run, as far as the names below it show; None if it can.
+
+    A store that cannot be read from here is left to the ranks, as are the checkpoints of an unknown run.
+    """
+    try:
+        store = ObjectStore(url, attempts=1)
+        claim = read_claim(store, url)
+        prefix = join(url, "")
+        names = [] if claim is not None else [each.url.removeprefix(prefix) for each in store.list(url)]
+    except ConfigError as error:
+        return str(error)
+    except OSError:
+        return None
+    return claim_problem(claim, url, run, [] if any(map(_CHECKPOINT.fullmatch, names)) else names)
 
 
 def take_claim(store: ObjectStore, url: str, run: str, strangers: Collection[str]) -> RunClaim:
