@@ -21,7 +21,7 @@ pytestmark = pytest.mark.new_interpreter
 FOREVER = "while True:\n    time.sleep(0.05)\n"
 TRAP = """
 stop = []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
     signal.signal(number, lambda number, frame: stop.append(number))
 note("up")
 """
@@ -216,6 +216,18 @@ def test_ctrl_c_in_a_terminal_reaches_every_rank_once(bench: Bench) -> None:
     os.write(terminal, b"\x03")
     status, _ = wait_for_exit(pid, terminal)
     assert (status, bench.notes("got")) == (0, [str([int(signal.SIGINT)])] * 2)
+    bench.assert_no_process_left()
+
+
+def test_closed_terminal_reaches_every_rank_and_they_save(bench: Bench) -> None:
+    """Rank 0 prints to the terminal, which is gone."""
+    bench.write(SAVES + "print('a line', flush=True)\nnote('saved')\n")
+    pid, terminal = start_in_terminal(bench)
+    bench.await_notes("up", 2)
+    os.close(terminal)
+    bench.await_notes("saved", 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert bench.notes("got") == [str([int(signal.SIGHUP)])] * 2
     bench.assert_no_process_left()
 
 

@@ -6,6 +6,8 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from components.config.schema import AdamWConfig, Schedule
 from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
 from components.models.layers import vector_parameters
-from components.protocol.signals import STOP_SIGNALS
+from components.protocol.signals import FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
 from components.training.optimizers.muon import divide_parameters
 from components.training.optimizers.optim import keep_group_rates, step_if_finite
 
@@ -262,6 +264,19 @@ def test_step_seconds_include_the_wait_for_a_drained_step(every: int) -> None:
         metrics += reader.push(step, training.StepNumbers(vector), began, drain=step % every == every - 1)
     assert [m.step for m in metrics] == list(range(6))
     assert all(m.seconds >= 0.05 for m in metrics[1:])  # each waits for the step before it; the first has none
+
+
+@pytest.mark.parametrize("install", [collected_signals, record_stop_signals, training.StopRequest])
+def test_closed_terminal_is_ignored_under_nohup(install: Callable[[], Any]) -> None:
+    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with install() or nullcontext():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
