@@ -123,15 +123,9 @@ def exit_on_broken_pipe() -> Iterator[None]:
 
 
 def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a tool with the arguments of the command line, and exit with its status or that of `exit_on_broken_pipe`.
-
-    SIGTERM and SIGHUP end it as Ctrl-C does: it removes what it has not completed.
-    """
+    """Run a tool with the arguments of the command line, and exit with its status or that of `exit_on_broken_pipe`."""
     open_output()
     guard_output()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # else ignored, as by nohup
-            signal.signal(number, signal.default_int_handler)
     try:
         with exit_on_broken_pipe():
             status = main(sys.argv[1:])
