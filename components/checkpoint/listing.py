@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 import shutil
 from collections.abc import Iterable, Sequence
@@ -9,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.checkpoint.folders import FOLDER, TEMPORARY, candidates, leftovers
-from components.checkpoint.manifest import Manifest, ManifestError
+from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 from components.resilience.faults import fault_point
+from components.storage.urls import shown_names
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -115,7 +120,7 @@ def remove(paths: Iterable[Path]) -> None:
     """Remove checkpoints and the leftovers of killed attempts.
 
     Each folder is renamed first: a removal that is killed leaves no incomplete checkpoint under a published name, and
-    the next removal deletes the rest.
+    the next removal deletes the rest. Files that no save wrote are kept, in a folder step_N.others.
     """
     renamed = []
     for path in paths:
@@ -126,8 +131,29 @@ def remove(paths: Iterable[Path]) -> None:
         fault_point("while_pruning")
         if path.is_symlink() or not path.is_dir():
             path.unlink()
+        elif manifest := _manifest_with_strangers(path):
+            for name in (
+                *manifest.files,
+                MANIFEST,
+            ):  # the manifest last: the next removal needs it if this one is killed
+                (path / name).unlink(missing_ok=True)
+            kept, again = path.with_name(f"{path.name.partition(TEMPORARY)[0]}.others"), 1
+            while os.path.lexists(kept):
+                again += 1
+                kept = kept.with_suffix(f".others-{again}")
+            path.rename(kept)
+            logger.warning("%s: kept what is not of the removed checkpoint: %s", kept, shown_names(os.listdir(kept)))
         else:
             shutil.rmtree(path)
+
+
+def _manifest_with_strangers(path: Path) -> Manifest | None:
+    """Return the manifest of a folder that also holds other files than those of the checkpoint; None otherwise."""
+    try:
+        manifest = Manifest.read(path)
+    except ManifestError:
+        return None
+    return manifest if manifest.strangers(path) else None
 
 
 def _entry(path: Path) -> ListedCheckpoint:
