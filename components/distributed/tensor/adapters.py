@@ -13,6 +13,7 @@ An adapted layer is a module with the parameters `lora_A`, `lora_B` and optional
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,11 +110,13 @@ class AdaptedColwise(ParallelStyle):
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in) -> (batch, seq, out / tp), or gathered
             entered = _entered(hidden, device_mesh, self.style.input_layouts, Replicate())
             output = _compute(module, entered.to_local(grad_placements=[Partial()]), _local(module, ("lora_A",)))
+            if self.style.use_local_output and self.style.output_layouts == (Shard(-1),):
+                return output
             shape = torch.Size((*output.shape[:-1], features))  # tp need not divide the features
-            stride = torch.empty(shape, device="meta").stride()
+            stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
             sharded = DTensor.from_local(output, device_mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
-            output = sharded.redistribute(placements=self.style.output_layouts)
-            return output.to_local() if self.style.use_local_output else output
+            leaving = sharded.redistribute(placements=self.style.output_layouts)
+            return leaving.to_local() if self.style.use_local_output else leaving
 
         module.forward = forward
         return module
