@@ -1,4 +1,4 @@
-"""Escaping of control characters in text for terminals and logs."""
+"""Filters of text for terminals and logs: control characters are escaped, and secrets masked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from components.config.secrets import masked
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -29,6 +31,11 @@ _CONTROLS = re.compile(
 
 
 def printable(text: str) -> str:
+    """Return text without secrets and control characters."""
+    return escaped(masked(text))
+
+
+def escaped(text: str) -> str:
     r"""Return text with its control characters written as `\x1b` or `\u202e`.
 
     Data, file names and messages are untrusted: raw, they could recolor, clear or overwrite the terminal.
@@ -39,7 +46,7 @@ def printable(text: str) -> str:
 def print_text(
     *values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False
 ) -> None:
-    """Print like `print`, with control characters escaped."""
+    """Print like `print`, with control characters escaped and secrets masked."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
 
 
@@ -125,7 +132,7 @@ def exit_on_broken_pipe() -> Iterator[None]:
 def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
     """Run a tool with the arguments of the command line, and exit with its status or that of `exit_on_broken_pipe`."""
     open_output()
-    guard_output()
+    guard_output(sys.stderr)  # not stdout, which may hold the answers of a model
     try:
         with exit_on_broken_pipe():
             status = main(sys.argv[1:])
@@ -134,19 +141,31 @@ def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
     sys.exit(status)
 
 
-def guard_output() -> None:
-    """Escape the records of the project's loggers and the traceback of an uncaught exception in this process."""
+def guard_output(*streams: TextIO | None) -> None:
+    """Mask secrets in all that this process writes to `streams`, also in what libraries, argparse and warnings write.
+
+    Escape control characters in records of the project's loggers and in the traceback of an uncaught exception.
+    """
+    for stream in streams:
+        _mask_output(stream)
     make = logging.getLogRecordFactory()
 
-    def escaped(*args: object, **kwargs: object) -> logging.LogRecord:
+    def filtered(*args: object, **kwargs: object) -> logging.LogRecord:
         record = make(*args, **kwargs)
         if record.name.startswith("components"):
             record.msg, record.args = printable(record.getMessage()), None
         return record
 
-    logging.setLogRecordFactory(escaped)
+    logging.setLogRecordFactory(filtered)
     if sys.excepthook is sys.__excepthook__:  # keep another hook, such as a debugger's
         sys.excepthook = _show_uncaught
+
+
+def _mask_output(stream: Any) -> None:
+    """Mask secrets in the text written to a stream, also by holders of the stream such as handlers of logs."""
+    if stream is not None:  # None: it is closed
+        write = stream.write
+        stream.write = lambda text: write(masked(text))
 
 
 def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -28,7 +28,7 @@ from meshbook.programs import COMMAND, OTHER_COMMANDS, Program, recipes, start_r
 def main() -> int:
     """Run the command line; return the exit status."""
     open_output()
-    guard_output()
+    guard_output(sys.stderr)
     try:
         with exit_on_broken_pipe():
             return run(sys.argv[1:])

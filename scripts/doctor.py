@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> int:
                 print_text(check, flush=True)
     problems, notes = (sum(check.verdict == verdict for check in checks) for verdict in (PROBLEM, NOTE))
     if options.json:
-        print(json.dumps({"runnable": not problems, "checks": [asdict(check) for check in checks]}, indent=2))
+        print_text(json.dumps({"runnable": not problems, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         to_fix = f"{problems} problem{'s' * (problems > 1)} to fix before a run can start"
         print_text(to_fix if problems else f"A run can start ({notes} note{'s' * (notes != 1)}).")

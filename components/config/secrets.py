@@ -1,26 +1,28 @@
-"""Detection of secrets in a config, so that none is written to a run directory: they are rejected before it exists.
+"""Detection of secrets: a config that holds one is rejected, and no message shows one.
 
 A run inherits the environment of the shell that starts it, also under Slurm, so a config never needs to hold a token.
+Imports only the standard library, since every message passes `masked`.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
+import shlex
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from typing import Any
-
-from components.config.schema.checks import field_values
-from components.config.schema.run import RunConfig
-from components.protocol.role import SCHEDULER_PREFIXES
+from urllib.parse import quote
 
 SHORTEST = 8
 """Minimum length of a secret variable's value to search for in the config; shorter ones would match by chance."""
 
 _CREDENTIALS = {
     "a Hugging Face token": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
-    "a wandb API key": r"\bwandb_v\d+_\w{20,}|wandb\s+login\s.*?\b[0-9a-f]{40}\b|\blocal-[0-9a-f]{40}\b",
+    "a wandb API key": r"\bwandb_v\d+_\w{20,}|wandb\s+login\s.{0,200}?\b[0-9a-f]{40}\b|\blocal-[0-9a-f]{40}\b",
     "an API key (sk-...)": r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}",
     "a Google API key": r"\bAIza[\w-]{35}",
     "a GitHub token": r"\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}",
@@ -42,43 +44,46 @@ _CREDENTIALS = {
     "a GitLab token": r"\bgl(?:pat|rt|cbt|dt|ptt|soat|ft)-[\w-]{20,}",
     "a Slack token": r"\bxox[a-z]-[\w-]{10,}",
     "a JSON Web Token": r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
-    "a bearer token": r"(?i:\bbearer)\s+(?=[\w.~+/-]*\d)[\w.~+/-]{20,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY(?:[\s\S]*-----END [A-Z ]*PRIVATE KEY-----|[\s\S]*)",
+    "a bearer token": r"(?i:\bbearer)\s+(?=[\w.~+/-]*\d)[\w.~+/=-]{20,}"
+    r"|(?i:\bauthorization\\?[\"']?\s*[:=]\s*\\?[\"']?)(?:\w+\s+)?(?![\w.]*\.{3})[\w.~+/=-]{8,}",
+    "a signed URL": r"(?i:[?&;]x-(?:amz|goog)-(?:signature|credential|security-token)|[?&;](?:sig|signature))="
+    r"[\w%+/=.~-]{8,}",
+    "a URL with a token": r"(?<=://)(?=[\w-]*\d)[\w-]{20,}(?=@)",
 }
 _CREDENTIAL = [(what, re.compile(pattern)) for what, pattern in _CREDENTIALS.items()]
+_ANY_CREDENTIAL = re.compile("|".join(f"(?:{pattern})" for pattern in _CREDENTIALS.values()))
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")  # wandb API key; a git commit has the same form
-_LOGIN = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@]*:(?P<password>[^\s/@]+)@", re.IGNORECASE)
+_LOGIN = re.compile(r"\b[a-z][a-z0-9+.-]{0,30}://[^\s/:@]{0,200}:(?P<password>[^\s/]+)@", re.IGNORECASE)
 
 _PASSWORD_OPTION = re.compile(
     r"""(?x)
-    \b(?:mysql\w*|mariadb[\w-]*|sshpass|(?:docker|podman|helm|skopeo|oras|crane|az|twine|kinit|smbclient|mongo\w*)\b
-        [^;&|]*?)\s(?:[^;&|]*?\s)??-p\s*(?P<p>"[^"]*"|'[^']*'|[^\s;&|]+)
-    | \b(?:curl|http|https|xh|ab|wget|aria2c)\b[^;&|]*?\s(?:-u|-U|-a|--user|--proxy-user|--auth)[\s=]?
+    \b(?:mysql\w*|mariadb[\w-]*|sshpass|docker|podman|helm|skopeo|oras|crane|az|twine|kinit|smbclient|mongo\w*)\b
+        [^;&|]{0,1000}?\s-p\s*(?P<p>"[^"]*"|'[^']*'|[^\s;&|]+)
+    | \b(?:curl|http|https|xh|ab|wget|aria2c)\b[^;&|]{0,1000}?\s(?:-u|-U|-a|--user|--proxy-user|--auth)[\s=]?
         ["']?[^\s:"';&|]+:(?P<u>[^\s"';&|]+)
-    | \bredis-cli\b[^;&|]*?\s-a\s*(?P<a>[^\s;&|]+)
+    | \bredis-cli\b[^;&|]{0,1000}?\s-a\s*(?P<a>[^\s;&|]+)
     """
 )
 """Passwords in one-letter options of specific programs; in others the option is harmless (mkdir -p, ssh -p 22)."""
 _PUBLISHED = re.compile(r"[\d.:]+(?:-\d+)?(?::[\d-]+)?(?:/\w+)?")  # docker run -p 8080:80
 
-_VALUE = r"""(?P<{0}>"[^"]*"|'[^']*'|<[^<>]*>|(?:\$\{{[^}}]*\}}|[^\s;&|,)}}])*)"""
 _ASSIGNMENT = re.compile(
-    "|".join(
-        (
-            rf"(?<![\w${{])(?P<name>[A-Za-z_][\w-]*)(?:\s=\s|=(?!=))(?={_VALUE.format('value')})",  # export NAME=value
-            rf"(?<![\w-])--(?P<option>[A-Za-z][\w-]*)\s+(?={_VALUE.format('argument')})",  # --name value
-            r"\$\{(?P<variable>\w+):?[-=](?P<fallback>[^}]*)\}",  # ${NAME:-value}
-            rf"(?:[\"']|(?<!\$)[{{,]\s*)(?P<key>[\w-]+)[\"']?\s*:\s*(?={_VALUE.format('entry')})",  # {name: value}
-        )
-    )
+    r"(?<![\w${])(?P<name>[A-Za-z_][\w-]{0,100})(?:\s=\s|=(?!=))"  # export NAME=value
+    r"|(?<![\w-])--(?P<option>[A-Za-z][\w-]{0,100})\s+"  # --name value
+    r"|\$\{(?P<variable>\w{1,100}):?[-=]"  # ${NAME:-value}
+    r"|(?:[\"']|(?<!\$)[{,]\s*)(?P<key>[\w-]{1,100})\\*[\"']?\s*:\s*"  # {name: value}
 )
-"""Assignments of a value to a name in shell, JSON or YAML text. Values are matched by lookahead, since a value may
-contain further assignments."""
+"""Beginnings of assignments of a value to a name in shell, JSON or YAML text."""
+_VALUE = re.compile(
+    r"""\\*"[^"]*"|\\*'[^']*'|<[^<>]*>|\[[^\]]*\]|\{[^}]*\}|(?:\$\{[^}]{0,1000}\}|[^\s;&|,)}]){0,10000}"""
+)
+_FALLBACK = re.compile(r"[^}]*")
 
 _REFERENCE = re.compile(
-    r"\\?\$(\w+|\{\w+(:?\?[^}]*|:?[-+=](\$\w+|\$\{\w+)?\}?)?\}|\(.*)|`.*|<[^<>]*>|\[\w+\]", re.DOTALL
+    r"\\?\$(\w+|\{\w+(:?\?[^}]*|:?[-+=](\$\w+|\$\{\w+)?\}?)?\}|\(.*)|`.*|<[^<>]*>|\[[A-Z_]+\]|[.*]{3,}\W*", re.DOTALL
 )
-"""$NAME, ${NAME}, ${NAME:?message}, ${NAME:-$OTHER}, $(command), `command`, <placeholder>, [PAD]"""
+"""$NAME, ${NAME}, ${NAME:?message}, ${NAME:-$OTHER}, $(command), `command`, <placeholder>, [PAD], ..., ***"""
 _SWITCHES = {"", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null"}
 
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -105,12 +110,14 @@ HARMLESS_VARIABLES = {
     *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "WANDB_PROJECT"),
     *("WANDB_ENTITY", "MASTER_ADDR", "CI_COMMIT_SHA", "GITHUB_SHA"),
 }
-"""Variables that an interpolation may copy into the config, besides those of the scheduler (SLURM_*, PBS_*)."""
+"""Variables that an interpolation may copy into the config, besides those of the scheduler."""
+_SCHEDULER_PREFIXES = ("SLURM_", "PBS_")
 _NO_SECRET_LASTS = {"FILE", "PATH", "DIR", "NAME"}
 _VOCABULARY = {"PAD", "BOS", "EOS", "UNK", "SEP", "CLS", "MASK", "IMAGE", "AUDIO", "VIDEO", "SPECIAL", "START",
                "END", "STOP", "PER"}  # fmt: skip
 _OF_A_TOKEN = {"ID", "IDS", "INDEX", "TYPE", "TYPES", "COUNT", "LIMIT", "BUDGET", "LENGTH", "SIZE", "EMBEDDINGS"}
 _COMMITS = {"REVISION", "COMMIT", "SHA"}
+_MASK = "***"
 
 REMEDY = "remove it, and export it in the shell before you start the run, which inherits the environment"
 
@@ -128,11 +135,12 @@ def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping
         environ: Environment variables; default: those of this process.
     """
     secret_variables = _secret_values(os.environ if environ is None else environ)
-    run = field_values(cfg).get("run") if is_dataclass(cfg) and not isinstance(cfg, type) else None
-    allowed = run.allow_env if isinstance(run, RunConfig) else ()
+    values: Any = asdict(cfg) if is_dataclass(cfg) and not isinstance(cfg, type) else cfg
+    run = values.get("run") if isinstance(values, Mapping) else None
+    allowed = run.get("allow_env") or () if isinstance(run, Mapping) else ()
     secret_variables = {value: name for value, name in secret_variables.items() if name not in allowed}
     found: dict[str, str] = {}
-    for key, names, text in _texts(cfg, "", ()):
+    for key, names, text in _texts(values, "", ()):
         what = _secret(names, text, secret_variables)
         if what is not None:
             found[key if _is_printable_key(key, names, secret_variables) else key.partition(".")[0]] = what
@@ -157,7 +165,7 @@ def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) 
         value: Value of the variable.
         allowed: Variables declared harmless by the user (run.allow_env).
     """
-    listed = name in HARMLESS_VARIABLES or name.startswith(SCHEDULER_PREFIXES)
+    listed = name in HARMLESS_VARIABLES or name.startswith(_SCHEDULER_PREFIXES)
     if len(value) < SHORTEST or name in allowed or (listed and not is_secret_name(name)):
         return None
     if os.path.isabs(value) and os.path.exists(value):
@@ -186,6 +194,66 @@ def _is_secret_part(parts: list[str], index: int) -> bool:
     return part.endswith(_SECRET_ENDS) or (part == "KEY" and before in _KEYS)
 
 
+def masked(text: str) -> str:
+    """Return a text with each secret in it replaced by ***: the filter that everything for people to read passes.
+
+    Secrets are what `secret_problems` rejects: credentials with a well-known format, passwords in URLs and command
+    lines, values with a secret name, and the values of this process's secret variables and command-line arguments.
+    """
+    for value in _known_secrets(tuple(sys.argv[1:]), tuple(os.environ.items())):
+        text = text.replace(value, _MASK)
+    text = _ANY_CREDENTIAL.sub(_MASK, text)
+    spans = [found.span("password") for found in _LOGIN.finditer(text) if not _REFERENCE.fullmatch(found["password"])]
+    for found in _PASSWORD_OPTION.finditer(text):
+        option = str(found.lastgroup)
+        if _is_literal("", found[option]) and not _PUBLISHED.fullmatch(found[option]):
+            spans.append(found.span(option))
+    spans += [span for _, span in _assigned_secrets(text)]
+    end = len(text)
+    for start, stop in sorted(spans, reverse=True):  # a value may hold another assignment
+        if stop <= end:
+            text, end = text[:start] + _MASK + text[stop:], start
+        elif start < end:
+            text, end = text[:start] + _MASK + text[end:].removeprefix(_MASK), start
+    return text
+
+
+def shown_value(key: str, value: object) -> object:
+    """Return the value of a key as a message may show it: *** if a name in its path marks it as secret."""
+    is_secret = any(is_secret_name(name) for name in key.split(".")) and _is_literal(key, str(value))
+    return _MASK if is_secret else value
+
+
+@functools.lru_cache(maxsize=1)
+def _known_secrets(arguments: tuple[str, ...], environ: tuple[tuple[str, str], ...]) -> list[str]:
+    """Return the secrets in the command line and the environment as messages may quote them, longest first."""
+    variables = _secret_values(dict(environ))
+    values = [*variables, *(login["password"] for _, text in environ for login in _LOGIN.finditer(text))]
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        key, is_assigned, value = argument.partition("=")
+        names = tuple(re.split(r"[./@]", key.lstrip("+~-")))
+        if is_assigned and _secret(names, value, variables):
+            values += [value, value.strip("\"'")]
+            values += [argument.lstrip("+~")] if len(value) < SHORTEST and _is_literal(names[-1], value) else []
+        elif before.startswith("--") and is_secret_name(before) and not argument.startswith("-"):
+            values.append(argument)
+    values += [line for value in values for line in value.splitlines() if len(line) > 2 * SHORTEST]
+    written = {
+        form
+        for value in values
+        if len(value) >= SHORTEST and _is_literal("", value)
+        for form in (
+            value,
+            repr(value)[1:-1],
+            json.dumps(value)[1:-1],
+            quote(value),
+            quote(value, ""),
+            shlex.quote(value),
+        )
+    }
+    return sorted(written, key=len, reverse=True)
+
+
 def _secret_values(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values of variables with a secret name, mapped to the name."""
     values = {name: value.strip() for name, value in environ.items() if is_secret_name(name)}
@@ -196,9 +264,6 @@ def _texts(value: Any, key: str, names: tuple[str, ...]) -> Iterator[tuple[str, 
     """Yield each string below `value`, including dict keys: its dotted key, the names of its path, and the string."""
     if isinstance(value, str):
         yield key, names, value
-    elif is_dataclass(value) and not isinstance(value, type):
-        for name, nested in field_values(value).items():
-            yield from _texts(nested, f"{key}.{name}".lstrip("."), (*names, name))
     elif isinstance(value, Mapping):
         for name, nested in value.items():
             yield key or "a key", (), str(name)
@@ -223,14 +288,22 @@ def _secret(names: tuple[str, ...], text: str, secret_variables: Mapping[str, st
         return "holds a secret, according to its name"
     if _HEX_KEY.fullmatch(text.strip()) and not (names and _COMMITS & set(_PARTS.findall(names[-1].upper()))):
         return "holds what looks like a wandb API key (40 hexadecimal digits; shorten a commit)"
-    return _option_password(text) or _assigned_secret(text)
+    if problem := _option_password(text):
+        return problem
+    return next((f"assigns a value to {name}" for name, _ in _assigned_secrets(text)), None)
 
 
-def _assigned_secret(text: str) -> str | None:
-    for name, value in _assignments(text):
-        if is_secret_name(name) and _is_literal(name, value):
-            return f"assigns a value to {name}"
-    return None
+def _assigned_secrets(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield each secret name in a text, such as a shell line, and the span of the literal value assigned to it."""
+    start = 0
+    while found := _ASSIGNMENT.search(text, start):
+        name, start = found[str(found.lastgroup)], found.end()
+        if not is_secret_name(name):
+            continue  # a value may hold another assignment
+        value = (_FALLBACK if found["variable"] else _VALUE).match(text, start)
+        if value and _is_literal(name, value[0]):
+            yield name, value.span()
+            start = max(value.end(), start)
 
 
 def _option_password(text: str) -> str | None:
@@ -246,16 +319,9 @@ def _is_printable_key(key: str, names: Sequence[str], secret_variables: Mapping[
     return all(_secret((), text, secret_variables) is None for text in (key, *names))
 
 
-def _assignments(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of assignments in a text, such as a shell line."""
-    for found in _ASSIGNMENT.finditer(text):
-        groups = [group or "" for group in found.groups()]
-        yield from ((name, value) for name, value in zip(groups[::2], groups[1::2], strict=True) if name)
-
-
 def _is_literal(name: str, value: str) -> bool:
     """Return whether `value` is a literal, and not a reference (variable, command, file), a placeholder or a switch."""
-    bare = value.strip().strip("\"'").strip()
+    bare = value.strip().strip("\"'\\").strip()
     if bare.lower() in _SWITCHES or _REFERENCE.fullmatch(bare):
         return False
     is_path = bare.startswith(("/", "~/", "./", "../"))

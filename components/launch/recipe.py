@@ -43,7 +43,7 @@ def _start(name: str, main: Callable[[Any], object]) -> int:
     from components.protocol.failures import print_problems
 
     open_output()
-    guard_output()
+    guard_output(sys.stdout, sys.stderr)
     try:
         return _run(_describe(name, main))
     except ConfigError as error:

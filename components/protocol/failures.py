@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.config.secrets import masked
 from components.protocol.exit_codes import EXIT_CORRUPTED, EXIT_HUNG, EXIT_INVALID
 from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, current_rank, scheduler_node
 from components.protocol.run_files import (
@@ -43,6 +44,7 @@ _ALLOCATOR_MESSAGES = (
 )
 
 LAST_LINES = 15
+LEFT_EARLY = " before the end of the run"
 
 
 class RunDirectoryInUse(ConfigError):
@@ -220,8 +222,8 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         rank=rank,
         kind=kind_of(error),
         type=type(error).__name__,
-        message=format_problems(error.problems) if isinstance(error, ConfigError) else str(error),
-        traceback="" if isinstance(error, ConfigError) else "".join(traceback.format_exception(error)),
+        message=masked(format_problems(error.problems) if isinstance(error, ConfigError) else str(error)),
+        traceback="" if isinstance(error, ConfigError) else masked("".join(traceback.format_exception(error))),
         time=time.time(),
         node=scheduler_node(os.environ),
         faulty_hosts=[*error.hosts] if isinstance(error, FaultyHost) else [],
@@ -252,18 +254,22 @@ def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> 
     """Return the root cause among the exits and reports of all ranks, or None if no rank failed by itself.
 
     A process killed by SIGKILL (out of memory, or by a person) is the root cause, whatever other ranks report. If none
-    was, the earliest failure is; ranks that only lost a peer come last.
+    was, the earliest failure is. If ranks only lost a peer, it is a rank that exited with status 0 without a request,
+    such as by `sys.exit()` in a recipe; ranks that lost a peer come last.
     """
     found = []
     for ended in exits:
         report = reports.get(ended.rank)
-        if ended.status == 0 or (ended.terminated and report is None):
+        if ended.terminated and (report is None or ended.status == 0):
             continue
         killed = ended.status == -signal.SIGKILL and not ended.terminated
-        order = 0 if killed else 2 if report and report.kind == Kind.lost_peer else 1
+        order = 0 if killed else 2 if ended.status == 0 else 3 if report and report.kind == Kind.lost_peer else 1
         when = report.time if report else ended.time
-        found.append((order, when, Failure(ended.rank, describe_exit(ended.status), report)))
-    return min(found, key=lambda entry: entry[:2])[2] if found else None
+        what = "failed" if ended.terminated else describe_exit(ended.status) + LEFT_EARLY * (ended.status == 0)
+        found.append((order, when, Failure(ended.rank, what, report)))
+    if all(order == 2 for order, *_ in found):
+        return None
+    return min(found, key=lambda entry: entry[:2])[2]
 
 
 def describe_exit(status: int) -> str:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from components.config.errors import ConfigError
 from components.console import PlainConsole
-from components.terminal import print_text, printable
+from components.terminal import escaped, print_text
 
 COMMANDS = "/reset   /system TEXT   /exit     Ctrl-C stops an answer, Ctrl-D exits"
 
@@ -56,7 +56,7 @@ class TerminalScreen:
 
     def write(self, piece: str) -> None:
         """Write a piece of an answer."""
-        print(self._wrap.add(printable(piece)), end="", flush=True)
+        print(self._wrap.add(escaped(piece)), end="", flush=True)
 
     def end(self, note: str = "") -> None:
         """End an answer. note: why it is not complete."""
@@ -96,7 +96,7 @@ class PlainScreen:
 
     def write(self, piece: str) -> None:
         """Write a piece of an answer."""
-        print_text(piece, end="", flush=True)
+        print(escaped(piece), end="", flush=True)
 
     def end(self, note: str = "") -> None:
         """End an answer. note: why it is not complete."""

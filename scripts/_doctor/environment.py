@@ -137,16 +137,16 @@ def _composition_problems() -> list[str]:
     from components.config.compose.sources import Request, config_folders, register_schemas
     from components.config.errors import ConfigError
     from components.config.schema import FinetuneConfig
-    from components.config.secrets import secret_problems
+    from components.config.secrets import masked, secret_problems
 
     try:
         register_schemas("finetune", FinetuneConfig)
         folders = config_folders("finetune", ROOT / "recipes")
         cfg = from_container(Request("finetune", FinetuneConfig, folders, ()).compose(()), FinetuneConfig)
     except ConfigError as error:
-        return error.problems
+        return [masked(problem) for problem in error.problems]  # before they are shortened
     except (HydraException, OmegaConfBaseException) as error:
-        return [str(error)]
+        return [masked(str(error))]
     return secret_problems(cfg)
 
 

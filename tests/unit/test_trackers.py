@@ -22,7 +22,6 @@ from components.config.schema.logging import (
     trackers_without_group,
 )
 from components.observability import Reporter
-from components.observability.trackers import enabled
 from components.observability.trackers.enabled import enabled_trackers
 from components.observability.trackers.tracker import TrackedRun
 from components.observability.trackers.wandb import WandbTracker
@@ -70,7 +69,7 @@ def test_failing_tracker_is_reported_once_and_stops_neither_run_nor_others(
     printed = capsys.readouterr().out
     assert printed.count("bad failed and is off for the rest of the run: ConnectionError") == 1
     assert "hunter2" not in printed
-    assert "://...@tracker.example/api" in printed
+    assert "://me:***@tracker.example/api" in printed
 
 
 def test_other_ranks_start_no_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +130,6 @@ def test_wandb_run_has_an_id_of_its_own_that_a_resume_continues(
     assert ids[0] == ids[3]
     assert len(set(ids)) == 3
     assert ids[2].startswith("x-y-1-")
-
-
-def test_credentials_in_urls_are_removed_from_messages() -> None:
-    assert enabled._without_credentials("GET https://a:b@c.org/x@y failed") == "GET https://...@c.org/x@y failed"
-    assert enabled._without_credentials("mail a@b.org, see http://c.org") == "mail a@b.org, see http://c.org"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagno
 from components.config.compose.explain import no_option, override_parts
 from components.config.compose.frozen import Config, from_container
 from components.config.compose.help_text import recipe_help
+from components.config.compose.interpolations import resolve
 from components.config.compose.sources import (
     Request,
     conf_resolvers,
@@ -35,6 +36,7 @@ from components.config.compose.texts import override_with_texts
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
+from components.config.secrets import secret_problems
 from components.terminal import print_text
 
 QUIET, QUIET_OVERRIDE = "--quiet", "logging.quiet=true"
@@ -79,7 +81,7 @@ def compose_from_command_line(
             print_text(recipe_help(description, request, shutil.get_terminal_size().columns))
             return None
         if _answered_by_hydra(arguments):
-            _let_hydra_answer(request, arguments.overrides)
+            _let_hydra_answer(request, arguments)
             return None
         cfg = from_container(request.compose(request.overrides), schema)
     except COMPOSITION_ERRORS as error:
@@ -178,9 +180,17 @@ def _answered_without_config(arguments: Namespace) -> bool:
     return any((arguments.help, arguments.hydra_help, arguments.info, arguments.shell_completion))
 
 
-def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
-    """Let Hydra's main handle `--cfg`, `--info` and the like: it prints and does not run the recipe."""
-    options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun", QUIET)]
+def _let_hydra_answer(request: Request, command: Namespace) -> None:
+    """Let Hydra's main handle `--cfg`, `--info` and the like: it prints and does not run the recipe.
+
+    Raises ConfigError for a config with secrets, as for a run of it.
+    """
+    if command.cfg or command.info or command.resolve:
+        container, unresolved = resolve(request.compose(request.overrides))
+        raise_all(secret_problems(container, request.overrides))
+        raise_all(list(unresolved.values()) if command.resolve else [])
+    typed = (*command.overrides, "-m", "--multirun", QUIET)
+    options = [argument for argument in sys.argv[1:] if argument not in typed]
     answer = main(version_base="1.3", config_path=str(request.main_folder), config_name=request.name)
     arguments = [*request.overrides, *request.search_path, *options]
     with replaceable_kinds(), option_files(request), conf_resolvers(), _hydra_that_raises(arguments):

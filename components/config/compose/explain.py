@@ -35,6 +35,7 @@ from components.config.compose.hydra_messages import (
 )
 from components.config.compose.synonyms import note_on, synonym_of
 from components.config.kinds import KINDS
+from components.config.secrets import shown_value
 
 NUMBER_NAMES = {"Integer": "a whole number", "Float": "a number"}
 
@@ -88,6 +89,7 @@ def unreadable(override: str) -> str:
 
 def unknown_key(key: str, value: object, existing: Iterable[str]) -> str:
     """Return the message for a key that does not exist; `value` is None if it was given without a value."""
+    value = shown_value(key, value)
     shown = key if value is None else f"{key}={value}"
     if key == TOP_K:
         return f"{shown}: {NOT_STORING}"

@@ -19,6 +19,7 @@ from components.config.compose.texts import UNSET, literal, unstorable
 from components.config.errors import ConfigError
 from components.config.kinds import at_key, have_same_keys, kind_named, kinds_of, section_of, type_hints
 from components.config.schema.data import DataConfig, DataKind
+from components.config.secrets import shown_value
 
 Schema = TypeVar("Schema")
 
@@ -88,7 +89,9 @@ class _Builder:
     def build(self, values: Any, annotation: Any, prefix: str) -> Any:
         """Build a dataclass of the kind that `annotation` and `values` select; None if there are problems."""
         if not isinstance(values, dict):
-            self.problems.append(f"{prefix.rstrip('.')}={values}: is a section with keys, not a value")
+            self.problems.append(
+                f"{prefix.rstrip('.')}={shown_value(prefix, values)}: is a section with keys, not a value"
+            )
             return None
         before = len(self.problems)
         if (schema := self._class_of(annotation, values, prefix)) is None:
@@ -161,7 +164,7 @@ class _Builder:
         if kind == dict[str, DataConfig] and isinstance(value, dict):
             return {name: self._source(name, source, value) for name, source in value.items()}
         if problem := unstorable(value):
-            self.problems.append(f"{key}={value!r}: {problem}")
+            self.problems.append(f"{key}={shown_value(key, value)!r}: {problem}")
             return None
         if kind is bool and not isinstance(value, bool):
             self.problems.append(f"{key}={value}: must be true or false")
@@ -177,7 +180,7 @@ class _Builder:
             node[name] = literal(value)  # interpolations are already resolved: a remaining ${ is text
             converted = node[name]
         except OmegaConfBaseException as error:
-            self.problems.append(f"{key}={value}: {explain_value(error)}")
+            self.problems.append(f"{key}={shown_value(key, value)}: {explain_value(error)}")
             return None
         return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
 

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from components.config.secrets import masked
 from components.launch.machine import usable_cores
 
 PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
@@ -25,7 +26,7 @@ def start_record(recipe: str, recipe_file: Path, processes: int, attempt: int) -
         "recipe_file": str(recipe_file),
         "attempt": attempt,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([sys.executable, *sys.argv]),
+        "command": shlex.join([sys.executable, *map(masked, sys.argv)]),
         "folder": os.getcwd(),
         "processes": processes,
         "host": socket.gethostname(),
@@ -61,7 +62,7 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
     if commit is None:
         return None
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no") or ""
-    return {"commit": commit.strip(), "dirty": bool(changed.strip()), "changed": changed.splitlines()}
+    return {"commit": commit.strip(), "dirty": bool(changed.strip()), "changed": masked(changed).splitlines()}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

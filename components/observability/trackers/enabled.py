@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 
 from components.config.schema.logging import LoggingConfig, WandbMode
+from components.config.secrets import masked
 from components.observability.trackers.mlflow import MlflowTracker
 from components.observability.trackers.tensorboard import TensorBoardTracker
 from components.observability.trackers.tracker import TrackedRun, Tracker
@@ -68,10 +68,5 @@ class Trackers:
             except Exception as error:  # of any kind: trackers are libraries and servers of others
                 del self._active[name]
                 logger.debug("%s failed", name, exc_info=True)
-                reason = _without_credentials(f"{type(error).__name__}: {error}")
+                reason = masked(f"{type(error).__name__}: {error}")  # a failed request may quote a URL with a password
                 self._console.print(f"{name} failed and is off for the rest of the run: {reason}", markup=False)
-
-
-def _without_credentials(text: str) -> str:
-    """Return text without the user names and passwords of URLs, which messages about a failed request may quote."""
-    return re.sub(r"(\w://)[^/@\s]+@", r"\1...@", text)
