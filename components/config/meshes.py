@@ -11,7 +11,8 @@ from components.config.schema.parallelism import AXES, ActivationCheckpointing, 
 
 RECOMPUTE = tuple(policy for policy in ActivationCheckpointing if policy != ActivationCheckpointing.auto)
 """Policies of activation checkpointing, except `auto`, which selects one of them."""
-NAME = re.compile(rf"(?:ddp\d+|(?:(?:{'|'.join(AXES)})\d+)(?:_(?:{'|'.join(AXES)})\d+)*(?:_sp)?)")
+_DEGREE = "[0-9]{1,6}"
+NAME = re.compile(rf"(?:ddp{_DEGREE}|(?:(?:{'|'.join(AXES)}){_DEGREE})(?:_(?:{'|'.join(AXES)}){_DEGREE})*(?:_sp)?)")
 """Mesh names such as pp2_dp_shard2_tp2_sp, without the optional policy of activation checkpointing at the end."""
 
 

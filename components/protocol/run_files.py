@@ -39,7 +39,9 @@ LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints."""
 START = ".start"
-"""Folder with config.yaml and environment.json of a start of an existing run that has not taken its first step."""
+"""Folder with config.yaml and environment.json of a start of an existing run that has not taken its first step, and in
+its folder `BEFORE` what the start replaces already."""
+BEFORE = "before"
 LOCK, LEASE = ".lock", ".lease"
 """The launcher's lock file, and the folder of rank 0's lease."""
 CODE, SCRIPT, JOB_ID = "code", "job.sbatch", "job_id"
@@ -100,8 +102,20 @@ def accept_start(run_dir: Path, attempt: int) -> None:
                 keep_only_file(each / name)
                 atomic_write(each / name, content, mode)
             (folder / name).unlink()
-    with suppress(OSError):  # what others put there
-        folder.rmdir()
+    for kept in (folder / BEFORE / name for name in names_in(folder / BEFORE)):
+        if os.path.lexists(run_dir / kept.name):
+            remove_own(kept)
+        else:
+            kept.rename(run_dir / kept.name)
+    remove_own(folder)
+
+
+def remove_own(path: Path) -> None:
+    """Remove a file, or a folder with its contents, of a run if it exists; a link is not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def refuse_start(run_dir: Path, attempt: int) -> bool:
@@ -114,13 +128,14 @@ def refuse_start(run_dir: Path, attempt: int) -> bool:
         return False
     first = read_json(folder / RECORD).get("attempt")
     before = attempt_logs(run_dir, (first if isinstance(first, int) else attempt) - 1) / RESULT
-    for name in (CONFIG, RECORD):
-        (folder / name).unlink(missing_ok=True)
+    (folder / CONFIG).unlink()
+    for kept in (folder / BEFORE / name for name in names_in(folder / BEFORE)):
+        remove_own(run_dir / kept.name)
+        kept.rename(run_dir / kept.name)
     if before.is_file() and not before.is_symlink():
         keep_only_file(run_dir / RESULT)
         before.replace(run_dir / RESULT)
-    with suppress(OSError):
-        folder.rmdir()
+    remove_own(folder)
     return True
 
 

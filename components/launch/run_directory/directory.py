@@ -18,6 +18,7 @@ from components.config.metrics_log import METRICS
 from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.filesystem import free_space
 from components.protocol.run_files import (
+    BEFORE,
     CODE,
     CONFIG,
     JOB_ID,
@@ -95,6 +96,8 @@ class RunDirectory:
         (self.path / REQUEUE).unlink(missing_ok=True)
         resumes = os.path.lexists(self.path / CONFIG)
         folder = own_folder(self.path / START) if resumes else self.path
+        if resumes:
+            self._keep_submission(own_folder(folder / BEFORE))
         keep_only_file(folder / RECORD)
         atomic_write(folder / CONFIG, frozen_text(cfg))
         self.logs.mkdir()  # after config.yaml: a killed start leaves a run that can be continued
@@ -106,6 +109,12 @@ class RunDirectory:
             point_latest(self.path / LOGS / "latest", self.logs)
         except OSError as error:  # the link is only a convenience: not worth failing the run
             print_text(f"{self.path / LOGS / 'latest'}: cannot be linked to this attempt: {error}", file=sys.stderr)
+
+    def _keep_submission(self, folder: Path) -> None:
+        """Move the script and the code of the last submission to `folder`, from where a refusal restores them."""
+        for name in (SCRIPT, MANIFEST, CODE):
+            if os.path.lexists(self.path / name) and not os.path.lexists(folder / name):
+                (self.path / name).rename(folder / name)
 
     def _keep_last_attempt(self) -> None:
         """Archive config.yaml, environment.json and result.json of the previous attempt in its logs."""

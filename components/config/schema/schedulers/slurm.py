@@ -71,7 +71,7 @@ SCRIPT_VARIABLES = {
 }
 """Variables that the batch script sets for itself or for the ranks, and read-only variables of bash."""
 
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+_TIME = re.compile(r"(?:(?P<days>[0-9]{1,9})-)?(?P<rest>[0-9]{1,9}(?::[0-9]{1,9}){0,2})")
 
 
 class Launcher(StrEnum):
