@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from components.protocol.safe_json import LARGEST, parse_json, read_regular
-from components.storage.urls import shown_names
-from components.terminal import printable
+from components.storage.urls import is_plain_name, shown_names
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -175,17 +174,6 @@ class Manifest:
             if not same:
                 damaged.append(f"{name} is damaged")
         return list(dict.fromkeys(damaged))
-
-
-def is_plain_name(name: str) -> bool:
-    """Return whether a string can be the name of a file in a folder, on any file system and on one line."""
-    return (
-        name not in ("", ".", "..")
-        and len(name.encode()) <= 255
-        and not set(name) & {"/", "\\"}
-        and "\n" not in name
-        and printable(name) == name
-    )
 
 
 def may_be_intact(error: BaseException | None) -> bool:

@@ -50,6 +50,17 @@ def name_of(url: str) -> str:
     return url.rstrip("/").rpartition("/")[2]
 
 
+def is_plain_name(name: str) -> bool:
+    """Return whether a string can be the name of a file in a folder, on any file system and on one line."""
+    return (
+        name not in ("", ".", "..")
+        and len(name.encode()) <= 255
+        and not set(name) & {"/", "\\"}
+        and "\n" not in name
+        and printable(name) == name
+    )
+
+
 def shown_names(names: Collection[str], most: int = 5) -> str:
     """Return the first names on one line with control characters escaped and long ones cut, and how many more exist."""
     shown = [printable(name).replace("\n", r"\n") for name in list(names)[:most]]

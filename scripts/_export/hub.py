@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.storage.urls import shown_names
+
+_COMMIT = "Export of a Meshbook run"
+"""Message of the commits, by which a repository with earlier exports is recognized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,20 @@ def find_target(name: str, *, is_public: bool) -> HubTarget:
         user: str = api.whoami()["name"]
         full = name if "/" in name else f"{user}/{name}"
         try:
-            is_private: bool | None = api.repo_info(full).private
+            found = api.repo_info(full)
+            is_private: bool | None = found.private
+            files = [each.rfilename for each in found.siblings or [] if each.rfilename != ".gitattributes"]
+            strangers = files if files and all(each.title != _COMMIT for each in api.list_repo_commits(full)) else []
         except RepositoryNotFoundError:
-            is_private = None
+            is_private, strangers = None, []
     if is_private is not None and is_private == is_public:
         exists, change = ("private", "leave out --public") if is_private else ("public", "add --public")
         raise ConfigError(f"--push {name}: {full} exists and is {exists}; {change}, or choose another name")
+    if strangers:
+        raise ConfigError(
+            f"--push {name}: {full} holds files that no export has written ({shown_names(strangers)}); choose another "
+            "name, or remove them"
+        )
     return HubTarget(full, user, is_public, is_private is not None)
 
 
@@ -67,7 +79,7 @@ def upload(folder: Path, target: HubTarget) -> str:
         api = HfApi()
         if not target.exists:
             api.create_repo(target.name, private=not target.is_public)
-        api.upload_folder(repo_id=target.name, folder_path=folder, commit_message="Export of a Meshbook run")
+        api.upload_folder(repo_id=target.name, folder_path=folder, commit_message=_COMMIT)
     return f"{api.endpoint}/{target.name}"
 
 

@@ -54,6 +54,8 @@ def upload_output(folder: Path, out: str | None) -> None:
     store = ObjectStore(out)
     try:
         with removed_on(KeyboardInterrupt, folder, out):
+            if store.list(out):
+                raise FileExistsError("objects were written below it during the export")
             upload_folder(store, folder, out, LAST)
     except OSError as error:
         raise ConfigError(f"--out {out}: {describe(error)}; the export in {folder} is complete") from error

@@ -14,6 +14,7 @@ from components.data.sources.split_files import files_of_split, folder_notes
 from components.data.token_store.corpus import SHARD, InputFile
 from components.data.token_store.manifest import MANIFEST
 from components.launch.machine import usable_cores
+from components.storage.urls import BACKENDS
 
 _KEYS = {
     "data.text_column=": "--text-column ",
@@ -43,7 +44,9 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
     options.bad_rows = BadRows(options.bad_rows)
     options.workers = usable_cores() if options.workers is None else options.workers
     problems = [] if options.workers >= 1 else [f"--workers {options.workers}: must be at least 1"]
-    if os.path.lexists(options.out) and not options.out.is_dir():
+    if str(options.out).partition(":")[0] in BACKENDS:
+        problems.append(f"--out {options.out}: must be a local folder; write to one, and copy it to the store")
+    elif os.path.lexists(options.out) and not options.out.is_dir():
         problems.append(f"--out {options.out}: is not a folder; choose another one")
     if options.inputs and options.tokenizer is None:
         problems.append("--tokenizer: needed; give the model.tokenizer of the runs that will use the store")

@@ -19,6 +19,8 @@ class Repository:
 
     private: bool
     files: dict[str, bytes] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
+    """Messages of the commits."""
 
 
 @dataclass
@@ -117,7 +119,11 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is None:
             self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         elif action == "":
-            self._answer(200, {"id": name, "private": repository.private})
+            files = [{"rfilename": file} for file in repository.files]
+            self._answer(200, {"id": name, "private": repository.private, "siblings": files})
+        elif action == "commits/main":
+            commit = {"id": "0" * 40, "authors": [], "date": "2026-01-01T00:00:00.000Z", "message": ""}
+            self._answer(200, [{**commit, "title": title} for title in repository.commits])
         elif not self._may_write(name.partition("/")[0]):
             self._answer(403, {"error": "Forbidden: the token has no write access"})
         elif action == "preupload/main":
@@ -134,6 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
             for line in body.decode().splitlines():
                 change = json.loads(line)
                 value = change["value"]
+                if change["key"] == "header":
+                    repository.commits.append(value["summary"])
                 if change["key"] == "file":
                     repository.files[value["path"]] = base64.b64decode(value["content"])
                 elif change["key"] == "lfsFile":

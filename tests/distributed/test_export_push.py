@@ -84,9 +84,15 @@ def test_existing_public_repository_is_updated_only_with_public(
     assert push(run_dir, tmp_path / "no", "--push", "me/closed", "--public") == 2
     assert "me/closed exists and is private; leave out --public, or choose" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+    foreign = {"config.json": b'{"mine": 1}', "notes.txt": b"mine"}
+    hub.repositories["me/foreign"] = Repository(private=True, files=dict(foreign))
+    assert push(run_dir, tmp_path / "no", "--push", "foreign") == 2
+    assert "me/foreign holds files that no export has written (config.json, notes.txt)" in capsys.readouterr().err
+    assert hub.repositories["me/foreign"].files == foreign
     assert hub.writes == []
-    assert push(run_dir, tmp_path / "out", "--push", "open", "--public") == 0
-    assert hub.repositories["me/open"].files == files_in(tmp_path / "out")
+    for name in ("out", "again"):
+        assert push(run_dir, tmp_path / name, "--push", "open", "--public") == 0
+        assert hub.repositories["me/open"].files == files_in(tmp_path / name)
 
 
 @pytest.mark.parametrize(

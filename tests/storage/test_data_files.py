@@ -144,3 +144,26 @@ def test_an_interrupted_upload_leaves_no_folder(s3: S3, tmp_path: Path, monkeypa
     with pytest.raises(ZeroDivisionError), removed_on(BaseException, folder, out):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_replaces_no_objects_written_meanwhile(s3: S3, tmp_path: Path) -> None:
+    out = "s3://bucket/models/mine"
+    folder = output_folder(out, tmp_path / "unused", tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(b"{}")
+    s3.put("models/mine/config.json", b"a stranger's")
+    with pytest.raises(ConfigError, match=f"--out {out}: .* objects were written below it .*; the export in {folder}"):
+        upload_output(folder, out)
+    assert s3.get("models/mine/config.json") == b"a stranger's"
+
+
+def test_objects_whose_names_no_file_can_have_are_named_and_not_read(s3: S3, tmp_path: Path) -> None:
+    s3.put("data/rows.jsonl", lines(ROWS[:3]))
+    for name in ("data//rows.jsonl", "data/./rows.jsonl", "data/../rows.jsonl", f"data/{'a' * 300}.jsonl"):
+        s3.put(name, lines(ROWS))
+    cfg = SftDataConfig(path="s3://bucket/data", cache=str(tmp_path), eval_fraction=0)
+    assert prompts(cfg) == [row["prompt"] for row in ROWS[:3]]
+    (note,) = SourceSplit(cfg, is_eval=False).folder_notes
+    assert note.startswith("not read: ")
+    assert "'./rows.jsonl' (no name of a file), '/rows.jsonl' (no name of a file)" in note
+    assert check_files(cfg) == []

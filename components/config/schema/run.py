@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.config.schema.checks import raise_all, within
+from components.storage.urls import is_url
 
 DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.batch_size_ramp", "training.seq_len",
@@ -72,6 +73,10 @@ class RunConfig:
             problems.append("run.resume='': must be auto, never or the path of a checkpoint")
         if self.dir is not None and not self.dir.strip():
             problems.append("run.dir='': must be a path, or null for a new directory under outputs/")
+        if self.dir is not None and is_url(self.dir):
+            problems.append(
+                f"run.dir={self.dir}: must be a local path; checkpoint.remote copies checkpoints to an object store"
+            )
         if self.name is not None and not (self.name.strip() and self.name.isprintable()):
             problems.append(f"run.name={self.name!r}: must be printable text on one line")
         problems += [

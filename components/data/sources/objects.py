@@ -10,7 +10,7 @@ from components.data.sources.files import Location, format_of
 from components.data.sources.split_files import check_single_file, names_of_split
 from components.storage.node_cache import FOLDER, NodeCache
 from components.storage.object_store import ObjectStore, StoredObject, describe
-from components.storage.urls import join, package_problems
+from components.storage.urls import is_plain_name, join, package_problems, shown_names
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +38,17 @@ def copies_of_split(location: Location) -> list[Path]:
 
 
 def names_below(location: Location) -> list[Path]:
-    """Return the objects of a folder, relative to it; [] for a single object. Raises ConfigError."""
+    """Return the objects of a folder, relative to it; [] for a single object. Raises ConfigError.
+
+    Those whose names no file can have, which are not read, are followed by the reason.
+    """
     if format_of(Path(location.path)):
         return []
     try:
-        return list(_objects_below(_open(location), location))
+        objects = _listed(_open(location), location)
     except OSError as error:
         raise ConfigError(_unreadable(location, error)) from error
+    return [Path(name if _is_path(name) else f"'{shown_names([name])}' (no name of a file)") for name in objects]
 
 
 def object_problems(location: Location) -> list[str]:
@@ -79,11 +83,19 @@ def _objects_of_split(store: ObjectStore, location: Location) -> list[StoredObje
 
 
 def _objects_below(store: ObjectStore, location: Location) -> dict[Path, StoredObject]:
+    """Return the objects of a folder that can be files, by their paths relative to it."""
+    return {Path(name): each for name, each in _listed(store, location).items() if _is_path(name)}
+
+
+def _listed(store: ObjectStore, location: Location) -> dict[str, StoredObject]:
     """Return the objects of a folder by their names relative to it."""
     prefix = join(location.path, "")
-    return {
-        Path(each.url.removeprefix(prefix)): each for each in store.list(location.path) if not each.url.endswith("/")
-    }
+    return {each.url.removeprefix(prefix): each for each in store.list(location.path) if not each.url.endswith("/")}
+
+
+def _is_path(name: str) -> bool:
+    """Return whether the name of an object is a path below a folder: `a//b` and `../b` are not."""
+    return all(map(is_plain_name, name.split("/")))
 
 
 def _unreadable(location: Location, error: OSError) -> str:
