@@ -72,6 +72,24 @@ def test_rank_that_only_lost_its_peer_is_not_reported_as_the_cause(bench: Bench)
     bench.assert_no_process_left()
 
 
+@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"] if TORTURE else ["os._exit(0)"])
+def test_rank_that_leaves_with_status_0_is_named(bench: Bench, leave: str) -> None:
+    bench.write(f"""
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        for step in range(10**6):
+            if RANK == 1 and step == 5:
+                {leave}
+            dist.all_reduce(torch.ones(1))
+    """)
+    done = bench.run(TWO)
+    assert done.status == 1
+    assert last_lines(done.errors)[0] == "rank 1 exited with status 0 before the end of the run"
+    assert bench.result()["error"] == "rank 1: exited with status 0 before the end of the run"
+    bench.assert_no_process_left()
+
+
 @pytest.mark.parametrize("rank", [0, 1] if TORTURE else [1])
 def test_exception_is_reported_once_with_rank_and_traceback(bench: Bench, rank: int) -> None:
     bench.write(f"if RANK == {rank}:\n    raise ValueError('no such luck')\n" + FOREVER)

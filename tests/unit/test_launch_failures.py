@@ -69,12 +69,25 @@ def test_lost_peer_error_is_a_consequence_of_a_crash() -> None:
     )
 
 
+def test_rank_that_left_with_status_0_is_the_cause_of_lost_peers_only() -> None:
+    left, lost, ended = rank_exit(1, 5.2, status=0), rank_report(0, 4.9, GLOO_LOST), rank_exit(0, 9.0, -15, True)
+    failure = first_failure([ended, left], {0: lost})
+    assert failure is not None
+    assert failure.error == "rank 1: exited with status 0 before the end of the run"
+    assert root_cause([ended, rank_exit(1, 5.2, status=0, terminated=True)], lost) == 0  # it saved on request
+    assert root_cause([rank_exit(0, 5.0), left], rank_report(0, 4.9)) == 0
+    assert root_cause([rank_exit(0, 5.0, -15, True), left]) is None
+    other = first_failure([ended], {0: rank_report(0, 4.9)})
+    assert other is not None
+    assert other.what == "failed"  # it raised, and then the launcher ended it
+
+
 def test_abort_signal_may_be_a_consequence_of_an_exception() -> None:
     assert root_cause([rank_exit(0, 5.0), rank_exit(1, 5.2, -signal.SIGABRT)], rank_report(0, 4.9)) == 0
 
 
 def test_lost_peer_error_alone_is_the_root_cause() -> None:
-    assert root_cause([rank_exit(0, 5.0), rank_exit(1, 5.2, status=0)], rank_report(0, 4.9, GLOO_LOST)) == 0
+    assert root_cause([rank_exit(0, 5.0)], rank_report(0, 4.9, GLOO_LOST)) == 0
 
 
 def test_ranks_that_the_launcher_terminated_are_not_failures() -> None:

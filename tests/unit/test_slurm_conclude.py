@@ -321,6 +321,18 @@ def test_root_cause_is_reported_instead_of_its_consequence(run_dir: Path, capsys
     assert result(run_dir)["error"] == "rank 3: ValueError: boom"
 
 
+def test_rank_without_a_report_is_named_if_the_others_only_lost_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = run_dir / "logs" / "attempt_0"
+    for rank in range(3):
+        (logs / f"rank_{rank}.log").touch()
+    write_report(logs, 0, LOST)
+    write_report(logs, 2, LOST)
+    conclude(run_dir, 0, 1, cancelled=False)
+    assert "rank 1 reported nothing: killed, or exited with status 0 before the end" in capsys.readouterr().out
+
+
 def test_unexplained_exit_status_points_to_the_job_log(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert conclude(run_dir, 1, 7, cancelled=False) == 7
     output = capsys.readouterr().out

@@ -26,6 +26,7 @@ from components.launch.schedulers.node_problems import node_problems
 from components.project import PROJECT
 from components.protocol.exit_codes import EXIT_HUNG, EXIT_INVALID, EXIT_RESTART
 from components.protocol.failures import (
+    LEFT_EARLY,
     Failure,
     Kind,
     RankExit,
@@ -166,16 +167,33 @@ class _PodAttempt:
             if rank not in self.ranks.exits
         ]
         failure = first_failure([*self.ranks.exits.values(), *elsewhere], reports)
-        if failure is not None and not _is_consequence(failure, self.lost):
+        if failure is not None and not self._is_consequence(failure):
             return self._failed(failure)
         if self.lost or failure is not None:
-            print_text("lost other pods: to be restarted from the last checkpoint", flush=True)
-            return self._restart()
+            return self._lost_peers(reports)
         if self.pod.index == 0:
             return self._ended_by_itself()
         if any(ended.status for ended in self.ranks.exits.values()):  # by the stop request, before they could handle it
             return self._restart()
         return self._await_outcome(signals)
+
+    def _is_consequence(self, failure: Failure) -> bool:
+        """Return whether a failure only follows from the loss of another pod, or of a rank that left."""
+        lost_peer = failure.report is not None and failure.report.kind == Kind.lost_peer
+        return bool(self.lost) or lost_peer or failure.what.endswith(LEFT_EARLY)
+
+    def _lost_peers(self, reports: Mapping[int, RankReport]) -> int:
+        """Print which ranks were lost, as far as it is known, and restart."""
+        own = self.ranks.exits.items()
+        left = [] if self.lost else [rank for rank, ended in own if ended.status == 0 and not ended.terminated]
+        others = set(range(self.pod.nodes * self.procs)) - reports.keys() - self.ranks.exits.keys()
+        silent = f" (nothing reported by rank {', '.join(map(str, sorted(others)[:8]))})" if others else ""
+        if left:
+            print_text(
+                f"rank {', '.join(map(str, left))} exited with status 0{LEFT_EARLY}, and others lost it", flush=True
+            )
+        print_text(f"lost other pods{silent}: to be restarted from the last checkpoint", flush=True)
+        return self._restart()
 
     def _failed(self, failure: Failure) -> int:
         """Record and print a failure, and return the exit status that ends the job, or restarts it after a hang."""
@@ -225,6 +243,9 @@ class _PodAttempt:
         deadline = time.monotonic() + OUTCOME_WITHIN
         while (outcome := self.pod.outcome(self.attempt)) is None:
             self._look_for_lost_pods()
+            reports = read_reports(self.logs)
+            if any(report.kind == Kind.lost_peer for report in reports.values()):
+                return self._lost_peers(reports)
             if self.lost or signals or time.monotonic() > deadline:
                 return self._restart()
             time.sleep(0.5)
@@ -239,11 +260,6 @@ class _PodAttempt:
             return EXIT_RESTART
         print_text(f"not restarted: {reason}; submit the same command again", flush=True)
         return 1
-
-
-def _is_consequence(failure: Failure, lost: list[int]) -> bool:
-    """Return whether a failure only follows from the loss of another pod."""
-    return bool(lost) or (failure.report is not None and failure.report.kind == Kind.lost_peer)
 
 
 def _this_pod(run_dir: Path, cluster: ClusterConfig, environ: Mapping[str, str]) -> Pod:

@@ -27,7 +27,15 @@ from components.launch.slurm.requeue import (
     reason_to_stop,
 )
 from components.protocol.exit_codes import EXIT_INVALID
-from components.protocol.failures import Failure, Kind, RankExit, first_failure, print_failure, read_reports
+from components.protocol.failures import (
+    LEFT_EARLY,
+    Failure,
+    Kind,
+    RankExit,
+    first_failure,
+    print_failure,
+    read_reports,
+)
 from components.protocol.run_files import (
     CANCELLED,
     REQUEUE,
@@ -183,10 +191,11 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
     """
     report, logs = failure.report, attempt_logs(run_dir, attempt)
     if _lost_peer(failure):
-        print_text(
-            "every failed rank reports only a lost peer; see srun's messages above for the rank that ended first",
-            flush=True,
-        )
+        ranks, reports = range(sum(1 for _ in logs.glob("rank_*.log"))), read_reports(logs)
+        silent = ", ".join([str(rank) for rank in ranks if rank not in reports][:8])
+        which = f" rank {silent} reported nothing: killed, or exited with status 0{LEFT_EARLY};" if silent else ""
+        see = "see srun's messages above for the rank that ended first"
+        print_text(f"every failed rank reports only a lost peer;{which} {see}", flush=True)
     if report is not None and report.kind == Kind.in_use:
         print_failure(failure, logs)
         return EXIT_INVALID
