@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from components import distributed, models
+from components.checkpoint.base_fingerprint import base_fingerprint
 from components.config.errors import ConfigError
 from components.config.meshes import layout_of
 from components.config.rules.mesh_rules import SPLIT_INPUTS, quantized_problems
@@ -312,7 +313,8 @@ def build_family(name: str, peft: PeftConfig) -> torch.nn.Module:
     """Build a model of a family in one process; QLoRA needs 64 inputs on each of two ranks."""
     values = FAMILY_VALUES[name]
     if peft.quantizes:
-        values = {**values, **WIDE, "head_dim": 32}
+        of_heads = {"head_dim": 32} | ({"v_head_dim": 32} if "v_head_dim" in values else {})
+        values = {**values, **WIDE, **of_heads}
     model = build_tiny(name, F32 if name in IN_FLOAT32 else torch.float64, values)
     for module in model.modules():
         kind = type(module).__name__
@@ -351,6 +353,18 @@ def family_problems(world: int, chosen: list[tuple[str, dict[str, Any], PeftConf
 def test_adapters_of_families_with_gathered_and_split_layers_match_the_peft_library_on_tp() -> None:
     problems = family_problems(2, OF_FAMILIES)
     assert not problems, "\n".join(problems)
+
+
+def test_base_fingerprint_does_not_depend_on_tp() -> None:
+    """MLA's style shards nothing; Conv1D's weights are transposed."""
+    built = []
+    for name in ("deepseek_v2", "gpt2"):
+        cfg = replace(QLORA, targets=CHOSEN_TARGETS.get(name, QLORA.targets))
+        built.append(with_adapters(build_family(name, cfg), cfg))
+    fingerprints = [base_fingerprint(model) for model in built]
+    assert (
+        run_ranks(2, lambda _: [base_fingerprint(place_on_mesh(each, "tp2")) for each in built]) == [fingerprints] * 2
+    )
 
 
 @in_parity

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.overrides import TorchFunctionMode
 
 
@@ -106,6 +106,9 @@ class TransformersStyle(ParallelStyle):
             module.config = self.config
         for name, _ in list(module.named_parameters(recurse=False)):
             style.shard_param(module, name, device_mesh)
+        if not any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
+            # MLA's style shards nothing. Plain parameters would seem to be different ones on each rank.
+            parallelize_module(module, device_mesh, ReplicatedParameters(), src_data_rank=None)
         style.install_forward(module, device_mesh)
         return module
 
