@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from components.config.errors import ConfigError
+from components.protocol.safe_json import load_json
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 GGUF_BASE = " (a GGUF file, which PEFT cannot open by itself: load the base model first)"
 """Follows the path of a GGUF file where an adapter names its base model: PEFT repeats the name in its error."""
+
+_LARGEST_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2**16),
+    **dict.fromkeys(("hidden_size", "n_embd", "moe_intermediate_size"), 2**20),
+    **dict.fromkeys(("intermediate_size", "n_inner", "shared_expert_intermediate_size"), 2**24),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 2**28),
+}
+"""Keys of config.json with sizes, and the largest accepted: far above any model, and built without end beyond it."""
+_REQUIRED_SIZES = {"num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size"}
+_MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+                "shared_expert_intermediate_size"}  # fmt: skip
+_NUMBERS = {"rope_theta", "rotary_emb_base", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps",
+            "initializer_range", "partial_rotary_factor", "attention_dropout", "factor", "low_freq_factor",
+            "high_freq_factor", "beta_fast", "beta_slow"}  # fmt: skip
+"""Keys with finite numbers that are not negative, also within the settings of rotary embeddings."""
+_ROPE = ("rope_scaling", "rope_parameters")
+_TYPES: dict[str, tuple[type[dict[Any, Any] | list[Any] | bool | str], str]] = {
+    **dict.fromkeys(_ROPE, (dict, "must be an object")),
+    "layer_types": (list, "must be a list of texts, one per layer"),
+    "tie_word_embeddings": (bool, "must be true or false"),
+    "model_type": (str, "must be a text"),
+}
+_SETTINGS = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "adapter_config.json", "model.safetensors.index.json"),
+)
+"""JSON files of a model's folder that hold an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +102,90 @@ def check_weights(path: str, key: str = "model.path") -> list[str]:
             "to start from scratch"
         ]
     return []
+
+
+def check_settings(path: str, key: str = "model.path") -> list[str]:
+    """Return the problems of the settings in a local folder of a model: of their form, and of files that never end."""
+    files = locate(path, key)
+    if not files.is_local or files.gguf_file:
+        return []
+    folder, problems = Path(files.name_or_folder), []
+    for file in sorted(folder.iterdir()):
+        with suppress(OSError):  # a dangling link is a missing file
+            if not stat.S_ISREG(mode := file.stat().st_mode) and not stat.S_ISDIR(mode):
+                problems.append(f"{key}={path}: {file.name} is a pipe or a device; replace it by a regular file")
+    for name in _SETTINGS if not problems else ():
+        try:
+            if (folder / name).is_file() and not isinstance(load_json(folder / name), dict):
+                problems.append(f"{key}={path}: {name} does not hold a JSON object; correct the file")
+        except (OSError, ValueError) as error:
+            problems.append(f"{key}={path}: {name} cannot be read: {error}")
+    return problems
+
+
+def size_problems(config: Mapping[str, Any], given: str, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the problems of the numbers in a Hugging Face config and in its text_config, in the model's terms.
+
+    Args:
+        given: Where the values are from, such as `model.path=PATH: config.json`.
+        overrides: Values of model.config, which replace those of `config`.
+    """
+    overrides = overrides or {}
+    nested = config.get("text_config")
+    if nested is not None and not isinstance(nested, Mapping):
+        return [f"{given}: text_config={_short(nested)}: must be an object"]
+    values = {**config, **(nested or {}), **overrides}
+
+    def named(key: str) -> str:
+        return (
+            f"model.config.{key}={_short(values[key])}" if key in overrides else f"{given}: {key}={_short(values[key])}"
+        )
+
+    if "kv_lora_rank" in values and values.get("head_dim") == 0:
+        del values["head_dim"]  # of latent attention, whose heads have other sizes
+    problems = [f"{named(key)}: {rule}" for key in values if (rule := _broken_rule(key, values[key]))]
+    if problems:
+        return problems
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        problems.append(f"{named('num_key_value_heads')}: must divide num_attention_heads={heads}")
+    layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
+    is_cut = (
+        "num_hidden_layers" in overrides and "layer_types" not in overrides
+    )  # to its first layers, when it is built
+    if isinstance(layers, int) and kinds is not None and (len(kinds) < layers if is_cut else len(kinds) != layers):
+        problems.append(f"{named('layer_types')}: has {len(kinds)} entries; it must have num_hidden_layers={layers}")
+    return problems
+
+
+def _broken_rule(key: str, value: Any) -> str | None:
+    """Return the rule that the value of a key of config.json breaks, or None."""
+    if value is None:
+        return "must be a whole number" if key in _REQUIRED_SIZES else None
+    if key in _LARGEST_SIZES:
+        least, most = int(key not in _MAY_BE_ZERO), _LARGEST_SIZES[key]
+        sizes = value if isinstance(value, list) and value and key not in _REQUIRED_SIZES else [value]
+        is_size = all(each is None or (type(each) is int and least <= each <= most) for each in sizes)
+        return None if is_size else f"must be a whole number from {least} to {most:,}"
+    if key in _NUMBERS:
+        is_number = not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < math.inf
+        return None if is_number else "must be a finite number of at least 0"
+    if key in _TYPES:
+        kind, rule = _TYPES[key]
+        if not isinstance(value, kind) or (
+            isinstance(value, list) and not all(isinstance(each, str) for each in value)
+        ):
+            return rule
+    if key in _ROPE:
+        nested = [each for entry in value.values() if isinstance(entry, dict) for each in entry.items()]
+        rules = ((name, entry, _broken_rule(name, entry)) for name, entry in [*value.items(), *nested])
+        return next((f"its {name}={_short(entry)} {rule}" for name, entry, rule in rules if rule), None)
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _packaged_file(path: str, key: str) -> Path:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from components.config.errors import ConfigError
-from components.config.model_files import locate
+from components.config.model_files import locate, size_problems
 from components.config.safe_yaml import load_yaml
-from components.config.schema.checks import field_values
+from components.config.schema.checks import field_values, raise_all
 from components.config.schema.model import ModelConfig
 from components.project import PROJECT
+from components.protocol.safe_json import load_json
 
 CONFIG_NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -122,11 +122,13 @@ def read_shape(model: ModelConfig) -> ModelShape:
             sizes |= _read_gguf(Path(files.name_or_folder) / files.gguf_file)
         elif files.is_local and (Path(files.name_or_folder) / "config.json").is_file():
             config = _read_config_json(Path(files.name_or_folder) / "config.json")
+            raise_all(size_problems(config, f"model.path={model.path}: config.json", model.config))
             sizes |= shape_of_config(config) | _shape_of_family({**config, **model.config})
             if sizes["experts"] is None and _is_dense(config):
                 sizes["experts"] = 0
     else:
         sizes |= _shape_of_family(model.config)
+    raise_all(size_problems({}, "model.config", model.config))
     sizes |= shape_of_config(model.config)
     return ModelShape(**sizes)
 
@@ -173,7 +175,7 @@ def _shape_of_family(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_config_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        config = load_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path.parent}: config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
@@ -192,7 +194,7 @@ def _read_gguf(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             magic, version, _, entries = struct.unpack("<4sIQQ", file.read(24))
             if magic != b"GGUF" or version < 2:
-                raise ConfigError(f"model.path={path}: not a GGUF file of version 2 or later")
+                raise ValueError("not a GGUF file of version 2 or later")
             for _ in range(entries):
                 key = _read_string(file)
                 if key.startswith("tokenizer."):
@@ -205,17 +207,23 @@ def _read_gguf(path: Path) -> dict[str, Any]:
                     architecture = str(value)
             shape.setdefault("experts", 0)
             shape["family"] = GGUF_FAMILIES.get(architecture, architecture)
-    except (OSError, struct.error, UnicodeDecodeError, KeyError) as error:
+    except (OSError, struct.error, UnicodeDecodeError, KeyError, ValueError, RecursionError) as error:
         raise ConfigError(f"model.path={path}: the GGUF header cannot be read: {error}") from error
+    named = {CONFIG_NAMES[size][0]: value for size, value in shape.items() if size in CONFIG_NAMES}
+    raise_all(size_problems(named, f"model.path={path}: its header"))
     return shape
 
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """GGUF value type -> struct format."""
+_LONGEST = 2**20
+"""Most bytes of a text and values of a list in a GGUF header, before its tokenizer."""
 
 
 def _read_string(file: BinaryIO) -> str:
     (length,) = struct.unpack("<Q", file.read(8))
+    if length > _LONGEST:
+        raise ValueError(f"a text of {length:,} bytes")
     return file.read(length).decode()
 
 
@@ -224,6 +232,8 @@ def _read_value(file: BinaryIO, kind: int) -> Any:
         return _read_string(file)
     if kind == 9:
         element, count = struct.unpack("<IQ", file.read(12))
+        if count > _LONGEST:
+            raise ValueError(f"a list of {count:,} values")
         return [_read_value(file, element) for _ in range(count)]
     fmt = "<" + _SCALARS[kind]
     return struct.unpack(fmt, file.read(struct.calcsize(fmt)))[0]

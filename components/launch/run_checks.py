@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.config.model_files import check_weights, locate
+from components.config.model_files import check_settings, check_weights
 from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
 from components.config.rules.run_rules import harness_problems, tracker_problems
 from components.config.schema.checkpoint import CheckpointConfig
@@ -127,9 +127,7 @@ def _task_problems(cfg: RecipeConfig) -> list[str]:
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:
-    for key, path in named_models(cfg).items():
-        locate(path, key)
-    problems = []
+    problems = [problem for key, path in named_models(cfg).items() for problem in check_settings(path, key)]
     if cfg.model.path is not None and cfg.model.init == WeightInit.pretrained:
         problems += check_weights(cfg.model.path)
     if (teacher := section(cfg, TeacherConfig)) is not None and teacher.path is not None:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from components.config.errors import ConfigError
-from components.config.model_files import ModelFiles, locate
+from components.config.model_files import ModelFiles, locate, size_problems
+from components.config.schema.checks import raise_all
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
 from components.config.shape import ModelShape, shape_of_config
 from components.dtypes import torch_dtype
@@ -56,6 +57,8 @@ OTHER_KEYS = {
     "rope_scaling": "model.config.rope_parameters",
 }
 """Keys of config.json files that are set elsewhere -> the key to set."""
+_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
+"""What transformers raises for values of a config that it does not check."""
 
 
 def build_on_meta(
@@ -97,7 +100,7 @@ def build_on_meta(
         raise ConfigError(
             f"model.attention={cfg.attention}: {error_line(error)}; install it or set model.attention=sdpa"
         ) from error
-    except ValueError as error:
+    except (ValueError, *_WRONG_VALUES) as error:
         raise ConfigError(_explain_build_error(cfg, config.model_type, error_line(error), labels)) from error
     keep_float32(model)
     if labels is not None:
@@ -199,11 +202,12 @@ def load_config(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedCo
         values, cls = _read_values(cfg, locate(cfg.path))
         _reject_quantized(values, cfg.path)
     _check_keys(overrides, cls)
+    raise_all(size_problems(values, f"model.path={cfg.path}: config.json", overrides))
     if "num_hidden_layers" in overrides and "layer_types" in values and "layer_types" not in overrides:
         overrides["layer_types"] = values["layer_types"][: overrides["num_hidden_layers"]]
     try:
         config = cls.from_dict({**values, **overrides})
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, *_WRONG_VALUES) as error:
         raise ConfigError(f"model.config: {cls.__name__} rejects it: {' '.join(str(error).split())}") from error
     try:
         scale_rope(config, cfg.rope)
@@ -214,6 +218,7 @@ def load_config(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedCo
 
 
 def _read_values(cfg: ModelConfig, files: ModelFiles) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
 
     if files.gguf_file:
@@ -225,7 +230,7 @@ def _read_values(cfg: ModelConfig, files: ModelFiles) -> tuple[dict[str, Any], t
         )
         # Only the values in the file: those that the class derives must be derived again after the overrides.
         values, _ = PreTrainedConfig.get_config_dict(files.name_or_folder, revision=cfg.revision)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, StrictDataclassError, *_WRONG_VALUES) as error:
         raise explain_loading_error(error, files, "model.path", "config") from error
     return values, type(config)
 
@@ -295,6 +300,8 @@ def _load_generation_config(model: PreTrainedModel, cfg: ModelConfig) -> None:
         model.generation_config = GenerationConfig.from_pretrained(
             files.name_or_folder, revision=cfg.revision or "main"
         )
+    except (ValueError, *_WRONG_VALUES) as error:
+        raise explain_loading_error(error, files, "model.path", "generation config") from error
     except OSError:
         logger.info("%s has no generation_config.json: using the values derived from its config", cfg.path)
 

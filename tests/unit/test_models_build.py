@@ -64,7 +64,8 @@ def test_parameter_dtype_and_attention_follow_the_config() -> None:
     [
         ({"hiden_size": 3}, r"model.config.hiden_size=3: LlamaConfig has no such key; did you mean hidden_size\?"),
         ({"model_type": "lama"}, r"model.config.model_type=lama: .*no such model type; did you mean llama\?"),
-        ({"hidden_size": "wide"}, r"model.config: LlamaConfig rejects it: .*'hidden_size' expected int, got str"),
+        ({"hidden_size": "wide"}, r"model.config.hidden_size='wide': must be a whole number from 1 to"),
+        ({"mlp_bias": "wide"}, r"model.config: LlamaConfig rejects it: .*'mlp_bias' expected bool, got str"),
         ({"hidden_size": 66}, r"hidden size \(66\) is not a multiple of the number of attention heads \(4\)"),
         ({"dtype": "float16"}, r"model.config.dtype=float16: set model.dtype instead"),
         ({"rope_theta": 1.0}, r"model.config.rope_theta=1.0: set model.config.rope_parameters instead"),
