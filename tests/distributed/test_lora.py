@@ -313,8 +313,7 @@ def build_family(name: str, peft: PeftConfig) -> torch.nn.Module:
     """Build a model of a family in one process; QLoRA needs 64 inputs on each of two ranks."""
     values = FAMILY_VALUES[name]
     if peft.quantizes:
-        of_heads = {"head_dim": 32} | ({"v_head_dim": 32} if "v_head_dim" in values else {})
-        values = {**values, **WIDE, **of_heads}
+        values = {**values, **WIDE, "v_head_dim" if "v_head_dim" in values else "head_dim": 32}
     model = build_tiny(name, F32 if name in IN_FLOAT32 else torch.float64, values)
     for module in model.modules():
         kind = type(module).__name__
