@@ -19,10 +19,7 @@ from typing import Any
 from unittest import mock
 
 from components.config.meshes import RECOMPUTE, layout_of
-from components.config.rules.compute_rules import attention_problems
 from components.config.rules.mesh_rules import NOT_SHARDED, model_problems
-from components.config.schema.cluster import Device
-from components.config.schema.model import Attention, CausalLMConfig
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.config.shape import DENSE, ModelShape
 from components.planning.formulas.architecture import FAMILIES as PLANNED
@@ -202,18 +199,13 @@ def _packed(found: Evidence) -> None:
 
 
 def _rules(found: Evidence) -> None:
-    """Add what rules reject: ep without experts, tp without a plan, packed rows without sdpa."""
+    """Add what rules reject: ep without experts, tp without a plan."""
     (no_experts,) = model_problems(ParallelismConfig(dp_shard=1, ep=2), MeshShape(ep=2), ModelShape(experts=0))
     assert no_experts.startswith("parallelism.ep=2: the model is dense (no experts)")
     for family in {family for _, family, _ in found.levels} | {each.values["family"] for each in HUB_MODELS.values()}:
         if family in DENSE:
             for kind in KINDS:
                 found.add(Level.rejected, kind, family, ["ep"])
-    eager = {each.values["family"] for each in HUB_MODELS.values() if each.values.get("attention")}
-    for family in eager:
-        model = CausalLMConfig(path="owner/model", attention=Attention.eager)
-        (problem,) = attention_problems(model, MeshShape(), Device.cuda, packs=True, trains=True)
-        found.reject(PACKED, family, ONE, problem)
     for family in NOT_SHARDED & {family for _, family, _ in found.levels}:
         (no_plan,) = model_problems(ParallelismConfig(tp=2), MeshShape(tp=2), ModelShape(family=family))
         for kind in (FULL, LORA, QLORA):

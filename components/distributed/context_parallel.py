@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.layouts import ulysses_divides
-from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS
+from components.config.schema.model import CAUSAL_EAGER, CAUSAL_SDPA, DOCUMENTS
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh
 from components.dtypes import cast_by_autocast
 from components.models.anatomy import Anatomy
+from components.models.attention import with_heads
 from components.varlen import has_grouped_queries, row_ends, supports_varlen
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
@@ -72,25 +73,29 @@ def use_context_parallel(
 
     config: Any = model.config
     implementation = config._attn_implementation
-    if implementation not in (CAUSAL_SDPA, "sdpa"):
+    reason = anatomy.needs_unsharded_rows
+    if not reason and implementation not in (CAUSAL_SDPA, CAUSAL_EAGER, "sdpa"):
+        supported = "sdpa" if model._supports_sdpa else "eager"
         raise ConfigError(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} uses attention={implementation}, and cp requires "
-            "sdpa; set model.attention=sdpa or parallelism.cp=1"
+            f"{supported}; set model.attention={supported} or parallelism.cp=1"
         )
-    reason = anatomy.needs_unsharded_rows or ("" if implementation == CAUSAL_SDPA else "builds its own attention masks")
-    if reason:
+    if reason or implementation == "sdpa":
+        reason = reason or "builds its own attention masks"
         raise ConfigError(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} {reason}, so its sequences cannot be sharded; set "
             "parallelism.cp=1"
         )
     chosen, reason = choose_attention(method, mesh.size(), heads)
-    if chosen == ContextAttention.ulysses:
-        attend: Attend = UlyssesAttention(mesh)
-    else:
+    is_ulysses = chosen == ContextAttention.ulysses
+    attention = UlyssesAttention(mesh, implementation) if is_ulysses else GatheredAttention(mesh, implementation)
+    attend: Attend = attention
+    if not is_ulysses or implementation == CAUSAL_EAGER:
         # Not compiled: inside a compiled, tp-sharded layer, recomputation fails in torch ("expected all
-        # tensors_saved_with_vc_check to be Tensors") because the DTensors' mesh is saved like a tensor.
-        attend = torch.compiler.disable(GatheredAttention(mesh).__call__)
-    name = f"{CAUSAL_SDPA}_{chosen}_{mesh.get_group().group_name}"
+        # tensors_saved_with_vc_check to be Tensors") because the DTensors' mesh is saved like a tensor. Eager attention
+        # copies its module, which torch does not compile.
+        attend = torch.compiler.disable(attention.__call__)
+    name = f"{implementation}_{chosen}_{mesh.get_group().group_name}"
     AttentionInterface.register(name, attend)
     model.set_attn_implementation(name)  # type: ignore[operator]
     return f"cp attention: {chosen}, {reason}"
@@ -116,10 +121,11 @@ def unsharded_attention(model: nn.Module) -> Iterator[None]:
     """Within the context the model takes unsharded sequences, the same ones on every cp rank, for generation."""
     config: Any = model.config
     cp_attention = config._attn_implementation
-    if not cp_attention.startswith(f"{CAUSAL_SDPA}_"):
+    whole = next((each for each in (CAUSAL_SDPA, CAUSAL_EAGER) if cp_attention.startswith(f"{each}_")), None)
+    if whole is None:
         yield
         return
-    model.set_attn_implementation(CAUSAL_SDPA)  # type: ignore[operator]
+    model.set_attn_implementation(whole)  # type: ignore[operator]
     try:
         yield
     finally:
@@ -129,12 +135,14 @@ def unsharded_attention(model: nn.Module) -> Iterator[None]:
 class _Attention:
     """Base of the two attention methods under cp."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, implementation: str) -> None:
+        """`implementation`: CAUSAL_SDPA or CAUSAL_EAGER."""
         from transformers import AttentionInterface  # the compiler of torch 2.11 cannot trace this import
 
         self.mesh = mesh
-        self.local: Attend = AttentionInterface()[CAUSAL_SDPA]
+        self.local: Attend = AttentionInterface()[implementation]
         """Mask-free attention function that runs within one rank."""
+        self.is_eager = implementation == CAUSAL_EAGER
 
     def reject_mask(self, module: nn.Module, mask: torch.Tensor | None) -> None:
         """Raise ConfigError for a mask.
@@ -179,7 +187,9 @@ class UlyssesAttention(_Attention):
         if key.shape[1] % cp:  # fewer kv heads than ranks: repeat each kv head for the ranks with its query heads
             key, value = (tensor.repeat_interleave(cp // tensor.shape[1], dim=1) for tensor in (key, value))
         query, key, value = self._to_heads(query, key, value)
-        local_module = _LocalHeads(query.shape[1] // key.shape[1], module.training)
+        local_module: Any = _LocalHeads(query.shape[1] // key.shape[1], module.training)
+        if self.is_eager:
+            local_module = with_heads(module, self.mesh.get_local_rank() * query.shape[1], query, key)
         output, _ = self.local(local_module, query, key, value, None, **options)  # (batch, seq, heads / cp, head_dim)
         return self._to_tokens(output), None
 
@@ -234,7 +244,7 @@ class GatheredAttention(_Attention):
         kv_heads = key.shape[1]
         groups = next(count for count in range(min(self.mesh.size(), kv_heads), 0, -1) if kv_heads % count == 0)
         cast = cast_by_autocast(query, key, value)
-        if supports_varlen(cast[0], cast[2], dropout):
+        if not self.is_eager and supports_varlen(cast[0], cast[2], dropout):
             seq = query.shape[2] * self.mesh.size()
             window = sliding_window if sliding_window is not None and sliding_window < seq else None
             calls = self._varlen_calls(query, window, documents)
@@ -243,11 +253,12 @@ class GatheredAttention(_Attention):
             output: torch.Tensor = _GatheredVarlen.apply(*cast, kernel)
             return output, None
         first = None if documents is None else documents.starts(query.shape[2] * self.mesh.size())  # (batch, seq)
-        attend = partial(self._attend, module, (sliding_window, first), options)
-        outputs = [
-            checkpoint(attend, *group, use_reentrant=False, preserve_rng_state=dropout > 0)
-            for group in zip(*(tensor.chunk(groups, dim=1) for tensor in (query, key, value)), strict=True)
-        ]
+        outputs: list[torch.Tensor] = []
+        for index, group in enumerate(zip(*(each.chunk(groups, dim=1) for each in (query, key, value)), strict=True)):
+            # Outside of the checkpoint: tensor parallelism replaces the module's parameters during its forward only.
+            heads = with_heads(module, index * group[0].shape[1], *group[:2]) if self.is_eager else module
+            attend = partial(self._attend, heads, (sliding_window, first), options)
+            outputs.append(checkpoint(attend, *group, use_reentrant=False, preserve_rng_state=dropout > 0))
         return torch.cat(outputs, dim=2), None
 
     def _varlen_calls(self, query: torch.Tensor, window: int | None, documents: Any) -> list[_VarlenCall]:

@@ -8,6 +8,8 @@ indices. For packed rows, the document bounds reach attention as a keyword that 
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from components.config.errors import ConfigError
 from components.config.schema.model import (
+    CAUSAL_EAGER,
     CAUSAL_FLASH,
     CAUSAL_SDPA,
     DOCUMENTS,
@@ -46,8 +49,9 @@ NO_KERNEL = ("No available kernel", "No viable backend")
 def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatomy | None = None) -> bool:
     """Switch a model with sdpa attention to mask-free attention; return False if it needs transformers' masks.
 
-    Layers other than full and sliding attention (chunked, linear or bidirectional) keep transformers' own masks and
-    their host sync. Such a model rejects packed rows.
+    So is a model with eager attention that has no sdpa, because of a soft cap or attention sinks. Layers other than
+    full and sliding attention (chunked, linear or bidirectional) keep transformers' own masks and their host sync. Such
+    a model rejects packed rows.
 
     Args:
         flash: Require torch's flash kernel. Raises ConfigError for a model that needs masks.
@@ -55,10 +59,11 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
     """
     anatomy = anatomy or read_anatomy(model)
     implementation = model.config.get_text_config()._attn_implementation
+    supported = "sdpa" if model._supports_sdpa else "eager"
     reason, packing_error = anatomy.needs_masks, anatomy.needs_unpacked_rows and f"{anatomy.needs_unpacked_rows}; set"
-    if implementation != "sdpa":
+    if implementation != supported and not packing_error:
         reason = f"uses {implementation} attention, which does not receive document bounds"
-        packing_error = f"{reason}; set model.attention=sdpa or"
+        packing_error = f"{reason}; set model.attention={supported} or"
     packed = _PackedRows(model, packing_error)
     # On the causal LM too: its forward may drop the bounds (Falcon), or call its decoder directly (OPT).
     for module in dict.fromkeys((model, model.base_model)):
@@ -66,9 +71,11 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
         module.register_forward_hook(packed.after, with_kwargs=True)
     if reason and flash:
         raise ConfigError(f"model.attention=sdpa_flash: {type(model).__name__} {reason}; set model.attention=sdpa")
-    if reason:
+    if reason or implementation != supported:
         return False
     name, attend = (CAUSAL_FLASH, _causal_flash) if flash else (CAUSAL_SDPA, causal_sdpa)
+    if supported == "eager":
+        name, attend = CAUSAL_EAGER, causal_eager
     AttentionInterface.register(name, attend)
     model.set_attn_implementation(name)
     return True
@@ -167,9 +174,10 @@ def describe_attention(
     Args:
         packed: Whether rows hold several documents.
     """
-    if not observed:
-        return f"attention: {cfg.attention}, transformers' own with its masks"
     implementation = model.config.get_text_config()._attn_implementation
+    if not observed:
+        masks = "masks of its rows" if implementation.startswith(CAUSAL_EAGER) else "its masks"
+        return f"attention: {cfg.attention}, transformers' own with {masks}"
     reason = "windows"
     if not implementation.startswith((CAUSAL_SDPA, CAUSAL_FLASH)):
         reason = "transformers' own rules"
@@ -258,11 +266,60 @@ def causal_sdpa(
             return varlen_attention(query, key, value, documents, window, kwargs.get("scaling")), None
         attention_mask = documents.mask(keys, window)
     elif attention_mask is None and window is not None:
-        position = torch.arange(keys, device=query.device)
-        last = position[keys - queries :, None]  # (seq of queries, 1): comparing needs no matrix of distances
-        attention_mask = ((position <= last) & (position > last - window))[None, None]
+        attention_mask = _band(queries, keys, window, query.device)
     prefer: SDPBackend | None = kwargs.pop("prefer", None)
     if prefer is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     with sdpa_kernel([prefer, *(each for each in FALLBACKS if each != prefer)], set_priority=True):
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+
+def causal_eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sliding_window: int | None = None,
+    documents: Documents | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of `causal_sdpa` by the model's own eager function, with its soft cap or sinks."""
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise ConfigError(
+            f"model.attention=eager: {type(module).__name__} builds its own attention mask, which cp and packed rows "
+            "do not use; set parallelism.cp=1 and data.pack=false"
+        )
+    queries, keys = query.shape[2], key.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < keys else None
+    if attention_mask is None and documents is not None:
+        attention_mask = documents.mask(keys, window)
+    elif attention_mask is None:
+        attention_mask = _band(queries, keys, window, query.device)
+    bias = torch.zeros((), dtype=query.dtype, device=query.device)
+    bias = bias.where(attention_mask, torch.finfo(query.dtype).min)
+    attend = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    output, _ = attend(module, query, key, value, bias, **kwargs)
+    return output, None
+
+
+def with_heads(module: nn.Module, first: int, query: torch.Tensor, key: torch.Tensor) -> nn.Module:
+    """Return a copy of an attention module with only the heads of `query`, of which `first` is the first.
+
+    Args:
+        module: Its own parameters (sinks) have one row per query head.
+        query: (batch, heads, seq, head_dim); key may have fewer heads.
+    """
+    heads, local = query.shape[1], copy.copy(module)
+    rows: dict[str, Any] = {name: each[first : first + heads] for name, each in module.named_parameters(recurse=False)}
+    local._parameters = {**module._parameters, **rows}
+    local.num_key_value_groups = heads // key.shape[1]  # type: ignore[assignment]
+    return local
+
+
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return the mask of causal attention within a window, True where a query attends: (1, 1, queries, keys)."""
+    position = torch.arange(keys, device=device)
+    last = position[keys - queries :, None]  # (seq of queries, 1): comparing needs no matrix of distances
+    mask = position <= last
+    return (mask if window is None else mask & (position > last - window))[None, None]

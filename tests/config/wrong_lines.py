@@ -74,6 +74,7 @@ WRONG_TYPE = [
     ("logging.plot=maybe", "logging.plot=maybe: must be true or false"),
     ("run.seed=null", "run.seed=null: must not be null"),
     ("run.dir=[a]", "run.dir=[a]: must be a single value"),
+    ("run.dir=s3://bucket/run", "run.dir=s3://bucket/run: must be a local path; checkpoint.remote copies"),
     ("training=3", "training=3: is a section with keys"),
     ("logging.plot=1", "logging.plot=1: must be true or false"),
     ("model.compile=7", "model.compile=7: must be auto, true or false"),
@@ -224,7 +225,7 @@ OUT_OF_RANGE = [
     ),
     (
         "model.attention=eager parallelism=fsdp2_cp2 data.pack=false",
-        "model.attention=eager: parallelism.cp=2 splits rows, which only sdpa supports",
+        "model.attention=eager: parallelism.cp=2 splits rows, which sdpa supports",
         "set parallelism.cp=1",
     ),
     ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),

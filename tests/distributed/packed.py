@@ -27,6 +27,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**SMALL, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None,
                     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
                     "first_k_dense_replace": 2},
+    "gpt_oss": {**SMALL, "model_type": "gpt_oss", "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "intermediate_size": 32, "sliding_window": 5},
+    "gemma2": {**SMALL, "model_type": "gemma2", "head_dim": 12, "sliding_window": 5, "attn_logit_softcapping": 2.0},
 }  # fmt: skip
 """Sliding windows are shorter than documents. GPT-2 has learned position embeddings: rotary ones are relative and would
 not depend on where a document begins. DeepSeek-V3 has narrower values than keys, and here no experts."""

@@ -37,7 +37,8 @@ FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 GATHER, ULYSSES = ({**ONE, "cp": 2, "cp_attention": method} for method in ("all_gather", "ulysses"))
 SP = {**ONE, "tp": 2, "sequence_parallel": True}
 PP = {**ONE, "pp": 2}
-TRAINED = ("mistral", "mixtral", "gpt2", "deepseek_v3")
+TRAINED = ("mistral", "mixtral", "gpt2", "deepseek_v3", "gpt_oss")
+ROUTED = ("mixtral", "gpt_oss")
 SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
     2: [
         *[(GATHER, "mixtral", ""), (ULYSSES, "mistral", ""), (ULYSSES, "mixtral", "full"), (GATHER, "gpt2", "full")],
@@ -45,12 +46,13 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
         *[(SP, "mixtral", ""), (FSDP2, "mistral", "full"), ({**ONE, "ep": 2}, "mixtral", "full")],
         *[({"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}, "mistral", "")],
         *[({**PP, "pp_schedule": "ZBVZeroBubble"}, "mistral", "")],
-        *[(GATHER, "deepseek_v3", ""), (ULYSSES, "deepseek_v3", "")],
+        *[(GATHER, "deepseek_v3", ""), (ULYSSES, "deepseek_v3", ""), (GATHER, "gpt_oss", ""), (ULYSSES, "gpt_oss", "")],
     ],
     4: [
         *[({**GATHER, "pp": 2}, "mixtral", ""), ({**GATHER, "ep": 2}, "mixtral", ""), ({**SP, "cp": 2}, "mistral", "")],
         *[({**PP, "tp": 2}, "mistral", ""), ({**ULYSSES, "pp": 2}, "gpt2", "")],
         *[({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
+        *[({**FSDP2, "cp": 2}, "gpt_oss", "full"), ({**GATHER, "tp": 2}, "gpt_oss", "")],
     ],
 }  # fmt: skip
 """World size -> (parallelism, model, recompute policy of layers and whether they are compiled)."""
@@ -64,7 +66,7 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     model: Any = copy.deepcopy(plain).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, torch.float64)
-    cfg = ModelConfig(path="made here", router_aux_coef=AUX if model.config.model_type == "mixtral" else None)
+    cfg = ModelConfig(path="made here", router_aux_coef=AUX if model.config.model_type in ROUTED else None)
     loss = training.attach_router_loss(model, cfg, mesh)
     if policy := recompute.removesuffix(" compiled"):
         models.checkpoint_activations(model, ActivationCheckpointing(policy))
@@ -86,7 +88,7 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
 def test_packed_rows_match_separate_documents_on_every_mesh(world_size: int) -> None:
     rows = packed()
     built = {name: build(name, torch.float64, MODELS[name]) for name in TRAINED}
-    expected = {name: reference(model, documents(rows), AUX * (name == "mixtral")) for name, model in built.items()}
+    expected = {name: reference(model, documents(rows), AUX * (name in ROUTED)) for name, model in built.items()}
     samples = list(rows._samples)
     held_out = {name: reference(model, samples)[0] for name, model in built.items()}
     assert len(documents(rows)) > 2 * ROWS

@@ -32,6 +32,9 @@ from components.config.schema.peft import PeftConfig
 from components.config.schema.training import TasksConfig, TrainingConfig
 from components.config.shape import ModelShape
 
+EAGER_ONLY = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
+"""Model types whose attention has a soft cap or sinks and is otherwise full or sliding."""
+
 
 def compile_problems(
     model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape
@@ -245,23 +248,34 @@ def offload_problems(parallelism: ParallelismConfig, mesh: MeshShape, device: De
     return problems
 
 
-def attention_problems(model: ModelConfig, mesh: MeshShape, device: Device, *, packs: bool, trains: bool) -> list[str]:
-    """Return the problems of model.attention with packed rows, cp or training on a CPU."""
-    problems = []
-    if packs and model.attention not in (Attention.sdpa, Attention.sdpa_flash):
-        problems.append(
-            f"model.attention={model.attention}: does not receive the document bounds of packed rows; set "
-            "model.attention=sdpa or data.pack=false"
-        )
+def attention_problems(
+    model: ModelConfig, mesh: MeshShape, device: Device, *, packs: bool, trains: bool, family: str | None = None
+) -> list[str]:
+    """Return the problems of model.attention with packed rows, cp or training on a CPU.
+
+    Args:
+        family: Model type; None: unknown, so that ranks decide between sdpa and eager.
+    """
+    key, problems = f"model.attention={model.attention}", []
+    is_sdpa = model.attention in (Attention.sdpa, Attention.sdpa_flash)
+    if family in EAGER_ONLY and is_sdpa:
+        return [f"{key}: {family} has a soft cap or sinks, which it does not compute; set model.attention=eager"]
+    supported = "eager" if family in EAGER_ONLY else "sdpa"
+    if not is_sdpa and (model.attention != Attention.eager or family not in {None, *EAGER_ONLY}):
+        if packs:
+            problems.append(
+                f"{key}: does not receive the document bounds of packed rows; set model.attention={supported} or "
+                "data.pack=false"
+            )
+        if mesh.cp > 1:
+            problems.append(
+                f"{key}: parallelism.cp={mesh.cp} splits rows, which {supported} supports; set parallelism.cp=1 or "
+                f"model.attention={supported}"
+            )
     if model.attention == Attention.sdpa_flash and mesh.cp > 1:
         problems.append(
             f"model.attention=sdpa_flash: parallelism.cp={mesh.cp} uses attention masks, which the flash kernel does "
             "not support; set model.attention=sdpa"
-        )
-    if model.attention not in (Attention.sdpa, Attention.sdpa_flash) and mesh.cp > 1:
-        problems.append(
-            f"model.attention={model.attention}: parallelism.cp={mesh.cp} splits rows, which only sdpa supports; set "
-            "parallelism.cp=1 or model.attention=sdpa"
         )
     if model.attention == Attention.flex_attention and device == Device.cpu and trains:
         problems.append(NO_FLEX_BACKWARD)

@@ -13,6 +13,8 @@ CAUSAL_SDPA = "causal_sdpa"
 """Name registered with transformers for model.attention=sdpa without a mask; never written to a config.json."""
 CAUSAL_FLASH = "causal_one_kernel"
 """The same for model.attention=sdpa_flash; transformers treats a name that contains "flash" as a package."""
+CAUSAL_EAGER = "causal_eager"
+"""The same for model.attention=eager of a model that has no sdpa, such as GPT-OSS."""
 NO_FLEX_BACKWARD = (
     "model.attention=flex_attention: torch has no backward for it on CPUs; set model.attention=sdpa, or "
     "cluster.device=cuda"

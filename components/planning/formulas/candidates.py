@@ -16,7 +16,7 @@ from components.config.rules.compute_rules import (
     recompute_problems,
     torch_problems,
 )
-from components.config.rules.mesh_rules import model_problems, row_problems
+from components.config.rules.mesh_rules import model_problems, quantized_problems, row_problems
 from components.config.schema.checks import field_values
 from components.config.schema.parallelism import (
     AXES,
@@ -94,10 +94,13 @@ def candidates(cfg: TrainConfig, shape: ModelShape, choice: Choice, left_out: Le
             problems = [
                 *model_problems(parallelism, mesh, shape),
                 *row_problems("training.seq_len", cfg.training.seq_len, parallelism, mesh),
-                *attention_problems(cfg.model, mesh, cfg.cluster.device, packs=cfg.data.pack, trains=True),
+                *attention_problems(
+                    cfg.model, mesh, cfg.cluster.device, packs=cfg.data.pack, trains=True, family=shape.family
+                ),
                 *recompute_problems(cfg.model, parallelism, mesh),
                 *compile_problems(cfg.model, parallelism, mesh, shape),
                 *torch_problems(section(cfg, PeftConfig), parallelism, mesh),
+                *quantized_problems(section(cfg, PeftConfig), parallelism, mesh, shape),
             ]
             if problems:
                 left_out.add(problems[0])
