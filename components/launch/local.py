@@ -211,7 +211,7 @@ class RankProcesses:
                 self._plan_termination()
         if time.monotonic() >= self.next_report_check:
             self.next_report_check = time.monotonic() + REPORTS_EVERY
-            if read_reports(self.logs):
+            if any(report.kind != Kind.left for report in read_reports(self.logs).values()):
                 self._plan_termination()
 
     def _plan_termination(self) -> None:

@@ -180,6 +180,11 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
                 directory.conclude(str(kind), str(error))
                 print_text(f"{error}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
             return kind.exit_status
+        left = [each for each in read_reports(directory.logs).values() if each.kind == Kind.left]
+        if kind == Kind.lost_peer and left:
+            why = f"rank {left[0].rank}: {left[0].message}"
+            print_text(why, file=sys.stderr, flush=True)
+            directory.conclude("failed", why)
         directory.conclude(failure_status(kind, name, str(error)), f"rank {rank}: {name}: {error}")
         raise
     return 0

@@ -76,6 +76,10 @@ class LostPeer(RuntimeError):
     """Failure or exit of another rank: a consequence, not the root cause."""
 
 
+class LeftEarly(RuntimeError):
+    """Exit of a rank with status 0 in the middle of a run, such as by `sys.exit()`: no failure if all ranks do it."""
+
+
 class Kind(StrEnum):
     """Kind of a failure. config and in_use are errors of the user's input, printed without a traceback.
 
@@ -87,6 +91,7 @@ class Kind(StrEnum):
     hung = "hung"
     corrupted = "corrupted"
     lost_peer = "lost_peer"
+    left = "left"
     exception = "exception"
 
     @property
@@ -116,6 +121,8 @@ def kind_of(error: BaseException) -> Kind:
         return Kind.hung
     if isinstance(error, CorruptRank):
         return Kind.corrupted
+    if isinstance(error, LeftEarly):
+        return Kind.left
     lost = isinstance(error, LostPeer) or type(error).__name__ in _TORCH_LOST_PEER
     return Kind.lost_peer if lost or any(text in str(error) for text in LOST_PEER) else Kind.exception
 
@@ -260,12 +267,14 @@ def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> 
     found = []
     for ended in exits:
         report = reports.get(ended.rank)
-        if ended.terminated and (report is None or ended.status == 0):
+        if ended.terminated and report is None:
             continue
         killed = ended.status == -signal.SIGKILL and not ended.terminated
-        order = 0 if killed else 2 if ended.status == 0 else 3 if report and report.kind == Kind.lost_peer else 1
+        left = ended.status == 0 or (report is not None and report.kind == Kind.left)
+        order = 0 if killed else 2 if left else 3 if report and report.kind == Kind.lost_peer else 1
         when = report.time if report else ended.time
-        what = "failed" if ended.terminated else describe_exit(ended.status) + LEFT_EARLY * (ended.status == 0)
+        what = f"{describe_exit(0)}{LEFT_EARLY}" if left else describe_exit(ended.status)
+        what = "failed" if ended.terminated and not left else what
         found.append((order, when, Failure(ended.rank, what, report)))
     if all(order == 2 for order, *_ in found):
         return None
@@ -326,6 +335,12 @@ def first_to_report(logs: Path) -> bool:
     except (FileExistsError, FileNotFoundError):
         return False
     return True
+
+
+def report_left(rank: int, step: int, error: SystemExit) -> None:
+    """Record that a rank exits with status 0 in the middle of a run: other ranks may wait for it."""
+    left = LeftEarly(f"main was left after step {step}, by sys.exit() or the like").with_traceback(error.__traceback__)
+    write_report(attempt_logs(Path(os.environ[RUN_DIR]), int(os.environ[ATTEMPT])), rank, left)
 
 
 def report_hang(error: BaseException) -> None:

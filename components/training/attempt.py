@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -15,11 +14,10 @@ import torch
 from components import checkpoint, data, distributed, observability
 from components.config.schema.cluster import NumaBinding
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
-from components.protocol.failures import LEFT_EARLY, report_hang
+from components.protocol.failures import report_hang, report_left
 from components.resilience.frames import caller_code
 from components.resilience.stop_requests import StopRequest
 from components.resilience.watchdog import Watchdog
-from components.terminal import print_text
 from components.training.evaluation import Evaluation
 from components.training.setup.determinism import NOTE, deterministic_kernels
 from components.training.state import TrainState
@@ -88,8 +86,7 @@ class Attempt:
         if error is None and self._has_begun:
             self._write_result()
         elif isinstance(error, SystemExit) and not error.code:
-            left = f"rank {self.rank} exited with status 0 after step {self.state.step}{LEFT_EARLY}"
-            print_text(left, file=sys.stderr, flush=True)
+            report_left(self.rank, self.state.step, error)
         self._contexts.__exit__(kind, error, traceback)
 
     @property

@@ -13,6 +13,7 @@ from components.protocol.failures import (
     Failure,
     HungRun,
     Kind,
+    LeftEarly,
     LostPeer,
     RankExit,
     RankReport,
@@ -75,6 +76,11 @@ def test_rank_that_left_with_status_0_is_the_cause_of_lost_peers_only() -> None:
     assert failure is not None
     assert failure.error == "rank 1: exited with status 0 before the end of the run"
     assert root_cause([ended, rank_exit(1, 5.2, status=0, terminated=True)], lost) == 0  # it saved on request
+    reported = rank_report(1, 5.0, "exited", LeftEarly)
+    assert root_cause([ended, rank_exit(1, 9.0, -15, terminated=True)], lost, reported) == 1
+    assert (
+        root_cause([rank_exit(0, 5.0, 1), rank_exit(1, 5.0, 1)], rank_report(0, 5.0, "", LeftEarly), reported) is None
+    )
     assert root_cause([rank_exit(0, 5.0), left], rank_report(0, 4.9)) == 0
     assert root_cause([rank_exit(0, 5.0, -15, True), left]) is None
     other = first_failure([ended], {0: rank_report(0, 4.9)})

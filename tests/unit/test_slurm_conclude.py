@@ -324,12 +324,12 @@ def test_root_cause_is_reported_instead_of_its_consequence(run_dir: Path, capsys
 def test_rank_without_a_report_is_named_if_the_others_only_lost_it(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs = run_dir / "logs" / "attempt_0"
+    logs = run_dir / "logs" / "attempt_1"
     for rank in range(3):
         (logs / f"rank_{rank}.log").touch()
     write_report(logs, 0, LOST)
     write_report(logs, 2, LOST)
-    conclude(run_dir, 0, 1, cancelled=False)
+    conclude(run_dir, 1, 1, cancelled=False)
     assert "rank 1 reported nothing: killed, or exited with status 0 before the end" in capsys.readouterr().out
 
 

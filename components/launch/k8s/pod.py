@@ -179,8 +179,8 @@ class _PodAttempt:
 
     def _is_consequence(self, failure: Failure) -> bool:
         """Return whether a failure only follows from the loss of another pod, or of a rank that left."""
-        lost_peer = failure.report is not None and failure.report.kind == Kind.lost_peer
-        return bool(self.lost) or lost_peer or failure.what.endswith(LEFT_EARLY)
+        is_lost = failure.what.endswith(LEFT_EARLY) if failure.report is None else failure.report.kind == Kind.lost_peer
+        return bool(self.lost) or is_lost
 
     def _lost_peers(self, reports: Mapping[int, RankReport]) -> int:
         """Print which ranks were lost, as far as it is known, and restart."""
