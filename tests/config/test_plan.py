@@ -108,6 +108,12 @@ def test_eager_attention_has_no_cp_and_counts_its_scores(commands: Commands, tmp
     assert {row["mesh"]["cp"] for row in rows(commands, [*free, "--top", "40"], tmp_path)} == {1}
 
 
+def test_qlora_has_no_tp_that_splits_a_quantized_block(commands: Commands, tmp_path: Path) -> None:
+    """The MLPs of Gemma 3 1B have 6,912 features, 108 blocks of 64."""
+    overrides = ["model=gemma3_1b", "cluster=slurm_1node", "cluster.gpu=h100_80", "peft=qlora", "optimizer.lr=1e-3"]
+    assert {row["mesh"]["tp"] for row in rows(commands, [*overrides, "--top", "200"], tmp_path)} == {1, 2, 4}
+
+
 def test_sequence_parallelism_of_an_experiment_excludes_no_mesh(commands: Commands, tmp_path: Path) -> None:
     """The mesh of an experiment is not fixed, and its sequence parallelism needs tp, which ddp does not have."""
     overrides = [*TINY, "experiment=llama3_1_8b_1node", "cluster.gpu=null", "training.global_batch_size=16"]
