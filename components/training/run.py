@@ -304,6 +304,8 @@ class Run(Attempt):
         self._step_contexts.close()
         self._report.accept_start()
         self._read_all()
+        if not self.stopped:
+            self.state.raise_if_none_finite()
         self._profile.finish()
         self._save_last()
         if self._planned() is not None:

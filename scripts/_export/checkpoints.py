@@ -80,7 +80,7 @@ class OpenCheckpoint:
 
         if cfg.model.dtype == DType.auto and (saved := stored_dtype_of(path)) is not None:
             cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, dtype=DType(saved)))
-        self.cfg = cfg
+        self.cfg, self.path = cfg, path
         self.stored: StoredWeights = StoredWeights(path, averaged=averaged)
         self.tokenizer = models.load_tokenizer(cfg.model, path)
         self.model: Any = models.build_on_meta(cfg.model, len(self.tokenizer), cfg.labels)
@@ -100,7 +100,10 @@ class OpenCheckpoint:
 
     def reader(self) -> Callable[[str, Any], torch.Tensor]:
         """Return a function that reads a block of a tensor, with the adapters merged. Raises ConfigError."""
-        return self._merged() if self.cfg.peft.adapts else self.stored.read
+        from components.models.weights.safetensors_files import require_finite
+
+        read = self._merged() if self.cfg.peft.adapts else self.stored.read
+        return lambda name, index: require_finite(read(name, index), f"{self.path}: {name}")
 
     def _merged(self) -> Callable[[str, Any], torch.Tensor]:
         from components import models

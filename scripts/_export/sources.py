@@ -177,9 +177,11 @@ def read_average(sources: Sequence[Source], weights: Sequence[float], name: str,
         weights: One for each source; they add up to 1.
 
     Raises:
-        ConfigError: The values of a tensor of integers, of which there is no average, differ.
+        ConfigError: The values of a tensor of integers, of which there is no average, differ, or a value is not finite.
     """
     import torch
+
+    from components.models.weights.safetensors_files import require_finite
 
     if not sources[0].tensors[name].is_floating_point():
         first = sources[0].read(name, index)
@@ -188,6 +190,6 @@ def read_average(sources: Sequence[Source], weights: Sequence[float], name: str,
         return first
     total: Any = None
     for source, weight in zip(sources, weights, strict=True):
-        part = source.read(name, index).to(torch.float64) * weight
+        part = require_finite(source.read(name, index), f"{source.path}: {name}").to(torch.float64) * weight
         total = part if total is None else total.add_(part)
     return total

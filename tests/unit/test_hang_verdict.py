@@ -245,6 +245,18 @@ def test_only_consecutive_skipped_steps_abort_the_run(stop_after: int, skips: st
     assert first_aborted(TrainState(), TrainingConfig(stop_after_skipped=stop_after), skips) == aborted_at
 
 
+@pytest.mark.parametrize(("skips", "trained"), [("xxx", False), ("xx.", True), (".xx", True), ("", True)])
+def test_run_without_a_finite_step_has_failed(skips: str, trained: bool) -> None:
+    state = TrainState()
+    assert first_aborted(state, TrainingConfig(stop_after_skipped=0), skips) is None
+    state = TrainState.from_dict(state.to_dict())
+    if trained:
+        state.raise_if_none_finite()
+    else:
+        with pytest.raises(NonFiniteGradients, match=r"gradients of all 3 steps were not finite .*model\.path"):
+            state.raise_if_none_finite()
+
+
 def test_skipped_step_count_continues_after_resume() -> None:
     policy, state = TrainingConfig(stop_after_skipped=3), TrainState()
     assert first_aborted(state, policy, ".xx") is None

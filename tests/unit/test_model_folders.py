@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from components.config.errors import ConfigError
-from components.config.model_files import check_settings, size_problems
+from components.config.model_files import ModelFiles, check_settings, size_problems
 from components.config.schema.model import CausalLMConfig, WeightInit
 from components.config.shape import read_shape
+from components.models.build import build_on_meta
+from components.models.weights.loading import load_weights, weight_reader
+from components.models.weights.names import saved_tensors
+from components.models.weights.safetensors_files import SafetensorsTensors, find_safetensors, require_finite
+from tests.tiny_models import tiny_folder
 
 DEEP = "[" * 100_000 + "]" * 100_000
 SIZES = {
@@ -92,8 +100,6 @@ def test_default_configs_of_transformers_are_accepted() -> None:
     "change", [{"hidden_size": 62}, {"hidden_act": "no such"}, {"rope_parameters": {"rope_type": "x"}}]
 )
 def test_what_only_transformers_knows_is_a_config_error(change: dict[str, Any], tmp_path: Path) -> None:
-    from components.models.build import build_on_meta
-
     (tmp_path / "config.json").write_text(json.dumps(llama(**change)))
     with pytest.raises(ConfigError, match="model"):
         build_on_meta(CausalLMConfig(path=str(tmp_path), dtype="float32"))
@@ -144,3 +150,112 @@ def test_gguf_header_that_lies_is_a_config_error(content: bytes, tmp_path: Path)
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(ConfigError, match=r"m\.gguf: (its header|the GGUF header cannot be read)"):
         read_shape(CausalLMConfig(path=str(tmp_path / "m.gguf")))
+
+
+def head_as(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(dtype)
+
+    return change
+
+
+def holding(value: float, name: str = "model.layers.1.mlp.up_proj.weight") -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    return change
+
+
+def read_all(model: torch.nn.Module, cfg: CausalLMConfig) -> None:
+    read = weight_reader(model, cfg, 0)
+    for name, tensor in saved_tensors(model).items():
+        read(name, tuple(slice(0, size) for size in tensor.shape))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (head_as(torch.int64), r"hold 1 parameters that are not floating-point numbers: lm_head.weight \(I64\)"),
+        (head_as(torch.bool), r"hold 1 parameters that are not floating-point numbers: lm_head.weight \(BOOL\)"),
+        (
+            holding(float("nan"), "model.norm.weight"),
+            "the stored tensor model.norm.weight holds NaN or infinite values",
+        ),
+        (holding(float("inf"), "lm_head.weight"), "the stored tensor lm_head.weight holds NaN or infinite values"),
+        (holding(-float("inf"), "model.embed_tokens.weight"), "model.embed_tokens.weight holds NaN or infinite"),
+    ],
+)
+def test_weights_that_cannot_be_trained_are_named(
+    family: str, change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path, family)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    cfg = CausalLMConfig(path=str(folder), dtype="float32")
+    model = build_on_meta(cfg).to_empty(device="cpu")
+    with pytest.raises(ConfigError, match=message):
+        load_weights(model, cfg)
+    with pytest.raises(ConfigError, match=message):
+        read_all(model, cfg)
+
+
+def test_largest_finite_weights_are_accepted() -> None:
+    """Their sum overflows."""
+    largest = torch.full((1000,), torch.finfo(torch.float32).max)
+    for values in (
+        largest,
+        torch.full((1000,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16),
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(3).to(torch.float8_e4m3fn),
+    ):
+        assert require_finite(values, "x") is values
+
+
+def lying(change: Callable[[dict[str, Any]], None]) -> bytes:
+    header = {
+        "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b": {"dtype": "F32", "shape": [4], "data_offsets": [16, 32]},
+    }
+    change(header)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + b"\0" * 32
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lying(lambda header: header["b"].update(data_offsets=[16, 2**40])),
+        lying(lambda header: header["b"].update(data_offsets=[8, 24])),
+        lying(lambda header: header["b"].update(dtype="F64")),
+        lying(lambda header: header["b"].update(dtype="Q4")),
+        lying(lambda header: header["b"].update(shape=[2**62, 4])),
+        lying(lambda header: header["b"].update(shape=[-4])),
+        lying(lambda header: header["b"].update(data_offsets=[32, 16])),
+        lying(lambda header: header.update(c=header["b"])),
+        struct.pack("<Q", 2**62) + b"{}",
+        struct.pack("<Q", len(DEEP)) + DEEP.encode(),
+        struct.pack("<Q", 2) + b"[]",
+        b"\0" * 4,
+        b"",
+    ],
+)
+def test_safetensors_header_that_lies_is_a_config_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable safetensors file"):
+        SafetensorsTensors([tmp_path / "model.safetensors"])
+
+
+def test_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file({"shared": torch.zeros(2), f"own{number}": torch.zeros(2)}, tmp_path / f"{number}.safetensors")
+    with pytest.raises(ConfigError, match=r"2\.safetensors: holds shared, which 1\.safetensors holds too"):
+        SafetensorsTensors([tmp_path / "1.safetensors", tmp_path / "2.safetensors"])
+
+
+@pytest.mark.parametrize("index", [DEEP, "[]", "{}", '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": 3}}', "\0"])
+def test_index_that_lies_is_a_config_error(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: (not a valid index|lists )"):
+        find_safetensors(ModelFiles(str(tmp_path)), None)

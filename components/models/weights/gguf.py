@@ -8,6 +8,7 @@ values and dequantization still come from the tables of transformers and gguf.
 from __future__ import annotations
 
 import logging
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def read_config(path: Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         metadata, tensors = read_gguf_metadata(str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, MemoryError, RecursionError, struct.error) as error:
         raise ConfigError(f"{key}={path}: the GGUF file cannot be read: {error}") from error
     architecture = metadata["general.architecture"]
     if architecture not in ARCHITECTURES:
@@ -85,6 +86,13 @@ class GGUFTensors:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return shapes by the model's names, or by the file's name for a tensor that the model lacks."""
         return {name: tuple(info.shape) for name, info in self._infos.items()}
+
+    def not_floats(self) -> dict[str, str]:
+        """Return the types of the tensors of integers, by name."""
+        from gguf import GGMLQuantizationType
+
+        kinds = {name: GGMLQuantizationType(info.ggml_type).name for name, info in self._infos.items()}
+        return {name: kind for name, kind in kinds.items() if kind in ("I8", "I16", "I32", "I64")}
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Return a block of a tensor in float32; this dequantizes the complete tensor."""

@@ -24,7 +24,7 @@ from components.models.quantization.nf4 import fill_or_pack, is_packed, packed_r
 from components.models.weights.gguf import GGUFTensors
 from components.models.weights.initialize import drawn_weight, initialize_weights
 from components.models.weights.names import saved_tensors, tied_names
-from components.models.weights.safetensors_files import SafetensorsTensors, find_safetensors
+from components.models.weights.safetensors_files import SafetensorsTensors, find_safetensors, require_finite
 from components.models.weights.shards import Index, local_blocks, local_part
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class StoredTensors(Protocol):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return shapes by stored name."""
+
+    def not_floats(self) -> dict[str, str]:
+        """Return the dtypes of the tensors that hold no floating-point numbers, as the files call them."""
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """Return a block of a stored tensor."""
@@ -100,18 +103,20 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> list[str]:
     plan = plan_loading(meta_model, list(stored.shapes()))
     given = f"model.path={cfg.path}"
     new = _use_new_head(plan, meta_model, model)
-    _check(plan, meta_model, stored.shapes(), given, new)
+    _check(plan, meta_model, stored, given, new)
     targets = saved_tensors(model)
     shapes = {name: tensor.shape for name, tensor in saved_tensors(meta_model).items()}
     for name, source in plan.direct.items():
         if name in targets:
             transposed = _is_transposed(meta_model, name)
-            fill_or_pack(targets[name], name, partial(stored.read, source), shapes[name], transposed=transposed)
+            fill_or_pack(targets[name], name, partial(_read, stored, source), shapes[name], transposed=transposed)
     for first, conversion in plan.converted.items():
         if targets.keys().isdisjoint(_converted_names(conversion, first)):
             continue
         try:
             converted = _convert(conversion, first, meta_model, stored)
+        except ConfigError:
+            raise
         except (RuntimeError, ValueError, KeyError) as error:
             stored_names = [source for source, _ in conversion.sources]
             raise ConfigError(
@@ -154,13 +159,13 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
     stored = _open(cfg, meta_model)
     plan = plan_loading(meta_model, list(stored.shapes()))
     new = _use_new_head(plan, meta_model, model)
-    _check(plan, meta_model, stored.shapes(), f"model.path={cfg.path}", new)
+    _check(plan, meta_model, stored, f"model.path={cfg.path}", new)
     source = {name: first for first, each in plan.converted.items() for name in _converted_names(each, first)}
     converted = lru_cache(maxsize=1)(lambda first: _convert(plan.converted[first], first, meta_model, stored))
 
     def read(name: str, index: Index) -> torch.Tensor:
         if name in plan.direct:
-            return stored.read(plan.direct[name], index)
+            return _read(stored, plan.direct[name], index)
         if name in new:
             return drawn(name)[index]
         return converted(source[name])[name][index]
@@ -229,7 +234,7 @@ def _convert(
     for source, pattern in conversion.sources:
         full = tuple(slice(0, size) for size in stored.shapes()[source])
         # add_tensor is annotated for the futures of transformers' own loader, but accepts tensors too.
-        value: Any = stored.read(source, full)
+        value: Any = _read(stored, source, full)
         conversion.converter.add_tensor(first, source, pattern, value)
     converted = conversion.converter.convert(first, model=meta_model, config=meta_model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
@@ -244,28 +249,35 @@ def _use_new_head(plan: LoadPlan, meta_model: PreTrainedModel, model: PreTrained
     return [name for name, _ in head if name not in plan.direct]
 
 
+def _read(stored: StoredTensors, name: str, index: Index) -> torch.Tensor:
+    return require_finite(stored.read(name, index), f"model.path: the stored tensor {name}")
+
+
 def _check(
-    plan: LoadPlan, meta_model: PreTrainedModel, stored: dict[str, tuple[int, ...]], given: str, new: Sequence[str] = ()
+    plan: LoadPlan, meta_model: PreTrainedModel, stored: StoredTensors, given: str, new: Sequence[str] = ()
 ) -> None:
-    """Raise ConfigError with all missing, unexpected and misshaped tensors.
+    """Raise ConfigError with all missing, unexpected and misshaped tensors, and parameters stored as integers.
 
     Args:
-        stored: Shapes by stored name.
         new: Names of parameters that may be missing.
     """
-    expected = saved_tensors(meta_model)
+    expected, shapes, not_floats = saved_tensors(meta_model), stored.shapes(), stored.not_floats()
+    sources = {source for name, source in plan.direct.items() if expected[name].is_floating_point()}
+    sources |= {source for each in plan.converted.values() for source, _ in each.sources}
+    integers = [f"{source} ({not_floats[source]})" for source in sorted(sources & not_floats.keys())]
     found = {*plan.direct, *(name for first, each in plan.converted.items() for name in _converted_names(each, first))}
     missing = [name for name, _ in meta_model.named_parameters() if name not in found and name not in new]
     misshaped = [
-        _misshaped(given, name, stored[source], expected[name].shape)
+        _misshaped(given, name, shapes[source], expected[name].shape)
         for name, source in plan.direct.items()
-        if stored[source] != tuple(expected[name].shape)
+        if shapes[source] != tuple(expected[name].shape)
     ]
     kind = type(meta_model).__name__
     problems = [
         *_listed(f"{given}: its files lack tensors of {kind}", missing),
         *_listed(f"{given}: its files contain tensors that {kind} does not have", plan.unexpected),
         *misshaped[:SHOWN],
+        *_listed(f"{given}: its files hold {len(integers)} parameters that are not floating-point numbers", integers),
     ]
     if problems:
         raise ConfigError(problems)
