@@ -82,6 +82,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--only={','.join(unknown)}: no such check; choose some of {', '.join(offered)}")
     if options.seconds is None:
         options.seconds = DEADLINE if options.ranks == 1 and not options.small else float("inf")
+    if os.path.lexists(options.out) and not options.out.is_dir():
+        parser.error(f"--out={options.out}: is not a folder; choose another one")
     found = [name for name in FILES if os.path.lexists(options.out / name)]
     if found and not any(name in found and is_replaceable(options.out / name, mark) for name, mark in FILES.items()):
         parser.error(f"--out={options.out}: {found[0]} exists and is not of this script; choose another folder")

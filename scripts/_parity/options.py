@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection
@@ -80,8 +81,9 @@ def read_options(arguments: list[str], description: str | None) -> tuple[Namespa
         if name not in list(RECOMPUTE)
     ]
     options.recompute = [each for each in RECOMPUTE if each in requested] or None
-    if options.out is not None and options.out.is_dir() and any(options.out.iterdir()):
-        problems.append(f"--out {options.out}: the folder is not empty; choose a new one")
+    out: Path | None = options.out
+    if out is not None and os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        problems.append(f"--out {out}: exists and is not an empty folder; choose a new one")
     raise_all(problems)
     return options, [*overrides, *(f"{key}={value}" for key, value in fixed.items())]
 

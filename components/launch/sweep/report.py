@@ -17,7 +17,8 @@ from components.launch.sweep.plan import Sweep, is_running
 from components.launch.sweep.plots import plot_sweep
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, SweepRow
 from components.launch.sweep.table import SweepReport, print_table, read_report, to_csv, to_markdown
-from components.protocol.run_files import atomic_write
+from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.run_files import atomic_write, is_replaceable
 from components.terminal import print_text
 
 WATCH_EVERY = 5.0
@@ -35,6 +36,11 @@ def report_now(sweep: Sweep) -> int:
     console = _console()
     print_table(report, console)
     status = exit_status(report)
+    marks = {"report.md": "# Sweep ", "report.csv": ",tokens_per_second,tokens_per_second_per_process,"}
+    for name, mark in marks.items():
+        if not is_replaceable(sweep.directory / name, mark):
+            print_text(f"{sweep.directory / name}: is not of a sweep; move it away, then run: {report_command(sweep)}")
+            return EXIT_INVALID
     for why_not in _plot(report):
         print_text(why_not)
     try:
