@@ -12,6 +12,7 @@ from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
 from components.models.weights.hub_files import error_line, explain_loading_error
 from components.protocol.run_files import RECORD, read_json
+from components.protocol.safe_json import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +105,7 @@ def _set_default_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> No
     own = tokenizer.chat_template
     named: dict[str, str] = own if isinstance(own, dict) else {} if own is None else {"default": own}
     try:
-        text = named[chosen] if chosen in named else Path(chosen).expanduser().read_text()
+        text = named[chosen] if chosen in named else read_regular(Path(chosen).expanduser(), 1 << 20).decode()
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise ConfigError(
             f"model.chat_template={chosen}: is neither the name of a chat template of the tokenizer "

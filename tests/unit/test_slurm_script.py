@@ -20,6 +20,7 @@ from components.config.schema.schedulers.slurm import (
     Launcher,
     RequeueConfig,
 )
+from components.launch.schedulers import template
 from components.launch.slurm.script import TEMPLATE, BatchScript, as_word, render, setup_problems
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -225,11 +226,22 @@ def test_code_without_snapshot_is_mounted() -> None:
         ("if true\n", "bash cannot parse it: line 2: syntax error: unexpected end of file"),
         (b"\xff", "cannot be rendered: 'utf-8' codec"),
         (None, "cannot be rendered: [Errno 2] No such file"),
+        ("fifo", "cannot be rendered: [Errno 22] Not a regular file"),
+        (bytes(2**20 + 1), "cannot be rendered: [Errno 27] Larger than 1,048,576 bytes"),
+        ("{{ 'a' * 10**10 }}", "cannot be rendered: it takes more than 512 MiB of memory"),
+        ("{{ 'a' * 10**7 }}", "cannot be rendered: it renders to more than 1,048,576 characters"),
+        ("{{ 9 ** (9 ** 9) }}", "cannot be rendered: it takes more than 1 s of processor time"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "cannot be rendered: maximum recursion depth"),
     ],
 )
-def test_invalid_custom_template_is_rejected(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+def test_invalid_custom_template_is_rejected(
+    tmp_path: Path, text: str | bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "CPU_SECONDS", 1)
     file = tmp_path / "mine.j2"
-    if text is not None:
+    if text == "fifo":
+        os.mkfifo(file)
+    elif text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
         script(SlurmClusterConfig(**SLURM, template=str(file)))

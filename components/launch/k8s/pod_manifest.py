@@ -13,10 +13,12 @@ from typing import Any
 import yaml
 
 from components.config.errors import ConfigError
+from components.config.safe_yaml import check_expansion
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.schedulers.kubernetes import PodUser, Workload
 from components.launch.k8s.kubectl import COLLECTIONS
 from components.launch.k8s.pod_jobs import JobName
+from components.launch.schedulers.template import render_template
 from components.project import COMPONENTS, PROJECT
 from components.protocol.exit_codes import EXIT_RESTART
 from components.protocol.role import JOB
@@ -69,7 +71,7 @@ def recipe_in_pods(file: Path) -> str:
 
 def render(manifest: PodManifest) -> str:
     """Return the manifest. Raises ConfigError if the template cannot be rendered, or its objects cannot be created."""
-    from jinja2 import FileSystemLoader, StrictUndefined, TemplateSyntaxError
+    from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
     cluster = manifest.cluster
@@ -82,11 +84,7 @@ def render(manifest: PodManifest) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["yaml"] = as_yaml
-    try:
-        text = environment.from_string(file.read_text()).render(_values(manifest))
-    except Exception as error:  # a template can raise anything: ZeroDivisionError, SecurityError
-        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise ConfigError(f"cluster.template={file}: cannot be rendered{line}: {error}") from error
+    text = render_template(environment, file, _values(manifest))
     text = "".join(line for line in text.splitlines(keepends=True) if line.strip())
     _check_objects(objects_in(text, f"cluster.template={file}"), manifest.job, f"cluster.template={file}")
     return text
@@ -101,8 +99,9 @@ def as_yaml(value: object) -> str:
 def objects_in(manifest: str, what: str) -> list[dict[str, Any]]:
     """Return the objects of a manifest. Raises ConfigError, beginning with `what`, if it is not YAML of objects."""
     try:
+        check_expansion(manifest)
         objects = [each for each in yaml.safe_load_all(manifest) if each is not None]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # an integer of 5,000 digits, a date in month 13
         raise ConfigError(f"{what}: renders to invalid YAML: {' '.join(str(error).split())}") from error
     for each in objects:
         known = isinstance(each, dict) and (each.get("apiVersion"), each.get("kind")) in COLLECTIONS

@@ -13,6 +13,7 @@ from typing import Any
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.schedulers.slurm import ContainerRuntime
+from components.launch.schedulers.template import render_template
 from components.launch.slurm.options import as_line, container_arguments, job_options
 from components.project import PROJECT
 
@@ -41,7 +42,7 @@ class BatchScript:
 
 def render(job: BatchScript) -> str:
     """Return the batch script. Raises ConfigError if the template does not render or the script does not parse."""
-    from jinja2 import StrictUndefined, TemplateSyntaxError
+    from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
     file = Path(os.path.expanduser(job.cluster.template or TEMPLATE))
@@ -49,11 +50,7 @@ def render(job: BatchScript) -> str:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"quote": as_word, "words": lambda texts: " ".join(map(as_word, texts))}
-    try:
-        script = environment.from_string(file.read_text()).render(_values(job))
-    except Exception as error:  # a template can raise anything: ZeroDivisionError, SecurityError
-        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise ConfigError(f"cluster.template={file}: cannot be rendered{line}: {error}") from error
+    script = render_template(environment, file, _values(job))
     _check_syntax(script, f"cluster.template={file}")
     return script
 
