@@ -313,7 +313,10 @@ def build_family(name: str, peft: PeftConfig) -> torch.nn.Module:
     """Build a model of a family in one process; QLoRA needs 64 inputs on each of two ranks."""
     values = FAMILY_VALUES[name]
     if peft.quantizes:
-        values = {**values, **WIDE, "v_head_dim" if "v_head_dim" in values else "head_dim": 32}
+        wide = {**WIDE, "v_head_dim" if "v_head_dim" in values else "head_dim": 32}
+        if values["model_type"] == "lfm2":
+            wide["conv_bias"] = False  # draws other weights: one of the others lies between two levels
+        values = {**values, **wide}
     model = build_tiny(name, F32 if name in IN_FLOAT32 else torch.float64, values)
     for module in model.modules():
         kind = type(module).__name__
