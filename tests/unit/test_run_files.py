@@ -5,20 +5,31 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from components.config.compose.frozen import read_frozen
+from components.config.compose.frozen import read_frozen, read_intact
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.logging import LoggingConfig
+from components.config.stored_run import read_run
+from components.launch.k8s.pod_attempts import Pod
 from components.launch.run_directory.directory import RunDirectory
+from components.launch.run_directory.lease import take_lease
+from components.launch.schedulers.job_attempts import attempts_of_job
+from components.launch.slurm.jobs import adopt_submission
+from components.launch.slurm.snapshot import copy_code
+from components.models.weights.new_folder import NewFolder
 from components.observability import Reporter, Result
+from components.observability.trackers.tracker import TrackedRun
 from components.protocol.failures import read_reports, write_report
+from components.protocol.run_files import create_marker, keep_only_folder, own_folder, remove_own
+from tests.suites import TORTURE
 from tests.unit.test_launch_run_directory import config, end, start, take_step
 
 
@@ -215,3 +226,103 @@ def test_file_modes_follow_the_umask_except_for_private_files(
             assert stat.S_IMODE(entry.stat().st_mode) == expected, entry
             names.add(entry.name)
     assert names >= {*private, "config.yaml", "metrics.jsonl"}
+
+
+OWNED = (
+    *("config.yaml", "environment.json", "result.json", "metrics.jsonl", "metrics.jsonl.damaged", "trackers.json"),
+    *("job.sbatch", "job.yaml", "job_id", ".submission", "requeue", "restart", ".lock", ".lease", ".lease/1"),
+    *(".lease/7", "logs", "logs/latest", "logs/first_step", "logs/pods", "logs/pods/j", "logs/pods/j/0"),
+    *("logs/attempt_0", "logs/attempt_0/config.yaml", "logs/attempt_0/environment.json", "logs/attempt_0/result.json"),
+    *("logs/attempt_0/progress.json", "logs/attempt_0/job", "logs/attempt_1", ".start", ".start/config.yaml"),
+    *(".start/environment.json", ".start/before", ".start/before/code", "checkpoints", "checkpoints/step_1"),
+    *("checkpoints/step_1/manifest.json", "checkpoints/step_1/state.json", "code", "code.new", "export", "adapter"),
+    *("tensorboard", "wandb", "profile"),
+)
+"""Names of files and folders of a run that something of the project writes, lists, reads or removes."""
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        os.chdir(path.parent)  # a longer path is refused
+        server.bind(path.name)
+
+
+PLANTED: dict[str, Callable[[Path, Path], object]] = {
+    "link to a file": lambda path, outside: path.symlink_to(outside / "17"),
+    "link to a folder": lambda path, outside: path.symlink_to(outside),
+    "dangling link": lambda path, outside: path.symlink_to(outside / "new"),
+    "pipe": lambda path, outside: os.mkfifo(path),
+    "socket": lambda path, outside: a_socket(path),
+    "file": lambda path, outside: path.write_bytes(b"\xff{"),
+    "folder": lambda path, outside: path.mkdir(),
+}
+
+
+def use_run(run: Path, code: bool) -> None:
+    """Do in `run` what a start, its ranks, its job and the tools do there. Raises ConfigError."""
+    directory = start(config(str(run)))
+    os.close(directory.lock or os.open(os.devnull, os.O_RDONLY))
+    take_lease(run, lambda error: None).release()
+    attempts_of_job(run, directory.attempt)
+    Pod(run, "j", 0, 1, "uid").announce()
+    assert "uid" in Pod(run, "j", 0, 1, "uid").announced().values()
+    report = Reporter(LoggingConfig(plot=False), str(run), enabled=True)
+    report.begin(1)
+    report.accept_start()
+    report.evaluation(step=1, eval_loss=2.0, count=3)
+    report._mark_first_step()
+    report.finish(Result(status="ok", steps=1, mesh="", processes=1, wall_seconds=1.0, peak_memory_bytes=1))
+    TrackedRun.read(str(run)).store_id("wandb", "abc")
+    write_report(directory.logs, 1, ValueError("boom"))
+    for name in ("tensorboard", "wandb", "profile"):
+        (own_folder(run / name) / "events").write_text("mine")
+    for name in ("export", "adapter"):
+        folder = NewFolder(run / name)
+        folder.begin()
+        (folder.path / "config.json").write_text("{}")
+        folder.publish()
+    if code:
+        keep_only_folder(run / "code")
+        copy_code(Path(__file__).parents[2] / "recipes" / "finetune.py", run / "code")
+    create_marker(run / "requeue")
+    adopt_submission(run)
+    read_run(run)
+    assert "seed: 42" in read_intact(run / "config.yaml")
+    assert json.loads((run / "result.json").read_text())["status"] == "ok"
+    directory.discard("refused")
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_what_is_planted_at_a_name_of_a_run_is_not_followed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start is refused in a sentence, or works; nothing outside of the run changes, and nothing hangs."""
+    monkeypatch.setattr("components.launch.slurm.jobs.find_submission", lambda tag, script: None)
+    monkeypatch.setattr("components.launch.slurm.snapshot._project_files", lambda: [Path("recipes/finetune.py")])
+    monkeypatch.setattr("components.launch.run_directory.lease.SILENCE", 0.01)
+    monkeypatch.setattr("components.launch.run_directory.lease.POLL", 0.01)
+    monkeypatch.setenv("MESHBOOK_ATTEMPT", "1")
+    monkeypatch.chdir(tmp_path)
+    base, outside = tmp_path / "base", tmp_path / "outside"
+    end(start(config(str(base))))
+    for step in ("checkpoints/step_1", "logs/pods/j", ".start/before", ".lease"):
+        (base / step).mkdir(parents=True)
+    outside.mkdir()
+    for number in (1, 2, 3, 17):
+        (outside / str(number)).write_text("precious")
+    if not TORTURE:  # they take most of the time, and are tested elsewhere
+        monkeypatch.setattr("components.launch.run_directory.opening.from_yaml", lambda text, schema: None)
+        monkeypatch.setattr("components.launch.run_directory.opening.check_changes", lambda text, cfg, origin: None)
+    link = "link to a file" if Path(name).suffix or name[-1].isdecimal() else "link to a folder"
+    for kind in PLANTED if TORTURE else (link, "pipe"):
+        plant, run = PLANTED[kind], tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(base, run, symlinks=True)
+        path = run / name
+        remove_own(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plant(path, outside)
+        with suppress(ConfigError):
+            use_run(run, code=name.startswith("code"))
+        assert sorted(each.name for each in outside.iterdir()) == ["1", "17", "2", "3"], kind
+        assert {each.read_text() for each in outside.iterdir()} == {"precious"}, kind
