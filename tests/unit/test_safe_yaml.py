@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from components.config.compose.sources import config_folders
+from components.config.errors import ConfigError
 from components.config.safe_yaml import YamlLimitError, load_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,3 +119,16 @@ def test_ordinary_aliases_are_expanded() -> None:
     text = "a: &a {b: 1, c: [x, y]}\nd: [*a, *a]\ne:\n  <<: *a\n  b: &n 2\nf: [*n]\n---\n"
     assert load_yaml(text.removesuffix("---\n")) == yaml.safe_load(text.removesuffix("---\n"))
     assert load_yaml("") is None
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("pipe", "Not a regular file"), ("huge", "Larger than 16,777,216 bytes")])
+def test_config_folder_with_a_file_that_never_ends_is_rejected(tmp_path: Path, kind: str, reason: str) -> None:
+    file = tmp_path / "optimizer" / "mine.yaml"
+    file.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.touch()
+        os.truncate(file, 10**10)
+    with pytest.raises(ConfigError, match=rf"mine.yaml: {reason}; remove it from the folder of configs"):
+        config_folders("finetune", tmp_path, [tmp_path])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -31,7 +32,9 @@ from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
 from components.config.shape import ModelShape
 from components.project import PROJECT
+from components.protocol.safe_json import read_regular
 
+_LARGEST = 1 << 24  # bytes of a YAML file
 CONF = PROJECT / "conf"
 """conf/ of this project; absolute, so that a copied recipe finds it."""
 _UNLESS_EPOCHS = "unless_epochs"
@@ -274,17 +277,16 @@ def config_folders(name: str, recipe_dir: Path, given: Iterable[Path] = ()) -> t
 
 
 def _check_aliases(folder: Path) -> None:
-    """Reject a folder with a file whose aliases Hydra would expand without limit; other errors are left to Hydra."""
+    """Reject a folder with a file whose aliases or depth Hydra would follow without limit; leave others to Hydra."""
     for file in sorted(folder.rglob("*.yaml")):
         with suppress(OSError, UnicodeDecodeError, YAMLError):
-            text = file.read_text()
-            if "*" in text:
-                try:
-                    check_expansion(text)
-                except YamlLimitError as error:
-                    raise ConfigError(
-                        f"{file}: {error}; write the values without aliases, or remove the file"
-                    ) from error
+            try:
+                check_expansion(read_regular(file, _LARGEST).decode())
+            except YamlLimitError as error:
+                raise ConfigError(f"{file}: {error}; write the values without aliases, or remove the file") from error
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EFBIG, errno.ENXIO):  # reading it would not end
+                    raise ConfigError(f"{file}: {error.strerror}; remove it from the folder of configs") from error
 
 
 def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
