@@ -1,10 +1,12 @@
-"""Chat templates: rendering of conversations, the spans marked as generated, and a limit on their CPU time."""
+"""Chat templates: rendering of conversations, the spans marked as generated, and limits on their time and memory."""
 
 from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +40,10 @@ _PROBE_TOOL = {
 }
 RENDER_SECONDS = 5.0
 """Limit on the CPU time of a chat template for one conversation; a long conversation takes milliseconds."""
+RENDER_BYTES = 2**29
+"""Limit on the memory that a chat template takes for one conversation, 512 MiB."""
+_LONGEST_TEXT, _LONGEST_GROWTH = 2**22, 8
+"""Most characters of a rendered conversation, or times its length as JSON if that is more: tokens take much memory."""
 
 
 class Rendering(NamedTuple):
@@ -54,7 +60,8 @@ class ChatTemplate:
     Messages are given in the form that the template renders without loss, found by rendering probes: content as text or
     in parts, arguments of tool calls as objects or as JSON text, results of tools that are objects as JSON text.
 
-    Templates are untrusted code that comes with a model. They run in transformers' sandbox, with a limit on CPU time.
+    Templates are untrusted code that comes with a model. They run in transformers' sandbox, with limits on CPU time and
+    memory.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -98,7 +105,7 @@ class ChatTemplate:
     ) -> Rendering:
         """Render the first `stop` messages.
 
-        Raises ConfigError if the template rejects them or fails, and TemplateTimeoutError at the time limit.
+        Raises ConfigError if the template rejects them or fails, and TemplateLimitError at a limit.
         """
         messages, tools = conversation.messages[:stop], conversation.tools
         if self.source(tools) is None:
@@ -109,8 +116,8 @@ class ChatTemplate:
         try:
             adapted = [self._adapted(message, tools) for message in messages]
             return self._run(adapted, given)
-        except TemplateTimeoutError as error:
-            raise TemplateTimeoutError(f"{conversation.where}: {error}") from error
+        except TemplateLimitError as error:
+            raise TemplateLimitError(f"{conversation.where}: {error}") from error
         except _TemplateError as error:
             raise ConfigError(f"{conversation.where}: {self._located(str(error), adapted, given)}") from error
 
@@ -130,7 +137,7 @@ class ChatTemplate:
             for tools in [None, [_PROBE_TOOL]] if not self._unchosen and self.source(None) else []:
                 ends |= self._ends(answer, answer, _QUESTION, tools)
                 ends |= self._ends(call, calls, _probe_result(_PROBED), tools)
-        except TemplateTimeoutError:
+        except TemplateLimitError:
             pass  # the end-of-text token remains
         if self._tokenizer.bos_token != self._tokenizer.eos_token:
             ends.discard(self._tokenizer.bos_token)
@@ -164,16 +171,21 @@ class ChatTemplate:
 
         source = self.source(given["tools"])
         try:
-            with _cpu_limit(RENDER_SECONDS):
+            with _limits(RENDER_SECONDS, RENDER_BYTES):
                 if is_fast(self._tokenizer) and _GENERATION_BLOCK.search(str(source)):
-                    return _traced(str(source), messages, {**self._tokenizer.special_tokens_map, **given})
-                text = self._tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False, **given)
-                return Rendering(str(text), [])
+                    rendering = _traced(str(source), messages, {**self._tokenizer.special_tokens_map, **given})
+                else:
+                    text = self._tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False, **given)
+                    rendering = Rendering(str(text), [])
+            if len(rendering.text) > _LONGEST_TEXT:
+                size = len(json.dumps([messages, given], default=str))
+                if len(rendering.text) > _LONGEST_GROWTH * size:
+                    raise _limit_error(f"writes {len(rendering.text):,} characters for a conversation of {size:,}")
+            return rendering
         except _CpuLimitError as error:
-            raise TemplateTimeoutError(
-                f"the chat template did not finish within {RENDER_SECONDS:g} s of CPU time; set model.chat_template to "
-                "another one"
-            ) from error
+            raise _limit_error(f"did not finish within {RENDER_SECONDS:g} s of CPU time") from error
+        except MemoryError as error:
+            raise _limit_error(f"needs more than {RENDER_BYTES / 2**20:g} MiB of memory") from error
         except TemplateError as error:
             raise _TemplateError(f"the chat template rejects this conversation: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -199,7 +211,7 @@ class ChatTemplate:
     def _problem(self, messages: list[Message], given: Mapping[str, Any]) -> str | None:
         try:
             self._run(messages, given)
-        except (_TemplateError, TemplateTimeoutError) as error:
+        except (_TemplateError, TemplateLimitError) as error:
             return str(error)
         return None
 
@@ -420,8 +432,12 @@ class _TemplateError(Exception):
     """A chat template rejects a conversation, or fails on it."""
 
 
-class TemplateTimeoutError(ConfigError):
-    """A chat template exceeded its CPU time limit."""
+class TemplateLimitError(ConfigError):
+    """A chat template exceeded its limit on CPU time, memory or text."""
+
+
+def _limit_error(what: str) -> TemplateLimitError:
+    return TemplateLimitError(f"the chat template {what}; set model.chat_template to another one")
 
 
 class _CpuLimitError(RuntimeError):
@@ -429,23 +445,32 @@ class _CpuLimitError(RuntimeError):
 
 
 @contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise _CpuLimitError in the body once this process has spent `seconds` of CPU time in it.
+def _limits(seconds: float, size: int) -> Iterator[None]:
+    """Limit the body to CPU time and memory beyond those of this process: raise _CpuLimitError and MemoryError in it.
 
-    The limit is on CPU time rather than wall time, so that a busy or suspended machine does not trigger it. Signal
-    handlers run in the main thread only; in any other thread the body runs without a limit.
+    The limit is on CPU time rather than wall time, so that a busy or suspended machine does not trigger it. That on
+    memory is one on the address space (Linux only), which other threads share; to set it takes 20 us. Signal handlers
+    run in the main thread only; in any other thread the body runs without limits.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, _raise)
+    before, (soft, hard) = signal.signal(signal.SIGVTALRM, _raise), resource.getrlimit(resource.RLIMIT_AS)
     # The timer repeats because code such as Jinja's constant folding swallows exceptions and tries again.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
     try:
+        if sys.platform == "linux":
+            with open("/proc/self/statm", "rb", buffering=0) as file:
+                used = int(file.read().split()[0]) * resource.getpagesize()
+            most = [limit for limit in (soft, hard, used + size) if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
+        finally:  # also if the signal arrives here
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from components.chat_template import ChatTemplate, Rendering, TemplateTimeoutError
+from components.chat_template import ChatTemplate, Rendering, TemplateLimitError
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
 from components.conversation import Conversation, text_of
@@ -134,8 +134,8 @@ def encode_conversations(
 
 
 def record_bad(error: ConfigError, where: str, bad: BadRowReport | None) -> None:
-    """Record a conversation that cannot become a sample in `bad`; raise the error without one, or at a time limit."""
-    if bad is None or isinstance(error, TemplateTimeoutError):
+    """Record a conversation that cannot become a sample; raise the error without `bad`, or at a template's limit."""
+    if bad is None or isinstance(error, TemplateLimitError):
         raise error
     bad.add({where: error.problems[0].removeprefix(f"{where}: ")})
 

@@ -92,9 +92,9 @@ class TrainState:
         """Raise NonFiniteGradients if the run is complete and none of its updates was applied."""
         if self.step and self.skipped >= self.step:
             raise NonFiniteGradients(
-                f"the gradients of all {self.step} steps were not finite (last loss: {self.last_loss}), and their updates "
-                "were skipped: nothing was trained, and nothing is saved or exported; inspect the data and the weights of "
-                "model.path, or lower optimizer.lr"
+                f"the gradients of all {self.step} steps were not finite (last loss: {self.last_loss}), and their "
+                "updates were skipped: nothing was trained, and nothing is saved or exported; inspect the data and the "
+                "weights of model.path, or lower optimizer.lr"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from tokenizers import models, pre_tokenizers
 
 from components import chat_template
+from components.chat_template import ChatTemplate, TemplateLimitError
 from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, ChatDataConfig, SftDataConfig, UnusedKeys
 from components.config.schema.model import ModelConfig
@@ -561,6 +563,42 @@ def test_nonterminating_template_is_rejected_within_seconds(template: str, monke
     with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template did not finish within 0.5 s of CPU time"):
         encode_conversations(byte_tokenizer(template + unmarked(HERMES)), [Conversation("x.jsonl:1", messages)])
     assert time.process_time() - began < 5
+
+
+GROWING = [
+    "{{ 'x' * 10 ** 10 }}",
+    "{{ messages * 10 ** 9 }}",
+    "{{ messages[0].content * 10 ** 10 }}",
+    "{% set ns = namespace(s='x') %}{% for a in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+    "{% set ns = namespace(s='x') %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='x') %}{% for a in range(60) %}{% set ns.s = [ns.s, ns.s] | join %}{% endfor %}",
+    "{{ 'x' | center(10 ** 10) }}",
+    "{{ 'x'.ljust(10 ** 10) }}",
+    "{{ '%999999999d' | format(1) }}{{ '%999999999d' | format(1) }}",
+    "{{ messages | tojson(indent=10 ** 10) }}",
+    "{% set s = 'x' * 10 ** 7 %}{% for a in range(9000) %}{{ s }}{% endfor %}",
+    "{{ 'x' * 10 ** 8 }}",
+    "{% generation %}{{ 'x' * 10 ** 10 }}{% endgeneration %}",
+]
+
+
+@pytest.mark.parametrize("template", GROWING)
+def test_template_that_takes_too_much_memory_is_rejected(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_BYTES", 2**28)
+    before, peak = resource.getrlimit(resource.RLIMIT_AS), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    conversation = Conversation("x.jsonl:1", [user("a"), assistant("b")])
+    what = r"(needs more than 256 MiB of memory|writes [\d,]+ characters for a conversation of \d+)"
+    with pytest.raises(TemplateLimitError, match=rf"x.jsonl:1: the chat template {what}; set model.chat_template"):
+        ChatTemplate(byte_tokenizer(template)).render(conversation)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 2**19  # KiB
+
+
+def test_long_conversation_stays_within_the_limits() -> None:
+    text = "word " * 10**6
+    rendered = ChatTemplate(byte_tokenizer(unmarked(HERMES))).render(Conversation("x", [user(text), assistant(text)]))
+    assert rendered.text.count("word ") == 2 * 10**6
 
 
 def test_nonterminating_template_is_rejected_during_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
