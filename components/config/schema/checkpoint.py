@@ -35,8 +35,8 @@ class CheckpointConfig:
     run ends with exit status 76, names the rank and its host, and saves nothing. 0: never compare."""
     remote: str | None = None
     """URL in an object store (s3://, gs://, az://, hf://) below which each checkpoint and the export are copied; each
-    run needs its own, and a sweep appends the name of each point. keep, keep_every and keep_best apply there too. A
-    resumed run whose directory lacks the newest checkpoint copies it back. null: no copies."""
+    run needs its own without other objects, and a sweep appends the name of each point. keep, keep_every and keep_best
+    apply there too. A resumed run whose directory lacks the newest checkpoint copies it back. null: no copies."""
     export: bool = True
     """Export the model to RUN_DIR/export at the end, a folder that transformers loads."""
     export_average: bool = True
