@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from components.protocol.safe_json import parse_json
+
 Message = dict[str, Any]
 """One message in the format of chat templates: `role` (system, user, assistant, tool), `content`, further keys."""
 
@@ -69,5 +71,5 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
     """
     arguments = function_of(call).get("arguments")
     if isinstance(arguments, str):
-        arguments = json.loads(arguments) if arguments.strip() else None
+        arguments = parse_json(arguments) if arguments.strip() else None
     return {} if arguments is None else arguments

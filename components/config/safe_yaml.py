@@ -37,6 +37,8 @@ class YamlLimitError(yaml.YAMLError):
 
 def load_yaml(text: str) -> Any:
     """Parse YAML text like omegaconf, within the limits above. Raises yaml.YAMLError and nothing else."""
+    if not isinstance(text, str):
+        raise yaml.YAMLError(f"not a text but {text!r:.60}")
     check_expansion(text)
     try:
         return yaml.load(text, Loader)

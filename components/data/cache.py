@@ -40,6 +40,7 @@ from components.data.sources.split import (
     sample_limit,
 )
 from components.data.tokens import Tokens, flattened, read_tokens, remove_expired, write_tokens
+from components.protocol.safe_json import parse_json
 from components.storage.known_numbers import SUFFIX, KnownNumbers
 
 if TYPE_CHECKING:
@@ -296,7 +297,11 @@ def _read_entry(entry: Path) -> TokenizedSplit | None:
     found = read_tokens(entry)
     if found is None:
         return None
-    return _split_of(found[0], json.loads(found[1]))
+    try:
+        return _split_of(found[0], parse_json(found[1]))
+    except (ValueError, LookupError, TypeError) as error:
+        logger.warning("%s is damaged (%r): its samples are tokenized again", entry, error)
+        return None
 
 
 def _split_of(tokens: Tokens, result: dict[str, Any]) -> TokenizedSplit:

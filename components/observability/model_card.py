@@ -12,6 +12,7 @@ import yaml
 from components.config.metrics_log import MetricsLog
 from components.config.safe_yaml import load_yaml
 from components.config.secrets import secret_problems
+from components.protocol.safe_json import read_regular
 
 VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
 
@@ -137,7 +138,7 @@ def _get(values: Any, *keys: str) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file; empty if the file is missing or damaged."""
     try:
-        values = load_yaml(path.read_text())
+        values = load_yaml(read_regular(path).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -32,17 +32,22 @@ def parse_json(text: str | bytes) -> Any:
     except UnicodeError as error:
         raise ValueError(f"it cannot be read as UTF-8 text: {error}") from error
     if decoded.count("[") + decoded.count("{") > DEEPEST:
-        level = [value]
-        for _ in range(DEEPEST):
-            level = [
-                nested
-                for each in level
-                if isinstance(each, list | dict)
-                for nested in (each.values() if isinstance(each, dict) else each)
-            ]
-        if level:
-            raise ValueError(_TOO_DEEP)
+        check_depth(value)
     return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError for a value that nests more than DEEPEST lists and objects."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            nested
+            for each in level
+            if isinstance(each, list | dict)
+            for nested in (each.values() if isinstance(each, dict) else each)
+        ]
+    if level:
+        raise ValueError(_TOO_DEEP)
 
 
 def load_json(path: Path) -> Any:
@@ -50,8 +55,8 @@ def load_json(path: Path) -> Any:
     return parse_json(read_regular(path, LARGEST))
 
 
-def read_regular(path: Path, largest: int | None = None) -> bytes:
-    """Return the content of a regular file.
+def read_regular(path: Path, largest: int | None = None, count: int = -1) -> bytes:
+    """Return the content of a regular file, or its first `count` bytes.
 
     Raises OSError for a pipe or a device, whose content may never end, and for a file of more than `largest` bytes.
     """
@@ -61,4 +66,4 @@ def read_regular(path: Path, largest: int | None = None) -> bytes:
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
         if largest is not None and found.st_size > largest:
             raise OSError(errno.EFBIG, f"Larger than {largest:,} bytes", str(path))
-        return file.read()
+        return file.read(count)

@@ -16,6 +16,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.config.schema.data import (
+    ChatDataConfig,
     CustomDataConfig,
     DataConfig,
     DocsDataConfig,
@@ -300,3 +301,45 @@ def test_path_in_the_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     file = write(tmp_path / "x.jsonl", ROWS)
     assert files_of_split(Location("data.path", "~/x.jsonl", "train")) == [file]
+
+
+DEEP = {
+    "300 lists": "[" * 300 + "]" * 300,
+    "open lists": "[" * 200_000,
+    "objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_deeply_nested_values_are_bad_rows_in_every_format(tmp_path: Path, case: str) -> None:
+    value = DEEP[case]
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "x", "response": "y", "messages": {value}}}\n')
+    (row,) = read_rows(tmp_path / "a.jsonl")
+    assert "nests more than 200" in row.problem or "recursion" in row.problem or "JSON" in row.problem
+    (tmp_path / "b.json").write_text(f'[{{"prompt": "x", "messages": {value}}}]')
+    with pytest.raises(ConfigError, match=r"b.json"):
+        list(read_rows(tmp_path / "b.json"))
+    call = {"function": {"name": "f", "arguments": value}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answered = [turns[0], {"role": "assistant", "content": "y"}]
+    for name, row_values in (("calls", {"messages": turns}), ("tools", {"messages": answered, "tools": value})):
+        write(tmp_path / f"{name}.jsonl", [row_values])
+        cfg = ChatDataConfig(path=str(tmp_path / f"{name}.jsonl"))
+        with pytest.raises(ConfigError, match="that (is|are) not JSON"):
+            sample_texts(cfg)
+
+
+def test_pipes_are_reported_and_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    cfg = sft_config(tmp_path)
+    for read in (lambda: list(read_rows(tmp_path / "a.jsonl")), lambda: problems(cfg), lambda: sample_texts(cfg)):
+        with pytest.raises(ConfigError, match=r"a.jsonl: cannot be read: Not a regular file"):
+            raise ConfigError(read())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metadata", ["[" * 100_000, "[1]", '{"info": 5}', '{"info": {"features": {"a": 5}}}', "{"])
+def test_damaged_metadata_of_a_table_are_reported(tmp_path: Path, metadata: str) -> None:
+    table = pa.table({"prompt": ["x"]}).replace_schema_metadata({"huggingface": metadata})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a.parquet: is damaged or has another format"):
+        list(read_rows(tmp_path / "a.parquet"))

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 from components.config.errors import ConfigError
+from components.protocol.safe_json import DEEPEST, check_depth, parse_json, read_regular
 from components.storage.urls import is_url
 
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
@@ -182,8 +183,7 @@ def _undecodable(file: Path) -> str:
 
 
 def _start_of(file: Path) -> bytes:
-    with file.open("rb") as content:
-        return content.read(4)
+    return read_regular(file, count=4)  # before any other read: that of a pipe would not return
 
 
 def _open_bytes(file: Path) -> gzip.GzipFile | io.BufferedReader:
@@ -222,7 +222,7 @@ def _json_row(where: str, line: str) -> Row:
     if not _is_utf8(line):
         return Row(where, {}, _NOT_UTF8)
     try:
-        return _object_row(where, _DECODER.decode(line))
+        return _object_row(where, _decoded_json(line))
     except json.JSONDecodeError as error:
         problem = (
             f"not valid JSON ({error.msg}, column {error.colno}); every line must be one object such as "
@@ -243,7 +243,7 @@ def _is_utf8(text: str) -> bool:
 
 def _json_array(file: Path, text: str) -> Iterator[Row]:
     try:
-        rows = _DECODER.decode(text)
+        rows = _decoded_json(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno})") from error
     except (ValueError, RecursionError) as error:
@@ -262,6 +262,14 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
+
+
+def _decoded_json(text: str) -> Any:
+    """Return the value of JSON text whose objects have different keys. Raises ValueError or RecursionError."""
+    value = _DECODER.decode(text)
+    if text.count("[") + text.count("{") > DEEPEST:
+        check_depth(value)
+    return value
 
 
 def _object_row(where: str, values: Any) -> Row:
@@ -361,8 +369,7 @@ def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
     number = 0
     with _open_table(file) as (schema, batches_of):
         _check_unique(f"{file}:", schema.names)
-        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
-        classes = {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+        classes = _classes_of((schema.metadata or {}).get(b"huggingface", b"{}"))
         kinds = {name: schema.field(name).type for name in schema.names if columns is None or name in columns}
         encoded = {name: kind for name, kind in kinds.items() if _JSON in str(kind)}
         for batch in batches_of(list(kinds)):
@@ -373,13 +380,25 @@ def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
                 yield Row(f"{file} row {number}", values, classes=classes)
 
 
+def _classes_of(metadata: bytes) -> dict[str, list[str]]:
+    """Return the names of the numbers in each column of type ClassLabel, from what `datasets` stores in a schema.
+
+    Raises ValueError if it is damaged.
+    """
+    try:
+        features = parse_json(metadata).get("info", {}).get("features") or {}
+        return {name: list(each["names"]) for name, each in features.items() if each.get("_type") == "ClassLabel"}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"its metadata of `datasets` cannot be read ({error!r})") from error
+
+
 def _decoded(value: Any, kind: Any) -> Any:
     """Return a value of an Arrow type with its parts of type JSON decoded, which `datasets` stores as text."""
     if isinstance(value, dict):
         return {name: _decoded(each, kind.field(name).type) for name, each in value.items()}
     if isinstance(value, list):
         return [_decoded(each, kind.value_type) for each in value]
-    return json.loads(value) if str(kind) == _JSON and value is not None else value
+    return parse_json(value) if str(kind) == _JSON and value is not None else value
 
 
 def without_null_keys(value: Any) -> Any:

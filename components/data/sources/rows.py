@@ -23,6 +23,7 @@ from components.config.schema.data import (
 )
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
 from components.data.sources.files import Location, Row
+from components.protocol.safe_json import parse_json
 
 Sample = TypeVar("Sample")
 
@@ -460,7 +461,7 @@ def _decoded(values: dict[str, Any], key: str, name: str | None, kind: type) -> 
     value = values.get(name) if name is not None else None
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else None
+            value = parse_json(value) if value.strip() else None
         except ValueError as error:
             raise BadRowError(f"data.{key}={name}: holds text that is not JSON ({error})") from error
     if value is not None and not isinstance(value, kind):

@@ -118,8 +118,10 @@ def _names_in(folder: Path) -> list[Path]:
                 folders.clear()
                 continue
             visited.add(real)
-            paths = [Path(parent, file) for file in files]
-            names += [path.relative_to(folder) for path in paths if path.is_file() or not path.exists()]
+            for path in (Path(parent, file) for file in files):
+                if format_of(path) and path.exists() and not path.is_file():
+                    raise ConfigError(f"{path}: cannot be read: Not a regular file; remove it, or move it away")
+                names.append(path.relative_to(folder))
     return sorted(names)
 
 

@@ -16,6 +16,7 @@ import xxhash
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
+from components.protocol.safe_json import load_json
 
 HASH_OF_BYTES = "10f4878bace996e3bf5360c36043a0d6"
 """Hash of the vocabulary of model.tokenizer=bytes."""
@@ -46,7 +47,7 @@ def hash_of_files(model: ModelConfig) -> str | None:
         files = None if path is None else locate(path)
         if files is None or not files.is_local or files.gguf_file:
             return None
-        stored = json.loads(Path(files.name_or_folder, "tokenizer.json").read_text())
+        stored = load_json(Path(files.name_or_folder, "tokenizer.json"))
         return hash_of_tokens(stored["model"]["vocab"])
     except (ConfigError, OSError, ValueError, LookupError, TypeError):
         return None  # a missing or damaged tokenizer has its own message

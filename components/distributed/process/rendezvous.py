@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import os
 import secrets
 import shutil
@@ -31,6 +30,7 @@ from components.distributed.process.relay import LOOPBACK, open_gateway, open_lo
 from components.distributed.process.store_sync import MissingRanks, StoreSync
 from components.protocol.role import STORE_FD, STORE_FILE, node_name
 from components.protocol.run_files import PRIVATE, atomic_write_json
+from components.protocol.safe_json import parse_json
 
 FIRST_PORT, PORTS = 10000, 20000  # below Linux's range of ephemeral ports
 
@@ -197,7 +197,10 @@ def _await_file(file: Path, variables: RankVariables, timeout: timedelta) -> dic
     while True:
         with contextlib.suppress(FileNotFoundError), file.open() as opened:
             if os.fstat(opened.fileno()).st_uid == os.getuid():  # another user's file could redirect the ranks
-                return json.loads(opened.read())
+                try:
+                    return parse_json(opened.read())
+                except ValueError as error:
+                    raise RendezvousError(f"{file}: is damaged ({error}); start the run again") from error
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank {variables.rank} of {variables.world_size}: rank 0 did not write its store's address to "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.config.errors import ConfigError
+from components.protocol.safe_json import parse_json
 
 TIMEOUT = 60.0
 """Timeout of a command in seconds; kubectl itself gives up on a request after REQUEST_TIMEOUT."""
@@ -71,7 +72,7 @@ class Answer:
     def json(self) -> dict[str, Any]:
         """Return the object in the output; empty if it is not JSON."""
         try:
-            value = json.loads(self.output)
+            value = parse_json(self.output)
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}

@@ -14,6 +14,7 @@ import yaml
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
 from components.project import PROJECT
+from components.protocol.safe_json import read_regular
 
 PROJECT_CONF = PROJECT / "conf"
 CPU_NAME = "cpu"
@@ -132,7 +133,7 @@ def read_hardware(path: Path) -> Hardware:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        values = load_yaml(path.read_text())
+        values = load_yaml(read_regular(path).decode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; name an existing file of conf/gpu") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:

@@ -123,6 +123,8 @@ class StoredDistillation(Distillation):
         folder, file = self._folder, teacher_file(self._folder, split)
         try:
             stored = StoredTeacher(file)
+        except ConfigError:
+            raise
         except (OSError, ValueError, LookupError) as error:
             raise ConfigError(f"teacher.stored={folder}: {file.name} cannot be read ({error}); {REMEDY}") from error
         problems = mismatches(folder, stored.header, self._temperature, self._vocabulary)
