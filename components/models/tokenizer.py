@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
 from components.config.model_files import locate
@@ -75,6 +75,12 @@ def _padded(cfg: ModelConfig) -> PreTrainedTokenizerBase:
             "bytes for one token per byte"
         )
     tokenizer = _load(cfg, path, key)
+    named: Any = tokenizer.chat_template
+    templates = list(named.values()) if isinstance(named, dict) else [named]
+    if not all(isinstance(each, str | None) for each in templates):
+        raise ConfigError(f"{key}={path}: chat_template in tokenizer_config.json must be a text; correct the file")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ConfigError(f"{key}={path}: model_max_length in tokenizer_config.json must be a number; correct the file")
     tokenizer.padding_side = "right"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -159,5 +165,7 @@ def _load(cfg: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
             revision=cfg.revision if cfg.tokenizer is None else None,
             trust_remote_code=cfg.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # tokenizers raises no narrower class for a damaged file, and transformers any
+        if cfg.trust_remote_code and not isinstance(error, OSError | ValueError | KeyError | ImportError):
+            raise  # of the code of the model's repository
         raise explain_loading_error(error, files, key, "tokenizer") from error

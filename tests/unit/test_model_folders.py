@@ -19,6 +19,7 @@ from components.config.model_files import ModelFiles, check_settings, size_probl
 from components.config.schema.model import CausalLMConfig, WeightInit
 from components.config.shape import read_shape
 from components.models.build import build_on_meta
+from components.models.tokenizer import byte_tokenizer, load_tokenizer
 from components.models.weights.loading import load_weights, weight_reader
 from components.models.weights.names import saved_tensors
 from components.models.weights.safetensors_files import SafetensorsTensors, find_safetensors, require_finite
@@ -259,3 +260,25 @@ def test_index_that_lies_is_a_config_error(index: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: (not a valid index|lists )"):
         find_safetensors(ModelFiles(str(tmp_path)), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", DEEP),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"added_tokens": [], "model": null}'),
+        ("tokenizer.json", '{"added_tokens": [{"id": 1099511627776, "content": "x"}], "model": {"type": "BPE"}}'),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}'),
+        ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": "x"}'),
+        ("tokenizer_config.json", '{"eos_token": {"a": 1}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
+        ("special_tokens_map.json", '{"eos_token": [1]}'),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_damaged_tokenizer_is_a_config_error(name: str, content: str | bytes, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match="the tokenizer cannot be read: |in tokenizer_config.json must be a"):
+        load_tokenizer(CausalLMConfig(path=str(tmp_path)))
