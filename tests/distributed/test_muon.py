@@ -198,7 +198,7 @@ if PARITY:
     MESHES[4] += [
         ("llama", FSDP2),
         ("llama", {**ONE, "tp": 4}),
-        ("gpt2", FSDP2),
+        *(("gpt2", FSDP2), ("gpt2", {**FSDP2, "tp": 2})),
         ("gpt_neox", FSDP2),
         ("llama", {**FSDP2, "tp": 2, "sequence_parallel": True}),
         ("llama", {**FSDP2, "cp": 2}),
