@@ -20,20 +20,23 @@ GGUF_BASE = " (a GGUF file, which PEFT cannot open by itself: load the base mode
 """Follows the path of a GGUF file where an adapter names its base model: PEFT repeats the name in its error."""
 
 _LARGEST_SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2**16),
-    **dict.fromkeys(("hidden_size", "n_embd", "moe_intermediate_size"), 2**20),
+    **dict.fromkeys(("hidden_size", "n_embd", "moe_intermediate_size", "num_labels"), 2**20),
     **dict.fromkeys(("intermediate_size", "n_inner", "shared_expert_intermediate_size"), 2**24),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 2**28),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "sliding_window"), 2**28),
 }
 """Keys of config.json with sizes, and the largest accepted: far above any model, and built without end beyond it."""
 _REQUIRED_SIZES = {"num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size"}
 _MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
-                "shared_expert_intermediate_size"}  # fmt: skip
+                "shared_expert_intermediate_size", "sliding_window"}  # fmt: skip
+_SHARES = {"attention_dropout", "hidden_dropout", "embedding_dropout", "residual_dropout", "attn_pdrop", "embd_pdrop",
+           "resid_pdrop"}  # fmt: skip
+"""Keys with probabilities."""
 _NUMBERS = {"rope_theta", "rotary_emb_base", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps",
-            "initializer_range", "partial_rotary_factor", "attention_dropout", "factor", "low_freq_factor",
-            "high_freq_factor", "beta_fast", "beta_slow"}  # fmt: skip
+            "initializer_range", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+            "beta_slow"}  # fmt: skip
 """Keys with finite numbers that are not negative, also within the settings of rotary embeddings."""
 _ROPE = ("rope_scaling", "rope_parameters")
 _TYPES: dict[str, tuple[type[dict[Any, Any] | list[Any] | bool | str], str]] = {
@@ -149,6 +152,12 @@ def size_problems(config: Mapping[str, Any], given: str, overrides: Mapping[str,
     heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         problems.append(f"{named('num_key_value_heads')}: must divide num_attention_heads={heads}")
+    experts = next(
+        (values[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if values.get(key)), 0
+    )
+    chosen = values.get("num_experts_per_tok")
+    if isinstance(experts, int) and isinstance(chosen, int) and experts and not 0 < chosen <= experts:
+        problems.append(f"{named('num_experts_per_tok')}: must be a whole number from 1 to {experts}, all experts")
     layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
     is_cut = (
         "num_hidden_layers" in overrides and "layer_types" not in overrides
@@ -167,8 +176,10 @@ def _broken_rule(key: str, value: Any) -> str | None:
         sizes = value if isinstance(value, list) and value and key not in _REQUIRED_SIZES else [value]
         is_size = all(each is None or (type(each) is int and least <= each <= most) for each in sizes)
         return None if is_size else f"must be a whole number from {least} to {most:,}"
-    if key in _NUMBERS:
+    if key in _NUMBERS | _SHARES:
         is_number = not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < math.inf
+        if key in _SHARES:
+            return None if is_number and value <= 1 else "must be a number from 0 to 1"
         return None if is_number else "must be a finite number of at least 0"
     if key in _TYPES:
         kind, rule = _TYPES[key]

@@ -304,6 +304,11 @@ def _load_generation_config(model: PreTrainedModel, cfg: ModelConfig) -> None:
         raise explain_loading_error(error, files, "model.path", "generation config") from error
     except OSError:
         logger.info("%s has no generation_config.json: using the values derived from its config", cfg.path)
+    ends: Any = model.generation_config.eos_token_id
+    if not all(isinstance(end, int | None) for end in (ends if isinstance(ends, list) else [ends])):
+        raise ConfigError(
+            f"model.path={cfg.path}: generation_config.json: eos_token_id={ends!r}: must be a token id or a list"
+        )
 
 
 def _nearest(name: str, candidates: list[str]) -> str:

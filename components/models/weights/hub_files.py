@@ -37,8 +37,9 @@ def explain_loading_error(error: Exception, files: ModelFiles, key: str, what: s
 
 
 def error_line(error: Exception) -> str:
-    """Return the first line of an exception's message, or the name of its type if the message is empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """Return the first line of an exception's message, with the next one after a colon; or the name of its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 _UNREACHABLE = {
