@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from components.exchange import all_gather_json
+from components.protocol.failures import StatedFailure
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(StatedFailure, RuntimeError):
     """A checkpoint could not be written or read; raised on every rank with every rank's reason."""
 
 

@@ -145,7 +145,8 @@ def run_worker(recipe: Recipe) -> int:
 def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     """Run main in this process, as the only rank or as a rank of the user's launcher; return the exit status.
 
-    Exceptions of main other than config errors and Ctrl-C are recorded and re-raised, for a debugger and the traceback.
+    Other exceptions of main than config errors, Ctrl-C and those whose message says all are recorded and re-raised, for
+    a debugger and the traceback.
     """
     os.environ |= {RUN_DIR: str(directory.path), ATTEMPT: str(directory.attempt)}
     record_collectives(directory.logs)
@@ -170,24 +171,36 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
             directory.conclude("failed", f"rank {rank}: exited with status {error.code}")
         raise
     except Exception as error:
-        kind, name = kind_of(error), type(error).__name__
-        if kind == Kind.lost_peer and _was_rejected(directory.logs):
-            print_text(f"rank {rank}: another rank rejected the config and prints the reason", file=sys.stderr)
-            return EXIT_INVALID
-        write_report(directory.logs, rank, error)
-        if kind == Kind.corrupted:  # every rank raises it, and the traceback shows nothing
-            if first_to_report(directory.logs):
-                directory.conclude(str(kind), str(error))
-                print_text(f"{error}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
-            return kind.exit_status
-        left = [each for each in read_reports(directory.logs).values() if each.kind == Kind.left]
-        if kind == Kind.lost_peer and left:
-            why = f"rank {left[0].rank}: {left[0].message}"
-            print_text(why, file=sys.stderr, flush=True)
-            directory.conclude("failed", why)
-        directory.conclude(failure_status(kind, name, str(error)), f"rank {rank}: {name}: {error}")
-        raise
+        status = _record_failure(directory, rank, error)
+        if status is None:
+            raise
+        return status
     return 0
+
+
+def _record_failure(directory: RunDirectory, rank: int, error: Exception) -> int | None:
+    """Record an exception of main; return the exit status if its message says all, None if its traceback is needed."""
+    kind, name = kind_of(error), type(error).__name__
+    if kind == Kind.lost_peer and _was_rejected(directory.logs):
+        print_text(f"rank {rank}: another rank rejected the config and prints the reason", file=sys.stderr)
+        return EXIT_INVALID
+    write_report(directory.logs, rank, error)
+    if kind == Kind.corrupted:  # every rank raises it, and the traceback shows nothing
+        if first_to_report(directory.logs):
+            directory.conclude(str(kind), str(error))
+            print_text(f"{error}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
+        return kind.exit_status
+    left = [each for each in read_reports(directory.logs).values() if each.kind == Kind.left]
+    if kind == Kind.lost_peer and left:
+        why = f"rank {left[0].rank}: {left[0].message}"
+        print_text(why, file=sys.stderr, flush=True)
+        directory.conclude("failed", why)
+    why = f"rank {rank}: {name}: {error}"
+    directory.conclude(failure_status(kind, name, str(error)), why)
+    if kind != Kind.stated:
+        return None
+    print_text(f"{why}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
+    return kind.exit_status
 
 
 def end_rank(status: int) -> NoReturn:

@@ -72,6 +72,10 @@ class CorruptRank(FaultyHost):
     """Run in which a rank computes wrong numbers without an error; raised on every rank."""
 
 
+class StatedFailure(Exception):
+    """Failure whose message says what happened and to which file or key; its traceback is in the rank's report only."""
+
+
 class LostPeer(RuntimeError):
     """Failure or exit of another rank: a consequence, not the root cause."""
 
@@ -83,7 +87,8 @@ class LeftEarly(RuntimeError):
 class Kind(StrEnum):
     """Kind of a failure. config and in_use are errors of the user's input, printed without a traceback.
 
-    hung and corrupted name the ranks at fault in their message, so neither a traceback nor the reporting rank is shown.
+    hung and corrupted name the ranks at fault in their message, so neither a traceback nor the reporting rank is shown;
+    stated ones are shown with the rank, without a traceback.
     """
 
     config = "config"
@@ -92,6 +97,7 @@ class Kind(StrEnum):
     corrupted = "corrupted"
     lost_peer = "lost_peer"
     left = "left"
+    stated = "stated"
     exception = "exception"
 
     @property
@@ -124,7 +130,9 @@ def kind_of(error: BaseException) -> Kind:
     if isinstance(error, LeftEarly):
         return Kind.left
     lost = isinstance(error, LostPeer) or type(error).__name__ in _TORCH_LOST_PEER
-    return Kind.lost_peer if lost or any(text in str(error) for text in LOST_PEER) else Kind.exception
+    if lost or any(text in str(error) for text in LOST_PEER):
+        return Kind.lost_peer
+    return Kind.stated if isinstance(error, StatedFailure) else Kind.exception
 
 
 def is_out_of_memory(error_type: str, message: str) -> bool:
@@ -311,7 +319,7 @@ def print_failure(failure: Failure, logs: Path) -> None:
     if report is not None and report.kind.names_ranks:
         print_text(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
         return
-    body = report.traceback if report else _tail(log_file(logs, failure.rank))
+    body = ("" if report.kind == Kind.stated else report.traceback) if report else _tail(log_file(logs, failure.rank))
     raised = f": {report.type}: {report.message}" if report else ""
     where = f" on {report.node}" if report and report.node else ""
     lines = [*([body.rstrip()] if body else []), f"rank {failure.rank}{where} {failure.what}{raised}", f"logs: {logs}"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from components.protocol.failures import StatedFailure
 from components.protocol.safe_json import LARGEST
 from components.storage.urls import name_of, scheme_of
 
@@ -38,7 +39,7 @@ _REPEATED_CODES = ("RequestTimeout", "RequestTimeTooSkewed", "SlowDown", "Thrott
 _PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-class StorageError(OSError):
+class StorageError(StatedFailure, OSError):
     """An operation on an object store failed, with its reason; repeating it did not help."""
 
 

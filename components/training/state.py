@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from components.config.schema.training import TrainingConfig
+from components.protocol.failures import StatedFailure
 from components.training.metrics import StepMetrics
 
 
-class NonFiniteGradients(FloatingPointError):
+class NonFiniteGradients(StatedFailure, FloatingPointError):
     """Failure of a run whose gradients were not finite in too many consecutive steps."""
 
 
