@@ -54,7 +54,10 @@ PARTS: dict[str, dict[str, list[str]]] = {
             *("tests/distributed/test_checkpoint_any_mesh.py", "tests/distributed/test_lora_checkpoint.py"),
         ],
         "replicas": ["tests/distributed/test_replica_check.py", "tests/recipes/test_wrong_numbers.py"],
-        "damage": ["tests/distributed/test_run_directory_damage.py", "tests/unit/test_run_files.py"],
+        "damage": [
+            *("tests/distributed/test_run_directory_damage.py", "tests/unit/test_run_files.py"),
+            "tests/unit/test_damaged_files.py",
+        ],
         "wrong_lines": [
             *("tests/config/test_random_wrong_lines.py", "tests/unit/test_no_pickle_is_read.py"),
             "tests/unit/test_models_layers.py",

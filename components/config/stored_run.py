@@ -35,7 +35,7 @@ class RunNumbers:
     @property
     def tokens_per_second(self) -> float | None:
         """Target tokens per second over all processes."""
-        return self.result.get("tokens_per_second")
+        return self._finite("tokens_per_second")
 
     @property
     def peak_memory_gib(self) -> float | None:
@@ -59,11 +59,11 @@ class RunNumbers:
 
     def _finite(self, key: str) -> float | None:
         value = self.result.get(key)
-        return value if isinstance(value, int | float) and math.isfinite(value) else None
+        return value if is_number(value) and math.isfinite(value) else None
 
     def _gib(self, key: str) -> float | None:
-        value = self.result.get(key)
-        return value / 2**30 if value is not None else None
+        value = self._finite(key)
+        return None if value is None else value / 2**30
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,18 +85,21 @@ class StoredRun(RunNumbers):
     def model(self) -> str:
         """Name of the model; empty if it is unknown."""
         section = self.config.get("model")
-        return model_name(section.get("path"), section.get("config") or {}) if isinstance(section, dict) else ""
+        if not isinstance(section, dict):
+            return ""
+        path, config = section.get("path"), section.get("config")
+        return model_name(path if isinstance(path, str) else None, config if isinstance(config, dict) else {})
 
     @property
     def mesh(self) -> str:
         """Mesh axes larger than 1; empty if the mesh is unknown."""
-        return short_mesh(self.result.get("mesh") or "")
+        return short_mesh(str(self.result.get("mesh") or ""))
 
     @property
     def steps(self) -> int | None:
         """Completed optimizer steps, or the last one that was logged."""
         steps = self.result.get("steps")
-        return steps if isinstance(steps, int) else max((line["step"] for line in self.lines), default=None)
+        return steps if type(steps) is int else max((line["step"] for line in self.lines), default=None)
 
     @property
     def tokens(self) -> int | None:
@@ -117,7 +120,7 @@ class StoredRun(RunNumbers):
     @property
     def wall_seconds(self) -> float | None:
         """Seconds of the last attempt, without a result up to the last line of its metrics."""
-        if (seconds := self.result.get("wall_seconds")) is not None:
+        if is_number(seconds := self.result.get("wall_seconds")):
             return seconds
         try:
             started = datetime.fromisoformat(str(self.record.get("started")))
