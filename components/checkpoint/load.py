@@ -283,6 +283,7 @@ def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tu
         if mirror is None or each.manifest is None:
             if each.damage:
                 _warn(each.url, [each.damage])
+                damaged += [each.url] * (mirror is not None and mirror.has_written(each.name))
             continue
         state = b"" if resume == AUTO or STATE not in each.objects else mirror.store.read(each.objects[STATE].url)
         if resume == AUTO or is_same_checkpoint(_began_from(state), resume):

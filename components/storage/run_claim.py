@@ -15,7 +15,7 @@ from components.storage.object_store import ObjectStore
 from components.storage.urls import join, shown_names
 
 OWNER = "run.json"
-_CHECKPOINT = re.compile(r"step_[0-9.]+/manifest\.json")
+_MANIFEST = re.compile(r"step_[0-9.]+/manifest\.json")
 _SETTLE_SECONDS = 1.0
 """Time between a claim and its check, in which the claim of another start at the same time becomes visible."""
 
@@ -82,11 +82,13 @@ def problem_before_launch(url: str, run: str) -> str | None:
         claim = read_claim(store, url)
         prefix = join(url, "")
         names = [] if claim is not None else [each.url.removeprefix(prefix) for each in store.list(url)]
+        if any(_is_manifest(store, join(url, name)) for name in names if _MANIFEST.fullmatch(name)):
+            names = []
     except ConfigError as error:
         return str(error)
     except OSError:
         return None
-    return claim_problem(claim, url, run, [] if any(map(_CHECKPOINT.fullmatch, names)) else names)
+    return claim_problem(claim, url, run, names)
 
 
 def take_claim(store: ObjectStore, url: str, run: str, strangers: Collection[str]) -> RunClaim:
@@ -124,6 +126,14 @@ def write_claim(store: ObjectStore, url: str, mine: RunClaim) -> None:
     """Store a claim whose folders have changed, after `check_claim`. Raises ConfigError like it, and StorageError."""
     check_claim(store, url, mine)
     store.write(join(url, OWNER), _encode(mine))
+
+
+def _is_manifest(store: ObjectStore, url: str) -> bool:
+    """Return whether an object looks like the manifest of a checkpoint, which a rank reads."""
+    try:
+        return set(parse_json(store.read(url))) == {"sha256", "body"}
+    except (ValueError, TypeError):
+        return False
 
 
 def _encode(claim: RunClaim) -> bytes:

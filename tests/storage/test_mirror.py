@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from components.checkpoint.checkpoint_error import CheckpointError
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 from components.storage import object_store, run_claim
+from components.storage.run_claim import problem_before_launch
 from tests.distributed.test_checkpoint_crash import start
 from tests.harness import run_ranks
 from tests.storage.conftest import S3
@@ -167,9 +169,12 @@ def test_a_url_with_objects_of_no_run_is_refused(s3: S3, tmp_path: Path) -> None
     refused = f"{URL}: contains objects, but no run: export/config.json, notes.txt, .* and 1 more; choose another URL"
     with pytest.raises(ConfigError, match=refused):
         opened(tmp_path / "run")
+    assert re.search(refused, str(problem_before_launch(URL, str(tmp_path / "run"))))
     assert {name: s3.get(name) for name in s3.names()} == STRANGERS
     s3.put("empty/", b"")  # a folder, as consoles create it
     opened(tmp_path / "run", CheckpointConfig(remote="s3://bucket/empty"))
+    assert problem_before_launch("s3://bucket/empty", str(tmp_path / "run")) is None
+    assert "belongs to the run" in str(problem_before_launch("s3://bucket/empty", str(tmp_path / "other")))
 
 
 def test_only_the_objects_of_the_run_are_removed_or_replaced(s3: S3, tmp_path: Path) -> None:
@@ -302,6 +307,11 @@ def test_a_damaged_newest_manifest_is_named_and_skipped(
         save(run_dir, step, mirror)
     assert steps(s3) == ["step_2", "step_2.1", "step_3"]
     assert s3.get("run/step_2/manifest.json") == manifest
+    shutil.rmtree(run_dir)
+    for name in ("step_2.1", "step_3"):
+        s3.put(f"run/{name}/manifest.json", manifest)
+    with pytest.raises(ConfigError, match=f"all of its checkpoints are damaged or incomplete: {URL}/step_2"):
+        resumed_step(run_dir, opened(run_dir))
 
 
 @pytest.mark.parametrize(

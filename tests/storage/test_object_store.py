@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -34,6 +35,27 @@ def test_reads_return_what_was_written(s3: S3, tmp_path: Path, monkeypatch: pyte
     store.remove([f"{ROOT}/large", f"{ROOT}/absent"])
     assert s3.names() == ["folder/small.json"]
     assert store.repeats() is None
+
+
+@pytest.mark.parametrize("missing", [None, OSError(errno.ENOSYS, "NotImplemented"), NotImplementedError()])
+def test_an_object_is_created_only_if_it_is_new(
+    s3: S3, monkeypatch: pytest.MonkeyPatch, missing: Exception | None
+) -> None:
+    """In one request, or after a look where the store has no conditional writes."""
+    store = ObjectStore(ROOT)
+    write = store._fs.pipe_file
+
+    def without_condition(url: str, content: bytes, mode: str = "") -> None:
+        if mode and missing is not None:
+            raise missing
+        write(url, content, **({"mode": mode} if mode else {}))
+
+    monkeypatch.setattr(store._fs, "pipe_file", without_condition)
+    for content in (b"first", b"second"):
+        store.put(f"{ROOT}/new", content, only_new=True)
+    assert s3.get("folder/new") == b"first"
+    store.put(f"{ROOT}/new", b"third", only_new=False)
+    assert s3.get("folder/new") == b"third"
 
 
 def test_absent_objects_are_reported_at_once(s3: S3) -> None:

@@ -124,6 +124,10 @@ class Mirror:
         if (repeats := self.repeats()) is not None:
             logger.warning(repeats)
 
+    def has_written(self, name: str) -> bool:
+        """Return, on rank 0, whether this run has written the copy with this name, or begun to."""
+        return name in self._claim.folders
+
     def repeats(self) -> str | None:
         """Return a line about this rank's failed requests since the last call; None if there were none."""
         return self.store.repeats()
