@@ -23,6 +23,7 @@ from tests.distributed.test_muon import state_of
 from tests.harness import run_ranks
 from tests.optional import need_torchao
 from tests.suites import PARITY, in_parity
+from tests.unit.test_adamw8bit import bounded_torchao
 
 need_torchao()
 
@@ -67,6 +68,7 @@ def blocks_of(name: str, shape: torch.Size, axes: dict[str, Any]) -> int:
     return math.gcd(256, shape[-1] // parts)
 
 
+@bounded_torchao()
 def expected(plain: Any, axes: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Parameters and moments after STEPS steps of torchao's optimizer in one process."""
     from torchao.optim import AdamW8bit as Reference

@@ -4,7 +4,9 @@ Dettmers et al. 2022 (https://arxiv.org/abs/2110.02861): each block of consecuti
 magnitude and rounded to the nearest of 256 numbers. torchao.optim.AdamW8bit quantizes blocks of 256 values of a rank's
 flattened shard, which depend on the mesh. Here a block lies within a row and within a shard, so that codes and scales
 are sharded like the parameter: a checkpoint stores them as they are, and another mesh continues from the same bits.
-torchao's functions are used instead of its optimizer for this reason, and because a skipped step must change nothing.
+torchao's functions are used instead of its optimizer for this reason, because a skipped step must change nothing, and
+because its updates are not bounded: a second moment that is small beside the largest of its block is stored as 0, and
+if the first is not, the next gradient of 0 moves the weight by hundreds of learning rates.
 """
 
 from __future__ import annotations
@@ -180,6 +182,18 @@ def _split_blocks(scale: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     return split
 
 
+def _largest_ratio(beta1: float, beta2: float, steps: torch.Tensor) -> torch.Tensor:
+    """Return the largest possible ratio of the squared first moment to the second after some steps of AdamW.
+
+    By the Cauchy-Schwarz inequality: (1 - beta1)^2 / (1 - beta2) times the sum of (beta1^2 / beta2)^k for k < steps. If
+    rounding never exceeds it, no update exceeds AdamW's own bound: 1.17 learning rates for betas of 0.9 and 0.95.
+    """
+    factor = beta1**2 / max(beta2, 1e-9)
+    factor += 1e-6 * (factor == 1)
+    ratio: torch.Tensor = (1 - beta1) ** 2 / (1 - beta2) * (factor**steps - 1) / (factor - 1)
+    return ratio.clamp(min=1e-12)  # 0 before the first step
+
+
 def _compiled_update() -> tuple[Callable[..., None], list[tuple[float, ...]]]:
     """Return the compiled update of a shard, and the numbers that the codes of each moment stand for."""
     from torchao.optim.adam import single_param_adam
@@ -203,6 +217,7 @@ def _compiled_update() -> tuple[Callable[..., None], list[tuple[float, ...]]]:
         """
         updated = weights.clone()
         first, second = (dequant_with_qmap(codes, numbers, scale) for codes, scale, numbers in moments)
+        second = torch.maximum(second, first.square() / _largest_ratio(constants[0], constants[1], step - 1))
         is_adamw, rounds_stochastically = True, False
         single_param_adam(updated, gradient, step, first, second, None, lr, *constants, is_adamw, rounds_stochastically)
         weights.copy_(torch.where(skipped, weights, updated))
