@@ -154,7 +154,10 @@ def score_problems(
                 f"data.label_column={data.label_column}: objective.kind={kind} learns from pairs of answers; remove it"
             )
         elif data.pack:
-            problems.append(f"data.pack=true: objective.kind={kind} does not pack its pairs yet; set data.pack=false")
+            problems.append(
+                f"data.pack=true: objective.kind={kind} compares the scores of neighboring rows with one answer each, "
+                "but a packed row holds several; set data.pack=false"
+            )
     elif not isinstance(data, LabelsDataConfig):
         problems.append(
             f"data.kind={data.kind}: objective.kind={kind} learns from labeled texts; set data=labels, or "
