@@ -8,7 +8,6 @@ indices. For packed rows, the document bounds reach attention as a keyword that 
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -301,20 +300,6 @@ def causal_eager(
     attend = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
     output, _ = attend(module, query, key, value, bias, **kwargs)
     return output, None
-
-
-def with_heads(module: nn.Module, first: int, query: torch.Tensor, key: torch.Tensor) -> nn.Module:
-    """Return a copy of an attention module with only the heads of `query`, of which `first` is the first.
-
-    Args:
-        module: Its own parameters (sinks) have one row per query head.
-        query: (batch, heads, seq, head_dim); key may have fewer heads.
-    """
-    heads, local = query.shape[1], copy.copy(module)
-    rows: dict[str, Any] = {name: each[first : first + heads] for name, each in module.named_parameters(recurse=False)}
-    local._parameters = {**module._parameters, **rows}
-    local.num_key_value_groups = heads // key.shape[1]  # type: ignore[assignment]
-    return local
 
 
 def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:

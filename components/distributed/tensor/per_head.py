@@ -1,7 +1,8 @@
-"""Parallel styles for parameters that belong to single attention heads, whose heads are sharded over tp."""
+"""Parameters that belong to single attention heads: parallel styles for tp, and modules with some of the heads."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,3 +103,13 @@ def _chunk(rows: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     """Return the rows of a rank's heads, (heads, ...) -> (heads / ranks or 1, ...)."""
     heads = rows.shape[0]
     return rows.chunk(ranks)[rank] if heads >= ranks else rows[rank // (ranks // heads)][None]
+
+
+def with_heads(module: nn.Module, first: int, query: torch.Tensor, key: torch.Tensor) -> nn.Module:
+    """Return a copy of an attention module with the heads of `query` (batch, heads, seq, head_dim) from `first` on."""
+    heads, local = query.shape[1], copy.copy(module)
+    # Its own parameters (sinks) have one row per query head; key may have fewer heads.
+    rows: dict[str, Any] = {name: each[first : first + heads] for name, each in module.named_parameters(recurse=False)}
+    local._parameters = {**module._parameters, **rows}
+    local.num_key_value_groups = heads // key.shape[1]  # type: ignore[assignment]
+    return local
