@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from components.config.meshes import RECOMPUTE, layout_of
-from components.config.rules.mesh_rules import NOT_SHARDED, model_problems
+from components.config.rules.mesh_rules import NO_TP_PLAN, model_problems
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.config.shape import DENSE, ModelShape
 from components.planning.formulas.architecture import FAMILIES as PLANNED
@@ -206,7 +206,7 @@ def _rules(found: Evidence) -> None:
         if family in DENSE:
             for kind in KINDS:
                 found.add(Level.rejected, kind, family, ["ep"])
-    for family in NOT_SHARDED & {family for _, family, _ in found.levels}:
+    for family in NO_TP_PLAN & {family for _, family, _ in found.levels}:
         (no_plan,) = model_problems(ParallelismConfig(tp=2), MeshShape(tp=2), ModelShape(family=family))
         for kind in (FULL, LORA, QLORA):
             found.reject(kind, family, "tp", no_plan)

@@ -16,7 +16,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from components.config.errors import ConfigError
-from components.config.rules.mesh_rules import NOT_SHARDED
+from components.config.rules.mesh_rules import NO_TP_PLAN
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
 from components.config.shape import DENSE, PLANNED_MLP, read_shape
 from components.distributed.tensor.family_plans import FAMILY_PLANS
@@ -166,9 +166,9 @@ def test_dense_families_and_their_mlp_plans_agree_with_transformers() -> None:
             assert plan["layers.*.mlp.down_proj"] == "rowwise", kind
             assert "intermediate_size" in cls().to_dict(), kind
     without = {
-        kind for kind in DENSE | NOT_SHARDED if not CONFIG_MAPPING[kind].base_model_tp_plan and kind not in FAMILY_PLANS
+        kind for kind in DENSE | NO_TP_PLAN if not CONFIG_MAPPING[kind].base_model_tp_plan and kind not in FAMILY_PLANS
     }
-    assert without == NOT_SHARDED
+    assert without == NO_TP_PLAN
     scratch_shape = read_shape(scratch(model_type="qwen3", intermediate_size=96))
     assert (scratch_shape.experts, scratch_shape.mlp) == (0, 96)
     assert read_shape(scratch(model_type="mixtral", intermediate_size=96)).experts is None

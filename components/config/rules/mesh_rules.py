@@ -25,7 +25,7 @@ GATHERED_HEADS = frozenset({"gpt2", "olmo2", "olmo3", "olmoe", "phi3"})
 NOT_STAGED = frozenset({"bamba", "nemotron_h", "openai-gpt"})
 """Model types whose forward fails in a stage: it uses the type or outputs of every layer, or the shape of the ids."""
 
-NOT_SHARDED = frozenset({
+NO_TP_PLAN = frozenset({
     *("bamba", "biogpt", "bitnet", "bloom", "codegen", "ctrl", "dbrx", "diffllama", "falcon", "falcon_h1"),
     *("falcon_mamba", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe", "mamba", "mamba2", "mpt"),
     *("openai-gpt", "opt", "persimmon", "recurrent_gemma", "rwkv", "xglm", "xlstm", "zamba", "zamba2"),
@@ -118,7 +118,7 @@ def _forward_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Mo
         problems.append(
             f"parallelism.pp={mesh.pp}: {inputs}, which only the first stage receives; set parallelism.pp=1"
         )
-    if mesh.tp > 1 and shape.family in NOT_SHARDED and parallelism.tp_plan is None:
+    if mesh.tp > 1 and shape.family in NO_TP_PLAN and parallelism.tp_plan is None:
         problems.append(
             f"parallelism.tp={mesh.tp}: {shape.family} models have no tensor-parallel plan; set parallelism.tp=1, or "
             "provide a plan by parallelism.tp_plan=module.path:name"
