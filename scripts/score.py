@@ -27,6 +27,7 @@ from components.config.schema.data import BadRows, PreferencesDataConfig
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.protocol.run_files import open_new
+from components.protocol.safe_json import load_json
 from components.terminal import exit_with, print_text
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def read_options(arguments: list[str]) -> Namespace:
 
 def _model_problems(folder: Path) -> list[str]:
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = load_json(folder / "config.json")
         architectures, labels = config.get("architectures") or [""], config.get("id2label") or {}
     except (OSError, ValueError, AttributeError) as error:
         return [f"{folder}: its config.json cannot be read ({error}); name a folder that recipes/classify.py exported"]

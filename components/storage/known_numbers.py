@@ -8,11 +8,14 @@ the last seconds are not kept. Damage of a disk that changes none of them is not
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from components.protocol.run_files import PRIVATE, atomic_write_json, read_json
 
@@ -33,7 +36,9 @@ class KnownNumbers:
         self._stamps = self._stamps_now()
         stored = read_json(store)
         values = stored.get("values")
-        self._values: dict[str, Any] = values if stored.get("stamps") == self._stamps and values is not None else {}
+        self._values: dict[str, Any] = {}
+        if isinstance(values, dict) and stored == self._stored(values):
+            self._values = values
         with contextlib.suppress(OSError):  # it does not exist, or the folder is read-only
             os.utime(store)
 
@@ -46,8 +51,13 @@ class KnownNumbers:
             self._values[name] = compute()
             with contextlib.suppress(OSError):
                 if self._stamps == self._stamps_now() and time.time() - self._last_change > _RECENT_SECONDS:
-                    atomic_write_json(self._store, {"stamps": self._stamps, "values": self._values}, PRIVATE)
+                    atomic_write_json(self._store, self._stored(self._values), PRIVATE)
         return self._values[name]
+
+    def _stored(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of the file with these values, whose hash detects damage."""
+        content = {"stamps": self._stamps, "values": values}
+        return content | {"hash": xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())}
 
     def _stamps_now(self) -> list[list[Any]]:
         stamps, self._last_change = [], 0.0
