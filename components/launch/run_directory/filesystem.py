@@ -47,7 +47,7 @@ def reported_by_path(path: Path) -> Iterator[None]:
             raise ConfigError(
                 f"run.dir={path}: cannot be written: {why}; free disk space, or choose another run.dir"
             ) from error
-        inside = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
+        inside = f"{error.filename}: " if path in Path(str(error.filename)).parents else ""
         raise ConfigError(
             f"run.dir={path}: cannot be used: {inside}{error.strerror}; choose another run.dir"
         ) from error
