@@ -20,7 +20,7 @@ SPLIT_INPUTS = {
     "starcoder2": ("self_attn.o_proj", "mlp.c_proj"),
 }
 """Model type -> the linear layers of attention and MLPs whose inputs its tp plan splits."""
-GATHERED_HEADS = frozenset({"gpt2", "olmo2", "olmo3", "olmoe", "phi3"})
+_GATHERED_HEADS = frozenset({"gpt2", "olmo2", "olmo3", "olmoe", "phi3"})
 """Model types whose tp plan computes all heads on every rank, whether or not tp divides them."""
 NOT_STAGED = frozenset({"bamba", "nemotron_h", "openai-gpt"})
 """Model types whose forward fails in a stage: it uses the type or outputs of every layer, or the shape of the ids."""
@@ -96,7 +96,7 @@ def quantized_problems(
     sizes = {of_mlp: 4 * (shape.hidden or 0) if shape.family == "gpt2" and shape.mlp is None else shape.mlp}
     if shape.heads is not None:
         layout = attention_layout(shape.heads, shape.kv_heads or shape.heads, mesh.tp)
-        if layout != AttentionLayout.replicated or shape.family in GATHERED_HEADS:
+        if layout != AttentionLayout.replicated or shape.family in _GATHERED_HEADS:
             sizes[of_attention] = shape.heads * (shape.head_dim or (shape.hidden or 0) // shape.heads)
     uneven = [
         f"{name} ({size})"

@@ -39,7 +39,7 @@ from components.models.anatomy import is_transposed
 
 NAMES = ("weight", "bias", "lora_A", "lora_B", "lora_magnitude_vector")
 """Parameters of an adapted layer, in the argument order of `compute`."""
-MLA = "mla_kv_a_proj"
+_MLA = "mla_kv_a_proj"
 """transformers' style of a replicated projection, which changes the gradient of its output only."""
 
 
@@ -59,7 +59,7 @@ def style_for(module: nn.Module, style: ParallelStyle) -> ParallelStyle | None:
         return AdaptedRowwise(style) if style.use_local_output else None
     if adapted and isinstance(style, KVHeadSlice):
         return AdaptedKVHeadSlice(style.kv_heads)
-    is_known = isinstance(style, ReplicatedParameters) or getattr(style, "name", "") == MLA
+    is_known = isinstance(style, ReplicatedParameters) or getattr(style, "name", "") == _MLA
     return style if is_known or not adapted else None
 
 
@@ -134,7 +134,7 @@ class AdaptedRowwise(ParallelStyle):
         self.style = style
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        inputs = _InputShard(device_mesh, input_features(module))
+        inputs = _InputShard(device_mesh, _input_features(module))
         by_name = {"weight": [Shard(0 if is_transposed(module) else 1)], "lora_A": [Shard(1)]}
         distribute_parameters(module, device_mesh, by_name=by_name)
         # With a sharded sequence each rank adds the bias to its own tokens.
@@ -194,7 +194,7 @@ class _InputShard:
         return redistribute(norms.square(), self.mesh, Partial(), Replicate()).sqrt()
 
 
-def input_features(module: Any) -> int:
+def _input_features(module: Any) -> int:
     """Return the global number of input features of a linear layer or a Conv1D."""
     return module.nx if is_transposed(module) else module.in_features
 
