@@ -24,7 +24,7 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.launch.run_directory.opening import exclude_starts
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.protocol.run_files import CONFIG
+from components.protocol.run_files import CHECKPOINTS, CONFIG
 from components.terminal import exit_with, print_text
 
 COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept because", "state")
@@ -49,6 +49,8 @@ def main(arguments: list[str]) -> int:
             policy = replace(policy, keep=options.keep)
         if options.action == "list":
             return show(run_dir, policy)
+        if (run_dir / CHECKPOINTS).is_symlink():
+            raise ConfigError(f"{run_dir / CHECKPOINTS}: is a link; give the directory of the run that it belongs to")
         return prune(run_dir, policy, options.yes)
     except ConfigError as error:
         print_problems(error.problems)

@@ -15,7 +15,7 @@ from components.data.token_store.corpus import check_folder, remove_leftovers
 from components.launch.sweep.plan import Point, Sweep
 from components.launch.sweep.report import report_now
 from components.models.weights.new_folder import NewFolder
-from scripts import compare, gpu, plan, score
+from scripts import checkpoints, compare, gpu, plan, score
 from scripts._memory.options import read_options as memory_options
 from scripts._parity.options import read_options as parity_options
 from tests.unit.test_launch_run_directory import config, end, start, take_step
@@ -46,6 +46,12 @@ def prune(folder: Path) -> None:
     remove(removable(folder, CheckpointConfig(keep=1))[1])
 
 
+def prune_through_a_link(folder: Path) -> int:
+    run = a_run(folder / "run")
+    (run / "checkpoints").symlink_to(folder / "elsewhere")
+    return checkpoints.main(["prune", str(run), "--keep", "1", "--yes"])
+
+
 def run_compare(folder: Path) -> int:
     return compare.main([str(a_run(folder / "run")), "--out", str(folder)])
 
@@ -70,6 +76,7 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "resume": (resume, ["run/.notes.tmp", "run/.a.tmp-1", "run/checkpoints/notes", "run/logs/7", "run/notes"], KEPT),
     "export": (export, ["export/notes.txt", "export/top_k_train.safetensors", "export/a/b", "export.tmp-1/a"], KEPT),
     "prune": (prune, ["checkpoints/step_7/a", "checkpoints/step_9.tmp-mine/a", "checkpoints/x.tmp-1"], KEPT),
+    "prune through a link": (prune_through_a_link, ["elsewhere/step_1", "checkpoints"], REFUSED),
     "compare": (run_compare, ["compare.md"], REFUSED),
     "compare's plot": (run_compare, ["compare.png"], REFUSED),
     "plan": (
