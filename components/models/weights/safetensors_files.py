@@ -105,7 +105,8 @@ def _is_inside(name: object) -> bool:
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
+    is_short = all(len(part.encode()) <= 255 for part in path.parts)  # the limit of file systems
+    return is_short and not path.is_absolute() and ".." not in path.parts
 
 
 def find_file(files: ModelFiles, name: str, revision: str | None) -> Path | None:
