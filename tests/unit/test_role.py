@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from components.config.errors import ConfigError
-from components.protocol.role import LocalRank, Role, detect_role, rank_and_size, without_ranks
+from components.protocol.role import (
+    LocalRank,
+    Role,
+    current_job,
+    current_rank,
+    detect_role,
+    rank_and_size,
+    without_ranks,
+)
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -69,6 +77,17 @@ def test_rank_that_is_not_an_integer_is_rejected() -> None:
         rank_and_size({"RANK": "one", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="SLURM_NTASKS='': must be a whole number"):
         rank_and_size({"SLURM_PROCID": "0"})
+
+
+@pytest.mark.parametrize("text", ["\u00b2", "\u0663", "1_0", " 1", "9" * 5000, "-1"])
+def test_text_that_is_no_count_is_rejected_or_ignored(text: str) -> None:
+    """`str.isdigit` accepts the first, which `int` does not; `int` accepts the next three."""
+    assert detect_role({"SLURM_PROCID": text, "SLURM_NTASKS": text}) == Role.launcher
+    assert detect_role({**SRUN, "SLURM_STEP_NUM_TASKS": text}) == Role.launcher
+    assert current_rank({"SLURM_PROCID": text}) == 0
+    assert current_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": text}).restart == 0
+    with pytest.raises(ConfigError, match="^SLURM_PROCID=.*must be a whole number"):
+        rank_and_size({**SRUN, "SLURM_PROCID": text})
 
 
 def test_without_ranks_removes_every_rank_variable() -> None:

@@ -26,6 +26,7 @@ from components.launch.slurm.jobs import adopt_submission
 from components.launch.slurm.snapshot import copy_code
 from components.models.weights.new_folder import NewFolder
 from components.observability import Reporter, Result
+from components.observability.lost_work import lost_work
 from components.observability.trackers.tracker import TrackedRun
 from components.protocol.failures import read_reports, write_report
 from components.protocol.run_files import create_marker, keep_only_folder, own_folder, remove_own
@@ -326,3 +327,16 @@ def test_what_is_planted_at_a_name_of_a_run_is_not_followed(
             use_run(run, code=name.startswith("code"))
         assert sorted(each.name for each in outside.iterdir()) == ["1", "17", "2", "3"], kind
         assert {each.read_text() for each in outside.iterdir()} == {"precious"}, kind
+
+
+def test_names_with_other_digits_are_no_numbers_of_a_run(tmp_path: Path) -> None:
+    run = started(tmp_path / "run").path
+    take_lease(run, lambda error: None).release()
+    for digits in ("\u00b2", "\u0663", "007", "1_0", " 8"):
+        (run / ".lease" / digits).touch()
+        (run / "logs" / f"attempt_{digits}").mkdir()
+        (run / "logs" / f"attempt_{digits}" / "progress.json").touch()
+    second = started(run)
+    assert second.attempt == 1
+    assert lost_work(run).restarts == 0
+    assert len(os.listdir(run / ".lease")) == 6
