@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +28,7 @@ from components.observability.trackers.enabled import Trackers
 from components.protocol.failures import error_file, print_problems, write_report
 from components.protocol.run_files import record_result
 from components.terminal import guard_output, print_text
+from tests.suites import in_torture
 from tests.unit.test_secrets import CONF, CREDENTIALS, HARMLESS, HEX_KEY, LINES
 
 KEY = "aB3dE6gH9jK2mN5pQ8sT"
@@ -294,3 +297,65 @@ def test_masked_texts_stay_readable() -> None:
         "data.path=https://u:***@host/a?x=1&token=***&y=2: no such file"
     )
     assert masked(masked("HF_TOKEN=abc x")) == masked("HF_TOKEN=abc x") == "HF_TOKEN=*** x"
+
+
+HF, SIGNED = CREDENTIALS["hf"], f"https://b.example/x.jsonl?X-Amz-Signature={KEY}&token=hunter22"
+COMMANDS = [
+    *(["recipes/finetune.py", argument] for argument in ("model=wrong", "model=broken", f"model.path={HF}", f"~{HF}")),
+    *(["recipes/finetune.py", "data=jsonl", f"data.path={url}"] for url in (SIGNED, f"s3://{HF}/x", f"'{SIGNED}'")),
+    *(
+        ["recipes/finetune.py", f"training.max_steps={value}"]
+        for value in (HF, "${oc.env:PIN}", "${oc.decode:${oc.env:PIN}}")
+    ),
+    *(["recipes/finetune.py", *option, f"model.path={HF}"] for option in (["-m"], ["--cfg", "job"], ["--info", "all"])),
+    *(
+        ["recipes/finetune.py", f"cluster={name}", "cluster.env={A: 1, API_KEY: hunter22}"]
+        for name in ("slurm_1node", "k8s_1node")
+    ),
+    *(
+        ["recipes/finetune.py", f"{option}={HF}"]
+        for option in ("--config-dir", "--config-name", "--cfg", "--nonsense", "run.dir")
+    ),
+    ["recipes/finetune.py", "model.path=${oc.env:PIN}", "--cfg", "job", "--resolve"],
+    ["recipes/evaluate.py", f"run=/nowhere/{HF}"],
+    *(
+        [f"scripts/{tool}.py", f"--nonsense={HF}", SIGNED]
+        for tool in ("export", "average", "score", "compare", "plan", "doctor")
+    ),
+    *([f"scripts/{tool}.py", HF] for tool in ("export", "checkpoints", "chat", "sweep_report")),
+    ["scripts/tokenize_corpus.py", SIGNED, "--tokenizer", HF, "--out", "out"],
+    *(["-m", "meshbook", *arguments] for arguments in (["help", HF], [HF], ["copy", HF, "x.py"])),
+]
+
+
+@in_torture
+@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
+def test_no_command_prints_a_secret(command: list[str], tmp_path: Path) -> None:
+    """Real processes, with config files that hold secrets."""
+    options = tmp_path / "conf" / "model"
+    options.mkdir(parents=True)
+    (options / "wrong.yaml").write_text("defaults: [/schema/model/causal_lm@_here_]\npath: x\napi_key: hunter22\n")
+    (options / "broken.yaml").write_text(f"path: {HF}\n  revision: [x\n")
+    root = CONF.parent
+    arguments = command if command[0] == "-m" else [str(root / command[0]), *command[1:]]
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PIN": "sesame-open-wide",
+        "PYTHONPATH": str(root),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 2, output
+    assert "Traceback" not in output
+    for secret in (HF, KEY, "hunter22", "sesame-open-wide", "correct horse", "p@ssw0rd"):
+        assert secret not in output
