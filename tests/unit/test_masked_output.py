@@ -25,8 +25,8 @@ from components.console import PlainConsole, new_table
 from components.launch.run_directory.provenance import start_record
 from components.observability import Reporter
 from components.observability.trackers.enabled import Trackers
-from components.protocol.failures import error_file, print_problems, write_report
-from components.protocol.run_files import record_result
+from components.protocol.failures import Failure, error_file, print_failure, print_problems, write_report
+from components.protocol.run_files import log_file, record_result
 from components.terminal import guard_output, print_text
 from tests.suites import in_torture
 from tests.unit.test_secrets import CONF, CREDENTIALS, HARMLESS, HEX_KEY, LINES
@@ -129,6 +129,11 @@ def _rejected_on_a_rank(text: str, folder: Path) -> None:
     print(error_file(folder, 0).read_text())
 
 
+def _killed(text: str, folder: Path) -> None:
+    log_file(folder, 0).write_text(text)
+    print_failure(Failure(0, "was ended by SIGKILL", None), folder)
+
+
 def _result(text: str, folder: Path) -> None:
     record_result(folder, {"status": "failed", "error": text})
     print((folder / "result.json").read_text())
@@ -162,6 +167,8 @@ WAYS: dict[str, Callable[[str, Path], object]] = {
     "traceback": lambda text, _: sys.excepthook(OSError, _raised(text), None),
     "report of a rank": _rank_report,
     "config error of a rank": _rejected_on_a_rank,
+    "log of a rank that was killed": _killed,
+    "values of a config": lambda text, _: print_text({"cluster": {"setup": [text, {"nested": (text,)}]}}),
     "result.json": _result,
     "environment.json": _command,
     "table": _table,
@@ -184,6 +191,7 @@ def secret_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_no_message_shows_a_secret(way: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert len(SECRETS) >= 60
+    assert len(WAYS) == 20
     guard_output(sys.stdout, sys.stderr)
     for text, secret in SECRETS:
         WAYS[way](text, tmp_path)

@@ -82,8 +82,8 @@ def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
             "safetensors, or set model.init=random to start from scratch"
         )
     try:
-        named = list(load_json(index)["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        named = list(dict(load_json(index)["weight_map"]).values())
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{index}: not a valid index of safetensors files: {error!r}") from error
     if outside := [name for name in named if not _is_inside(name)]:
         raise ConfigError(
