@@ -200,6 +200,11 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
+def stores_transposed(experts: nn.Module) -> bool:
+    """Return whether matrices are (experts, in, out), as GPT-OSS's, rather than (experts, out, in)."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
 def is_transposed(layer: nn.Module) -> bool:
     """Return whether the weight of a linear layer is (in, out): transformers' Conv1D (GPT-2), adapted or not."""
     from transformers.pytorch_utils import Conv1D
@@ -398,7 +403,7 @@ def _transposed(model: nn.Module) -> frozenset[str]:
     for path, module in model.named_modules():
         if is_transposed(module):
             found.add(f"{path}.weight")
-        elif type(module).__name__ in TRANSPOSED or (is_experts(module) and getattr(module, "is_transposed", False)):
+        elif is_experts(module) and (stores_transposed(module) or type(module).__name__ in TRANSPOSED):
             matrices = (name for name, each in module.named_parameters(recurse=False) if each.dim() == 3)
             found |= {f"{path}.{name}" for name in matrices}
     return frozenset(found)

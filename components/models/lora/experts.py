@@ -18,7 +18,7 @@ from torch import nn
 
 from components.config.errors import ConfigError
 from components.config.schema.peft import PeftConfig
-from components.models.anatomy import is_experts
+from components.models.anatomy import is_experts, stores_transposed
 from components.models.lora.linear import ends_with
 
 if TYPE_CHECKING:
@@ -78,11 +78,6 @@ class LoraExperts(nn.Module):
             yield
         finally:
             self._parameters.update(frozen)
-
-
-def stores_transposed(experts: nn.Module) -> bool:
-    """Return whether matrices are (experts, in, out), as GPT-OSS's, rather than (experts, out, in)."""
-    return bool(getattr(experts, "is_transposed", False))
 
 
 def adapt_experts(module: nn.Module, names: tuple[str, ...], cfg: PeftConfig) -> None:
