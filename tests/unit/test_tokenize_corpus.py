@@ -274,7 +274,10 @@ def test_command_does_not_import_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from meshbook.programs import start_tool, tools\n"
         "for name in ('good.jsonl', 'none.jsonl', 'line.jsonl'):\n"
-        "    print(start_tool(tools()['tokenize'], [name, '--tokenizer', 'bytes', '--out', 'out']))\n"
+        "    try:\n"
+        "        start_tool(tools()['tokenize'], [name, '--tokenizer', 'bytes', '--out', 'out'])\n"
+        "    except SystemExit as ended:\n"
+        "        print(ended.code)\n"
         "print(sys.modules['torch'], 'torch._C' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
