@@ -90,7 +90,7 @@ def copy(arguments: list[str]) -> int:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x") as file:
-            file.write(recipe.file.read_text())
+            file.write(recipe.file.read_text("utf-8"))
     except FileExistsError as error:
         raise ConfigError(f"{target}: exists; choose another file") from error
     except OSError as error:

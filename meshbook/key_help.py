@@ -113,7 +113,7 @@ def _key(name: str, keys: dict[str, Key], width: int) -> list[str]:
 def _settings(name: str) -> list[tuple[str, str]]:
     """Return where the configs of recipes and the options of the key's section set it, as text, with the values."""
     section, _, path = name.partition(".")
-    files = {recipe: (CONF / f"{recipe}.yaml").read_text() for recipe in RECIPES}
+    files = {recipe: (CONF / f"{recipe}.yaml").read_text("utf-8") for recipe in RECIPES}
     values = [(f"conf/{recipe}.yaml", text, name) for recipe, text in files.items()]
     values += [(f"{section}={option}", text, path) for option, text in option_texts(option_folders(), section).items()]
     found = []

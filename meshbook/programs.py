@@ -37,7 +37,7 @@ class Program:
     @property
     def documentation(self) -> str:
         """Docstring of the file, read without running it."""
-        return ast.get_docstring(ast.parse(self.file.read_text())) or ""
+        return ast.get_docstring(ast.parse(self.file.read_text("utf-8"))) or ""
 
     @property
     def purpose(self) -> str:

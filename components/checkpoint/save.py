@@ -207,7 +207,7 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord], afte
         )
     config = tmp.parent.parent / CONFIG  # stored so that a run that starts from here can report the changed settings
     step, mark = snapshot.step, snapshot.mark
-    state = {"step": step, "extra": snapshot.extra, "config": config.read_text() if config.is_file() else None}
+    state = {"step": step, "extra": snapshot.extra, "config": config.read_text("utf-8") if config.is_file() else None}
     if snapshot.base_fingerprint is not None:
         state[BASE_FINGERPRINT] = snapshot.base_fingerprint
     records |= write_json(tmp / STATE, state)

@@ -137,7 +137,7 @@ def _sizes_of_option(path: str) -> dict[str, Any]:
     """Return the sizes in the option of conf/model whose model has this path; empty if there is none."""
     names = {each.name for each in fields(ModelShape)}
     for file in sorted((PROJECT / "conf" / "model").glob("*.yaml")):
-        text = file.read_text()
+        text = file.read_text("utf-8")
         if path in text and (values := load_yaml(text)).get("path") == path:
             return {name: value for name, value in values.items() if name in names}
     return {}

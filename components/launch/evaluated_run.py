@@ -141,4 +141,4 @@ def _write_option(file: Path, group: str, section: Any) -> None:
     defaults += [f"/schema/{group}/{source.kind}@sources.{name}" for name, source in sources.items()]
     values = {"defaults": [*defaults, "_self_"], **literal(asdict(section))}
     file.parent.mkdir()
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(values)), encoding="utf-8")

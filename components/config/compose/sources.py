@@ -96,7 +96,7 @@ class Request:
         files = (folder / "model" / f"{option}.yaml" for folder in self.folders)
         if file := next((file for file in files if file.is_file()), None):
             with suppress(OSError, UnicodeDecodeError, YAMLError):
-                drop_sizes(cfg, load_yaml(file.read_text()), overrides)
+                drop_sizes(cfg, load_yaml(file.read_text("utf-8")), overrides)
         return cfg
 
     def note_replaced(self, folder: Path, name: str) -> None:
@@ -314,7 +314,7 @@ def _listed_groups(name: str, folders: Sequence[Path]) -> set[str]:
     """Return the groups in the defaults list of a main config, and of those that it includes."""
     file = next((file for folder in folders if (file := folder / f"{name}.yaml").is_file()), None)
     try:
-        entries = (load_yaml(file.read_text()) or {}).get("defaults", []) if file else []
+        entries = (load_yaml(file.read_text("utf-8")) or {}).get("defaults", []) if file else []
     except (OSError, UnicodeDecodeError, YAMLError, AttributeError):
         return set()  # the composition reports the file
     groups: set[str] = set()
@@ -332,5 +332,5 @@ def option_texts(folders: Iterable[Path], group: str) -> dict[str, str]:
     for folder in folders:
         for file in sorted((folder / group).glob("*.yaml")):
             with suppress(OSError, UnicodeDecodeError):
-                texts.setdefault(file.stem, file.read_text())
+                texts.setdefault(file.stem, file.read_text("utf-8"))
     return texts

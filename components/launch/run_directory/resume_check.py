@@ -131,7 +131,7 @@ def _check_adapters(peft: PeftConfig, checkpoint: str) -> None:
     try:
         path = Path(checkpoint).expanduser()
         of_run = path / CONFIG
-        stored = of_run.read_text() if of_run.is_file() else load_json(path / _STATE)["config"]
+        stored = of_run.read_text("utf-8") if of_run.is_file() else load_json(path / _STATE)["config"]
         then = _flat({"peft": asdict(PeftConfig()), **load_yaml(stored)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return  # loading the checkpoint reports the problem

@@ -82,7 +82,7 @@ def write_adapter(
             tokenizer.save_pretrained(new_folder.path)
         else:
             save_tokenizer(tokenizer, new_folder.path)
-        (new_folder.path / "README.md").write_text(_card(folder.name, config, card, tensors))
+        (new_folder.path / "README.md").write_text(_card(folder.name, config, card, tensors), encoding="utf-8")
         new_folder.publish()
     except BaseException:
         new_folder.abandon()

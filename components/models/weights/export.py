@@ -275,7 +275,7 @@ def _write_configs(
         save_tokenizer(tokenizer, folder)
     if untrained is not None:
         untrained.copy_processor(folder)
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _align_special_tokens(

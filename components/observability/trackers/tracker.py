@@ -44,7 +44,7 @@ class TrackedRun:
         """Return the run in a run directory."""
         folder = Path(run_dir).resolve()
         file = current_config(folder)
-        config = load_yaml(file.read_text()) if file.is_file() else {}
+        config = load_yaml(file.read_text("utf-8")) if file.is_file() else {}
         last = {key: line["step"] for line in MetricsLog(folder).read() for key in line if key != "step"}
         return cls(folder, config, last)
 
@@ -52,7 +52,7 @@ class TrackedRun:
     def config_text(self) -> str:
         """The frozen config as YAML text."""
         file = current_config(self.directory)
-        return file.read_text() if file.is_file() else ""
+        return file.read_text("utf-8") if file.is_file() else ""
 
     def stored_id(self, tracker: str) -> str | None:
         """Return a tracker's id of this run, stored by an earlier attempt; None if it has none."""

@@ -85,7 +85,7 @@ def import_recipe(file: Path) -> FunctionType:
     Raises ConfigError if the script has no recipe, or several.
     """
     sys.path.insert(0, str(file.parent))
-    tree = ast.parse(file.read_text(), str(file))
+    tree = ast.parse(file.read_text("utf-8"), str(file))
     functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
     names = [each.name for each in functions if any(_called(other) == "recipe" for other in each.decorator_list)]
     if len(names) != 1:
@@ -139,7 +139,7 @@ def read_lines(main: FunctionType) -> RecipeLines:
 def _definition(main: FunctionType) -> ast.FunctionDef:
     """Return the definition of a recipe's main in its file."""
     first = main.__code__.co_firstlineno
-    tree = ast.parse(Path(main.__code__.co_filename).read_text())
+    tree = ast.parse(Path(main.__code__.co_filename).read_text("utf-8"))
     functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == main.__name__]
     return next(each for each in functions if first in (each.lineno, *(other.lineno for other in each.decorator_list)))
 
