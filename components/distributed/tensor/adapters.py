@@ -59,8 +59,12 @@ def style_for(module: nn.Module, style: ParallelStyle) -> ParallelStyle | None:
         return AdaptedRowwise(style) if style.use_local_output else None
     if adapted and isinstance(style, KVHeadSlice):
         return AdaptedKVHeadSlice(style.kv_heads)
-    is_known = isinstance(style, ReplicatedParameters) or getattr(style, "name", "") == _MLA
+    is_known = isinstance(style, ReplicatedParameters) or _name(style) == _MLA
     return style if is_known or not adapted else None
+
+
+def _name(style: ParallelStyle) -> str:
+    return getattr(style, "name", type(style).__name__)
 
 
 def check_adapters(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
@@ -74,7 +78,7 @@ def check_adapters(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: in
         module: Any = model.get_submodule(name)
         listed = re.sub(r"\.\d+(?=\.)", ".*", name)
         if style_for(module, style) is None:
-            unknown[listed] = f"{listed} ({getattr(style, 'name', type(style).__name__)})"
+            unknown[listed] = f"{listed} ({_name(style)})"
         elif is_adapted(module) and isinstance(style, RowwiseParallel):
             inputs, together = module.lora_A.shape[1], module.columns_together
             if together > 1 and inputs % (together * tp):

@@ -319,13 +319,9 @@ def check_divisible(model: nn.Module, plan: TpPlan, tp: int) -> None:
     for path, style in plan.items():
         for name, module in matching(model, path):
             inputs, outputs = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
-            if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
-                size = getattr(module, outputs, 0)
-            elif _takes_sharded_input(style):
-                size = getattr(module, inputs, 0)
-            else:
-                continue
-            if size % tp:
+            is_colwise = isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),)
+            sharded = outputs if is_colwise else inputs if _takes_sharded_input(style) else None
+            if sharded and (size := getattr(module, sharded, 0)) % tp:
                 problems.setdefault(path, f"parallelism.tp={tp}: does not divide the {size} features of {name}")
     if problems:
         raise ConfigError([f"{problem}; change parallelism.tp" for problem in problems.values()])
