@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import resource
-import signal
-import sys
-import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from itertools import count, product, takewhile
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from components.config.errors import ConfigError
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
+from components.protocol.limits import CpuLimitError, limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -171,7 +166,7 @@ class ChatTemplate:
 
         source = self.source(given["tools"])
         try:
-            with _limits(RENDER_SECONDS, RENDER_BYTES):
+            with limited(RENDER_SECONDS, RENDER_BYTES):
                 if is_fast(self._tokenizer) and _GENERATION_BLOCK.search(str(source)):
                     rendering = _traced(str(source), messages, {**self._tokenizer.special_tokens_map, **given})
                 else:
@@ -182,7 +177,7 @@ class ChatTemplate:
                 if len(rendering.text) > _LONGEST_GROWTH * size:
                     raise _limit_error(f"writes {len(rendering.text):,} characters for a conversation of {size:,}")
             return rendering
-        except _CpuLimitError as error:
+        except CpuLimitError as error:
             raise _limit_error(f"did not finish within {RENDER_SECONDS:g} s of CPU time") from error
         except MemoryError as error:
             raise _limit_error(f"needs more than {RENDER_BYTES / 2**20:g} MiB of memory") from error
@@ -438,40 +433,3 @@ class TemplateLimitError(ConfigError):
 
 def _limit_error(what: str) -> TemplateLimitError:
     return TemplateLimitError(f"the chat template {what}; set model.chat_template to another one")
-
-
-class _CpuLimitError(RuntimeError):
-    """Code exceeded its CPU time limit."""
-
-
-@contextmanager
-def _limits(seconds: float, size: int) -> Iterator[None]:
-    """Limit the body to CPU time and memory beyond those of this process: raise _CpuLimitError and MemoryError in it.
-
-    The limit is on CPU time rather than wall time, so that a busy or suspended machine does not trigger it. That on
-    memory is one on the address space (Linux only), which other threads share; to set it takes 20 us. Signal handlers
-    run in the main thread only; in any other thread the body runs without limits.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, (soft, hard) = signal.signal(signal.SIGVTALRM, _raise), resource.getrlimit(resource.RLIMIT_AS)
-    # The timer repeats because code such as Jinja's constant folding swallows exceptions and tries again.
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
-    try:
-        if sys.platform == "linux":
-            with open("/proc/self/statm", "rb", buffering=0) as file:
-                used = int(file.read().split()[0]) * resource.getpagesize()
-            most = [limit for limit in (soft, hard, used + size) if limit != resource.RLIM_INFINITY]
-            resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
-        yield
-    finally:
-        try:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
-        finally:  # also if the signal arrives here
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise _CpuLimitError("the CPU time limit was reached")

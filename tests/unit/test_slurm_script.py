@@ -230,7 +230,7 @@ def test_code_without_snapshot_is_mounted() -> None:
         (bytes(2**20 + 1), "cannot be rendered: [Errno 27] Larger than 1,048,576 bytes"),
         ("{{ 'a' * 10**10 }}", "cannot be rendered: it takes more than 512 MiB of memory"),
         ("{{ 'a' * 10**7 }}", "cannot be rendered: it renders to more than 1,048,576 characters"),
-        ("{{ 9 ** (9 ** 9) }}", "cannot be rendered: it takes more than 1 s of processor time"),
+        ("{{ 9 ** (9 ** 9) }}", "cannot be rendered: it takes more than 1 s of CPU time"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "cannot be rendered: maximum recursion depth"),
     ],
 )
