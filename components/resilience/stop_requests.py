@@ -22,7 +22,7 @@ class StopRequest:
     """Context that handles stop signals, and brings all ranks to the same decision to save and stop.
 
     SIGTERM, SIGUSR2 and SIGHUP request preemption, the first Ctrl-C an interruption; a second Ctrl-C aborts at once.
-    The previous handlers are restored on exit. Training steps reduce `flags` together with their loss and pass the
+    The previous handlers are restored on exit. Training steps sum `flags` over all ranks at their end and pass the
     result to `update`; evaluation and generation call `agreed` before each batch or token.
     """
 

@@ -16,7 +16,7 @@ from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.distributed.pipeline.schedule import Pipeline, pad_to_longest
 from components.training.forward import head_keywords, local_batch, training_loss, weigh_rows
-from components.training.loss import count_targets, sum_over_ranks
+from components.training.loss import all_ranks, count_targets, reduce_loss, sum_over_ranks
 from components.training.metrics import FIELDS, StepNumbers
 from components.training.objectives import PLAIN, Objective
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
@@ -86,13 +86,12 @@ def train_step(
     losses = [loss_sum * settings.counts_tokens if row_loss is None else row_loss * settings.counts_rows]
     if settings.router_loss is not None:
         losses.append(settings.router_loss.step_sum() * (units / targets))
+    loss, _ = reduce_loss(losses, local_count, dp_group=all_ranks(), check_finite=False)
     # A device reads the requests here, not when the host queues this copy: a signal counts in the step it arrives in.
-    flags = totals.new_zeros(3) if requests is None else requests.to(settings.device, non_blocking=True)
-    total = torch.stack([each.detach().to(settings.device, torch.float64).reshape(()) for each in losses]).sum()
-    ended = [total[None], flags]
+    ended = [totals.new_zeros(3) if requests is None else requests.to(settings.device, non_blocking=True)]
     if (token_sums := objective.token_sums()) is not None:
         ended.append(token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens)
-    loss, flags, metrics = sum_over_ranks(torch.cat(ended)).tensor_split((1, 4))
+    flags, metrics = sum_over_ranks(torch.cat(ended)).tensor_split((3,))
     norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
     tokens = totals[1:2]
     if measured is not None:

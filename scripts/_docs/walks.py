@@ -127,7 +127,7 @@ WALKS = (
         ("slurm/train.sbatch.j2", "", "The batch script receives USR2 or TERM, and forwards it."),
         ("components/protocol/signals.py", "record_stop_signals", "A rank records signals until its loop runs."),
         ("components/resilience/stop_requests.py", "StopRequest", "Handles them: a flag of this rank."),
-        ("components/training/step.py", "train_step", "Sums the flags with the loss: no further collective."),
+        ("components/training/step.py", "train_step", "Sums the flags over all ranks at the end of the step."),
         ("components/resilience/stop_requests.py", "StopRequest.update", "All ranks agree, at the same step."),
         ("components/training/run.py", "Run.steps", "Ends the loop of the recipe."),
         ("components/training/run.py", "Run.finish", "Saves a checkpoint and waits for it."),

@@ -239,13 +239,19 @@ STORING = [
 ]
 
 
-def write_teacher_file(file: Path, end: int = 8) -> None:
-    """Write a file of stored probabilities whose only tensor has 8 bytes; `end`: where its header says that it ends."""
+def write_teacher_file(file: Path, lost: int = 0) -> None:
+    """Write a file of stored probabilities of two rows with two targets, without its last `lost` bytes."""
     header = {"samples": "a", "tokenizer": "b", "vocabulary": 264, "top_k": 4, "temperature": 2.0, "teacher": "T"}
-    described = {"__metadata__": {"teacher": json.dumps(header)}, "starts": {"data_offsets": [0, end]}}
-    text = json.dumps(described).encode()
+    tensors = {
+        "starts": {"dtype": "I64", "shape": [3], "data_offsets": [0, 24]},
+        "teacher_log_probs": {"dtype": "F32", "shape": [2, 5], "data_offsets": [24, 64]},
+        "teacher_target_log_prob": {"dtype": "F32", "shape": [2], "data_offsets": [64, 72]},
+        "teacher_token_ids": {"dtype": "I32", "shape": [2, 4], "data_offsets": [72, 104]},
+    }
+    text = json.dumps({"__metadata__": {"teacher": json.dumps(header)}, **tensors}).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(104)
     file.parent.mkdir(exist_ok=True)
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    file.write_bytes(content[: len(content) - lost])
 
 
 @pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in DISTILLATION])
@@ -261,7 +267,7 @@ def test_invalid_distillation_is_rejected_in_one_sentence(
     (tmp_path / "small" / "model.safetensors").write_bytes(b"")
     for split in ("train", "eval"):
         write_teacher_file(tmp_path / "kept" / f"top_k_{split}.safetensors")
-        write_teacher_file(tmp_path / "damaged" / f"top_k_{split}.safetensors", 8 if split == "train" else 16)
+        write_teacher_file(tmp_path / "damaged" / f"top_k_{split}.safetensors", 0 if split == "train" else 8)
     temperature = [] if "temperature" in line else ["objective.temperature=2"]
     arguments = ["model=tiny", "model.config.vocab_size=264", *temperature, *filter(None, line.split(" "))]
     assert_rejected(commands.run(distill, arguments, tmp_path), parts, tmp_path)

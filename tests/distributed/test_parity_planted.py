@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -86,18 +85,15 @@ def means_of_means() -> None:
 
 def local_divisor() -> None:
     """The number of target tokens is not all-reduced."""
-    reduce_only(1)
+    step.sum_over_ranks = lambda vector: vector
 
 
 def loss_is_not_reduced() -> None:
-    """The loss is summed over the local rank only, so each rank logs the mean of its own samples."""
-    reduce_only(0)
-
-
-def reduce_only(which: int) -> None:
-    """Do only the first (0) or the last (1) of the two sums over ranks of each step."""
-    original, calls = step.sum_over_ranks, itertools.count()
-    step.sum_over_ranks = lambda vector: original(vector) if next(calls) % 2 == which else vector
+    """reduce_loss sums over the local rank only, so each rank logs the mean of its own samples."""
+    original = step.reduce_loss
+    step.reduce_loss = lambda losses, tokens, dp_group, check_finite: original(
+        losses, tokens, check_finite=check_finite
+    )
 
 
 def gradients_are_not_synchronized() -> None:

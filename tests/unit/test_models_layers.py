@@ -299,9 +299,12 @@ def test_export_has_the_tensor_names_that_transformers_writes(family: str, tmp_p
     materialize(model, "cpu")
     fill_weights(model, cfg, 0)
     (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "older").touch()
+    for name in ("model-00001-of-00002.safetensors", "chat_template.json", "notes"):
+        (tmp_path / "export" / name).touch()
     export_model(model, load_tokenizer(cfg), tmp_path / "export")
-    assert not (tmp_path / "export" / "older").exists()
+    assert not list((tmp_path / "export").glob("model-*"))
+    assert not (tmp_path / "export" / "chat_template.json").exists()
+    (tmp_path / "export" / "notes").unlink()  # not of an export, so it was kept
     from safetensors.torch import load_file
 
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "saved"))
@@ -389,16 +392,16 @@ def files_below(folder: Path) -> set[str]:
 def test_leftovers_of_killed_exports_are_removed_by_the_next_export(published: bool, tmp_path: Path) -> None:
     """Exports killed midway, and between the two renames, when the published export has a temporary name."""
     others = {"export.tmp-mine/x", "export-step_3.tmp-0123abcd/x", "adapter.tmp-0123abcd/x", "my export.tmp-0123abcd/x"}
-    for name in {*others, "export.tmp-0123abcd/x", "export.tmp-89abcdef/x", "export.tmp-89abcdef-old/older"}:
+    for name in {*others, "export.tmp-0123abcd/x", "export.tmp-89abcdef/x", "export.tmp-89abcdef-old/vocab.json"}:
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
     if published:
         (tmp_path / "export").mkdir()
-        (tmp_path / "export" / "newer").touch()
+        (tmp_path / "export" / "README.md").touch()
     new_folder = NewFolder(tmp_path / "export")
     new_folder.begin()
     assert list(new_folder.path.iterdir()) == []
-    assert files_below(tmp_path) == {*others, "export/newer" if published else "export/older"}
+    assert files_below(tmp_path) == {*others, "export/README.md" if published else "export/vocab.json"}
     (new_folder.path / "newest").touch()
     new_folder.publish()
     assert files_below(tmp_path) == {*others, "export/newest"}

@@ -10,8 +10,12 @@ import shutil
 from pathlib import Path
 
 _OLD = "-old"
-_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Files of an earlier folder that do not belong to the new one."""
+_OF_AN_EXPORT = re.compile(
+    r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|(adapter_|generation_|tokenizer_)?config\.json"
+    r"|tokenizer\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
+    r"|(additional_)?chat_templates?(\.jinja|\.json)?|README\.md"
+)
+"""Names of files of an earlier export, which the new one replaces even if it has no such file."""
 
 
 class NewFolder:
@@ -63,7 +67,7 @@ class NewFolder:
             old.unlink(missing_ok=True)
             return
         for each in old.iterdir():
-            if not (_WEIGHTS.fullmatch(each.name) or os.path.lexists(self.folder / each.name)):
+            if not (_OF_AN_EXPORT.fullmatch(each.name) or os.path.lexists(self.folder / each.name)):
                 each.rename(self.folder / each.name)
         shutil.rmtree(old, ignore_errors=True)
 
