@@ -157,7 +157,7 @@ def test_varlen_calls_over_gathered_keys_match_one_process(cp: int) -> None:
                 module = nn.Module()
                 module.num_key_value_groups = HEADS // KV_HEADS  # type: ignore[assignment]
                 options = {"documents": Documents(bounds, longest=32)} if packs else {}
-                output, _ = GatheredAttention(mesh)(
+                output, _ = GatheredAttention(mesh, CAUSAL_SDPA)(
                     module, *leaves, None, sliding_window=window, scaling=0.3, **options
                 )
                 (output * tensors[3][:, local]).sum().backward()
