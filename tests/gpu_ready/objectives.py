@@ -110,4 +110,6 @@ def build(name: str, cfg: ModelConfig, model: training.Prepared, teacher: traini
 
 
 class _NoRun:
-    """A run without attributes: only frozen copies of the reference need them."""
+    """A rank that stores nothing, of a run without other attributes: only frozen copies of the reference need them."""
+
+    rank = 1
