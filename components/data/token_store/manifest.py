@@ -171,7 +171,8 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
     except ConfigError:
         raise
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{key}={path}: {file} is damaged or not a manifest ({error!r}); {write}") from error
+        why = error if type(error) is ValueError else repr(error)
+        raise ConfigError(f"{key}={path}: {file} is damaged or not a manifest ({why}); {write}") from error
     if not shards:
         raise ConfigError(f"{key}={path}: the store has no shards; {write}")
     if stored["hash"] != manifest.hash:
