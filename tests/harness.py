@@ -17,6 +17,7 @@ of each, for tests of failures. Neither leaves a process behind.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -233,6 +234,7 @@ class _World:
         gc.freeze()  # collections would copy the pages of half a million inherited objects, in every rank
         os.setpgid(0, 0)
         _die_with_parent()
+        atexit._clear()  # an exit function of the parent may wait for a thread that only the parent has
         with open(folder / f"stderr_{rank}", "ab") as errors:
             os.dup2(errors.fileno(), 2)  # the last words of a rank that C++ aborts belong into its outcome
         with open(folder / f"stack_{rank}", "w") as stack:
