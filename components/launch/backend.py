@@ -7,11 +7,12 @@ To add a backend, add its schema to components/config, its folder here, and a br
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Protocol
 
 from components.config.errors import ConfigError
@@ -19,6 +20,7 @@ from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write
 from components.protocol.safe_json import read_regular
+from components.terminal import print_text
 
 
 class UnknownSubmission(Exception):
@@ -98,8 +100,8 @@ class Backend(Protocol):
             quick: Skip checks that take longer than milliseconds. Sweeps leave those to the launcher of each point.
         """
 
-    def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
-        """Print what `submit` would start (cluster.dry_run)."""
+    def show(self, run: CheckedRun) -> None:
+        """Print what `submit` would start (cluster.dry_run). The run directory does not exist, or is not locked."""
 
     def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
         """Start or submit a run, and return the exit status of the launcher.
@@ -140,9 +142,22 @@ def recorded_job(run_dir: Path) -> str | None:
         raise ConfigError(f"{run_dir / JOB_ID}: the id of the run's job cannot be read: {error.strerror}") from error
 
 
-def shown_run_dir(recipe: Recipe, cfg: RecipeConfig) -> Path:
-    """Return the run directory that `Backend.show` displays: TIME-HEX stands for the name of a new one."""
-    return Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
+def print_job(run: CheckedRun, text: str, use: str) -> None:
+    """Print what a submission passes to the scheduler, and its `use`, for cluster.dry_run.
+
+    With `render` stdout has the bytes of the file and nothing else, so that it can be redirected.
+    """
+    mode = run.cfg.cluster.dry_run
+    print_text(text, end="", flush=True)
+    if not run.cfg.cluster.only_renders:
+        print_text(*(f"# {line}" for line in (f"cluster.dry_run={mode}: would {use}", *run.notes)), sep="\n")
+        return
+    new = "" if run.cfg.run.dir else f"; {run.directory.path.name} stands for the name of a new folder"
+    lines = [f"cluster.dry_run={mode}: nothing was submitted or written. Without it this command would {use}{new}"]
+    for line in lines + sorted(run.notes, key=lambda note: note.startswith("not checked")):
+        print_text(
+            fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False), file=sys.stderr
+        )
 
 
 def record_job(run_dir: Path, job: str) -> None:

@@ -20,7 +20,7 @@ from typing import IO
 
 from components.config.schema.recipes import RecipeConfig
 from components.kernel_counters import killed_for_memory, usable_memory
-from components.launch.backend import CheckedRun, Job, Recipe
+from components.launch.backend import CheckedRun, Job
 from components.launch.machine import device_problems, usable_cores, visible_gpus
 from components.launch.run_checks import MESH_KEYS, affects
 from components.launch.run_directory.directory import RunDirectory
@@ -67,13 +67,14 @@ class LocalBackend:
             return [], []
         return device_problems(cfg, processes, visible_gpus(os.environ), usable_memory()), []
 
-    def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
+    def show(self, run: CheckedRun) -> None:
         """Print what would start."""
-        run_dir = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
+        cfg, processes = run.cfg, run.processes
+        run_dir = cfg.run.dir or f"a new folder in outputs/{run.recipe.name}"
         print_text(
-            f"cluster.dry_run={cfg.cluster.dry_run}: would start {processes} x {recipe.file}, mesh "
+            f"cluster.dry_run={cfg.cluster.dry_run}: would start {processes} x {run.recipe.file}, mesh "
             f"{cfg.parallelism.resolve(processes)}, run directory {run_dir}",
-            *notes,
+            *run.notes,
             sep="\n",
         )
 

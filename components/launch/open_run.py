@@ -24,7 +24,7 @@ from components.launch.hub_access import OFFLINE, check_hub, is_offline
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.memory_report import memory_report, played_memory
 from components.launch.rank import restrict_new_files
-from components.launch.run_checks import problems_before_start
+from components.launch.run_checks import problems_before_start, split_absent
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
 from components.launch.run_directory.provenance import start_record
 from components.project import HELP
@@ -54,8 +54,9 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
             backend_problems = [
                 f"cluster.kind={cfg.cluster.kind}: this process is already one of {world_size} ranks; set cluster=local"
             ]
-        problems = problems_before_start(cfg, processes, rejected)
-        if not (problems or backend_problems or rejected):
+        problems, absent = split_absent(cfg, problems_before_start(cfg, processes, rejected))
+        notes.extend(absent)
+        if not (problems or absent or backend_problems or rejected):
             fewest = processes * cfg.cluster.fewest_nodes // cfg.cluster.most_nodes  # each rank holds the most
             problems, memory_notes[:] = memory_report(cfg, fewest, on_cluster=not backend.runs_here)
             if fewest < processes:
@@ -78,9 +79,9 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     cfg, requested = fit_micro_batches(cfg, processes), cfg
     notes += [*_batch_notes(requested, cfg), *memory_notes]
     if cfg.cluster.starts_nothing:
-        check_run_directory(cfg, recipe.name)
+        directory = check_run_directory(cfg, recipe.name)
         notes += played_memory(cfg, processes, recipe.file)
-        backend.show(recipe, cfg, processes, notes)
+        backend.show(CheckedRun(recipe, cfg, directory, processes, notes))
         return None
     restrict_new_files(cfg)
     _check_remote(cfg)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -37,6 +38,8 @@ MESH_KEYS = frozenset(
 """Keys that determine the number of processes and the mesh degrees."""
 MODEL_KEYS = frozenset(["model.config", *(f"model.{each.name}" for each in fields(ModelShape)), "model.path"])
 """Keys that determine the shape of the model."""
+_ABSOLUTE = re.compile(r"[\w.]+=(/.*?): ")
+"""Beginning of a problem of a key whose value is an absolute path."""
 _MANIFEST = "manifest.json"
 """File that every published checkpoint contains."""
 
@@ -68,6 +71,13 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
     if not affects(rejected, MODEL_KEYS | {"model.tokenizer"}):
         problems += check_token_stores(cfg.data, cfg.model, shape.vocab)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
+
+
+def split_absent(cfg: RecipeConfig, problems: list[str]) -> tuple[list[str], list[str]]:
+    """Return the problems, and, with cluster.dry_run=render, notes on files that only the cluster may have."""
+    found = {each: _ABSOLUTE.match(each) for each in problems if cfg.cluster.only_renders}
+    absent = [each for each, path in found.items() if path is not None and not os.path.exists(path[1])]
+    return [each for each in problems if each not in absent], [f"not checked: {each}" for each in absent]
 
 
 def affects(rejected: Collection[str], keys: Collection[str]) -> bool:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -470,6 +471,58 @@ def test_missing_torchao_is_reported_with_the_extra_to_install(
         for elsewhere in (["runtime=apptainer", "image=image.sif"], ["runtime=pyxis", "image=image"]):
             container = [f"cluster.container.{each}" for each in elsewhere]
             assert missing not in commands.run(finetune, [*submission, *container], tmp_path).errors
+
+
+SBATCH_LINE, JOB_LINE = "#SBATCH --job-name=", "kind: Job\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line", "unchecked"),
+    [
+        ("cluster=slurm_2node cluster.account=lab", SBATCH_LINE, "account=lab"),
+        ("-m cluster=slurm_2node run.seed=1,2", SBATCH_LINE, "partition=null"),
+        ("cluster=slurm_2node data=jsonl data.path=/scratch/mine.jsonl", SBATCH_LINE, "data.path=/scratch/mine.jsonl"),
+        (
+            "cluster=slurm_2node cluster.python=/cluster/bin/python",
+            "\npython=(/cluster/bin/python)",
+            "/cluster/bin/python",
+        ),
+        ("cluster=slurm_2node run.dir=/cluster/run", "#SBATCH --output=/cluster/run/logs", "/cluster/run"),
+        ("cluster=slurm_2node cluster.template=mine.j2", "#SBATCH --requeue\nmine\n", "device=cuda"),
+        (
+            "cluster=k8s cluster.k8s.image=a cluster.k8s.volumes.runs=/cluster",
+            JOB_LINE,
+            "whether the nodes can pull it",
+        ),
+        (
+            "cluster=k8s cluster.k8s.image=a cluster.k8s.volumes.runs=/cluster run.dir=/cluster/run",
+            JOB_LINE,
+            "runs=/cluster",
+        ),
+    ],
+)
+def test_render_needs_no_cluster_and_writes_nothing(
+    arguments: str, line: str, unchecked: str, commands: Commands, finetune: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bash").symlink_to(shutil.which("bash") or "")
+    (tmp_path / "mine.j2").write_text("#!/bin/sh\n{% for each in sbatch %}\n#SBATCH {{ each }}\n{% endfor %}\nmine\n")
+    settings = ["model=tiny", "cluster.device=cuda", "training.global_batch_size=48", "cluster.dry_run=render"]
+    ended = commands.run(finetune, [*arguments.split(), *settings], tmp_path, PATH=str(tmp_path))
+    assert (ended.status, ended.imported_torch) == (0, False), ended.errors
+    assert line in ended.output
+    assert "not checked" not in ended.output
+    assert unchecked in " ".join(ended.errors.partition("not checked")[2].split())
+    assert {each.name for each in tmp_path.iterdir()} == {"bash", "mine.j2"}
+
+
+def test_without_a_cluster_the_message_names_the_key_that_renders(
+    commands: Commands, finetune: Path, tmp_path: Path
+) -> None:
+    k8s = ["cluster=k8s", "cluster.k8s.image=a", f"cluster.k8s.volumes.runs={tmp_path}"]
+    for cluster in (["cluster=slurm_2node"], k8s):
+        ended = commands.run(finetune, ["model=tiny", *cluster], tmp_path, PATH=str(tmp_path))
+        assert ended.status == 2
+        assert "cluster.dry_run=render" in ended.errors
 
 
 @pytest.mark.parametrize(

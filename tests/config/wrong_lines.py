@@ -229,7 +229,8 @@ OUT_OF_RANGE = [
         "set parallelism.cp=1",
     ),
     ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),
-    ("cluster.dry_run=maybe", "cluster.dry_run=maybe: must be true, plan or false"),
+    ("cluster.dry_run=maybe", "cluster.dry_run=maybe: must be true, plan, render or false"),
+    ("cluster.dry_run=render", "a local run has no batch script and no manifest; set cluster=slurm_1node"),
     ("cluster.nodes=2", "cluster.nodes=2", "set cluster.nodes=1"),
 ]
 MESH = [

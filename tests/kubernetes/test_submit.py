@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from components.config.schema import CausalLMConfig, FinetuneConfig, KubernetesClusterConfig, KubernetesConfig
 from components.config.schema.data import DocsDataConfig
@@ -17,6 +18,7 @@ from components.launch.clusters import job_of, jobs_by_id, stop, stop_command
 from components.launch.k8s.cluster_checks import job_problems
 from tests.kubernetes.api import ApiServer
 from tests.kubernetes.desk import Desk, path_without_kubectl
+from tests.kubernetes.test_manifest import VERSIONS, validate
 from tests.suites import TORTURE
 
 SPACE = "/api/v1/namespaces/train"
@@ -136,6 +138,24 @@ def test_dry_run_prints_the_manifest_and_creates_nothing(desk: Desk) -> None:
     assert "# cluster.dry_run=true: would create these objects with kubectl" in shown.output
     assert not [path for path in desk.api.objects if path.startswith(JOBS)]
     assert list(desk.folder.iterdir()) == []
+
+
+def test_manifest_rendered_without_kubectl_is_the_one_that_is_created(desk: Desk, tmp_path: Path) -> None:
+    desk.environment["PATH"] = path_without_kubectl()
+    shown = desk.run("cluster.dry_run=render", "run.dir=mine", "cluster.k8s.queue=gpu")
+    assert shown.status == 0, shown.errors
+    assert list(desk.folder.iterdir()) == []
+    for each in yaml.safe_load_all(shown.output):
+        validate(each, VERSIONS[-1])
+    unchecked = " ".join(shown.errors.split())
+    for text in ("namespace=train", "image=ghcr.io/me/meshbook:1", "volumes.runs=", "quotas", "queue gpu"):
+        assert text in unchecked
+    del desk.environment["PATH"]
+    shown = desk.run("cluster.dry_run=render", "run.dir=mine")
+    submission = desk.run("run.dir=mine")
+    name, rendered = submission.field("job").rpartition("/")[2], next(yaml.safe_load_all(shown.output))
+    created = (submission.run_dir / "job.yaml").read_text()
+    assert created == shown.output.replace(rendered["metadata"]["name"], name)
 
 
 def problems_of(folder: Path, change: Callable[[KubernetesClusterConfig], object] = lambda cluster: None) -> list[str]:

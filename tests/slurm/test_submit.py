@@ -157,6 +157,21 @@ def test_dry_run_prints_the_script_and_writes_nothing(login: Login) -> None:
     assert login.jobs_ever() == before
 
 
+def test_script_rendered_without_slurm_is_the_one_that_is_submitted(login: Login, tmp_path: Path) -> None:
+    """On a PATH with bash alone, and with a SLURM_CONF that does not exist; also of a further attempt."""
+    (tmp_path / "bash").symlink_to(shutil.which("bash") or "")
+    without = {"PATH": str(tmp_path), "SLURM_CONF": "/nowhere/slurm.conf"}
+    arguments = (*VALID, "run.dir=mine", "+cluster.sbatch_extra.hold=''", "cluster.setup=['umask 027']")
+    rendered = login.run(*arguments, "cluster.dry_run=render", environment=without)
+    assert rendered.status == 0, rendered.errors
+    assert not (login.folder / "mine").exists()
+    submission = login.run(*arguments)
+    assert (submission.run_dir / "job.sbatch").read_text() == rendered.output
+    again = login.run(*arguments, "cluster.dry_run=render", environment=without)
+    assert again.output == rendered.output.replace("attempt=0", "attempt=1") != rendered.output
+    login.cluster.cancel(submission.job)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

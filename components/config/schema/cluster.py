@@ -28,7 +28,7 @@ _NODES = re.compile(r"[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})?", re.ASCII)
 _RESOURCE = re.compile(r"[\w.,:;&|*()\[\]+=@%/-]+")
 LONGEST_TIMEOUT = 525_600.0
 """Upper bound of timeouts, in minutes: a year, which torch and the OS accept."""
-DRY_RUNS = ("true", "plan", "false")
+DRY_RUNS = ("true", "plan", "render", "false")
 """Values of cluster.dry_run."""
 _RESOURCE_KEYS = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation", "mem")
 
@@ -98,7 +98,9 @@ class ClusterConfig:
     smallest change that fits), refuse (an error beyond the estimate's error) or off."""
     dry_run: str = "false"
     """true: run all checks, print what would be started, and exit without starting anything or writing a file; plan:
-    also play a step of the first, last and fullest rank on fake tensors, and print its memory and traffic; false."""
+    also play a step of the first, last and fullest rank on fake tensors, and print its memory and traffic; render:
+    print the batch script or the manifest, also on a machine without sbatch or kubectl, and list what was not checked;
+    false."""
     startup_timeout_minutes: float = 10.0
     """Minutes that a process waits for the others to start, 0.01 to a year; then the run fails."""
     collective_timeout_minutes: float = 30.0
@@ -215,6 +217,11 @@ class ClusterConfig:
         return self.dry_run != "false"
 
     @property
+    def only_renders(self) -> bool:
+        """Whether the script or manifest is only printed, without asking the cluster."""
+        return self.dry_run == "render"
+
+    @property
     def startup_timeout(self) -> timedelta:
         """`startup_timeout_minutes` as a timedelta."""
         return timedelta(minutes=self.startup_timeout_minutes)
@@ -226,8 +233,8 @@ class ClusterConfig:
 
     @property
     def has_same_packages(self) -> bool:
-        """Whether the ranks run the Python that starts them: no other executable and no container."""
-        same_python = self.python is None and self.container.runtime == ContainerRuntime.none
+        """Whether the ranks run the Python that starts them: no other machine's or executable and no container."""
+        same_python = self.python is None and self.container.runtime == ContainerRuntime.none and not self.only_renders
         return self.kind == ClusterKind.local or (self.kind == ClusterKind.slurm and same_python)
 
 
@@ -244,6 +251,11 @@ class LocalClusterConfig(ClusterConfig):
             problems.append(
                 f"cluster.nodes={self.nodes}: a local run has one node; set cluster.nodes=1, or submit with "
                 "cluster=slurm_2node"
+            )
+        if self.only_renders:
+            problems.append(
+                "cluster.dry_run=render: a local run has no batch script and no manifest; set cluster=slurm_1node, "
+                "k8s or another option of a cluster, or cluster.dry_run=true"
             )
         return problems
 

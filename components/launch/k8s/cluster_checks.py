@@ -41,7 +41,8 @@ def job_problems(cfg: RecipeConfig) -> Findings:
     if cluster.template is not None and not Path(os.path.expanduser(cluster.template)).is_file():
         problems.append(f"cluster.template={cluster.template}: no such file")
     if not problems:
-        problems += _run_directory_problems(cfg)
+        here = _run_directory_problems(cfg)
+        notes, problems = (notes + as_notes(here), []) if cluster.only_renders else (notes, here)
     if cluster.most_nodes > 1 and cluster.k8s.queue is None:
         notes.append(
             "cluster.k8s.queue=null: without a queue some pods may hold nodes while others wait for theirs, until "
@@ -53,9 +54,35 @@ def job_problems(cfg: RecipeConfig) -> Findings:
         text = render(PodManifest(cluster, new_job_name(cluster, "check"), Path("/run"), "recipe.py", Path.cwd()))
     except ConfigError as error:
         return error.problems, notes
+    if cluster.only_renders:
+        return problems, notes + _unchecked(cluster)
     workload = next(each for each in objects_in(text, "manifest") if is_workload(each))
     found = _ask(cluster, workload)
     return problems + found[0], notes + found[1]
+
+
+def as_notes(problems: list[str]) -> list[str]:
+    """Return the problems of the place of a submission as notes, with cluster.dry_run=render."""
+    return [f"a submission from here would be rejected: {problem}" for problem in problems]
+
+
+def _unchecked(cluster: ClusterConfig) -> list[str]:
+    """Return what a submission asks the cluster, one note each, with the keys and values."""
+    k8s = cluster.k8s
+    claims = ", ".join(f"volumes.{name}={path}" for name, path in k8s.volumes.items())
+    resources = ", ".join(f"{name}: {amount}" for name, amount in pod_resources(cluster).items()) or "no resources"
+    names = [*(k8s.image_pull_secrets), *k8s.secrets, *([k8s.service_account] if k8s.service_account else [])]
+    others = ", ".join([*([f"queue {k8s.queue}"] if k8s.queue else []), *names])
+    return [
+        f"not checked: cluster.k8s.context={k8s.context or 'null (the current one)'}, namespace={k8s.namespace}: "
+        "whether they exist, and whether you may create the job there",
+        f"not checked: cluster.k8s.image={k8s.image}: whether the nodes can pull it, and what is in it",
+        f"not checked: cluster.k8s.{claims}: whether the namespace has these persistent volume claims, and their "
+        "access modes",
+        f"not checked: {cluster.nodes} x {resources}: whether nodes and quotas have as much",
+        *([f"not checked: {others}: whether the namespace has them"] if others else []),
+        "not checked: the fields of the manifest, and the cluster's admission rules",
+    ]
 
 
 def _required_problems(cluster: ClusterConfig) -> list[str]:
@@ -107,7 +134,7 @@ def _paths_outside(cfg: RecipeConfig) -> list[str]:
             f"{', '.join(outside)}: on no volume of cluster.k8s.volumes; the image must contain it at this path"
         )
     run_dir = paths["run.dir"].absolute()
-    if mounted_at(cfg.cluster, run_dir) and (kind := file_system(run_dir)) in LOCAL_FILE_SYSTEMS:
+    if os.path.isdir(mounted_at(cfg.cluster, run_dir) or "") and (kind := file_system(run_dir)) in LOCAL_FILE_SYSTEMS:
         notes.append(f"the pods need access to run.dir ({kind}), but this file system looks local to this machine")
     return notes
 

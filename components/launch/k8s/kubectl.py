@@ -92,8 +92,8 @@ def run_kubectl(context: str | None, arguments: Sequence[str], stdin: str = "") 
         )
     except (FileNotFoundError, PermissionError) as error:  # the latter if a folder in PATH is not searchable
         raise ConfigError(
-            "cluster.kind=k8s: there is no kubectl on PATH; install it (https://kubernetes.io/docs/tasks/tools), or "
-            "set cluster=local"
+            "cluster.kind=k8s: there is no kubectl on PATH; install it (https://kubernetes.io/docs/tasks/tools), set "
+            "cluster=local, or only print the manifest: cluster.dry_run=render"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise Unreachable(f"cluster.kind=k8s: kubectl did not respond within {TIMEOUT:g} s") from error
@@ -106,7 +106,7 @@ def run_kubectl(context: str | None, arguments: Sequence[str], stdin: str = "") 
     if answer.status and any(text in answer.errors for text in _UNREACHABLE):
         raise Unreachable(
             f"cluster.kind=k8s: the cluster cannot be reached: {answer.message}; check `kubectl cluster-info`, "
-            "KUBECONFIG and cluster.k8s.context, or set cluster=local"
+            "KUBECONFIG and cluster.k8s.context, set cluster=local, or only print the manifest: cluster.dry_run=render"
         )
     return answer
 

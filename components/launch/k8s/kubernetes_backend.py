@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import (
     CheckedRun,
     Job,
-    Recipe,
     UnknownSubmission,
+    print_job,
     record_job,
     recorded_job,
-    shown_run_dir,
 )
-from components.launch.k8s.cluster_checks import job_problems, refusal
+from components.launch.k8s.cluster_checks import as_notes, job_problems, refusal
 from components.launch.k8s.kubectl import Unreachable, create, run_kubectl
 from components.launch.k8s.pod_jobs import (
     JobName,
@@ -63,17 +63,16 @@ class KubernetesBackend:
         """Check image, volumes and paths, and with kubectl the namespace, permissions, claims, quota and manifest."""
         return ([], []) if quick or affects(rejected, ["cluster"]) else job_problems(cfg)
 
-    def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
+    def show(self, run: CheckedRun) -> None:
         """Print the manifest that `submit` would create."""
-        print_text(render(_manifest(recipe, cfg, shown_run_dir(recipe, cfg))), end="")
-        for note in (f"cluster.dry_run={cfg.cluster.dry_run}: would create these objects with kubectl", *notes):
-            print_text(f"# {note}")
+        run.notes.extend(as_notes(_recipe_problems(run)) if run.cfg.cluster.only_renders else [])
+        print_job(run, render(_manifest(run)), "create these objects with kubectl")
 
     def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
         """Create the job and print a summary; return 0, or 1 if it is unknown whether the cluster has the job."""
         cfg, directory = run.cfg, run.directory
         try:
-            manifest = _manifest(run.recipe, cfg, directory.path)
+            manifest = _manifest(run)
             text = render(manifest)
             atomic_write(directory.path / MANIFEST, text, PRIVATE)
             _create_job(directory.path, manifest.job, objects_in(text, MANIFEST), cfg.cluster)
@@ -113,16 +112,23 @@ class KubernetesBackend:
         return None if name is None else stop_command(name)
 
 
-def _manifest(recipe: Recipe, cfg: RecipeConfig, run_dir: Path) -> PodManifest:
+def _recipe_problems(run: CheckedRun) -> list[str]:
+    """Check that the pods can read the recipe."""
+    cluster, file = run.cfg.cluster, run.recipe.file
+    if file.is_relative_to(PROJECT) or mounted_at(cluster, file) is not None:
+        return []
+    return [
+        f"{file}: this recipe is on no volume of cluster.k8s.volumes, so that the pods could not read it; copy it to "
+        f"one of {', '.join(cluster.k8s.volumes.values())}"
+    ]
+
+
+def _manifest(run: CheckedRun) -> PodManifest:
     """Return the template's input for a run, with a new name. Raises ConfigError if the pods cannot read the recipe."""
-    cluster, file = cfg.cluster, recipe.file
-    if not file.is_relative_to(PROJECT) and mounted_at(cluster, file) is None:
-        raise ConfigError(
-            f"{file}: this recipe is on no volume of cluster.k8s.volumes, so that the pods could not read it; copy it "
-            f"to one of {', '.join(cluster.k8s.volumes.values())}"
-        )
-    name = new_job_name(cluster, cfg.run.name or recipe.name)
-    return PodManifest(cluster, name, run_dir, recipe_in_pods(file), Path.cwd())
+    cluster = run.cfg.cluster
+    raise_all([] if cluster.only_renders else _recipe_problems(run))
+    name = new_job_name(cluster, run.cfg.run.name or run.recipe.name)
+    return PodManifest(cluster, name, run.directory.path, recipe_in_pods(run.recipe.file), Path.cwd())
 
 
 def _create_job(run_dir: Path, job: JobName, objects: list[dict[str, Any]], cluster: ClusterConfig) -> None:

@@ -68,10 +68,16 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
     return RunDirectory(path, fresh=not names, created=created, lock=lock, attempt=_next_attempt(path))
 
 
-def check_run_directory(cfg: RecipeConfig, recipe: str) -> None:
-    """Raise ConfigError if `open_run_directory` would, as far as can be checked without creating anything."""
+def check_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
+    """Return what `open_run_directory` would, without creating or locking it: TIME-HEX is the name of a new directory.
+
+    Raises ConfigError if it would, as far as can be checked here: not whether a folder of the cluster can be written.
+    """
     check_source(cfg)
     path = _requested_path(cfg, recipe)
+    shown = path if cfg.run.dir is not None else path / "TIME-HEX"
+    if cfg.cluster.only_renders and not shown.exists():
+        return RunDirectory(shown, fresh=True, created=[], lock=None, attempt=0)
     with reported_by_path(path):
         check_writable(path)
         names = _names(path) if cfg.run.dir is not None and path.is_dir() else set()
@@ -79,6 +85,7 @@ def check_run_directory(cfg: RecipeConfig, recipe: str) -> None:
             _unlock(_lock(path))
     if names:
         _validate_resume(path, _stored_config(path), cfg, recipe)
+    return RunDirectory(shown, fresh=not names, created=[], lock=None, attempt=_next_attempt(shown))
 
 
 def _requested_path(cfg: RecipeConfig, recipe: str) -> Path:
@@ -208,7 +215,7 @@ def _reject_live_job(path: Path, advice: str = "choose another run.dir") -> str 
 
 def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recipe: str) -> None:
     """Raise ConfigError unless the run in `path` may continue with `cfg`."""
-    if doubt := _reject_live_job(path):
+    if not cfg.cluster.only_renders and (doubt := _reject_live_job(path)):
         print_text(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
     checkpoints = path / CHECKPOINTS
     if checkpoints.is_symlink():

@@ -12,6 +12,8 @@ from components.protocol.role import without_ranks
 
 TIMEOUT = 75.0
 """Timeout of a command in seconds."""
+WITHOUT_CLUSTER = "set cluster=local, or only print the script here: cluster.dry_run=render"
+"""Advice on a machine from which Slurm cannot be reached."""
 
 
 class NoResponse(ConfigError):
@@ -58,8 +60,8 @@ def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
         )
     except (FileNotFoundError, PermissionError) as error:  # the latter if a folder in PATH is not searchable
         raise ConfigError(
-            f"cluster.kind=slurm: there is no {command[0]} on PATH; submit from a login node of the cluster, or set "
-            "cluster=local"
+            f"cluster.kind=slurm: there is no {command[0]} on PATH; submit from a login node of the cluster, "
+            f"{WITHOUT_CLUSTER}"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise NoResponse(

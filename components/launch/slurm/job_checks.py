@@ -10,12 +10,13 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.model_files import locate
+from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.recipes import RecipeConfig, named_models
 from components.config.schema.schedulers.slurm import ContainerRuntime
 from components.launch.hub_access import hub_cache, is_offline
 from components.launch.schedulers.shared_paths import LOCAL_FILE_SYSTEMS, file_system, named_paths
-from components.launch.slurm.commands import run_slurm
+from components.launch.slurm.commands import WITHOUT_CLUSTER, run_slurm
 from components.launch.slurm.options import as_argument, resource_options
 from components.launch.slurm.script import setup_problems
 from components.launch.slurm.snapshot import ROOT
@@ -29,23 +30,51 @@ UNREACHABLE = (
 _REASON = re.compile(r"^(sbatch|allocation failure|error|fatal|Batch job submission failed)[:\s]*", re.IGNORECASE)
 
 
-def job_problems(cfg: RecipeConfig, *, test_submission: bool = True) -> tuple[list[str], list[str]]:
-    """Return the problems of submitting `cfg`, and notes: the estimated start, and paths that may be local.
+def job_problems(cfg: RecipeConfig, *, query: bool = True) -> tuple[list[str], list[str]]:
+    """Return the problems of submitting `cfg`, and notes: the estimated start, and paths that may be local; with
+    cluster.dry_run=render, what was not checked.
 
     Args:
         cfg: The config.
-        test_submission: Whether to run `sbatch --test-only`, which is pointless if a key of `cluster` was rejected.
+        query: Whether to run `sbatch --test-only`, which is pointless if a key of `cluster` was rejected.
     """
-    problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _cache_problems(cfg)
-    problems += _build_problems(cfg.cluster)
-    problems += _path_problems(cfg)
-    if not test_submission:
+    problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _path_problems(cfg)
+    if cfg.cluster.only_renders:
+        return problems, _unchecked(cfg)
+    problems += _cache_problems(cfg) + _build_problems(cfg.cluster)
+    if not query:
         return problems, []
     try:
         rejections, estimate = _test_only(cfg.cluster)
     except ConfigError as error:
         return problems + error.problems, []
     return problems + rejections, [*estimate, *_local_paths(cfg)]
+
+
+def _unchecked(cfg: RecipeConfig) -> list[str]:
+    """Return what a submission checks on the cluster, one note each, with the keys and values."""
+    cluster, container = cfg.cluster, cfg.cluster.container
+    values = field_values(cluster)
+    defaults = {"partition": "the default one", "account": "your default", "qos": "the account's", "time": "the limit"}
+    asked = [f"{key}={values[key] or f'null ({what})'}" for key, what in defaults.items()]
+    keys = ("constraint", "nodelist", "exclude", "reservation", "mem", "cpus_per_proc")
+    asked += [f"{key}={values[key]}" for key in keys if values[key] is not None]
+    asked += [f"sbatch_extra.{name}={value}" for name, value in cluster.sbatch_extra.items()]
+    in_container = container.runtime != ContainerRuntime.none
+    python = cluster.python or ("python" if in_container else sys.executable)
+    image = f" in the image {container.image} ({container.runtime})" if in_container else ""
+    folders = [Path(os.path.expanduser(cfg.run.dir or "")), Path(), *_shared_paths(cfg).values()]
+    paths = dict.fromkeys(str(path.absolute()) for path in folders)
+    offline = {**os.environ, **cluster.network_env, **cluster.env}
+    return [
+        f"not checked: cluster.{', '.join(asked)}: whether Slurm accepts them, and their limits (sbatch --test-only)",
+        f"not checked: cluster.nodes={cluster.nodes}, procs_per_node={cluster.procs_per_node}, "
+        f"device={cluster.device}, gpu_request={cluster.gpu_request}: whether there are such nodes",
+        f"not checked: python={python}{image}: whether it starts on the nodes, with Meshbook's packages and a build of "
+        "torch for their devices",
+        f"not checked: {', '.join(paths)}: whether the nodes have access",
+        *(["not checked: HF_HUB_OFFLINE: whether the nodes' cache has the model"] if is_offline(offline) else []),
+    ]
 
 
 def _test_only(cluster: ClusterConfig) -> tuple[list[str], list[str]]:
@@ -72,7 +101,7 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
         reasons.append(text)
     unreachable = next((reason for reason in reasons if any(text in reason for text in UNREACHABLE)), None)
     if unreachable is not None:
-        advice = "submit from a login node of the cluster, or set cluster=local"
+        advice = f"submit from a login node of the cluster, {WITHOUT_CLUSTER}"
         why = unreachable.partition(", retrying")[0]
         return f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
     why = "; ".join(dict.fromkeys(reasons)) or "no reason given"
@@ -84,7 +113,7 @@ def _script_problems(cluster: ClusterConfig) -> list[str]:
     if cluster.template is not None and not Path(os.path.expanduser(cluster.template)).is_file():
         return [f"cluster.template={cluster.template}: no such file"]
     python = cluster.python
-    if python is not None and "/" in python and cluster.container.runtime == ContainerRuntime.none:
+    if python and "/" in python and cluster.container.runtime == ContainerRuntime.none and not cluster.only_renders:
         return [] if os.access(python, os.X_OK) else [f"cluster.python={python}: is not an executable file"]
     return []
 
@@ -159,8 +188,8 @@ def _is_missing(name: str, key: str, cache: Path) -> bool:
     return not files.is_local and not any(folder.glob("*/config.json"))
 
 
-def _local_paths(cfg: RecipeConfig) -> list[str]:
-    """Return a note on paths that the nodes may not be able to access."""
+def _shared_paths(cfg: RecipeConfig) -> dict[str, Path]:
+    """Return the paths that the nodes need, by key; not names of models on the hub."""
     in_container = cfg.cluster.container.runtime != ContainerRuntime.none
     named = {
         **named_paths(cfg),
@@ -168,10 +197,15 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
         "python": None if in_container else cfg.cluster.python or sys.prefix,
     }
     paths = {key: Path(os.path.expanduser(name)) for key, name in named.items() if name}
+    return {key: path for key, path in paths.items() if path.is_absolute() or path.exists()}
+
+
+def _local_paths(cfg: RecipeConfig) -> list[str]:
+    """Return a note on paths that the nodes may not be able to access."""
     local = [
         f"{key} ({kind})"
-        for key, path in paths.items()
-        if (path.is_absolute() or path.exists()) and (kind := file_system(path)) in LOCAL_FILE_SYSTEMS
+        for key, path in _shared_paths(cfg).items()
+        if (kind := file_system(path)) in LOCAL_FILE_SYSTEMS
     ]
     if not local:
         return []

@@ -18,11 +18,10 @@ from components.config.validate import legal_node_counts
 from components.launch.backend import (
     CheckedRun,
     Job,
-    Recipe,
     UnknownSubmission,
+    print_job,
     record_job,
     recorded_job,
-    shown_run_dir,
 )
 from components.launch.run_checks import affects
 from components.launch.slurm.commands import NoResponse, run_slurm
@@ -58,13 +57,11 @@ class SlurmBackend:
         self, cfg: RecipeConfig, processes: int, rejected: Collection[str], *, quick: bool = False
     ) -> tuple[list[str], list[str]]:
         """Check the script, paths and caches, and run sbatch --test-only. Notes: estimated start, local paths."""
-        return ([], []) if quick else job_problems(cfg, test_submission=not affects(rejected, ["cluster"]))
+        return ([], []) if quick else job_problems(cfg, query=not affects(rejected, ["cluster"]))
 
-    def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
+    def show(self, run: CheckedRun) -> None:
         """Print the batch script that `submit` would submit."""
-        print_text(render(_batch_script(recipe, cfg, shown_run_dir(recipe, cfg), 0)), end="")
-        for note in (f"cluster.dry_run={cfg.cluster.dry_run}: would submit this script with sbatch", *notes):
-            print_text(f"# {note}")
+        print_job(run, render(_batch_script(run)), f"submit this script with sbatch as {run.directory.path / SCRIPT}")
 
     def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
         """Submit the run and print a summary; return 0, or 1 if it is unknown whether Slurm accepted the job."""
@@ -73,7 +70,7 @@ class SlurmBackend:
         try:
             keep_only_folder(code)
             files = copy_code(run.recipe.file, code) if cfg.cluster.snapshot else 0
-            batch = _batch_script(run.recipe, cfg, directory.path, directory.attempt)
+            batch = _batch_script(run)
             atomic_write(script, render(batch), PRIVATE)
             open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
             job = _submit_script(script, cfg.cluster, run.notes)
@@ -189,15 +186,16 @@ def _cancel(tag: str, script: Path) -> None:
         print_text(f"interrupted: job {job}, which Slurm had accepted, {ending}", file=sys.stderr)
 
 
-def _batch_script(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int) -> BatchScript:
+def _batch_script(run: CheckedRun) -> BatchScript:
     """Return the template's input for a run, with the paths of the code's copy if there is one."""
+    recipe, cfg, run_dir = run.recipe, run.cfg, run.directory.path
     copied = cfg.cluster.snapshot
     return BatchScript(
         cluster=cfg.cluster,
         node_counts=_node_counts(cfg),
         name=cfg.run.name or recipe.name,
         run_dir=run_dir,
-        attempt=attempt,
+        attempt=run.directory.attempt,
         private=cfg.run.private,
         code=run_dir / CODE if copied else ROOT,
         recipe=copied_recipe_path(recipe.file, run_dir / CODE) if copied else recipe.file,

@@ -24,7 +24,7 @@ from components.launch.evaluated_run import reject_swept_run
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.memory_report import played_memory
 from components.launch.open_run import directory_problems
-from components.launch.run_checks import MESH_KEYS, affects, problems_before_start
+from components.launch.run_checks import MESH_KEYS, affects, problems_before_start, split_absent
 from components.launch.run_directory.filesystem import check_writable, reported_by_path
 from components.launch.sweep.criterion import choose_criterion, missing_metric
 from components.launch.sweep.early_stop import early_stop_problems, read_curve
@@ -70,7 +70,8 @@ def run_sweep(recipe: Recipe) -> int:
         # quick: without querying the cluster, which the launcher of each point does
         backend_problems, _ = backend.validate(cfg, processes, rejected, quick=True)
         watched = early_stop_problems(cfg, keys.metric, keys.early_stop)
-        return shared + watched + backend_problems + problems_before_start(cfg, processes, rejected)
+        problems, _ = split_absent(cfg, problems_before_start(cfg, processes, rejected))
+        return shared + watched + backend_problems + problems
 
     request = _expand(recipe, check)
     if request.shown:
