@@ -14,9 +14,10 @@
 # make gpu8       what only 8 GPUs show: curves of 12 meshes, collectives, throughput, a stopped rank: outputs/gpu8
 # make fuzz       random configurations through the recipes, each against plain transformers: SEED=7 CASES=300 MINUTES=110;
 #                 CASE=12 repeats one of them
-# make docs       the documentation site, in outputs/docs, with every link checked
+# make docs       the documentation site, in outputs/docs, with every link checked and, if chromium is installed, the layout
 # make lint       formatting, lint, types, import contracts, size budgets
-# make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
+# make install    the environment of a run alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
+# make install-dev  with the packages that tests, lint and docs need, which those commands install by themselves
 
 PYTHON ?=
 TORCH ?= auto
@@ -24,9 +25,13 @@ INSTALLER ?= pip
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
+DEV_STAMP := $(VENV)/.meshbook-installed-dev
 ARGS ?=
 
-.PHONY: gpu gpu-pack gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm oldest parity torture fuzz docs lint install clean
+.PHONY: gpu gpu-pack gpu8 finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm oldest parity torture fuzz docs lint install install-dev clean
+
+# The run compiles what it imports, which is less than half of what is installed.
+finetune: export PIP_NO_COMPILE = 1
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and prints a message.
 finetune: install
@@ -48,31 +53,31 @@ QUICK = tests/distributed/test_parity.py::test_cp_attention_methods_match_one_pr
 lap = @began=$$(date +%s); $(1) || exit $$?; echo "=== $(2): $$(($$(date +%s) - began)) s"
 
 ifeq ($(ARGS),)
-test: install
+test: install-dev
 	@echo "All tests: about 40 minutes on two cores (make test-quick: about 4). A failed tier does not stop the others."
 	@$(MAKE) --no-print-directory --keep-going test-unit test-distributed test-gpu-ready test-recipes test-slurm
 else
-test: install
+test: install-dev
 	$(PYTEST) $(ARGS)
 endif
 
-test-quick: install
+test-quick: install-dev
 	@echo "The fast unit tests, composition, one mesh and one recipe: about 4 minutes on two cores."
 	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow" tests/unit tests/config/test_composition.py $(QUICK),quick tests)
 
-test-unit: install
+test-unit: install-dev
 	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/unit tests/config,unit and config)
 
-test-distributed: install
+test-distributed: install-dev
 	$(call lap,$(PYTEST) -n $(WORKERS) --dist loadfile tests/distributed tests/storage,distributed)
 
-test-gpu-ready: install
+test-gpu-ready: install-dev
 	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/gpu_ready,gpu ready)
 
-test-recipes: install
+test-recipes: install-dev
 	$(call lap,$(PYTEST) -n $(MORE) --dist worksteal tests/recipes,recipes)
 
-test-slurm: install
+test-slurm: install-dev
 	$(call lap,$(PYTEST) -n $(MORE) --dist worksteal tests/slurm tests/kubernetes,slurm and kubernetes)
 
 # The only build of torch 2.11 in the package index is for CUDA. Its libraries need no GPU.
@@ -88,7 +93,7 @@ oldest: $(OLDEST)/.installed
 	$(call lap,OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(OLDEST_TESTS)),oldest)
 
 # In one resolution, since a second one would raise versions of the first.
-$(OLDEST)/.installed: pyproject.toml $(STAMP)
+$(OLDEST)/.installed: pyproject.toml $(DEV_STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt uv
 	$(BIN)/python -m venv --clear $(OLDEST)
 	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[plot]' 'setuptools>=77' \
@@ -99,7 +104,7 @@ $(OLDEST)/.installed: pyproject.toml $(STAMP)
 	    $$(grep -oE 'torchao>=[0-9.]+' pyproject.toml)
 	touch $@
 
-parity torture: install $(if $(filter oldest,$(PART)),$(OLDEST)/.installed)
+parity torture: install-dev $(if $(filter oldest,$(PART)),$(OLDEST)/.installed)
 	$(BIN)/python -m tests.long_runs $@ $(if $(PART),--part $(PART)) $(ARGS)
 
 gpu: install
@@ -111,21 +116,22 @@ gpu-pack: install
 gpu8: install
 	$(BIN)/python scripts/gpu.py --ranks 8 $(ARGS)
 
-fuzz: install
+fuzz: install-dev
 	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) \
 	    $(if $(CASE),--case $(CASE)) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 # In a folder of its own: the packages of the site are not needed by anything else.
 SITE := $(VENV)/docs-site
 
-docs: install $(SITE)/.installed
+docs: install-dev $(SITE)/.installed
 	PYTHONPATH=$(SITE) $(BIN)/python -m scripts._docs --build outputs/docs
+	$(BIN)/python -m pytest -q tests/test_site.py
 
 $(SITE)/.installed: constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --upgrade --target $(SITE) mkdocs-material
 	touch $@
 
-lint: install
+lint: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -134,9 +140,18 @@ lint: install
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt setup.py scripts/install.sh
-	VENV=$(VENV) PYTHON=$(PYTHON) TORCH=$(TORCH) INSTALLER=$(INSTALLER) scripts/install.sh
-	touch $(STAMP)
+install-dev: $(DEV_STAMP)
+
+INSTALL = VENV=$(VENV) PYTHON=$(PYTHON) TORCH=$(TORCH) INSTALLER=$(INSTALLER) scripts/install.sh
+INSTALLED_FROM = pyproject.toml constraints.txt setup.py scripts/install.sh
+
+$(STAMP): $(INSTALLED_FROM)
+	@EXTRAS=plot $(INSTALL)
+	@touch $@
+
+$(DEV_STAMP): $(INSTALLED_FROM)
+	@EXTRAS=plot,dev $(INSTALL)
+	@touch $(STAMP) $@
 
 clean:
 	rm -rf $(VENV) outputs

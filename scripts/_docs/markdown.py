@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,11 +17,17 @@ def code(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return prose for a table cell: on one line, with characters that Markdown would read escaped."""
-    joined = " ".join(text.split())
-    for character in "\\`*_|<>[]":
-        joined = joined.replace(character, f"\\{character}")
-    return joined.replace("://", ":&#47;&#47;")
+    """Return prose for a table cell: on one line, with characters escaped that Markdown would read outside of code."""
+    parts = re.split("(`[^`]+`)", " ".join(text.split()))
+    parts[1::2] = [code(part[1:-1]) for part in parts[1::2]]
+    parts[::2] = [_escaped(part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _escaped(text: str) -> str:
+    for character in "\\`*_|[]":
+        text = text.replace(character, f"\\{character}")
+    return text.replace("<", "&lt;").replace(">", "&gt;").replace("://", ":&#47;&#47;")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
