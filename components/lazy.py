@@ -6,7 +6,7 @@ A login node that only submits a job, and a script that only lists checkpoints, 
     if TYPE_CHECKING:
         from components.models.build import build_on_meta
     else:
-        __getattr__ = lazy.attach(__name__)
+        __getattr__, __dir__ = lazy.attach(__name__)
 
 The library lazy_loader needs the names in a dict or a `.pyi` file, which would repeat these statements, and takes 2 ms
 to import. Parsing the statements takes 0.3 ms per package, at the first use of one of its names.
@@ -15,7 +15,6 @@ to import. Parsing the statements takes 0.3 ms per package, at the first use of 
 from __future__ import annotations
 
 import gc
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +24,8 @@ from typing import Any
 from components.moved import NAMES
 
 
-def attach(package: str) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports a name from its module at the first use.
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's `__getattr__`, which imports a name from its module at the first use, and its `__dir__`.
 
     No name may equal the name of a module in the package, since importing that module sets the attribute to the module.
 
@@ -40,13 +39,23 @@ def attach(package: str) -> Callable[[str], Any]:
         if (new := NAMES.get(f"{package}.{name}")) is not None:
             raise ImportError(f"{package}.{name} is {new} now; import that")
         if name.startswith("__") or name not in _imports(package):  # torch and inspect probe dunder names
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_like(package, name)}")
         with _no_collections():
-            value = getattr(importlib.import_module(_imports(package)[name]), name)
+            value = getattr(__import__(_imports(package)[name], fromlist=[name]), name)  # imports also a module
         setattr(sys.modules[package], name, value)
         return value
 
-    return import_on_first_use
+    return import_on_first_use, lambda: sorted(_imports(package))
+
+
+def _like(package: str, name: str) -> str:
+    """Return the end of the message about an unknown name."""
+    if name.startswith("__"):
+        return ""
+    from difflib import get_close_matches  # here because it takes 1 ms
+
+    close = get_close_matches(name, _imports(package), 1)
+    return f"; did you mean {close[0]}?" if close else f"; dir({package}) lists its names"
 
 
 @contextmanager

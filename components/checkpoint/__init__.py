@@ -44,4 +44,4 @@ if TYPE_CHECKING:
     from components.checkpoint.saver import Saver
     from components.checkpoint.tensors import Optimizers, list_optimizers
 else:
-    __getattr__ = lazy.attach(__name__)
+    __getattr__, __dir__ = lazy.attach(__name__)

@@ -36,5 +36,6 @@ if TYPE_CHECKING:
     from components.data.preflight import check_files
     from components.data.token_store.manifest import Manifest, read_manifest
     from components.data.token_store.rows import TokenRows
+    from components.data.token_store.writer import index_folder
 else:
-    __getattr__ = lazy.attach(__name__)
+    __getattr__, __dir__ = lazy.attach(__name__)

@@ -60,4 +60,4 @@ if TYPE_CHECKING:
         synchronize_value,
     )
 else:
-    __getattr__ = lazy.attach(__name__)
+    __getattr__, __dir__ = lazy.attach(__name__)

@@ -263,12 +263,12 @@ def _was_rejected(logs: Path) -> bool:
     return not logs.is_dir() or any(report.is_config for report in read_reports(logs).values())
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; exit if `parent` has already ended.
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send a signal when the thread that started this process ends; exit if `parent` has ended already.
 
     Linux only. Elsewhere, ranks of a killed launcher keep running until their next collective fails.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

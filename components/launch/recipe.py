@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.project import COMPONENTS
 from components.protocol.exit_codes import EXIT_INVALID
-from components.protocol.role import Role, detect_role
+from components.protocol.role import LAUNCHER_PID, Role, detect_role
 from components.terminal import exit_on_broken_pipe, guard_output, keep_running, open_output
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ def _run(described: Recipe) -> int:
     from components.config.compose.command_line import is_sweep_requested
     from components.launch.clusters import backend_of
     from components.launch.open_run import open_run
-    from components.launch.rank import run_here
+    from components.launch.rank import die_with, run_here
 
+    if caller := os.environ.pop(LAUNCHER_PID, None):
+        die_with(int(caller), signal.SIGTERM)  # a killed notebook saves and stops its run
     if is_sweep_requested():
         keep_running()
         from components.launch.sweep.command import run_sweep

@@ -57,4 +57,4 @@ if TYPE_CHECKING:
     from components.models.weights.memory import materialize
     from components.models.weights.untrained import untrained_note
 else:
-    __getattr__ = lazy.attach(__name__)
+    __getattr__, __dir__ = lazy.attach(__name__)

@@ -23,4 +23,4 @@ if TYPE_CHECKING:
     from components.observability.reporter import Reporter
     from components.observability.result import Result, peak_memory_bytes, peak_reserved_bytes
 else:
-    __getattr__ = lazy.attach(__name__)
+    __getattr__, __dir__ = lazy.attach(__name__)

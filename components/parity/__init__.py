@@ -18,4 +18,4 @@ if TYPE_CHECKING:
     from components.parity.comparison import Bounds, Comparison, MeshResult
     from components.parity.spawn import compare
 else:
-    __getattr__ = lazy.attach(__name__)
+    __getattr__, __dir__ = lazy.attach(__name__)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from components.training.loss import count_targets, reduce_loss
     from components.training.metrics import FIELDS, StepMetrics, StepNumbers, StepReader
     from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
+    from components.training.objectives.contract import Vocabulary
     from components.training.objectives.distillation import Distillation
     from components.training.objectives.loss_head import LossHead, attach_loss_head
     from components.training.objectives.preference import DPO, KTO, ORPO, Preference, SimPO
@@ -59,4 +60,4 @@ if TYPE_CHECKING:
     from components.training.sync import get_sync_ctx
     from components.training.tasks.harness import BenchmarkTasks, TaskScores, evaluate_tasks, load_tasks
 else:
-    __getattr__ = lazy.attach(__name__)
+    __getattr__, __dir__ = lazy.attach(__name__)
