@@ -7,10 +7,13 @@ import io
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from argparse import HelpFormatter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -48,6 +51,108 @@ def print_text(
 ) -> None:
     """Print like `print`, with control characters escaped and secrets masked."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
+
+
+_COMMAND = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S* )*(?:python|torchrun|meshbook|make|eval|echo|sbatch|srun) ")
+_WORD = re.compile(r"""(?:--[\w-]+ (?=[^\s-]))?(?:[^\s'"]|'[^']*'|"[^"]*"|['"])+""")
+_SECOND_COLUMN = re.compile(r"\S+(?: \S+){0,3} {2,}(?=\S)")
+
+
+class HelpText(HelpFormatter):
+    """Formatter of --help that keeps the lines of a description, unless the terminal is narrower."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=terminal_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fit(textwrap.indent(text, indent), width)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; 80 if the output is no terminal."""
+    return max(40, shutil.get_terminal_size().columns)
+
+
+def fit(text: str, width: int | None = None) -> str:
+    """Wrap what is wider than the terminal: texts by words, also in a second column; commands as a shell continues
+    them, with their comments in lines of their own."""
+    width = width or terminal_width()
+    blocks: list[tuple[int, list[str]]] = []
+    for line in text.split("\n"):
+        body = line.lstrip()
+        start = len(line) - len(body)
+        column = _SECOND_COLUMN.match(body)
+        hang = start + (len(column[0]) if column else 2 if body.startswith("- ") else 0)
+        continues = blocks and start == blocks[-1][0] and body and not column and not body.startswith(("- ", "|"))
+        if continues and blocks[-1][1][0] and not _COMMAND.match(line) and not _COMMAND.match(blocks[-1][1][0]):
+            blocks[-1][1].append(line)
+        else:
+            blocks.append((hang, [line]))
+    return "\n".join(each for hang, lines in blocks for each in _fit_block(lines, hang, width))
+
+
+def _fit_block(lines: list[str], hang: int, width: int) -> list[str]:
+    """Return lines of one paragraph, entry or command in lines that fit."""
+    if all(len(each) <= width for each in lines):
+        return lines
+    first = lines[0]
+    if _COMMAND.match(first):
+        code, _, comment = first.partition(" # ")
+        margin = " " * (len(first) - len(first.lstrip()) + 4)
+        notes = textwrap.wrap(f"# {comment.strip()}", width, initial_indent=margin, subsequent_indent=f"{margin}# ")
+        return [*fit_command(code.rstrip(), width), *(notes if comment else ())]
+    if hang > width // 2:
+        hang = len(first) - len(first.lstrip()) + 4
+    text = " ".join([first, *(each.strip() for each in lines[1:])])
+    margin = " " * hang
+    return textwrap.wrap(text, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+
+
+def fit_command(command: str, width: int | None = None) -> list[str]:
+    """Return a shell command in lines that fit, as far as its words do; all but the last end in a backslash."""
+    width = width or terminal_width()
+    margin = command[: len(command) - len(command.lstrip())]
+    lines = [margin]
+    for word in _WORD.findall(command) if len(command) > width else [command.lstrip()]:
+        if lines[-1].strip() and len(lines[-1]) + 1 + len(word) + 2 > width:
+            lines += [f"{margin}    {word}"]
+        else:
+            lines[-1] += f" {word}" if lines[-1].strip() else word
+    return [*(f"{each} \\" for each in lines[:-1]), lines[-1]]
+
+
+def fit_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], texts: Collection[int], width: int | None = None
+) -> list[list[str]]:
+    """Return the lines of a table's header and of each row.
+
+    Where the terminal is too narrow, headers and the columns `texts` are wrapped by words; numbers are not.
+    """
+    width = width or terminal_width()
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    room = width - 2 * (len(widths) - 1)
+    if sum(widths) > room:
+        least = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+        for number, column in enumerate(columns):
+            if number not in texts:
+                widths[number] = max(*map(len, column[1:]), *map(len, header[number].split()))
+        while sum(widths) > room and (wide := [each for each in texts if widths[each] > least[each]]):
+            widths[max(wide, key=lambda each: widths[each])] -= 1
+    return [_fit_row(row, widths, texts, number == 0) for number, row in enumerate([header, *rows])]
+
+
+def _fit_row(row: Sequence[str], widths: Sequence[int], texts: Collection[int], is_header: bool) -> list[str]:
+    cells = [textwrap.wrap(cell, size, break_long_words=False) or [""] for cell, size in zip(row, widths, strict=True)]
+    height, lines = max(map(len, cells)), []
+    for number in range(height):
+        parts = []
+        for index, (cell, size) in enumerate(zip(cells, widths, strict=True)):
+            at = number - (height - len(cell)) * is_header  # a header stands on the rows below it
+            part = cell[at] if 0 <= at < len(cell) else ""
+            parts.append(part.ljust(size) if index in texts else part.rjust(size))
+        lines.append("  ".join(parts).rstrip())
+    return lines
 
 
 class _Output(io.FileIO):
@@ -99,7 +204,8 @@ def keep_running(encoding: str | None = None) -> None:
         raw = stream.buffer.raw if isinstance(stream.buffer, io.BufferedWriter) else stream.buffer
         if isinstance(raw, _Output):
             raw.ends_process = False if raw.ends_process else raw.ends_process
-            stream.reconfigure(encoding=encoding or stream.encoding, errors="backslashreplace")
+            if encoding is not None:
+                stream.reconfigure(encoding=encoding, errors="backslashreplace")
 
 
 def _open(stream: TextIO, ends_process: bool | None) -> TextIO:

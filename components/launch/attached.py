@@ -16,9 +16,11 @@ from components.launch.hub_access import OFFLINE, is_offline
 from components.launch.open_run import open_run
 from components.launch.rank import die_with, restrict_new_files, run_here
 from components.launch.run_directory.directory import RunDirectory
+from components.protocol.console_log import keep_console
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.protocol.role import rank_and_size, whole_number
+from components.protocol.role import current_rank, rank_and_size, whole_number
+from components.protocol.run_files import log_file
 from components.terminal import keep_running, print_text
 
 AGENT = "TORCHELASTIC_RUN_ID"
@@ -74,6 +76,7 @@ def _run_other_rank(recipe: Recipe) -> int:
         os.environ[OFFLINE] = "1"  # only rank 0 has checked the hub
     cfg = from_yaml(message["config"], recipe.schema)
     restrict_new_files(cfg)
+    keep_console(log_file(directory.logs, current_rank(os.environ)))
     return run_here(recipe, cfg, directory)
 
 

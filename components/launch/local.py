@@ -271,7 +271,7 @@ def _start_ranks(ranks: RankProcesses, run: CheckedRun) -> None:
 
 @contextmanager
 def _output(logs: Path, rank: int) -> Iterator[IO[bytes] | None]:
-    """Open the log of a rank; None for rank 0, which keeps the terminal since progress bars need one."""
+    """Open the log of a rank; None for rank 0, whose output is that of this process, which is kept in its log."""
     if rank == 0:
         yield None
         return
@@ -296,7 +296,7 @@ def _conclude(ranks: RankProcesses, directory: RunDirectory) -> int:
         print_failure(failure, directory.logs)
         return EXIT_INVALID
     directory.conclude(_status(ranks, failure), failure.error)  # before printing: stderr may be closed
-    print_failure(failure, directory.logs)
+    print_failure(failure, directory.logs, is_shown=failure.rank == 0)
     return report.kind.exit_status if report is not None else 1
 
 

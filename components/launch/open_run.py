@@ -28,6 +28,8 @@ from components.launch.run_checks import problems_before_start, split_absent
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
 from components.launch.run_directory.provenance import start_record
 from components.project import HELP
+from components.protocol.console_log import keep_console
+from components.protocol.run_files import log_file
 from components.storage.urls import package_problems
 from components.terminal import print_text
 
@@ -88,6 +90,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     directory = open_run_directory(cfg, recipe.name)
     directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
     if backend.runs_here:
+        keep_console(log_file(directory.logs, 0))
         where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
         print_text(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
         print_text(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)

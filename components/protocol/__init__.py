@@ -5,5 +5,6 @@ run_files.py   names of the files in a run directory; atomic writes, locks, and 
 loopback.py    a reserved port for the store of ranks on one machine
 signals.py     signals that request a save and a stop
 exit_codes.py  exit statuses
+console_log.py  a copy of the console in a rank's log
 failures.py    error reports of failed ranks, and the choice of the root cause among them
 """

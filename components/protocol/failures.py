@@ -310,8 +310,12 @@ def print_problems(problems: list[str]) -> None:
     print_text(format_problems(problems), file=sys.stderr, flush=True)
 
 
-def print_failure(failure: Failure, logs: Path) -> None:
-    """Print the traceback or last log lines of the rank that failed first, the rank, and the folder of the logs."""
+def print_failure(failure: Failure, logs: Path, *, is_shown: bool = False) -> None:
+    """Print the traceback or last log lines of the rank that failed first, the rank, and the folder of the logs.
+
+    Args:
+        is_shown: The output of the rank was on this console, so that its last lines are not repeated.
+    """
     report = failure.report
     if report is not None and report.is_config:
         print_text(report.message, file=sys.stderr, flush=True)
@@ -319,7 +323,8 @@ def print_failure(failure: Failure, logs: Path) -> None:
     if report is not None and report.kind.names_ranks:
         print_text(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
         return
-    body = ("" if report.kind == Kind.stated else report.traceback) if report else _tail(log_file(logs, failure.rank))
+    tail = "" if report or is_shown else _tail(log_file(logs, failure.rank))
+    body = report.traceback if report and report.kind != Kind.stated else tail
     raised = f": {report.type}: {report.message}" if report else ""
     where = f" on {report.node}" if report and report.node else ""
     lines = [*([body.rstrip()] if body else []), f"rank {failure.rank}{where} {failure.what}{raised}", f"logs: {logs}"]

@@ -77,7 +77,7 @@ def attempt_logs(run_dir: Path, attempt: int) -> Path:
 
 
 def log_file(logs: Path, rank: int) -> Path:
-    """Return the path of a rank's log; rank 0 of a local run prints to the terminal instead."""
+    """Return the path of a rank's log."""
     return logs / f"rank_{rank}.log"
 
 

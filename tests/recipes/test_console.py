@@ -70,17 +70,24 @@ def test_output_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     for unwanted in ("1 processes", "dp_shard=1", "MFU"):
         assert unwanted not in shown
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+    log = (tmp_path / "run" / "logs" / "latest" / "rank_0.log").read_text()
+    assert [line.rstrip() for line in log.splitlines() if line.startswith(("step ", "ok:", "  "))] == logged
+    assert "\x1b" not in log
+    assert not any(f"{part} " in log for part in PARTS)
 
 
 def test_log_has_neither_bars_nor_padding_nor_wrapped_lines(tmp_path: Path) -> None:
     run_dir = tmp_path / ("long " * 30 + "name")
     arguments = [*SHORT, "logging.comm=true", "checkpoint.last=false", f"run.dir={run_dir}"]
-    output = subprocess.run([*FINETUNE, *arguments], check=True, capture_output=True, text=True, timeout=120).stdout
+    done = subprocess.run([*FINETUNE, *arguments], check=True, capture_output=True, text=True, timeout=120)
+    output, errors = done.stdout, done.stderr
     lines = output.splitlines()
     assert f"run directory  {run_dir}" in lines
     assert "0     " in output  # the table of the ranks
     assert [line for line in lines if line != line.rstrip() and not line.startswith("answer ")] == []
     assert not [part for part in PARTS if f"{part} " in output]
+    log = (run_dir / "logs" / "latest" / "rank_0.log").read_text()
+    assert sorted(log.splitlines()) == sorted(lines + errors.splitlines())
 
 
 @in_torture

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +181,51 @@ def test_output_that_cannot_be_written_ends_a_tool_but_not_a_run(
 ) -> None:
     ended, _, printed = run_output(arguments, redirection, {"PYTHONUTF8": "1"})
     assert (ended, printed.decode()) == (status, errors)
+
+
+KEPT = r"""
+import os, signal, sys
+from pathlib import Path
+from components.protocol.console_log import keep_console
+from components.terminal import guard_output, open_output
+open_output()
+guard_output(sys.stdout, sys.stderr)
+keep_console(Path(sys.argv[1]))
+print("width", os.get_terminal_size().columns if sys.stdout.isatty() else None, flush=True)
+print("\x1b[1mbold\x1b[0m", "key hf_" + "a1" * 17, file=sys.stderr, flush=True)
+os.system("echo of a child; echo error of a child >&2; echo hf_" + "b2" * 17)
+os.write(1, b"bar 1\rbar 2\none\ntwo\x1b[1A\r\x1b[2Kthree\n\r\x1b[2K")
+os.write(2, b"of C++\n")
+if sys.argv[2] == "error":
+    raise ValueError("wrong")
+os.killpg(0, signal.Signals[sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("ending", ["error", "SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_log_keeps_the_whole_console(tmp_path: Path, ending: str, is_terminal: bool) -> None:
+    """Of Python, C and children, in order, whatever ends the process; the terminal stays a terminal."""
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 70, 0, 0))
+    command = [sys.executable, "-c", KEPT, str(tmp_path / "log"), ending]
+    process = subprocess.Popen(command, stdout=writer, stderr=writer, cwd=ROOT, process_group=0)
+    os.close(writer)
+    output = b""
+    with suppress(OSError):  # EIO at the end of a terminal
+        while data := os.read(reader, 1 << 16):
+            output += data
+    os.close(reader)
+    assert process.wait() == {"error": 1, "SIGINT": -2, "SIGKILL": -9}[ending]
+    first = [f"width {70 if is_terminal else None}", "bold key ***", "of a child", "error of a child"]
+    log = (tmp_path / "log").read_text()
+    assert log.splitlines()[:8] == [*first, "***", "bar 2", "three", "of C++"]
+    assert {"error": "ValueError: wrong", "SIGINT": "KeyboardInterrupt", "SIGKILL": ""}[ending] in log
+    shown = output.decode().replace("\r\n", "\n")
+    assert shown.startswith("\n".join(first).replace("bold", "\x1b[1mbold\x1b[0m") + "\nhf_")
+    assert "bar 1\rbar 2\n" in shown
+    assert shown.endswith(log[-7:])
 
 
 def test_invalid_command_line_is_escaped(tmp_path: Path) -> None:
