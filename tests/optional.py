@@ -1,5 +1,5 @@
-"""Optional packages that `make install` puts outside site-packages, into the environment's `optional/` folder, and what
-old versions of torch lack.
+"""Optional packages that `make install-dev` puts outside site-packages, into the environment's `optional/` folder, and
+what old versions of torch lack.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def need_torchao() -> None:
     """Make torchao importable, or skip the test."""
     find_optional()
     pytest.importorskip(
-        "torchao", reason="needs the extra `quantization`; make install puts it into the environment's optional/ folder"
+        "torchao", reason="needs the extra `quantization`; make install-dev puts it into the folder optional/"
     )
 
 

@@ -12,11 +12,10 @@ from typing import Any
 from scripts._doctor.check import NOTE, OK, PROBLEM, ROOT, Check, read_text, run_command, shorten
 
 INSTALL = "make install" if (ROOT / "Makefile").is_file() else "pip install --upgrade meshbook"
-REPORTED = ("torch", "transformers", "hydra-core", "omegaconf", "datasets", "safetensors", "wandb")
+REPORTED = ("torch", "transformers", "hydra-core", "omegaconf", "datasets", "safetensors")
 """Packages whose versions are reported."""
 OPTIONAL = {
     "datasets": "datasets of the Hugging Face Hub cannot be loaded",
-    "wandb": "logging.wandb stays disabled",
     "jinja2": "cluster=slurm cannot submit jobs",
 }
 """Packages that not every run imports -> the consequence if they are missing."""

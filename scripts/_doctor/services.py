@@ -160,7 +160,11 @@ def check_wandb() -> list[Check]:
     mode = variable("WANDB_MODE")
     prefix = f"WANDB_MODE={mode}, " if mode else ""
     if importlib.util.find_spec("wandb") is None:
-        return [Check("wandb", NOTE, f"{prefix}not installed; logging.wandb stays disabled", "pip install wandb")]
+        return [
+            Check(
+                "wandb", NOTE, f"{prefix}not installed; logging.wandb stays disabled", "pip install 'meshbook[wandb]'"
+            )
+        ]
     if _is_logged_in():
         return [Check("wandb", OK, f"{prefix}installed, logged in; logging.wandb.mode=online records runs")]
     finding = f"{prefix}installed, not logged in; logging.wandb.mode=offline works"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install installs it")
+pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install-dev installs it")
 import lm_eval
 from lm_eval.tasks import TaskManager
 

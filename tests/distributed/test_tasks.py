@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.suites import PARITY
 
-pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install installs it")
+pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install-dev installs it")
 import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM

@@ -25,7 +25,7 @@ def skip_or_fail(reason: str | None) -> None:
 def api(tmp_path: Path) -> Iterator[ApiServer]:
     """An API server with the namespace `train` and its claim `runs`."""
     if importlib.util.find_spec("kubernetes_validate") is None:
-        skip_or_fail("kubernetes-validate is not installed (make install installs it)")
+        skip_or_fail("kubernetes-validate is not installed (make install-dev installs it)")
     if shutil.which("kubectl") is None:
         skip_or_fail("there is no kubectl on PATH (Debian: kubernetes-client)")
     folder = tmp_path / "api"

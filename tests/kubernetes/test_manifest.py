@@ -59,7 +59,7 @@ def pod_of(workload: dict[str, Any]) -> dict[str, Any]:
 
 def validate(each: dict[str, Any], version: str) -> None:
     """Check an object strictly; of a JobSet, whose schema is not part of Kubernetes, the Job that it creates."""
-    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make install installs it")
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make install-dev installs it")
     if each["kind"] == "JobSet":
         template = each["spec"]["replicatedJobs"][0]["template"]
         each = {"apiVersion": "batch/v1", "kind": "Job", **template, "metadata": {"name": "x", **template["metadata"]}}

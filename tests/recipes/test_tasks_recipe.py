@@ -13,7 +13,7 @@ from tests.lm_eval_tasks import write_tasks
 from tests.recipes.launching import TWO, Bench
 from tests.recipes.small_jobs import write_teacher
 
-pytest.importorskip("lm_eval.evaluator", reason="the extra `evaluation` is not installed; make install installs it")
+pytest.importorskip("lm_eval.evaluator", reason="the extra `evaluation` is not installed; make install-dev installs it")
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 SHORT = (

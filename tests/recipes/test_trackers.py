@@ -63,8 +63,8 @@ def assert_same(tracked: Curve, run_dir: Path, *, rounded: bool = False) -> None
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a run of 5 steps that was resumed from its checkpoint of step 3, up to step 6."""
-    pytest.importorskip("tensorboard", reason="the extra `dev` is not installed; make install installs it")
-    pytest.importorskip("mlflow", reason="the extra `dev` is not installed; make install installs it")
+    pytest.importorskip("tensorboard", reason="the extra `dev` is not installed; make install-dev installs it")
+    pytest.importorskip("mlflow", reason="the extra `dev` is not installed; make install-dev installs it")
     folder = tmp_path_factory.mktemp("tracked")
     start(folder, "training.max_steps=5")
     output = start(folder, "training.max_steps=6")

@@ -69,7 +69,7 @@ def task(**values: Any) -> Any:
 
 
 def test_unknown_and_unsupported_tasks_are_rejected_by_name() -> None:
-    pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install installs it")
+    pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed; make install-dev installs it")
     cfg = EvaluationConfig(tasks=["pick", "hellaswg"])
     with pytest.raises(ConfigError, match=r"'hellaswg' is neither a task, .*; did you mean hellaswag\?"):
         _check_names(cfg, ["pick", "hellaswag"])

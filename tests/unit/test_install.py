@@ -1,7 +1,8 @@
-"""`make install`: which Python and which build of torch it picks."""
+"""`make install` and `make install-dev`: which Python, build of torch and packages they pick, and what they print."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,13 @@ import pytest
 from components.launch.slurm.job_checks import torch_built_for_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("bash", "dirname", "uname", "env")
-FAKE_PYTHON = '#!/bin/sh\ncase "$*" in *urlopen*) exit {reachable};; esac\necho "$0 $*" >> {log}\n'
-"""Interpreter that accepts and logs every command, since the packages themselves are not under test."""
+PROGRAMS = ("bash", "dirname", "uname", "env", "tail")
+FAKE_PYTHON = (
+    '#!/bin/sh\ncase "$*" in *urlopen*) exit {reachable};; *failing*) exit 1;; esac\n'
+    'case "$*" in *version.py*) echo 2.13.0 for CPUs; exit;; esac\n'
+    'echo "$0 $*" >> {log}\ncase "$*" in *install*) echo Collecting numpy; echo WARNING: of pip >&2;; esac\n'
+)
+"""Interpreter that accepts and logs every command but those with `failing`, and prints as pip does."""
 
 
 class Machine:
@@ -67,15 +72,62 @@ def test_unreachable_wheel_index_is_reported_and_not_used(tmp_path: Path) -> Non
     assert "--extra-index-url" not in machine.log.read_text()
 
 
-@pytest.mark.parametrize("installer", ["pip", "uv"])
-def test_dependencies_are_installed_by_the_chosen_installer(tmp_path: Path, installer: str) -> None:
+@pytest.mark.parametrize(
+    ("installer", "extras"), [("pip", "plot"), ("pip", "plot,dev"), ("uv", "plot"), ("uv", "plot,dev")]
+)
+def test_a_run_gets_its_packages_and_a_developer_those_of_tests(tmp_path: Path, installer: str, extras: str) -> None:
+    """Each phase prints one line; the output of pip is in a file."""
     machine = Machine(tmp_path)
     machine.add("python3.11")
     machine.add("uv", machine.python, tmp_path / "venv" / "bin")
-    result = machine.install(INSTALLER=installer)
-    assert result.returncode == 0, result.stderr
-    (command,) = (line for line in machine.log.read_text().splitlines() if ".[plot,dev]" in line)
+    result = machine.install(INSTALLER=installer, EXTRAS=extras)
+    assert (result.returncode, result.stderr) == (0, "")
+    commands = machine.log.read_text().splitlines()
+    (command,) = (line for line in commands if ".[" in line)
+    assert command.endswith(f".[{extras}]")
     assert command.startswith(f"{tmp_path}/venv/bin/uv pip install") is (installer == "uv")
+    assert any("torchao" in line or "megatron" in line for line in commands) is ("dev" in extras)
+    assert [line[:4] for line in result.stdout.splitlines()] == ["Inst", "1/4 ", "2/4 ", "3/4 ", "4/4 ", "Inst"]
+    assert "WARNING: of pip" in (tmp_path / "venv" / "install.log").read_text()
+
+
+def test_failure_of_pip_ends_with_its_output_and_the_file(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11")
+    result = machine.install(EXTRAS="failing")
+    assert result.returncode == 2
+    *output, last = result.stderr.splitlines()
+    assert "Collecting numpy" in output
+    assert last.startswith("make install: '")
+    assert last.endswith(f".[failing]' failed; all of its output is in {tmp_path}/venv/install.log")
+
+
+@pytest.mark.parametrize(
+    ("changed", "installed"), [(None, ""), ("pyproject.toml", "plot plot,dev"), ("constraints.txt", "plot plot,dev")]
+)
+def test_a_change_of_the_packages_is_installed_again(tmp_path: Path, changed: str | None, installed: str) -> None:
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "install.sh"
+    script.write_text(f'#!/bin/sh\necho "$EXTRAS" >> {tmp_path}/log\nmkdir -p "$VENV"\n')
+    script.chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt", "setup.py", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path / name)
+        os.utime(tmp_path / name, (1, 1))
+    os.utime(script, (1, 1))
+
+    def make() -> str:
+        for target in ("install", "install-dev", "install"):
+            subprocess.run(["make", target], cwd=tmp_path, capture_output=True, check=True)
+        text = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""
+        (tmp_path / "log").unlink(missing_ok=True)
+        return " ".join(text.split())
+
+    assert make() == "plot plot,dev"
+    if changed:
+        for stamp in tmp_path.glob(".venv/.meshbook-*"):
+            os.utime(stamp, (2, 2))
+        os.utime(tmp_path / changed, (3, 3))
+    assert make() == installed
 
 
 def test_unknown_installer_is_rejected(tmp_path: Path) -> None:

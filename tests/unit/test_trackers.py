@@ -97,8 +97,8 @@ def test_repeated_steps_are_not_logged_again(tmp_path: Path) -> None:
 def test_run_goes_on_after_the_store_of_mlflow_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("tensorboard", reason="the extra `dev` is not installed; make install installs it")
-    pytest.importorskip("mlflow", reason="the extra `dev` is not installed; make install installs it")
+    pytest.importorskip("tensorboard", reason="the extra `dev` is not installed; make install-dev installs it")
+    pytest.importorskip("mlflow", reason="the extra `dev` is not installed; make install-dev installs it")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
@@ -121,7 +121,7 @@ def test_run_goes_on_after_the_store_of_mlflow_is_lost(
 def test_wandb_run_has_an_id_of_its_own_that_a_resume_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb = pytest.importorskip("wandb", reason="the extra `dev` is not installed; make install installs it")
+    wandb = pytest.importorskip("wandb", reason="the extra `dev` is not installed; make install-dev installs it")
     ids: list[str] = []
     monkeypatch.setattr(wandb, "init", lambda **settings: ids.append(settings["id"]))  # a real one takes seconds
     for name in ("a/mine", "b/mine", "b/x:y#1", "a/mine"):

@@ -19,7 +19,7 @@ from components.training import DPO, KTO, ORPO, Preference, SimPO
 from components.training.objectives import RowScores
 from components.training.objectives.preference import REFERENCE
 
-pytest.importorskip("trl", reason="the extra `dev` is not installed; make install installs it")
+pytest.importorskip("trl", reason="the extra `dev` is not installed; make install-dev installs it")
 
 PAIRS, SEQ = 4, 12
 LENGTHS = torch.tensor([[5, 7], [3, 3], [8, 2], [1, 6]])  # (pairs, 2): chosen, rejected

@@ -72,7 +72,7 @@ def tracker_problems(logging: LoggingConfig) -> list[str]:
     """Require the packages of the enabled trackers, which are optional, to be installed."""
     needed = {}  # setting -> (package, command that installs it, value that disables it)
     if logging.wandb.mode is not WandbMode.disabled:
-        needed[f"logging.wandb.mode={logging.wandb.mode}"] = ("wandb", "pip install wandb", "disabled")
+        needed[f"logging.wandb.mode={logging.wandb.mode}"] = ("wandb", "pip install 'meshbook[wandb]'", "disabled")
     if logging.tensorboard:
         needed["logging.tensorboard=true"] = ("tensorboard", "pip install 'meshbook[tensorboard]'", "false")
     if logging.mlflow.enabled:
