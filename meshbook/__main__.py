@@ -11,7 +11,6 @@ eval "$(meshbook completion bash)"                  # complete commands, keys an
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from components.config.compose.explain import did_you_mean, nearest
 from components.config.errors import ConfigError
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.terminal import exit_on_broken_pipe, guard_output, open_output, print_text
+from components.terminal import exit_on_broken_pipe, fit, guard_output, open_output, print_text, terminal_width
 from meshbook.completion import completions, shell_script
 from meshbook.key_help import describe
 from meshbook.programs import COMMAND, OTHER_COMMANDS, Program, recipes, start_recipe, start_tool, tools
@@ -54,7 +53,7 @@ def run(arguments: list[str]) -> int:
     if name == "copy":
         return copy(rest)
     if name == "help":
-        print_text(describe(rest, shutil.get_terminal_size().columns))
+        print_text(fit(describe(rest, terminal_width())))
         return 0
     if name == "completion":
         print_text(shell_script(rest))
@@ -78,7 +77,7 @@ def overview() -> str:
     }
     for title, entries in groups.items():
         lines += [f"{title}:", *(f"  {name:<14}{purpose}" for name, purpose in entries.items()), ""]
-    return "\n".join(lines).rstrip()
+    return fit("\n".join(lines).rstrip())
 
 
 def copy(arguments: list[str]) -> int:

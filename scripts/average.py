@@ -15,14 +15,14 @@ of the first checkpoint. Exit status 0, or 2 for an invalid command line, a dama
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from components.checkpoint.folders import FOLDER
 from components.config.errors import ConfigError
-from components.terminal import exit_with
+from components.terminal import HelpText, exit_with
 from scripts._export.object_output import output_folder, removed_on, upload_output
 from scripts._export.options import add_output_options, check_output_options, run_export
 from scripts._export.sources import find_sources, open_sources, read_average
@@ -30,7 +30,7 @@ from scripts._export.sources import find_sources, open_sources, read_average
 
 def read_options(arguments: list[str]) -> Namespace:
     """Parse the options, and validate those that do not depend on the checkpoints. Raises ConfigError."""
-    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpText)
     parser.add_argument("sources", type=Path, nargs="+", metavar="RUN_DIR_CHECKPOINT_OR_EXPORT")
     parser.add_argument("--steps", type=int, nargs="+", default=[], help="steps of the checkpoints of each run")
     parser.add_argument("--weights", type=float, nargs="+", help="a weight for each checkpoint (default: all equal)")

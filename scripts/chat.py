@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from components.config.schema.checks import raise_all
 from components.launch.machine import visible_gpus
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.terminal import exit_with
+from components.terminal import HelpText, exit_with
 from scripts._chat.answer_screen import Screen, TerminalScreen, open_screen
 from scripts._chat.chat_source import find_source
 
@@ -40,7 +40,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 def read_options(arguments: list[str]) -> Namespace:
     """Parse and validate the options. Raises ConfigError."""
-    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpText)
     parser.add_argument("model", type=Path, metavar="RUN", help="run directory, checkpoint, export or adapter")
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one; default), cpu or cuda")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")

@@ -13,7 +13,7 @@ nothing while a run or a job uses the directory. Exit status 2 for an invalid co
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +25,14 @@ from components.launch.run_directory.opening import exclude_starts
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CHECKPOINTS, CONFIG
-from components.terminal import exit_with, print_text
+from components.terminal import HelpText, exit_with, print_text
 
 COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept because", "state")
 
 
 def main(arguments: list[str]) -> int:
     """List, verify or prune checkpoints; return the exit status."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("action", choices=("list", "verify", "prune"))
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory, which contains config.yaml")
     parser.add_argument("--keep", type=int, metavar="N", help="list and prune: replaces the run's checkpoint.keep")

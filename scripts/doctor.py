@@ -28,7 +28,7 @@ from typing import Callable, Iterator  # noqa: UP035  (so that an old Python can
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from components.terminal import guard_output, print_text  # only the standard library
+from components.terminal import HelpText, guard_output, print_text  # only the standard library
 from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, last_line, run_command, shorten
 from scripts._doctor.environment import INSTALL, check_packages, check_project, check_python, check_weights
 from scripts._doctor.kubernetes import check_k8s
@@ -108,7 +108,7 @@ def measure(name: str | None, *, force: bool) -> int:
 def main(arguments: list[str]) -> int:
     """Print the report and return the exit status."""
     guard_output(sys.stderr)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--measure", nargs="?", const="", metavar="NAME", help="measure the device: write its file")
     parser.add_argument("--force", action="store_true", help="with --measure: replace an existing file")

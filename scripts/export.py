@@ -18,12 +18,12 @@ checked before the export. A new repository is private unless --public is given.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import describe_processes
-from components.terminal import exit_with, print_text
+from components.terminal import HelpText, exit_with, print_text
 from scripts._export.checkpoints import OpenCheckpoint, RunSections, read_run
 from scripts._export.hub import HubTarget, find_target, upload
 from scripts._export.object_output import output_folder, removed_on, upload_output
@@ -32,7 +32,7 @@ from scripts._export.options import add_output_options, check_output_options, ru
 
 def read_options(arguments: list[str]) -> Namespace:
     """Parse the options, and validate those that do not depend on the checkpoint. Raises ConfigError."""
-    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpText)
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters, for PeftModel.from_pretrained")
     parser.add_argument("--averaged", action="store_true", help="export the moving average that the checkpoint holds")

@@ -26,7 +26,7 @@ from pathlib import Path
 from components.launch.local import allocator_defaults, rank_defaults
 from components.launch.machine import visible_gpus
 from components.protocol.run_files import is_replaceable
-from components.terminal import exit_with
+from components.terminal import HelpText, exit_with
 from scripts._gpu.checks import MORE_SECONDS, NEEDS_GPU, SECONDS, SEVERAL_SECONDS
 from scripts._gpu.verdict import HEAD, Verdict, append_line, as_markdown, failed, read_lines, skipped, summary
 
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the options; exit with status 2 and one message if they are wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     every = f"{', '.join(SECONDS)}, and if named {', '.join(MORE_SECONDS)}; with --ranks {', '.join(SEVERAL_SECONDS)}"
     parser.add_argument("--only", help=f"checks, in this order, of {every}")
     parser.add_argument("--ranks", type=int, default=1, help="number of GPUs (default: 1)")

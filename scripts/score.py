@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -28,7 +28,7 @@ from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.protocol.run_files import open_new
 from components.protocol.safe_json import load_json
-from components.terminal import exit_with, print_text
+from components.terminal import HelpText, exit_with, print_text
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def read_options(arguments: list[str]) -> Namespace:
     """Parse the options, and validate those that do not need torch. Raises ConfigError."""
-    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpText)
     parser.add_argument("model", type=Path, metavar="EXPORT", help="folder with a reward model")
     parser.add_argument("data", type=Path, metavar="FILE", help="rows of prompt, chosen, rejected")
     parser.add_argument("--out", type=Path, help="file with a line per row (default: FILE.rewards.jsonl)")

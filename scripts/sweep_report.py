@@ -12,7 +12,7 @@ or submitted, and losses that must be equal agree, and the metric exists; 1: oth
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +23,12 @@ from components.launch.sweep.points import retry
 from components.launch.sweep.report import report_now, watch
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
-from components.terminal import exit_with
+from components.terminal import HelpText, exit_with
 
 
 def main(arguments: list[str]) -> int:
     """Report, watch or retry a sweep; return the exit status."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("sweep_dir", type=Path, metavar="SWEEP_DIR", help="sweep directory, which contains sweep.json")
     parser.add_argument("--watch", action="store_true", help="update the table until no point is running or waiting")
     parser.add_argument(

@@ -8,11 +8,12 @@ python -m scripts._docs --build outputs/docs   # build the site and check its li
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 
 from components.config.key_reference import sections
+from components.terminal import HelpText
 from scripts._docs import keys, options, pictures, refusals, site, walks
 from scripts._docs.markdown import ROOT
 
@@ -52,7 +53,7 @@ def _holds(file: Path, text: str) -> bool:
 
 def main() -> int:
     """Parse the command line; return the exit status."""
-    parser = ArgumentParser("scripts._docs", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser("scripts._docs", description=__doc__, formatter_class=HelpText)
     parser.add_argument("--check", action="store_true", help="report files that are not current, and write nothing")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the site into this folder")
     asked = parser.parse_args()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +17,7 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.protocol.role import whole_number
 from components.protocol.run_files import is_replaceable
+from components.terminal import HelpText
 
 MEASURED = ", MiB, maximum over the ranks (fraction of a single process):"
 """End of the title of each table."""
@@ -54,7 +55,7 @@ def read_options(arguments: list[str], description: str | None = None) -> tuple[
     parser = _Parser(
         description=description,
         allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     parser.add_argument("--degrees", default="2,4", help="degrees of each axis, separated by commas (default: 2,4)")
     parser.add_argument("--seq", type=int, default=1024, help="tokens per row for cp (default: 1024)")

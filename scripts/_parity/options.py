@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
 from components.launch.run_checks import problems_before_start
 from components.parity.shapes import MeshPlan, plan_all, plan_mesh
+from components.terminal import HelpText
 
 RECIPES = CONF.parent / "recipes"
 MESH_KEYS = {f"parallelism.{axis}" for axis in AXES} | {"parallelism", "parallelism.strategy"}
@@ -43,7 +44,7 @@ def read_options(arguments: list[str], description: str | None) -> tuple[Namespa
     parser = _Parser(
         description=description,
         allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     parser.add_argument("--processes", type=int, help="ranks of each mesh (default: the visible GPUs; 4 on a CPU)")
     parser.add_argument("--meshes", default="all", help="all, or names separated by commas (default: all)")

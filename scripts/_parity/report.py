@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import sys
 from dataclasses import asdict, dataclass, field
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from components.console import PlainConsole
+from components.figures import LINE, MISSING, figure_text, has_matplotlib, new_figure, save_figure
 from components.parity.comparison import Bounds, Comparison, MeshResult
 
 COLUMNS = ("mesh", "micro-batches", "loss", "norm", "gradients", "replicas", "seconds", "verdict")
@@ -123,23 +123,22 @@ class Report:
                 writer.writerow({**values, "verdict": verdict})
 
     def _plot(self, ran: list[MeshResult]) -> str | None:
-        if importlib.util.find_spec("matplotlib") is None:
-            return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
-        from matplotlib.figure import Figure
-
+        if not has_matplotlib():
+            return f"no plot: {MISSING}"
         shown = [row for row in ran if not row.failed]
-        figure = Figure(figsize=(9, 2 + 0.3 * len(shown)), layout="constrained")
+        figure = new_figure(9, 2 + 0.3 * max(len(shown), 3))
         axes = figure.add_subplot()
         names = ("loss", "norm", "gradient") if self.comparison.gradients else ("loss", "norm")
-        for offset, name in enumerate(names):
+        for offset, (name, marker) in enumerate(zip(names, "os^", strict=False)):
             values = [max(getattr(row, name), 1e-18) for row in shown]  # zero cannot be shown on a logarithmic axis
-            axes.plot(values, [index + 0.2 * offset for index in range(len(shown))], "o", label=name)
+            axes.plot(values, [index + 0.2 * offset for index in range(len(shown))], marker, label=name)
             if self.bounds is not None:
-                axes.axvline(getattr(self.bounds, name), color=f"C{offset}", linestyle=":", linewidth=1)
-        axes.set(xscale="log", xlabel="worst relative difference (dotted: bound)", title=self._title())
-        axes.set_yticks(range(len(shown)), [row.mesh for row in shown])
-        axes.invert_yaxis()
+                axes.axvline(getattr(self.bounds, name), color=f"C{offset}", linestyle=":", linewidth=LINE)
+        axes.set(xscale="log", xlabel="worst relative difference (dotted: bound)")
+        axes.set_title(figure_text(self._title(), 90), fontsize="medium")
+        axes.set_yticks(range(len(shown)), [figure_text(row.mesh, 40) for row in shown])
+        axes.set_ylim(max(len(shown), 3) - 0.3, -0.5)
         axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(self.comparison.out / "parity.png", dpi=120)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        save_figure(figure, self.comparison.out / "parity.png")
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from os import environ
@@ -29,6 +29,7 @@ from components.planning.formulas.candidates import Choice, LeftOut
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.ranking import Plan, legal_plans
 from components.project import INSTALLED, PROJECT
+from components.terminal import HelpText
 
 RECIPES: dict[str, type[TrainConfig]] = {
     "finetune": FinetuneConfig,
@@ -85,7 +86,7 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
     parser = _Parser(
         description=description,
         allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     parser.add_argument(
         "--recipe", choices=list(RECIPES), default="finetune", help="recipe to plan (default: finetune)"

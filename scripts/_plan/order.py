@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from components.terminal import HelpText
+
 ROOT = Path(__file__).resolve().parents[2]
 MESHES = {
     2: ("ddp", "fsdp2", "fsdp2_tp2", "fsdp2_tp2_sp", "fsdp2_cp2", "pp2_1f1b", "pp2_interleaved", "pp2_zbv"),
@@ -29,7 +31,7 @@ MESHES = {
 
 def main() -> int:
     """Print the table and the correlation."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--gpu", metavar="NAME", help="device file, cluster.gpu (default: measure it now)")
     parser.add_argument("--ranks", type=int, choices=list(MESHES), default=2)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: 20)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from components.data.token_store.corpus import SHARD, InputFile
 from components.data.token_store.manifest import MANIFEST
 from components.launch.machine import usable_cores
 from components.storage.urls import BACKENDS
+from components.terminal import HelpText
 
 _KEYS = {
     "data.text_column=": "--text-column ",
@@ -30,7 +31,7 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
 
     Raises ConfigError with all problems.
     """
-    parser = ArgumentParser(description=documentation, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=documentation, allow_abbrev=False, formatter_class=HelpText)
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="file, or folder with a file per split")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the token store")
     parser.add_argument("--tokenizer", help="as model.tokenizer: a hub name, a folder, a .gguf file, or bytes")

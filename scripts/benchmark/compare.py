@@ -33,12 +33,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from components.terminal import HelpText
 from scripts.benchmark.compare_report import FLOAT32_BOUND, Arm, Report, Turn
 from scripts.benchmark.peers.make import SHAPES, make
 from scripts.benchmark.peers.workload import Workload
@@ -120,7 +121,7 @@ def main() -> int:
 def parse(arguments: list[str]) -> Namespace:
     """Return the options; `overrides` are the arguments after --."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = ArgumentParser("compare.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser("compare.py", description=__doc__, formatter_class=HelpText)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--arms", help="comma-separated; default: all arms of the task")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each arm")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import math
 import statistics
 import sys
@@ -14,6 +13,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from components.figures import (
+    MISSING,
+    draw_curves,
+    figure_text,
+    finish_axes,
+    has_matplotlib,
+    new_figure,
+    save_figure,
+)
 from components.launch.sweep.table import first_line
 from scripts.benchmark.peers.workload import Workload
 
@@ -254,23 +262,22 @@ class Report:
                     writer.writerow([arm.name, number, *(getattr(turn, name) for name in names), *details, verdict])
 
     def _plot(self, file: Path, ranked: list[Arm]) -> str | None:
-        if importlib.util.find_spec("matplotlib") is None:
-            return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
-        from matplotlib.figure import Figure
-
+        if not has_matplotlib():
+            return f"no plot: {MISSING}"
         measured = [arm for arm in ranked if not arm.reason]
-        figure = Figure(figsize=(11, 4), layout="constrained")
-        bars, curves = figure.subplots(1, 2)
         valid = [arm for arm in measured if not self.void(arm)]
-        bars.barh([arm.name for arm in valid], [arm.speed for arm in valid], color="tab:blue")
-        bars.invert_yaxis()
-        bars.set(xlabel="target tokens per second", title="without void arms")
-        curves.plot(self.reference.losses, "k--", label="bare loop, reference", zorder=3)
-        for arm in measured:
-            curves.plot(arm.turns[0].losses, linewidth=1, label=f"{arm.name}{', VOID' if self.void(arm) else ''}")
-        curves.set(xlabel="optimizer step", ylabel="loss per target token (nats)")
-        curves.grid(alpha=0.3)
-        curves.legend(fontsize=8)
-        figure.suptitle(self.title(), fontsize=9)
-        figure.savefig(file, dpi=120)
+        figure = new_figure(12, 2.5 + 0.3 * max(len(measured), 5))
+        bars, curves = figure.subplots(1, 2)
+        bars.bar_label(bars.barh(range(len(valid)), [arm.speed for arm in valid]), fmt="{:,.0f}", padding=3)
+        bars.set_ylim(max(len(valid), 4) - 0.5, -0.5)
+        bars.margins(x=0.3)
+        finish_axes(bars, xlabel="target tokens per second", ylabel="", legend=False)
+        bars.set_yticks(range(len(valid)), [figure_text(arm.name, 30) for arm in valid])
+        bars.set_title("without void arms")
+        named = {f"{arm.name}{', VOID' * bool(self.void(arm))}": arm.turns[0].losses for arm in measured}
+        losses = {"bare loop, reference": self.reference.losses, **named}
+        draw_curves(curves, {name: list(enumerate(values, 1)) for name, values in losses.items()})
+        finish_axes(curves)
+        figure.suptitle(figure_text(self.title(), 120), fontsize="small")
+        save_figure(figure, file)
         return None

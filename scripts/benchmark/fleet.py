@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from components.terminal import HelpText
+
 Number = TypeVar("Number", int, float)
 
 WORLDS = (1024, 8192, 16384, 65536)
@@ -251,7 +253,7 @@ def order_costs() -> dict[str, float]:
 
 def main() -> None:
     """Print one of the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     commands = parser.add_subparsers(dest="command", required=True)
     costs = commands.add_parser("costs")
     costs.add_argument("--worlds", type=_power_of_two, nargs="+", default=WORLDS, help="processes")

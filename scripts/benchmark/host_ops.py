@@ -20,6 +20,8 @@ import time
 from collections import Counter
 from typing import Any
 
+from components.terminal import HelpText
+
 WORLDS = [8, 16384]
 MESHES = [
     "dp_shard=-1",
@@ -133,7 +135,7 @@ def axes_of(mesh: str) -> dict[str, Any]:
 
 def main() -> int:
     """Print a table; return 1 if the counts of a mesh depend on the world size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--mesh", nargs="+", default=MESHES)
     parser.add_argument("--loss", default="chunked")

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from components.batch import bits_of
 from components.config.schema.objective import DistillationConfig, DPOConfig
+from components.terminal import HelpText
 from components.training.objectives import CrossEntropy
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
 from components.training.objectives.contract import RowScores
@@ -150,7 +151,7 @@ def _peak(device: torch.device) -> int:
 
 def main() -> None:
     """Measure each vocabulary size with each method, and print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)

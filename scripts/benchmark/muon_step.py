@@ -36,6 +36,7 @@ from components import distributed
 from components.config.schema.optimizer import MuonConfig, NewtonSchulzDtype
 from components.distributed.traffic import record_traffic
 from components.exchange import all_gather_json
+from components.terminal import HelpText
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.muon import Muon, orthogonalize
 from components.training.optimizers.owners import Matrix, Piece
@@ -163,7 +164,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure this mesh under torchrun, else start the processes of each mesh and print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=5, help="pairs of steps")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of the sharded matrices (hsdp)")

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from components.data.packing import plan_rows
+from components.terminal import HelpText
 
 Packer = Callable[[np.ndarray, int], int]
 """(length of each document, tokens per row) -> number of rows."""
@@ -29,7 +30,7 @@ Packer = Callable[[np.ndarray, int], int]
 
 def main() -> None:
     """Print a table of packers: number of rows, their fill rate, and packed tokens per second."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--lengths", type=Path, help="JSONL with a document per line, or .npy of lengths")
     parser.add_argument("--documents", type=int, default=1_000_000, help="number to sample; 0: those of the file")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[1024, 2048, 4096, 8192])

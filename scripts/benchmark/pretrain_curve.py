@@ -10,14 +10,13 @@ norms of the first 50 steps differ by more than --bound; later, rounding has gro
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,16 @@ import torch.nn.functional as F
 import yaml
 
 from components.data import SampleOrder
+from components.figures import (
+    MISSING,
+    draw_curves,
+    figure_text,
+    finish_axes,
+    has_matplotlib,
+    new_figure,
+    save_figure,
+)
+from components.terminal import HelpText
 from scripts.benchmark.compare_report import GATED_STEPS, gated_difference, worst_difference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +69,7 @@ class Curve:
 
 def main() -> int:
     """Run both loops and report their difference; return the exit status."""
-    parser = ArgumentParser("pretrain_curve.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser("pretrain_curve.py", description=__doc__, formatter_class=HelpText)
     parser.add_argument("text", type=Path)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=8)
@@ -187,33 +196,26 @@ def report(options: Namespace, ours: Curve, plain: Curve) -> int:
     print("\n".join(lines))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "pretrain_curve.md").write_text("".join(f"- {line}\n" for line in lines))
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed (pip install 'meshbook[plot]')")
-    else:
+    if has_matplotlib():
         _plot(options.out / "pretrain_curve.png", ours, plain, lines[0])
+    else:
+        print(f"no plot: {MISSING}")
     return int(not ours.gated(plain) <= options.bound)
 
 
 def _plot(file: Path, ours: Curve, plain: Curve, title: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = new_figure(8, 6)
     curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    steps = range(1, len(plain.losses) + 1)
-    curves.plot(steps, plain.losses, "k", linewidth=3, alpha=0.3, label="plain PyTorch loop")
-    curves.plot(steps, ours.losses, linewidth=1, label="recipes/pretrain.py")
-    ends = (0, len(plain.losses))
-    curves.plot(ends, ours.held_out, "o", label="held out, pretrain.py")
-    curves.plot(ends, plain.held_out, "kx", label="held out, plain loop")
-    curves.set(ylabel="loss per byte (nats)", title=title)
-    curves.legend()
-    differences.semilogy(
-        steps, [max(worst_difference([a], [b]), 1e-17) for a, b in zip(ours.losses, plain.losses, strict=True)]
-    )
-    differences.set(xlabel="optimizer step", ylabel="relative difference")
-    for axes in (curves, differences):
-        axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
+    named = {"plain PyTorch loop": plain, "recipes/pretrain.py": ours}
+    draw_curves(curves, {name: list(enumerate(curve.losses, 1)) for name, curve in named.items()})
+    for (name, curve), marker in zip(named.items(), "ox", strict=True):
+        curves.plot((0, len(curve.losses)), curve.held_out, marker, label=f"held out, {name}")
+    finish_axes(curves, xlabel="", ylabel="loss per byte (nats)")
+    curves.set_title(figure_text(title, 80), fontsize="medium")
+    gaps = [max(worst_difference([a], [b]), 1e-17) for a, b in zip(ours.losses, plain.losses, strict=True)]
+    draw_curves(differences, {"relative difference": list(enumerate(gaps, 1))})
+    finish_axes(differences, ylabel="relative difference", legend=False)
+    save_figure(figure, file)
 
 
 if __name__ == "__main__":

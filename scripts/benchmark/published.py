@@ -19,7 +19,7 @@ import math
 import re
 import statistics
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from components.planning.formulas.implementation import MESHBOOK, Implementation
 from components.planning.formulas.step_time import StepTime, estimate_time
 from components.planning.formulas.workload import Workload
 from components.protocol.exit_codes import EXIT_INVALID
+from components.terminal import HelpText
 
 ROOT = Path(__file__).resolve().parents[2]
 POINTS = Path(__file__).with_name("published_points.csv")
@@ -173,7 +174,7 @@ class Comparison:
 
 def main() -> int:
     """Print the comparison; return 0, or 2 if the file is invalid."""
-    parser = ArgumentParser("published.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser("published.py", description=__doc__, formatter_class=HelpText)
     parser.add_argument("points", type=Path, nargs="?", default=POINTS, metavar="POINTS.csv")
     parser.add_argument("--why", action="store_true", help="also print the terms of each prediction")
     options = parser.parse_args()

@@ -32,12 +32,13 @@ from components.checkpoint import ReplicaCheck, Saver
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.exchange import all_gather_json, broadcast_json
+from components.terminal import HelpText
 from scripts.benchmark.peers.meter import peak, reset_peak
 
 
 def main() -> None:
     """Print a line per measurement."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--replicas", type=int, default=0, metavar="TOKENS", help="measure checkpoint.check_replicas")

@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from components.terminal import HelpText
+
 ROOT = Path(__file__).resolve().parents[2]
 FINETUNE = str(ROOT / "recipes" / "finetune.py")
 TINY = ("experiment=smoke", "training.max_steps=1", "data.max_samples=16", "data.max_eval_samples=4", "data.cache=null",
@@ -39,7 +41,7 @@ REJECTED = "an unknown key is rejected"
 
 def main() -> None:
     """Print a table of medians and minimums."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--repeats", type=int, default=5)
     repeats = max(1, parser.parse_args().repeats)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in STARTS}

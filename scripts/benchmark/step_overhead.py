@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from components import data, distributed, models, training
 from components.config.schema import ParallelismConfig, Strategy
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
+from components.terminal import HelpText
 from scripts.benchmark.compare_report import FLOAT32_BOUND, GATED_STEPS, gated_difference
 
 LR, VOCABULARY = 1e-3, 2048
@@ -66,7 +67,7 @@ class Arm:
 
 def main() -> None:
     """Print a table, and write it to --out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None, help="folder for step_overhead.md")

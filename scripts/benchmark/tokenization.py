@@ -41,6 +41,7 @@ from components.conversation import Conversation
 from components.data.cache import tokenize
 from components.data.examples import encode_conversations
 from components.data.sources.split import SourceSplit
+from components.terminal import HelpText
 
 Arm = Callable[[], int]
 """Function that tokenizes everything and returns the number of tokens."""
@@ -49,7 +50,7 @@ SEQ_LEN = 2048  # required by `tokenize`; it splits documents, not conversations
 
 def main() -> None:
     """Print tokens per second of each arm, the median of interleaved runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--path", type=Path, help="file of prompts and responses; default: Python's documentation")
     parser.add_argument("--prompt", default="prompt", help="column of prompts")
     parser.add_argument("--response", default="response", help="column of responses")

@@ -19,6 +19,8 @@ import re
 import sys
 from pathlib import Path
 
+from components.terminal import HelpText
+
 CALCULATION = re.compile(r"<<[^>]*>>")
 """GSM8K's calculator annotations, such as <<48/2=24>>."""
 
@@ -63,7 +65,7 @@ def _split(answer: str) -> tuple[str, str]:
 
 def main(arguments: list[str]) -> int:
     """Write the pairs as JSON lines; exit 2 if the input is not GSM8K."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("source", type=Path, help="GSM8K as JSON lines with the keys question and answer")
     parser.add_argument("target", type=Path, help="file to write")
     parser.add_argument("--pairs", type=int, help="number of pairs; default: all")

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
+from components.terminal import HelpText
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("components", "recipes", "scripts")
 REFLECTION = {"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "AttributeError"}
@@ -26,7 +28,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 def main() -> int:
     """Print the measurements of a checkout."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="checkout to measure (default: this one)")
     root = parser.parse_args().root.resolve()
     files = {

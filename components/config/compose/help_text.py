@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,7 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from components.config.compose.sources import Request, conf_resolvers
 from components.config.key_reference import Key, keys_of, section_class, shared_keys, summary, variants_of, written
 from components.config.kinds import type_hints
+from components.terminal import fit
 
+_fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
 OPTIONS = """\
 -m, --multirun       run a sweep: a value may be a list, KEY=a,b
 --cfg job            print the composed config and exit; with --resolve, without references
@@ -30,13 +33,10 @@ def recipe_help(description: str, request: Request, width: int) -> str:
     values = request.compose(request.overrides)
     groups = request.groups
     parts = [
-        f"{description.strip()}\n",
-        "Options:\n\n" + textwrap.indent(OPTIONS, "  "),
+        f"{fit(description.strip(), width)}\n",
+        "Options:\n\n" + fit(textwrap.indent(OPTIONS, "  "), width),
         "Options of groups, GROUP=OPTION:\n",
-        *(
-            textwrap.fill(f"{group}: {', '.join(groups[group])}", width, subsequent_indent="    ")
-            for group in sorted(groups)
-        ),
+        *(_fill(f"{group}: {', '.join(groups[group])}", width, subsequent_indent="    ") for group in sorted(groups)),
         "\nKeys, KEY=VALUE, with the values of this command:",
     ]
     with conf_resolvers():
@@ -61,10 +61,10 @@ def section_help(section: str, variants: dict[str, type], width: int, values: Di
     shared = shared_keys(variants, section)
     first = next(iter(variants.values()))
     title = f"{section}: {summary(first)}".rstrip() if len(variants) == 1 else f"{section}, all kinds:"
-    lines = ["", textwrap.fill(title, width, subsequent_indent="    "), *_key_lines(shared, width, values)]
+    lines = ["", _fill(title, width, subsequent_indent="    "), *_key_lines(shared, width, values)]
     for name, schema in variants.items() if len(variants) > 1 else ():
         own = {key: described for key, described in keys_of(schema, section).items() if key not in shared}
-        title = textwrap.fill(f"{section}.kind={name}: {summary(schema)}", width, subsequent_indent="    ")
+        title = _fill(f"{section}.kind={name}: {summary(schema)}", width, subsequent_indent="    ")
         lines += ["", title, *_key_lines(own, width, values)]
     return "\n".join(lines)
 
@@ -82,7 +82,8 @@ def key_help(name: str, key: Key, width: int, value: str) -> str:
     ending = "" if key.doc.endswith((".", "?")) or not key.doc else "."
     text = f"{' '.join(key.doc.split())}{ending} {key.type[:1].upper()}{key.type[1:]}.".strip()
     indent = " " * 6
-    return f"  {name}={value}\n" + textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
+    stated = _fill(f"  {name}={value}", width, subsequent_indent=indent)
+    return f"{stated}\n" + _fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _value(values: DictConfig | None, key: str, described: Key) -> str:
