@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,15 +25,24 @@ from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.stored_run import StoredRun, flat_config, read_run
 from components.console import PlainConsole, markdown_table, new_table, number_text
-from components.figures import LOSS, MISSING, STEP, finish_axes, has_matplotlib, new_figure, save_figure
+from components.figures import (
+    LOSS,
+    MISSING,
+    STEP,
+    draw_curves,
+    figure_text,
+    finish_axes,
+    has_matplotlib,
+    new_figure,
+    save_figure,
+)
 from components.launch.run_directory.lease import is_held
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CONFIG, RECORD, atomic_write, is_replaceable
-from components.terminal import exit_with, print_text, printable
+from components.terminal import HelpText, exit_with, print_text, printable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from rich.table import Table
 
 OWN_KEYS = ("run.dir", "run.name")
@@ -49,7 +58,7 @@ TOKENS = "target tokens"
 
 def main(arguments: list[str]) -> int:
     """Compare runs; return the exit status."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, which contains config.yaml")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME", help="a metric in metrics.jsonl")
     parser.add_argument(
@@ -179,25 +188,17 @@ class Comparison:
         if not shown:
             return "no run has logged a loss"
         rows = -(-len(shown) // 2)
-        figure = new_figure(6 * min(len(shown), 2), 4 * rows)
+        figure = new_figure(6 * min(len(shown), 2), 4 * rows + 0.2 * len(self.runs))
         for number, (title, curve, xlabel, ylabel) in enumerate(shown, 1):
             axes = figure.add_subplot(rows, min(len(shown), 2), number)
-            axes.set(title=title)
-            self._draw(axes, curve)
-            finish_axes(axes, xlabel=xlabel, ylabel=ylabel, small_legend=True)
+            axes.set(title=figure_text(title, 60))
+            draw_curves(axes, {name: curve(run) for name, run in self.runs.items()})
+            finish_axes(axes, xlabel=xlabel, ylabel=ylabel, legend=False)
+        lines = [line for axes in reversed(figure.axes) for line in axes.lines]  # those of the first panel count
+        handles = {str(line.get_label()): line for line in lines}
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2)
         save_figure(figure, file)
         return None
-
-    def _draw(self, axes: Axes, curve: Callable[[StoredRun], list[tuple[int, float]]]) -> None:
-        for number, (name, run) in enumerate(self.runs.items()):
-            if points := curve(run):
-                width = max(5 - 2 * number, 1)  # coinciding curves would hide each other: draw the first one widest
-                marker = "o" if len(points) < 20 else None
-                label = printable(name).replace("$", r"\$").lstrip("_")  # matplotlib reads $ as math and hides _names
-                steps, values = zip(*points, strict=True)
-                axes.plot(
-                    steps, values, label=label, color=f"C{number}", linewidth=width, marker=marker, markersize=width + 3
-                )
 
 
 def table_with(table: Table, rows: Iterable[Sequence[str]]) -> Table:

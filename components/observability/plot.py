@@ -12,7 +12,16 @@ from components.config.schema.data import DataConfig, RowsDataConfig, TokensData
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.stored_run import model_name
-from components.figures import LOSS, MISSING, finish_axes, has_matplotlib, new_figure, save_figure
+from components.figures import (
+    LOSS,
+    MISSING,
+    draw_curves,
+    figure_text,
+    finish_axes,
+    has_matplotlib,
+    new_figure,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,10 +90,7 @@ def _figure(
     """Return a figure of the two curves, each a list of (optimizer step, loss)."""
     figure = new_figure(7, 4)
     axes = figure.add_subplot()
-    if training:
-        axes.plot(*zip(*training, strict=True), label="training", linewidth=1)
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), label="held out", marker="o")
-    axes.set(title=title)
+    draw_curves(axes, {"training": training, "held out": held_out})
+    axes.set_title(figure_text(title, 64), fontsize="medium")
     finish_axes(axes, ylabel=LOSS if unit == TARGET_TOKEN else f"loss per {unit}")
     return figure

@@ -22,7 +22,6 @@ from components.config.schema import FinetuneConfig
 from components.launch.sweep import shares
 from components.launch.sweep.early_stop import losing
 from components.launch.sweep.plan import Point, PointRecord, StudyPlan, Sweep, write_record
-from components.launch.sweep.plots import Scale
 from components.launch.sweep.point_rows import STOPPED_EARLY, SweepRow, read_points
 from components.launch.sweep.report import report_now
 from components.launch.sweep.study import JOURNAL, PointStudy, dimensions_of, space_of
@@ -206,21 +205,6 @@ def test_gpus_must_be_divisible_between_points(monkeypatch: pytest.MonkeyPatch) 
         "sweep.parallel=4: the points share 6 visible GPUs, which must be divisible by it; set it to one of 1, 2, 3, "
         "6, or change CUDA_VISIBLE_DEVICES"
     ]
-
-
-@pytest.mark.parametrize(
-    ("values", "scale", "heights"),
-    [
-        (["1e-05", "0.001", "0.1"], Scale([1e-05, 0.001, 0.1], [], True), [0.0, 0.5, 1.0]),
-        (["0", "5", "10"], Scale([0.0, 5.0, 10.0], [], False), [0.0, 0.5, 1.0]),
-        (["ddp", "3", "ddp"], Scale([0.0, 1.0, 0.0], ["ddp", "3"], False), [0.0, 1.0, 0.0]),
-        (["nan", "$x"], Scale([0.0, 1.0], ["nan", r"\$x"], False), [0.0, 1.0]),
-        ([2.5, 2.5], Scale([2.5, 2.5], [], False), [0.5, 0.5]),
-    ],
-)
-def test_scale_of_values(values: list[str | float], scale: Scale, heights: list[float]) -> None:
-    assert Scale.of(values) == scale
-    assert scale.heights() == pytest.approx(heights)
 
 
 def test_plots_of_a_sweep_are_written_next_to_its_table(tmp_path: Path) -> None:

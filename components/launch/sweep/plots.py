@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from components.figures import MISSING, STEP, finish_axes, has_matplotlib, new_figure, save_figure
+from components.figures import (
+    LOG_RATIO,
+    MISSING,
+    draw_curves,
+    figure_text,
+    finish_axes,
+    has_matplotlib,
+    is_logarithmic,
+    new_figure,
+    plain_numbers,
+    save_figure,
+)
 from components.launch.sweep.early_stop import read_curve
 from components.launch.sweep.point_rows import STOPPED_EARLY, SweepRow
 from components.launch.sweep.table import SweepReport
-from components.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
 
 COLUMNS = 3
-"""Panels in a row of the figure."""
-LOG_RATIO = 20.0
-"""Ratio of the largest to the smallest value above which a scale is logarithmic."""
-
+"""Most panels in a row of the figure."""
+DECADE = 9.99
+"""Ratio of the largest to the smallest value of a swept key from which its scale is logarithmic."""
+MOST_TICKS = 12
+"""Different numbers up to which each is a tick."""
+LONGEST = 24
+"""Maximum length of the label of a text."""
+BEST = "tab:red"
+BEST_MARK: dict[str, Any] = {"marker": "*", "markersize": 15, "markeredgecolor": "black", "zorder": 4}
+"""Mark of the best point, which color alone would not show."""
+CHARACTER = 0.02
+"""Width of a character of a tick label, as a share of the width of a panel."""
 BACKGROUND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.0}
 """Box behind a label, which lines would make unreadable."""
 
@@ -33,137 +52,204 @@ class Scale:
 
     positions: list[float]
     """One per value: the number, or the index among the different texts."""
-    labels: list[str]
-    """Labels of the positions 0, 1, ... of texts; empty for numbers."""
+    labels: dict[float, str]
+    """Labels of the different positions, in ascending order."""
     log: bool
+    is_text: bool = False
 
     @classmethod
     def of(cls, values: Sequence[str | float]) -> Scale:
-        """Return the scale of numbers, or of texts if not all values are finite numbers."""
+        """Return the scale of numbers, or of texts if not all values are finite numbers.
+
+        The scale of numbers of a command line is logarithmic if they span a decade or have equal ratios. If one of them
+        is zero, which that scale lacks, they are texts in ascending order.
+        """
         try:
             numbers = [float(value) for value in values]
         except ValueError:
             numbers = [math.nan]
         if not all(map(math.isfinite, numbers)):
-            texts = list(dict.fromkeys(map(str, values)))
-            return cls([float(texts.index(str(value))) for value in values], [_text(each) for each in texts], False)
-        return cls(numbers, [], min(numbers) > 0 and max(numbers) > LOG_RATIO * min(numbers))
+            return cls._of_texts(list(map(str, values)), list(dict.fromkeys(map(str, values))))
+        is_typed = isinstance(values[0], str)
+        fits = is_typed and max(map(len, map(str, values))) < 10
+        texts = [
+            str(value) if fits else _digits(number, numbers) for value, number in zip(values, numbers, strict=True)
+        ]
+        labels = dict(sorted(zip(numbers, texts, strict=True)))
+        positive = [each for each in labels if each]
+        log = is_logarithmic(positive, DECADE if is_typed else LOG_RATIO) or (is_typed and _is_geometric(positive))
+        if log and min(labels) == 0:
+            return cls._of_texts([labels[number] for number in numbers], list(labels.values()))
+        return cls(numbers, labels, log)
 
-    def heights(self) -> list[float]:
-        """Return the positions scaled to [0, 1]."""
-        placed = [math.log(each) for each in self.positions] if self.log else self.positions
-        low, high = min(placed), max(placed)
-        return [(each - low) / (high - low) if high > low else 0.5 for each in placed]
+    @classmethod
+    def _of_texts(cls, values: list[str], different: list[str]) -> Scale:
+        labels = dict(zip(map(float, range(len(different))), _shortened(different), strict=True))
+        return cls([float(different.index(value)) for value in values], labels, False, is_text=True)
 
-    def ends(self) -> list[tuple[float, str]]:
-        """Return the heights to label, with their labels."""
-        if not self.labels:
-            low, high = min(self.positions), max(self.positions)
-            return [(0.0, f"{low:.4g}"), (1.0, f"{high:.4g}")] if high > low else [(0.5, f"{low:.4g}")]
-        last = len(self.labels) - 1
-        return [(index / last if last else 0.5, label) for index, label in enumerate(self.labels)]
+    def height(self, position: float) -> float:
+        """Return a position scaled to [0, 1]."""
+        low, high, each = (math.log(number) if self.log else number for number in (*self._ends(), position))
+        return (each - low) / (high - low) if high > low else 0.5
+
+    def ticks(self, gap: float) -> dict[float, str]:
+        """Return the labels to show: of all texts, and of numbers those at least `gap` of the axis apart."""
+        if self.is_text or len(self.labels) < 3:
+            return self.labels
+        low, high = self._ends()
+        kept = [low]
+        for each in self.labels:
+            if min(self.height(each) - self.height(kept[-1]), self.height(high) - self.height(each)) >= gap:
+                kept.append(each)
+        return {each: self.labels[each] for each in (*kept, high)}
+
+    def _ends(self) -> tuple[float, float]:
+        return min(self.positions), max(self.positions)
 
 
 def plot_sweep(report: SweepReport, file: Path) -> str | None:
     """Write the plots of the points that have the metric of a report; return the reason if there is nothing to plot.
 
-    Points that were stopped early are drawn as crosses, the best one in red, and worse values in lighter colors.
+    The best point is a red star, those that were stopped early are crosses and dotted lines. Worse values are lighter.
     """
     if report.criterion is None:
         return "the points cannot be compared"
     if not has_matplotlib():
         return MISSING
-    name = report.criterion.metric
+    name, label = report.criterion.metric, report.criterion.label
     rows = [row for row in report.rows if row.state in ("ok", STOPPED_EARLY) and row.number(name) is not None]
     if len(rows) < 2:
-        return f"fewer than two points have a {report.criterion.label}"
-    values = [row.numbers()[name] for row in rows]
-    count = 1 + len(report.sweep.keys)
-    upper = math.ceil(count / COLUMNS)
-    figure = new_figure(5 * COLUMNS, 4 * (upper + 1))
-    grid = figure.add_gridspec(upper + 1, COLUMNS)
-    colors = _colors(report, values)
-    panels = [figure.add_subplot(grid[number // COLUMNS, number % COLUMNS]) for number in range(count)]
-    _draw_curves(panels[0], report, rows, colors)
-    for axes, key in zip(panels[1:], report.sweep.keys, strict=True):
-        _draw_key(axes, report, rows, key)
+        return f"fewer than two points have a {label}"
+    rows.sort(key=lambda row: (row is report.best, row.point.number))  # the best one on top
+    keys = report.sweep.keys
+    scales = {key: Scale.of([row.point.values.get(key, "") for row in rows]) for key in keys}
+    scales[label] = Scale.of([row.numbers()[name] for row in rows])
+    colors = _colors(report, scales[label])
+    styles = {row.point.name: _style(report, row, colors) for row in rows}
+    columns = min(COLUMNS, 1 + len(keys))
+    upper = math.ceil((1 + len(keys)) / columns)
+    figure = new_figure(5 * columns, 4 * (upper + 1))
+    grid = figure.add_gridspec(upper + 1, columns)
+    panels = [figure.add_subplot(grid[number // columns, number % columns]) for number in range(1 + len(keys))]
+    sweep = replace(report.sweep, metric=name)
+    _draw_curves(panels[0], report, {row.point.name: read_curve(sweep, row.point) for row in rows}, styles)
+    kinds = ["best" if row is report.best else row.state for row in rows]
+    for axes, key in zip(panels[1:], keys, strict=True):
+        _draw_key(axes, scales[key], scales[label], kinds)
+        axes.set(xlabel=figure_text(key, 50), ylabel=figure_text(label, 40))
     below = figure.add_subplot(grid[upper, :])
-    _draw_parallel(below, report, rows, colors)
-    figure.colorbar(colors, ax=below, label=_text(report.criterion.label))
-    figure.suptitle(_text(report.sweep.directory.name))
+    _draw_parallel(below, scales, list(styles.values()))
+    bar = figure.colorbar(colors, ax=below, label=figure_text(label, 40))
+    if len(scales[label].labels) == 1:
+        bar.set_ticks(list(scales[label].labels), labels=list(scales[label].labels.values()))
+    else:
+        plain_numbers(bar.ax.yaxis)
+    title = [figure_text(report.sweep.directory.name, 40 * columns)]
+    if left_out := len(report.rows) - len(rows):
+        title.append(f"without {left_out} of {len(report.rows)} points, which have no {figure_text(label)}")
+    figure.suptitle("\n".join(title))
     save_figure(figure, file)
     return None
 
 
-def _colors(report: SweepReport, values: Sequence[float]) -> ScalarMappable:
-    """Return the colors of values of the metric, the best ones darkest."""
+def _colors(report: SweepReport, metric: Scale) -> ScalarMappable:
+    """Return the colors of values of the metric, the best ones darkest, none as light as the page."""
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import ListedColormap, LogNorm, Normalize
 
     lowest_is_best = report.criterion is not None and report.criterion.goal == "min"
-    return ScalarMappable(Normalize(min(values), max(values)), "viridis" if lowest_is_best else "viridis_r")
+    shades = colormaps["viridis"]([number / 255 for number in range(225)])
+    norm = (LogNorm if metric.log else Normalize)(min(metric.positions), max(metric.positions))
+    return ScalarMappable(norm, ListedColormap(shades if lowest_is_best else shades[::-1]))
 
 
-def _draw_curves(axes: Axes, report: SweepReport, rows: Sequence[SweepRow], colors: ScalarMappable) -> None:
-    """Draw the metric of every point over its steps."""
-    for row in reversed(rows):  # the best one on top
-        curve = read_curve(report.sweep, row.point)
-        axes.plot(
-            list(curve), list(curve.values()), marker="." if len(curve) < 20 else None, **_line(report, row, colors)
-        )
-    finish_axes(axes, xlabel=STEP, ylabel=_label(report), legend=False)
+def _style(report: SweepReport, row: SweepRow, colors: ScalarMappable) -> dict[str, Any]:
+    """Return the style of a point's line."""
+    if row is report.best:
+        return {"color": BEST, "linewidth": 2.5, "linestyle": "-"}
+    value = row.numbers()[report.criterion.metric] if report.criterion else math.nan
+    return {"color": colors.to_rgba(cast(Any, value)), "linestyle": ":" if row.state == STOPPED_EARLY else "-"}
 
 
-def _draw_key(axes: Axes, report: SweepReport, rows: Sequence[SweepRow], key: str) -> None:
-    """Draw the metric of every point against a swept key."""
-    scale = Scale.of([row.point.values.get(key, "") for row in rows])
-    for row, position in zip(rows, scale.positions, strict=True):
-        is_best, stopped = row is report.best, row.state == STOPPED_EARLY
-        color = "tab:red" if is_best else "tab:gray" if stopped else "tab:blue"
-        axes.plot(
-            position, _value(report, row), marker="x" if stopped else "o", color=color, zorder=3 if is_best else 2
-        )
-    if scale.labels:
-        axes.set_xticks(range(len(scale.labels)), scale.labels)
+def _draw_curves(
+    axes: Axes, report: SweepReport, curves: dict[str, dict[int, float]], styles: dict[str, dict[str, Any]]
+) -> None:
+    """Draw the metric of every point over its steps, with a star at the end of the best one."""
+    draw_curves(axes, {name: list(curve.items()) for name, curve in curves.items()}, styles)
+    label = report.criterion.label if report.criterion else ""
+    finish_axes(axes, ylabel=label, legend=False)
+    if report.best is not None and (curve := curves[report.best.point.name]):
+        name = figure_text(f"best: {report.best.point.name}", 30)
+        axes.plot(*list(curve.items())[-1], color=BEST, linewidth=2.5, label=name, **BEST_MARK)
+        axes.legend(handles=axes.lines[-1:], fontsize="small")
+
+
+def _draw_key(axes: Axes, scale: Scale, metric: Scale, kinds: Sequence[str]) -> None:
+    """Draw the metric of points of some kinds against a swept key."""
+    marks: dict[str, dict[str, Any]] = {
+        STOPPED_EARLY: {"marker": "x", "color": "tab:gray"},
+        "ok": {"marker": "o", "color": "tab:blue"},
+        "best": {"color": BEST, **BEST_MARK},
+    }
+    places = list(zip(scale.positions, metric.positions, kinds, strict=True))
+    for kind, mark in marks.items():
+        if shown := [place[:2] for place in places if place[2] == kind]:
+            axes.plot(*zip(*shown, strict=True), linestyle="none", label=kind, **mark)
     axes.set_xscale("log" if scale.log else "linear")
-    axes.set(xlabel=_text(key), ylabel=_label(report))
+    axes.set_yscale("log" if metric.log else "linear")
+    axes.margins(x=0.08)
+    if scale.is_text or len(scale.labels) <= MOST_TICKS:
+        longest = CHARACTER * max(map(len, scale.labels.values()))
+        ticks = scale.ticks(longest)
+        turned: dict[str, Any] = {"rotation": 90 if len(ticks) > 15 else 40, "ha": "right", "rotation_mode": "anchor"}
+        fits = longest * len(ticks) <= 1
+        size = min(10.0, 250 / len(ticks))
+        axes.set_xticks(list(ticks), list(ticks.values()), fontsize=size, **({} if fits else turned))
+        axes.set_xticks([], minor=True)
+    else:
+        plain_numbers(axes.xaxis)
+    plain_numbers(axes.yaxis)
     axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
 
 
-def _draw_parallel(axes: Axes, report: SweepReport, rows: Sequence[SweepRow], colors: ScalarMappable) -> None:
+def _draw_parallel(axes: Axes, scales: dict[str, Scale], styles: Sequence[dict[str, Any]]) -> None:
     """Draw every point as a line over the swept keys, in the order of the command line, and the metric."""
-    keys = report.sweep.keys
-    scales = [Scale.of([row.point.values.get(key, "") for row in rows]) for key in keys]
-    scales.append(Scale.of([_value(report, row) for row in rows]))
-    heights = [scale.heights() for scale in scales]
-    for number in reversed(range(len(rows))):
-        axes.plot(range(len(scales)), [each[number] for each in heights], **_line(report, rows[number], colors))
-    for place, scale in enumerate(scales):
+    for number, style in enumerate(styles):
+        heights = [scale.height(scale.positions[number]) for scale in scales.values()]
+        mark = BEST_MARK if style["color"] == BEST else {}
+        axes.plot(range(len(scales)), heights, **{"linewidth": 1.2, **style, **mark})
+    for place, scale in enumerate(scales.values()):
         axes.axvline(place, color="black", linewidth=0.8)
-        for height, label in scale.ends():
+        for position, label in scale.ticks(0.07).items():
+            at = (place, scale.height(position))
             axes.annotate(
-                label, (place, height), xytext=(4, 0), textcoords="offset points", fontsize="small", bbox=BACKGROUND
+                label, at, xytext=(11, 0), textcoords="offset points", fontsize="small", va="center", bbox=BACKGROUND
             )
-    axes.set_xticks(range(len(scales)), [_text(each) for each in (*keys, _label(report))])
+    width = max(12, 150 // len(scales))
+    axes.set_xticks(range(len(scales)), [figure_text(name, width) for name in scales])
+    axes.set_xlim(-0.1, len(scales) - 0.7)
     axes.set_yticks([])
 
 
-def _line(report: SweepReport, row: SweepRow, colors: ScalarMappable) -> dict[str, Any]:
-    """Return the style of a point's line."""
-    if row is report.best:
-        return {"color": "tab:red", "linewidth": 2.5}
-    style = ":" if row.state == STOPPED_EARLY else "-"
-    return {"color": colors.to_rgba(cast(Any, _value(report, row))), "linewidth": 1.2, "linestyle": style}
+def _is_geometric(numbers: Sequence[float]) -> bool:
+    """Return whether three or more numbers in ascending order have equal ratios, which are not close to 1."""
+    ratios = [second / first for first, second in pairwise(numbers)] if min(numbers, default=0) > 0 else []
+    return len(ratios) > 1 and min(ratios) > 1.1 and max(ratios) < 1.01 * min(ratios)
 
 
-def _value(report: SweepReport, row: SweepRow) -> float:
-    return row.numbers()[report.criterion.metric] if report.criterion else math.nan
+def _digits(value: float, values: Sequence[float]) -> str:
+    """Return a number with at least four significant digits, and as many as it takes to tell it from the others."""
+    different = len(set(values))
+    for digits in range(4, 17):
+        if len({f"{each:.{digits}g}" for each in values}) == different:
+            return f"{value:.{digits}g}"
+    return repr(value)
 
 
-def _label(report: SweepReport) -> str:
-    return _text(report.criterion.label) if report.criterion else ""
-
-
-def _text(text: str) -> str:
-    """Return a text for matplotlib, which reads $ as math."""
-    return printable(text).replace("$", r"\$")
+def _shortened(texts: Sequence[str]) -> list[str]:
+    """Return texts cut in the middle to LONGEST characters, and numbered if that makes two of them equal."""
+    short = [text if len(text) <= LONGEST else f"{text[:8]}…{text[9 - LONGEST :]}" for text in texts]
+    numbered = [f"{number}: " * (len(set(short)) < len(short)) for number in range(1, len(short) + 1)]
+    return [figure_text(number + text) for number, text in zip(numbered, short, strict=True)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from components.config.compose.sources import CONF
 from components.config.metrics_log import MetricsLog
 from components.console import PlainConsole
-from components.figures import MISSING, finish_axes, has_matplotlib, new_figure, save_figure
+from components.figures import MISSING, draw_curves, figure_text, finish_axes, has_matplotlib, new_figure, save_figure
 from components.launch.sweep.criterion import SPEED, judged_by_metric
 from components.launch.sweep.plan import Sweep, is_running
 from components.launch.sweep.plots import plot_sweep
@@ -107,26 +107,35 @@ def _plot_to(report: SweepReport, file: Path) -> str | None:
     rows = [row for row in report.rows if row.tokens_per_second]
     if not rows:
         return "no point has measured its throughput"
-    figure = new_figure(11, 1.5 + 0.4 * max(len(rows), 6))
+    names = [_bar_name(row, report) for row in rows]
+    lines = sum(name.count("\n") + 2 for name in names)
+    figure = new_figure(12, max(4.0, 1.2 + 0.17 * lines))
     speeds, curves = figure.subplots(1, 2)
-    names = [f"{row.point.name}\n{row.mesh}" if row.mesh != "1" else row.point.name for row in rows]
-    colors = ["tab:green" if row is report.best else "tab:blue" for row in rows]
-    bars = speeds.barh(names, [row.tokens_per_second for row in rows], color=colors)
+    bars = speeds.barh(range(len(rows)), [row.tokens_per_second or 0.0 for row in rows], color="tab:blue")
     speeds.bar_label(bars, fmt="{:,.0f}", padding=3)
-    speeds.invert_yaxis()
-    speeds.margins(x=0.2)
-    speeds.set(xlabel="target tokens per second", title=report.sweep.directory.name)
-    for index, row in enumerate(rows):  # coinciding curves would hide each other: draw the first one widest
-        curves.plot(*_curve(row, report), label=row.point.name, linewidth=max(8 - 2 * index, 1))
-    finish_axes(curves, small_legend=True)
+    speeds.set_ylim(max(len(rows), 6) - 0.5, -0.5)
+    speeds.margins(x=0.3)
+    speeds.set_xlim(left=0)
+    draw_curves(curves, {row.point.name: _curve(row, report) for row in rows})
+    finish_axes(curves)
+    finish_axes(speeds, xlabel="target tokens per second", ylabel="", legend=False)
+    speeds.set_yticks(range(len(rows)), names, fontsize="small")
+    figure.suptitle(figure_text(report.sweep.directory.name, 100))
     save_figure(figure, file)
     return None
 
 
-def _curve(row: SweepRow, report: SweepReport) -> tuple[list[int], list[float]]:
-    """Return the steps and training losses of a point."""
-    lines = [line for line in MetricsLog(report.sweep.run_dir(row.point)).read() if "loss" in line]
-    return [line["step"] for line in lines], [line["loss"] for line in lines]
+def _bar_name(row: SweepRow, report: SweepReport) -> str:
+    """Return the lines beside the bar of a point."""
+    best = f"best {report.criterion.label}" if report.criterion and row is report.best else ""
+    mesh = row.mesh if row.mesh != "1" else ""
+    return "\n".join(figure_text(text, 30) for text in (row.point.name, mesh, best) if text)
+
+
+def _curve(row: SweepRow, report: SweepReport) -> list[tuple[int, float]]:
+    """Return the (step, training loss) pairs of a point."""
+    lines = MetricsLog(report.sweep.run_dir(row.point)).read()
+    return [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
 
 
 def _console() -> PlainConsole:
