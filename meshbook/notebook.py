@@ -98,36 +98,30 @@ class RunResult:
         for number, line in enumerate(lines):
             rows.setdefault(line.get("step", f"row {number}"), {}).update(line)
         shown = _spread([*rows.values()])
-        names = [
-            name
-            for name in dict.fromkeys(name for row in shown for name in row)
-            if any(row.get(name) is not None for row in shown)
-        ]
-        left_out = (
-            f"<p>{len(shown)} of {len(rows)} steps; all are in metrics.jsonl</p>" if len(shown) < len(rows) else ""
-        )
-        summary = f"<p>{html.escape(self._summary() or self._progress(lines))}</p>"
+        left_out = f"{len(shown)} of {len(rows)} steps; all are in metrics.jsonl" if len(shown) < len(rows) else ""
+        texts = (f"<p>{html.escape(text)}</p>" for text in (self._summary() or self._progress(lines), left_out))
         path = f"<p><code>{html.escape(str(self.directory))}</code></p>"
-        return summary + _table(names, shown) + left_out + self._image() + path
+        return next(texts) + _table(shown) + next(texts) * bool(left_out) + self._image() + path
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """Return what a notebook shows: one line if the cell has shown the table already."""
-        text = {"text/plain": repr(self)}
-        return text if self._shown_in == _cell() is not None else text | {"text/html": self._repr_html_()}
+    def _ipython_display_(self) -> None:
+        """Show the table and the picture, or one line if this cell of a notebook has shown them already."""
+        from IPython.display import display
+
+        shows_all = _cell() is not None and self._shown_in != _cell()
+        page = {"text/html": self._repr_html_()} if shows_all else {}
+        display({"text/plain": repr(self), **page}, raw=True)
 
     def _summary(self) -> str:
         """Return how the run ended; empty if it has not."""
         values = self.result
         if not values:
             return ""
-        parts = [f"{values.get('status')}"]
         if error := values.get("error"):
-            return f"{parts[0]}: {error}"
-        parts.append(f"{values.get('steps')} steps in {values.get('wall_seconds', 0):.0f} s")
-        for name, first, last in (
-            ("loss", "first_loss", "last_loss"),
-            ("held-out loss", "first_eval_loss", "eval_loss"),
-        ):
+            return f"{values.get('status')}: {error}"
+        steps = values.get("steps")
+        parts = [f"{values.get('status')}: {steps} step{'' if steps == 1 else 's'}"]
+        losses = (("loss", "first_loss", "last_loss"), ("held-out loss", "first_eval_loss", "eval_loss"))
+        for name, first, last in losses:
             if values.get(last) is not None:
                 before = "" if values.get(first) is None else f"{values[first]:.3f} to "
                 parts.append(f"{name} {before}{values[last]:.3f}")
@@ -136,13 +130,12 @@ class RunResult:
     def _progress(self, lines: list[dict[str, Any]]) -> str:
         """Return the newest step of a run that has not ended, and the last one if it is known."""
         if (self.directory / "sweep.json").is_file():
-            return f"sweep: {len(lines)} points"
-        steps = [line["step"] for line in lines if "step" in line]
+            return f"sweep: {len(lines) or 'running'}{' points' * bool(lines)}"
+        newest = max((line["step"] for line in lines if "step" in line), default=0)
         last: Any = None
         with suppress(OSError, YAMLError, TypeError, KeyError):
             last = load_yaml(current_config(self.directory).read_text("utf-8"))["training"]["max_steps"]
-        total = f" of {last:,}" if isinstance(last, int) else ""
-        return f"running: step {max(steps):,}{total}" if steps else "starting"
+        return f"running: step {newest:,}{f' of {last:,}' if isinstance(last, int) else ''}"
 
     def _image(self) -> str:
         if self.picture is None:
@@ -278,6 +271,8 @@ class _Child:
         self.errors: list[str] = []
         """Lines of stderr that are held back: all before the run has its directory, then the newest."""
         self.last = ""
+        self.sent: list[int] = []
+        """Signals that were forwarded."""
         self._held_until = 0.0
         self._lines: queue.Queue[tuple[bool, str]] = queue.Queue()
         self._panel: Callable[[str], None] | None = None
@@ -298,20 +293,19 @@ class _Child:
     def wait(self) -> RunResult | None:
         """Show the run until it ends, and return it; see `run`."""
         is_main = threading.current_thread() is threading.main_thread()
-        sent: list[int] = []
         try:
             with collected_signals() if is_main else nullcontext(deque[int]()) as signals:
                 while any(reader.is_alive() for reader in self._readers) or not self._lines.empty():
                     while signals:
-                        sent.append(signals.popleft())
-                        self.process.send_signal(sent[-1])
+                        self.sent.append(signals.popleft())
+                        self.process.send_signal(self.sent[-1])
                     self._show_lines()
                     self._refresh()
                 self.process.wait()
         finally:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
-        return self._conclude(sent)
+        return self._conclude()
 
     def _read(self, stream: IO[bytes], is_error: bool) -> None:
         for line in TextIOWrapper(stream, "utf-8", "replace", newline=""):
@@ -319,21 +313,23 @@ class _Child:
 
     def _show_lines(self) -> None:
         """Print the lines that have arrived, but not those of rejected configs, which are raised."""
-        if self.result is not None and time.monotonic() >= self._held_until:
+        if self.result is not None and (self.sent or time.monotonic() >= self._held_until):
             self._release()
-        try:
-            is_error, line = self._lines.get(timeout=0.1)
-        except queue.Empty:
-            return
-        self.last = line.strip() or self.last
-        if self.result is None and (found := _STARTED.fullmatch(line)) and Path(found[1]).is_dir():
-            self.result = RunResult(found[1])
-            self._panel = _open_panel()
-        if is_error:
-            self.errors.append(line)
-            self._held_until = time.monotonic() + HOLD_SECONDS
-        elif not (self._panel and _STEP.match(line)):
-            print(line, end="", flush=True)
+        shown: list[str] = []
+        with suppress(queue.Empty):
+            while True:
+                is_error, line = self._lines.get(timeout=0 if shown else 0.1)
+                self.last = line.strip() or self.last
+                if self.result is None and (found := _STARTED.fullmatch(line)) and Path(found[1]).is_dir():
+                    self.result = RunResult(found[1])
+                    self._panel = _open_panel()
+                if is_error:
+                    self._held_until = self._held_until if self.errors else time.monotonic() + HOLD_SECONDS
+                    self.errors.append(line)
+                elif not (self._panel and _STEP.match(line)):
+                    shown.append(line)
+        if shown:
+            print(*shown, sep="", end="", flush=True)
 
     def _release(self) -> None:
         """Print the lines that are held back."""
@@ -348,24 +344,26 @@ class _Child:
         # Most of the time remains for the output, however long the history of the run is.
         self._next = time.monotonic() + max(REFRESH_SECONDS, 10 * (time.monotonic() - began))
 
-    def _conclude(self, sent: list[int]) -> RunResult | None:
+    def _conclude(self) -> RunResult | None:
         """Return the run, or raise what ended it."""
         status, result = self.process.returncode, self.result
-        self._refresh(now=True)
         if status == EXIT_INVALID:
+            if self._panel is not None:
+                self._panel("")
             raise ConfigError(self._problems())
+        self._refresh(now=True)
         self._release()
         if result is not None:
             result._shown_in = _cell()
-        if signal.SIGINT in sent or status == EXIT_INTERRUPTED:
+        if signal.SIGINT in self.sent or status == EXIT_INTERRUPTED:
             if result is not None:
                 print(f"interrupted; {COMMAND}.RunResult({str(result.directory)!r}) shows the run")
             raise KeyboardInterrupt
-        for number in sent:
+        for number in self.sent:
             signal.raise_signal(number)  # the child has stopped: this process goes on to do so
         if status != 0:
-            error = result.result.get("error") if result is not None else None
-            raise RunFailed(error or f"{describe_exit(status)}: {self.last}", result)
+            cause = "" if result is None else result.result.get("error") or _failed_points(result.metrics)
+            raise RunFailed(cause or f"{describe_exit(status)}: {self.last}", result)
         return result
 
     def _problems(self) -> list[str]:
@@ -376,6 +374,14 @@ class _Child:
         self.errors = self.errors[: headings[-1] if headings else first]
         self._release()
         return problems or [self.last]
+
+
+def _failed_points(rows: list[dict[str, Any]]) -> str:
+    """Return which points of a sweep failed, and why the first one did; empty for a run."""
+    failed = [row for row in rows if row.get("reason")]
+    if not failed:
+        return ""
+    return f"{len(failed)} of {len(rows)} points are not ok, such as {failed[0].get('run')}: {failed[0]['reason']}"
 
 
 def _cell() -> int | None:
@@ -405,7 +411,10 @@ def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rows[round(number * (len(rows) - 1) / (MOST_ROWS - 1))] for number in range(MOST_ROWS)]
 
 
-def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[dict[str, Any]]) -> str:
+    given = {name for row in rows for name, value in row.items() if value is not None}
+    order = dict.fromkeys(["step", "loss", "eval_loss", *(name for row in rows for name in row)])
+    names = [name for name in order if name in given]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td>{_cell_text(row.get(name))}</td>' for name in names)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""

@@ -13,3 +13,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: str | list[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows for this error, as a terminal does: no frames."""
+        return self.problems
