@@ -117,6 +117,7 @@ MODULES = {
     "components.training.token_loss": "components.training.objectives.loss_head",
     "components.training.watchdog": "components.resilience.watchdog",
     "components.training.work": "components.training.setup.flops",
+    **{f"meshbook.{name}": f"components.{name}" for name in ("checkpoint", "data", "models", "training")},
 }
 """Old module -> new one."""
 NAMES = {

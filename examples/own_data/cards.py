@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.data import Conversation, Example, encode_conversations
+from meshbook import data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def build(tokenizer: PreTrainedTokenizerBase, seq_len: int, split: str) -> Sequence[Example]:
+def build(tokenizer: PreTrainedTokenizerBase, seq_len: int, split: str) -> Sequence[data.Example]:
     """Return the samples of a split, `train` or `eval`: the cards in SPLIT.txt, with the loss on the answers.
 
     Args:
@@ -23,5 +23,5 @@ def build(tokenizer: PreTrainedTokenizerBase, seq_len: int, split: str) -> Seque
     for number, block in enumerate(file.read_text().strip().split("\n\n")):
         question, _, answer = block.removeprefix("Q: ").partition("\nA: ")
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        conversations.append(Conversation(f"{file.name}, card {number}", messages))
-    return encode_conversations(tokenizer, conversations)
+        conversations.append(data.Conversation(f"{file.name}, card {number}", messages))
+    return data.encode_conversations(tokenizer, conversations)

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from components.config.errors import ConfigError
-from components.config.schema import FinetuneConfig
-from components.training import CrossEntropy, NextToken
-from components.training.objectives.contract import Vocabulary
+from meshbook import ConfigError, FinetuneConfig, training
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,13 +44,13 @@ class FocalLoss:
 
     def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the losses (batch, seq); 0 where the target is ignored."""
-        return self._focus(CrossEntropy().per_token(logits, targets))[0]
+        return self._focus(training.CrossEntropy().per_token(logits, targets))[0]
 
     def of_chunk(
         self,
         scores: torch.Tensor,
         targets: torch.Tensor,
-        vocabulary: Vocabulary,
+        vocabulary: training.Vocabulary,
         weights: torch.Tensor | None,
         values: Mapping[str, torch.Tensor],
         *,
@@ -61,7 +58,7 @@ class FocalLoss:
         with_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss of a chunk of logits (chunk, this rank's vocabulary), and its gradient by the chain rule."""
-        nll, gradient = CrossEntropy().of_chunk(
+        nll, gradient = training.CrossEntropy().of_chunk(
             scores, targets, vocabulary, None, values, per_token=True, with_gradient=with_gradient
         )
         losses, slope = self._focus(nll)  # (chunk,), (chunk,)
@@ -76,7 +73,7 @@ class FocalLoss:
         return rest**self.gamma * nll, rest**self.gamma + self.gamma * rest ** (self.gamma - 1) * p * nll
 
 
-class Focal(NextToken):
+class Focal(training.NextToken):
     """Mean focal loss of the target tokens. `NextToken` counts them; evaluation keeps the plain cross-entropy."""
 
     def __init__(self, cfg: FocalConfig) -> None:

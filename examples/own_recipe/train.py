@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from components import data, models, training
-from components.config.errors import ConfigError
-from components.config.schema import TrainConfig
-from components.launch import recipe
+from meshbook import ConfigError, TrainConfig, data, models, recipe, training
 
 
 @dataclass(kw_only=True, slots=True)

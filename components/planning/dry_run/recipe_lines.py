@@ -185,6 +185,7 @@ def _run_names(function: ast.FunctionDef) -> set[str]:
 def _names_of_data(statements: list[ast.stmt], names: Mapping[str, Any]) -> set[str]:
     """Return the names that statements assign from the package `components.data`, and from such names."""
     data = {name for name, value in names.items() if _module_of(value).startswith("components.data")}
+    data |= {f"{name}.data" for name, value in names.items() if _module_of(value) in ("meshbook", "components")}
     for statement in statements:
         if _loaded(statement) & data:
             data |= _stored(statement)
@@ -214,7 +215,10 @@ def _stored(tree: ast.AST) -> set[str]:
 
 
 def _loaded(tree: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    """Return the names that a tree reads, also with an attribute, as in `meshbook.data`."""
+    found = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    attributes = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
+    return found | {f"{each.value.id}.{each.attr}" for each in attributes if isinstance(each.value, ast.Name)}
 
 
 def _calls(tree: ast.AST, name: str) -> bool:
