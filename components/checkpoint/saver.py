@@ -71,6 +71,8 @@ class Saver:
         self.buffers = CopyBuffers()
         self.damaged: list[Path] = []
         """Checkpoints that proved damaged when the run resumed; retention neither counts nor removes them."""
+        self.longest_write = 0.0
+        """Seconds of the longest write of a checkpoint so far, with its copy to checkpoint.remote."""
         self._run_dir, self._model, self._optimizer, self._policy = run_dir, model, optimizer, policy
         self._report, self._average, self._mirror = report, average, mirror
         self._group = create_gloo_group() if policy.async_save else None
@@ -166,11 +168,12 @@ class Saver:
         return base_fingerprint(self._model)
 
     def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None, last: bool = False) -> Path:
-        after = 0 if self._mirror is None else self._mirror.newest_serial
+        began, after = time.perf_counter(), 0 if self._mirror is None else self._mirror.newest_serial
         path = write_snapshot(self._run_dir, snapshot, self._policy, group, after, self.damaged)
         self._report(f"saved {path}")
         if self._mirror is not None:
             self._copy(self._mirror, path, group, last)
+        self.longest_write = max(self.longest_write, time.perf_counter() - began)
         return path
 
     def _copy(self, mirror: Mirror, path: Path, group: dist.ProcessGroup | None, last: bool) -> None:

@@ -6,6 +6,7 @@ ignore an evaluation or a save that is due.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from components.config.errors import ConfigError
 from components.config.metrics_log import STEP_KEYS
 from components.config.rules.run_rules import decay_problems, profile_end_problems
 from components.config.schema.checks import raise_all
+from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import TrainConfig
 from components.distributed.init import get_local_world_size_preinit
 from components.exchange import broadcast_json
@@ -76,6 +78,9 @@ class Run(Attempt):
         """Number of steps before the last evaluation of this attempt."""
         self._last_save: Path | None = None
         """The run's last checkpoint, once it is written."""
+        self._longest_step = 0.0
+        """Seconds of the longest step of this attempt but the first, which loads and compiles kernels."""
+        self._lead_is_short = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -163,7 +168,7 @@ class Run(Attempt):
 
     def _draw_mesh(self, measured_bytes: int | None = None) -> None:
         """Draw mesh.svg on rank 0, with the peak memory measured so far if it is given. A run does not need it."""
-        if not self._is_main:
+        if not self._is_main or self._world_size == 1:
             return
         per_node = max(1, get_local_world_size_preinit())
         try:
@@ -189,15 +194,18 @@ class Run(Attempt):
 
     def _print_start(self, model: Prepared, train_set: Any, held_out: data.EvalBatches | None) -> None:
         cfg = self.cfg
-        batch = f"{self.plan}, up to {cfg.training.seq_len} tokens each"
+        facts = self.plan.facts(train_set)
+        held_out_facts = None if held_out is None else held_out.facts
+        each = {"pairs": "per answer"}.get(facts.batch_unit, "each")
+        batch = f"{self.plan.describe(facts.batch_unit)}, up to {cfg.training.seq_len} tokens {each}"
         if cfg.training.epochs is not None:
             batch += f"; epochs={cfg.training.epochs:g}: {self.total_steps} steps"
-        facts = [self.plan.facts(train_set), *([] if held_out is None else [held_out.facts])]
+        data_notes = [("train data", facts), ("warning", facts.warning), ("held-out data", held_out_facts or "")]
         optimizers = [
             each.note for each in checkpoint.list_optimizers(self._optimizer) if isinstance(each, Muon | AdamW8bit)
         ]
         self._print_banner(
-            model, cfg.model.path or "from scratch", batch, [*facts, *model.notes, *optimizers, self._replicas.note]
+            model, cfg.model.origin, batch, [*model.notes, *data_notes, *optimizers, self._replicas.note]
         )
         for index in range(min(cfg.logging.examples, len(train_set))):
             self.print(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")
@@ -353,6 +361,7 @@ class Run(Attempt):
             extra[STORED_DTYPE] = self._model.stored_dtype
         with self.status("saving"):
             folder = self._saver.save(self.state.step, extra, mark, last=last)
+        self._warn_of_short_lead()
         self._clock.restart()
         return folder
 
@@ -393,7 +402,25 @@ class Run(Attempt):
             self.state.record(step)
             lr = learning_rate(cfg.optimizer, step.step - 1, self.total_steps)
             self._report.step(step, lr=lr, tokens=self.state.tokens, every=cfg.training.log_every)
+            if step.step > self._resumed_at + 1:
+                self._longest_step = max(self._longest_step, step.seconds)
+                self._warn_of_short_lead()
             self.state.raise_if_diverged(step, cfg.training)
+
+    def _warn_of_short_lead(self) -> None:
+        """Print once that the job's signal comes too late for two steps and a save, the most that a stop takes."""
+        cluster, step, save = self.cfg.cluster, self._longest_step, self._saver.longest_write
+        writes = 2 if self.cfg.checkpoint.async_save else 1  # a save in the background ends first
+        needed = 2 * step + writes * save
+        if self._lead_is_short or cluster.kind is ClusterKind.local or needed <= cluster.signal_lead_seconds:
+            return
+        self._lead_is_short = True
+        saves = f" and {'a save' if writes == 1 else 'two saves'} of {save:.1f} s" if save else ", without the save,"
+        self.print(
+            f"warning: cluster.signal_lead_seconds={cluster.signal_lead_seconds}: a stop may take {needed:.1f} s (two "
+            f"steps of {step:.1f} s{saves} as measured), and the job could be killed before it has saved; set it to "
+            f"{math.ceil(1.5 * needed)} or more at the next start"
+        )
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,28 @@ def test_step_that_is_not_ended_is_rejected(bench: Bench) -> None:
     done = bench.start(*SHORT).wait()
     assert done.status == 1
     assert "step 1 of run.steps() was not ended: call step.done(train_step(...)) in it" in done.errors
+
+
+@pytest.mark.parametrize("kind", ["k8s", "local"])
+def test_lead_that_is_shorter_than_two_steps_and_a_save_is_reported_once(bench: Bench, kind: str) -> None:
+    """The steps sleep 0.4 s, a save 1.5 s; local runs have no signal before a kill."""
+    slow = f"""    from components.checkpoint import saver
+    from components.config.schema.cluster import ClusterKind
+    import time
+    cfg.cluster.kind = ClusterKind("{kind}")
+    write = saver.write_snapshot
+    saver.write_snapshot = lambda *args: (time.sleep(1.5), write(*args))[1]
+    with training.Run(cfg) as run:
+"""
+    change_recipe(bench, "    with training.Run(cfg) as run:\n", slow)
+    bench.recipe.write_text(bench.recipe.read_text().replace(STEP, f"            time.sleep(0.4)\n{STEP}"))
+    settings = ("training.max_steps=4", "checkpoint.every=3", "checkpoint.last=false", "cluster.signal_lead_seconds=2")
+    done = bench.start(*SHORT, *settings).wait()
+    assert done.status == 0, done.errors
+    lines = [line for line in done.output.splitlines() if "signal_lead_seconds" in line]
+    assert len(lines) == (kind != "local"), done.output
+    if lines:
+        needed, step, save, advised = map(float, re.findall(r"(?<![=\d.])\d+(?:\.\d+)?(?= s\b| or more)", lines[0]))
+        assert (step >= 0.4, save >= 1.5, advised > needed) == (True, True, True)
+        assert needed == pytest.approx(2 * step + save, abs=0.2)
+        assert done.output.index(lines[0]) > done.output.index("saved ")

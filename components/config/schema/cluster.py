@@ -146,7 +146,7 @@ class ClusterConfig:
     """Container that the ranks run in."""
     signal_lead_seconds: int = 300
     """Seconds before the time limit at which the run receives the signal to save and stop; must cover two steps and a
-    save. A running evaluation ends within two batches."""
+    save, or the run warns once it has measured them. A running evaluation ends within two batches."""
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     """When the job is requeued automatically."""
     health_check: bool = True
