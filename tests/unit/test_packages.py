@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ COMPONENTS = Path(__file__).resolve().parents[2] / "components"
 LAZY = sorted(
     f"components.{init.parent.name}" for init in COMPONENTS.glob("*/__init__.py") if "lazy.attach(" in init.read_text()
 )
+ALL = [*LAZY, "meshbook"]
 
 
-@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("name", ALL)
 def test_no_public_name_equals_a_module_name(name: str) -> None:
     """Importing a module sets an attribute of its package, which would replace the public name."""
     package = importlib.import_module(name)
@@ -37,7 +39,7 @@ def test_every_lazy_name_can_be_imported() -> None:
     """Every public name, in a process that has imported nothing yet."""
     code = f"""
 import importlib
-for package in map(importlib.import_module, {LAZY}):
+for package in map(importlib.import_module, {ALL}):
     for name in package.__all__:
         getattr(package, name)
 """
@@ -45,12 +47,15 @@ for package in map(importlib.import_module, {LAZY}):
 
 
 def test_lazy_package_lists_its_names_before_import() -> None:
-    code = "from components import models; assert 'build_on_meta' in models.__all__"
+    code = (
+        "from components import models; assert 'build_on_meta' in models.__all__; assert dir(models) == models.__all__"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_unknown_name_raises_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'components.models' has no attribute 'bulid_on_meta'"):
+    message = "module 'components.models' has no attribute 'bulid_on_meta'; did you mean build_on_meta?"
+    with pytest.raises(AttributeError, match=re.escape(message)):
         _ = importlib.import_module("components.models").bulid_on_meta
 
 

@@ -96,6 +96,28 @@ def test_recipe_whose_step_cannot_be_read_is_refused(message: str, tmp_path: Pat
     assert problem.endswith("; set cluster.dry_run=true, which plays no step")
 
 
+def test_attributes_of_meshbook_are_read_as_its_names(tmp_path: Path) -> None:
+    """`import meshbook` and `meshbook.data`, in a copy that a dry run reads and in one that it refuses."""
+    used = [(name, f"{name[0]}meshbook.{name[1:]}") for name in (" data.", " training.", "(training.", " models.")]
+    imported = [
+        ("from components import data, models, training\n", "import meshbook\n"),
+        ("from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n", ""),
+        (
+            '@recipe("finetune")\ndef main(cfg: FinetuneConfig)',
+            '@meshbook.recipe("finetune")\ndef main(cfg: meshbook.FinetuneConfig)',
+        ),
+    ]
+    lines = read_lines(import_recipe(copy_of(tmp_path, *imported, *used)))
+    assert [ast.unparse(each).replace("meshbook.", "") for each in lines.statements[-3:]] == [
+        PREPARE,
+        OPTIMIZER,
+        OBJECTIVE,
+    ]
+    counted = (OBJECTIVE, "frequencies = data.sources_of(train_set)\n        objective = Mine(frequencies)")
+    with pytest.raises(ConfigError, match=r"depends on data \(frequencies\)"):
+        read_lines(import_recipe(copy_of(tmp_path, *imported, counted, *used)))
+
+
 OWN = [
     (
         OPTIMIZER,
