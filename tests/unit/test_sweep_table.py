@@ -225,6 +225,24 @@ def test_estimates_are_shown_beside_the_measured_figures(tmp_path: Path) -> None
     assert (second["planned_memory_gib"], second["step_seconds"]) == ("", "0.6")
 
 
+@pytest.mark.parametrize("width", [60, 80, 110, 200])
+def test_narrow_console_leaves_columns_out_instead_of_cutting_cells(width: int, tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("fsdp2_tp2_a_long_name", "ddp"))
+    files.finish_ok(0, 1234567.0, 4.0)
+    files.finish_ok(1, 900.25, 4.0)
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_table(read_report(files.sweep), console)
+    printed = console.export_text()
+    columns = {"tokens/s", "per process", "wall s", "processes", "peak GiB", "last loss", "parallelism", "mesh"}
+    table, _, left_out = printed.partition("only in report.md, since the terminal has")
+    listed = {name for name in columns if name in left_out}
+    assert "…" not in printed
+    assert all(word in table for name in columns - listed for word in name.split())
+    assert {"0_fsdp2_tp2_a_long_name", "1,234,567", "900"} <= set(table.split())
+    assert max(map(len, table.split("losses")[0].splitlines())) <= width
+    assert bool(listed) == (width < 200)
+
+
 def test_report_write_failure_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = SweepFiles(tmp_path / "sweep", ("a",))
     files.finish(0, status="ok")

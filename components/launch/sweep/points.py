@@ -25,7 +25,7 @@ from components.launch.sweep.study import PointStudy, dimensions_of
 from components.launch.sweep.table import first_line
 from components.protocol.exit_codes import EXIT_INTERRUPTED
 from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
-from components.terminal import print_text
+from components.terminal import fit, print_text, terminal_width
 
 POLL = 0.05
 """Polling interval for the running points, in seconds."""
@@ -249,7 +249,13 @@ class PointLoop:
             self._study.record(row, self._sweep.metric, read_curve(self._sweep, row.point))
         if self._rule is not None:
             self._rule.add(row)
-        print_text(f"{row.point.name}: " if self._parallel > 1 else "", _end_line(row), sep="", flush=True)
+        end = _end_line(row)
+        if self._parallel > 1:
+            end = f"{row.point.name}: {end}"
+        elif sys.stdout.isatty():
+            start = _start_line(self._sweep, row.point, f"[{self._total}/{self._total}]") + self._line_end
+            end = end if len(start) + len(end) <= terminal_width() else "\n" + fit(f"  {end}")
+        print_text(end, flush=True)
 
     @property
     def _line_end(self) -> str:
@@ -278,7 +284,8 @@ def _start_line(sweep: Sweep, point: Point, counter: str) -> str:
     width = max(len(each.name) for each in sweep.points)
     count = describe_processes(point.processes) if point.processes else ""
     mesh = SweepRow(point, "running").mesh
-    return f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} "
+    line = f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} "
+    return " ".join(line.split()) + " " if sys.stdout.isatty() and len(line) + 20 > terminal_width() else line
 
 
 def _end_line(row: SweepRow) -> str:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from components.console import markdown_table, new_table, number_text
@@ -23,10 +24,15 @@ from components.launch.sweep.criterion import (
 from components.launch.sweep.losses import Agreement, compare_losses
 from components.launch.sweep.plan import Sweep
 from components.launch.sweep.point_rows import SweepRow, read_points
-from components.terminal import printable
+from components.terminal import fit, printable
 
 DISAGREES = "LOSS DISAGREES"
 TEXT_COLUMNS = ("run", "mesh", "status")
+SPARE = (
+    *("reserved GiB", "planned GiB", "planned s", "per process", "wall s", "mesh", "peak GiB", "processes", "MFU"),
+    *("step s", "last loss"),
+)
+"""Columns that a narrow console does without, the first ones first; then the swept keys, which name the runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +108,29 @@ def read_report(sweep: Sweep) -> SweepReport:
 
 
 def print_table(report: SweepReport, console: Console) -> None:
-    """Print the table and the lines below it."""
-    columns = _columns(report)
+    """Print the table and the lines below it, without the SPARE columns for which the console is too narrow."""
+    columns = {name: [cell(row) for row in report.rows] for name, cell in _columns(report).items()}
+    widths = {name: max(map(cell_len, [*name.split(), *cells])) for name, cells in columns.items()}
+    left_out = []
+    for name in (each for each in (*SPARE, *report.sweep.keys) if each in widths):
+        if sum(widths.values()) + 2 * len(widths) <= console.width:
+            break
+        left_out.append(name)
+        del widths[name]
     texts = [*TEXT_COLUMNS, *report.sweep.keys]
-    table = new_table(list(columns), [number for number, name in enumerate(columns) if name in texts])
-    for row in report.rows:
+    table = new_table(list(widths), [number for number, name in enumerate(widths) if name in texts])
+    for column, width in zip(table.columns, widths.values(), strict=True):
+        column.min_width = width
+    for number, row in enumerate(report.rows):
         style = "bold" if row is report.best else "red" if row.point.number in report.agreement.disagreeing else None
-        table.add_row(*(cell(row) for cell in columns.values()), style=style)
+        table.add_row(*(columns[name][number] for name in widths), style=style)
     console.print(table)
-    for line in report.lines():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    lines = report.lines()
+    if left_out:
+        lines.append(f"only in report.md, since the terminal has {console.width} columns: {', '.join(left_out)}")
+    for line in lines:
+        text = fit(line, console.width) if console.is_terminal else line
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def to_markdown(report: SweepReport) -> str:
@@ -152,7 +171,7 @@ def to_csv(report: SweepReport) -> str:
 def first_line(text: str, longest: int = 300) -> str:
     """Return the first non-blank line of a message, shortened to `longest` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= longest else f"{line[: longest - 3]}..."
+    return line if len(line) <= longest else f"{line[: longest - 3].rpartition(' ')[0] or line[: longest - 3]}..."
 
 
 def _columns(report: SweepReport) -> dict[str, Callable[[SweepRow], str]]:
