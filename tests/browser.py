@@ -109,6 +109,15 @@ class Page:
             if min(first[2], second[2]) - second[0] > 2 and min(first[3], second[3]) - max(first[1], second[1]) > 2
         ]
 
+    def outside(self) -> list[str]:
+        """Return the words that are not wholly inside the picture, or the width of the window."""
+        left, top, right, bottom = self.box if self.words[0].path.startswith("svg") else (0, -1e9, self.width, 1e9)
+        return [
+            word.text
+            for word in self.words
+            if any(box[0] < left or box[1] < top or box[2] > right or box[3] > bottom for box in word.boxes)
+        ]
+
 
 def lay_out(files: Sequence[Path], widths: Sequence[int] = WIDTHS) -> list[Page]:
     """Return the pages of each file at each width: all widths of the first file, then of the next.

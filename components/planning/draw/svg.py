@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
@@ -11,8 +12,8 @@ INK, MUTED, RULE, PAPER, FAINT = "#1d2730", "#566470", "#c9d1d8", "#ffffff", "#f
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 MARK = f'font-family="{FONT}" role="img"'
 """Attributes in the second line of every picture, by which it is known as one."""
-CHARACTER = 0.56
-"""Average width of a character as a share of the font size."""
+CHARACTER, BOLD = 0.57, 0.66
+"""Average width of a character as a share of the font size, in the widest of usual fonts, DejaVu Sans."""
 _INVALID = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -83,6 +84,7 @@ class SvgCanvas:
             anchor: start, middle or end: what `x` is.
         """
         attributes = {"x": _number(x), "y": _number(y), "font-size": _number(size), "fill": color}
+        attributes["xml:space"] = "preserve"  # of a parent, Chromium ignores it
         if bold:
             attributes["font-weight"] = "bold"
         if anchor != "start":
@@ -114,20 +116,22 @@ def xml_text(text: str) -> str:
     return escape(_INVALID.sub("?", text))
 
 
-def text_width(text: str, size: float) -> float:
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Return the approximate width of a text."""
-    return len(text) * CHARACTER * size
+    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
+    return ((BOLD if bold else CHARACTER) * (len(text) - wide) + wide) * size
 
 
-def wrapped(text: str, width: float, size: float) -> list[str]:
-    """Return a text as lines of about `width`, broken at spaces."""
-    lines: list[str] = []
-    for word in text.split():
-        if lines and text_width(f"{lines[-1]} {word}", size) <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines
+def wrapped(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:
+    """Return a text as lines of about `width`, broken at spaces, or within a longer word after its punctuation."""
+    lines = [""]
+    for word in re.findall(r"\S+\s*", text):
+        whole = text_width(word.strip(), size, bold=bold) <= width
+        for part in [word] if whole else re.findall(r"[^\s_/.,;:=-]{1,16}[\s_/.,;:=-]*|[\s_/.,;:=-]+", word):
+            if lines[-1] and text_width(lines[-1] + part.strip(), size, bold=bold) > width:
+                lines.append("")
+            lines[-1] += part
+    return [line.strip() for line in lines if line.strip()]
 
 
 def tinted(color: str, share: float) -> str:
