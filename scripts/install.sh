@@ -59,9 +59,9 @@ build=$(choose_build)
 began=$SECONDS
 
 if [ "$build" = cpu ]; then
-    echo "Installing into $VENV: about a minute and 1.5 GB (torch for CPUs; TORCH=cuda for GPUs)."
+    echo "Installing into $VENV: 1.5 GB, with torch for CPUs (TORCH=cuda: for GPUs)"
 else
-    echo "Installing into $VENV: about 5 minutes and 7 GB (torch for GPUs; TORCH=cpu for CPUs)."
+    echo "Installing into $VENV: 7 GB, with torch for GPUs (TORCH=cpu: for CPUs)"
 fi
 
 if [ -x "$VENV/bin/python" ]; then
@@ -98,7 +98,7 @@ if [ "$build" = cpu ] && [ "$(uname -s)" = Linux ]; then
     if can_reach "$VENV/bin/python"; then
         index=(--extra-index-url "$CPU_INDEX")
     else
-        echo "    $CPU_INDEX cannot be reached: torch comes from the configured index, which may have only a CUDA build"
+        echo "    its CPU index cannot be reached: torch comes from the configured index"  # maybe a build for CUDA
     fi
 fi
 echo "2/4 torch"
