@@ -89,7 +89,7 @@ class RunResult:
         return next((file for file in files if file.is_file()), None)
 
     def __repr__(self) -> str:
-        return f"{self._summary() or 'running, or a sweep'}\n{self.directory}"
+        return f"{self._summary() or self._progress(self.metrics)}\n{self.directory}"
 
     def _repr_html_(self) -> str:
         """Return the summary, the table and the picture."""
@@ -130,12 +130,12 @@ class RunResult:
     def _progress(self, lines: list[dict[str, Any]]) -> str:
         """Return the newest step of a run that has not ended, and the last one if it is known."""
         if (self.directory / "sweep.json").is_file():
-            return f"sweep: {len(lines) or 'running'}{' points' * bool(lines)}"
+            return f"sweep: {len(lines)} points" if lines else "sweep, no result yet"
         newest = max((line["step"] for line in lines if "step" in line), default=0)
         last: Any = None
         with suppress(OSError, YAMLError, TypeError, KeyError):
             last = load_yaml(current_config(self.directory).read_text("utf-8"))["training"]["max_steps"]
-        return f"running: step {newest:,}{f' of {last:,}' if isinstance(last, int) else ''}"
+        return f"step {newest:,}{f' of {last:,}' if isinstance(last, int) else ''}, no result yet"
 
     def _image(self) -> str:
         if self.picture is None:

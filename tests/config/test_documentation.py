@@ -128,7 +128,8 @@ def is_importable(name: str) -> bool:
 def is_member(name: str) -> bool:
     """Return whether a name such as run.finish or training.prepare is public in the part that recipes use."""
     owner, _, member = name.partition(".")
-    file = {"run": "components/training/run.py", "training": "components/training/__init__.py"}.get(owner)
+    packages = {name: f"components/{name}/__init__.py" for name in ("data", "models", "training")}
+    file = {"run": "components/training/run.py", **packages}.get(owner)
     return file is not None and re.search(rf"\b{member}\b", (REPOSITORY / file).read_text()) is not None
 
 
