@@ -102,7 +102,8 @@ def finish_axes(axes: Axes, *, xlabel: str = STEP, ylabel: str = LOSS, legend: b
     if low == high:
         axes.set_xlim(low - 1, high + 1)
     unit, name = next(((size, name) for size, name in ((1e9, "B"), (1e6, "M")) if high >= 10 * size), (1.0, ""))
-    axes.xaxis.set_major_locator(MaxNLocator("auto" if high < 1e5 else 4, integer=True, min_n_ticks=1))
+    whole = {"steps": [1, 2, 5, 10], "integer": True, "min_n_ticks": 1}
+    axes.xaxis.set_major_locator(MaxNLocator("auto" if high < 1e5 else 4, **whole))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit:,.15g}{name}"))
     axes.set(xlabel=figure_text(xlabel, 60), ylabel=figure_text(ylabel, 40))
     plain_numbers(axes.yaxis)

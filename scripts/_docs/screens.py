@@ -3,7 +3,8 @@
     python -m scripts._docs.screens              # draw every picture of SCREENS (minutes)
     python -m scripts._docs.screens console      # draw one
 
-Needs pyte, a terminal emulator (`pip install pyte`). No test compares the pictures, since they contain measured times.
+Needs Linux and pyte, a terminal emulator (`pip install pyte`). The commands run in an empty folder that they see as
+FOLDER, so that no temporary path is in the pictures. No test compares the pictures, since they contain measured times.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ CHARACTER, LINE, MARGIN = 7.8, 17, 14
 BACKGROUND, FOREGROUND = "#1d2021", "#d5c4a1"
 COLORS = {"red": "#fb4934", "green": "#b8bb26", "brown": "#fabd2f", "yellow": "#fabd2f", "blue": "#83a598",
           "magenta": "#d3869b", "cyan": "#8ec07c", "white": "#ebdbb2", "black": "#7c6f64"}  # fmt: skip
+FOLDER = "/mnt"
+"""Where the commands see their folder; on Linux it exists, and a mount namespace of its own hides what is there."""
 SCREENS: dict[str, tuple[int, str]] = {
     "console": (
-        100,
+        80,
         "recipes/finetune.py model=tiny optimizer.lr=1e-2 training.max_steps=60 training.log_every=10 "
-        "training.eval_every=30 training.seq_len=128 data.max_eval_samples=32 logging.examples=1 "
+        "training.eval_every=30 training.seq_len=160 data.max_eval_samples=32 logging.examples=1 "
         "generation.samples=0 run.dir=first",
     ),
     "sweep": (
@@ -57,7 +60,7 @@ def main() -> None:
             if name in PLOTS:
                 source, plot = PLOTS[name]
                 shutil.copyfile(Path(folder) / source, IMAGES / plot)
-        (IMAGES / f"{name}.svg").write_text(draw(wrapped(f"python {command}", columns), lines, columns))
+        (IMAGES / f"{name}.svg").write_text(draw(wrapped(f"$ python {command}", columns), lines, columns))
         print(IMAGES / f"{name}.svg")
 
 
@@ -69,9 +72,10 @@ def capture(columns: int, command: str, folder: Path) -> list[list[Any]]:
     stream = pyte.ByteStream(screen)
     process, terminal = pty.fork()
     if process == 0:
-        os.chdir(folder)
         script, *arguments = command.split()
-        os.execv(sys.executable, [sys.executable, str(ROOT / script), *arguments])
+        inside = f'mount --bind "$1" {FOLDER} && cd {FOLDER} && shift && exec "$@"'
+        shell = ["unshare", "--map-root-user", "--mount", "sh", "-c", inside, "sh", str(folder)]
+        os.execvp(shell[0], [*shell, sys.executable, str(ROOT / script), *arguments])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
     try:
         while chunk := os.read(terminal, 1 << 16):
@@ -80,7 +84,7 @@ def capture(columns: int, command: str, folder: Path) -> list[list[Any]]:
         pass
     os.waitpid(process, 0)
     lines = [[screen.buffer[row][column] for column in range(columns)] for row in range(screen.cursor.y + 1)]
-    return [line for line in lines if any(each.data.strip() for each in line)]
+    return [line for line in lines if any(each.data.strip() for each in line)]  # without empty lines
 
 
 def wrapped(command: str, columns: int) -> list[str]:
@@ -96,18 +100,21 @@ def draw(prompt: list[str], lines: list[list[Any]], columns: int) -> str:
         _text(number, f'<tspan fill="{COLORS["green"]}">{escape(line)}</tspan>') for number, line in enumerate(prompt)
     ]
     for number, line in enumerate(lines, len(prompt)):
-        texts.append(_text(number, "".join(_runs(line))))
+        end = max(column for column, each in enumerate(line) if each.data.strip()) + 1
+        texts.append(_text(number, "".join(_runs(line[:end]))))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}">\n'
         f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>\n'
-        f'<g font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="13" fill="{FOREGROUND}" '
-        f'xml:space="preserve">\n' + "\n".join(texts) + "\n</g>\n</svg>\n"
+        f'<g font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="13" fill="{FOREGROUND}">\n'
+        + "\n".join(texts)
+        + "\n</g>\n</svg>\n"
     )
 
 
 def _text(number: int, content: str) -> str:
-    return f'<text x="{MARGIN}" y="{MARGIN + (number + 0.75) * LINE:.0f}">{content}</text>'
+    """Return a line; Chromium keeps its spaces only if it has the attribute itself."""
+    return f'<text x="{MARGIN}" y="{MARGIN + (number + 0.75) * LINE:.0f}" xml:space="preserve">{content}</text>'
 
 
 def _runs(line: list[Any]) -> list[str]:
