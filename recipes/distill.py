@@ -13,7 +13,7 @@ python recipes/distill.py teacher.stored=outputs/teacher/mine                   
 
 The teacher runs in every step on the student's mesh, unless its most likely tokens were stored before. Logged metrics
 are means over target tokens: "divergence" of the student's distribution from the teacher's, and "cross_entropy" and
-"teacher_cross_entropy" of the data's targets under the two models.
+"teacher_cross_entropy" of the data's targets under the two models. "eval_loss" is the student's cross-entropy.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def main(cfg: EvaluateConfig) -> None:
         if run.resume_from is not None:
             checkpoint.load_model_weights(run.resume_from, model.module, averaged=cfg.evaluation.average)
 
-        run.begin(model, notes=[eval_set.facts, *model.notes])
+        run.begin(model, notes=[*model.notes, ("held-out data", eval_set.facts)])
         measured = training.evaluate(model, data.EvalBatches(eval_set, run.plan), run=run)
         run.report_eval(measured)
         if measured.count:

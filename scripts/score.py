@@ -1,6 +1,6 @@
 """Score the answers of preference data with an exported reward model, and print how often the chosen answer wins.
 
-python scripts/score.py outputs/classify/RUN/export pairs.jsonl                # rewards to pairs.rewards.jsonl
+python scripts/score.py outputs/classify/RUN/export pairs.jsonl                # rewards to outputs/score
 python scripts/score.py EXPORT pairs.jsonl --out rewards.jsonl --batch-size 16 --device cuda
 python scripts/score.py EXPORT pairs.jsonl --chosen-column better --rejected-column worse
 
@@ -41,7 +41,7 @@ def read_options(arguments: list[str]) -> Namespace:
     parser = ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpText)
     parser.add_argument("model", type=Path, metavar="EXPORT", help="folder with a reward model")
     parser.add_argument("data", type=Path, metavar="FILE", help="rows of prompt, chosen, rejected")
-    parser.add_argument("--out", type=Path, help="file with a line per row (default: FILE.rewards.jsonl)")
+    parser.add_argument("--out", type=Path, help="file with a line per row (default: outputs/score/FILE.rewards.jsonl)")
     parser.add_argument("--prompt-column", help="as data.prompt_column")
     parser.add_argument("--chosen-column", help="as data.chosen_column")
     parser.add_argument("--rejected-column", help="as data.rejected_column")
@@ -57,7 +57,9 @@ def read_options(arguments: list[str]) -> Namespace:
     problems += _model_problems(options.model)
     if not options.data.is_file():
         problems.append(f"{options.data}: no such file")
-    options.out = options.out or options.data.with_suffix(".rewards.jsonl")
+    if options.out is None:  # not beside the data
+        options.out = Path("outputs", "score", options.data.with_suffix(".rewards.jsonl").name)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(options.out):
         problems.append(f"--out {options.out}: exists; choose another file, or remove it")
     elif not options.out.parent.is_dir():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         stored_dtype_of,
         verify,
     )
-    from components.checkpoint.manifest import saved_at
+    from components.checkpoint.manifest import Manifest, saved_at
     from components.checkpoint.reader import StoredWeights, choose_checkpoint
     from components.checkpoint.remote.mirror import Mirror
     from components.checkpoint.replica_check import ReplicaCheck

@@ -87,12 +87,12 @@ class ReplicaCheck:
         replicated = {copies: size for copies, size in sizes.items() if copies > 1}
         if not replicated:
             return (
-                "no rank holds a replica of another's parameters on this mesh: a rank that computes wrong numbers "
+                "replicas: no rank holds one of another's parameters on this mesh; a rank that computes wrong numbers "
                 f"without an error is not found (checkpoint.check_replicas={self._every})"
             )
         holders = " or ".join(map(str, sorted(replicated)))
         return (
-            f"bits are compared every {self._every} steps and before each checkpoint: "
+            f"replicas: bits are compared every {self._every} steps and before each checkpoint: "
             f"{_mib(sum(replicated.values()))} of {_mib(sum(sizes.values()))} of parameters, with their optimizer "
             f"state, are replicated on {holders} ranks"
         )

@@ -88,7 +88,9 @@ class StoredRun(RunNumbers):
         if not isinstance(section, dict):
             return ""
         path, config = section.get("path"), section.get("config")
-        return model_name(path if isinstance(path, str) else None, config if isinstance(config, dict) else {})
+        return model_name(
+            path if isinstance(path, str) else None, config if isinstance(config, dict) else {}, section.get("init")
+        )
 
     @property
     def mesh(self) -> str:
@@ -177,9 +179,11 @@ def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def model_name(path: str | None, config: Mapping[str, Any]) -> str:
-    """Return the name of a model: that of its folder or file, or its type if it is trained from scratch."""
-    return Path(path).name.removesuffix(".gguf") if path else f"{config.get('model_type', 'model')} from scratch"
+def model_name(path: str | None, config: Mapping[str, Any], init: object = None) -> str:
+    """Return the name of a model: that of its folder or file, or its type if there is none; init: `model.init`."""
+    if path is None:
+        return f"{config.get('model_type', 'model')} from scratch"
+    return Path(path).name.removesuffix(".gguf") + " from scratch" * (init == "random")
 
 
 def short_mesh(mesh: str) -> str:

@@ -152,12 +152,13 @@ class BatchPlan:
             length_ramp=training.length_ramp,
         )
 
-    def __str__(self) -> str:
+    def describe(self, unit: str) -> str:
+        """Return the arithmetic of the batch as a formula; `unit`: what batch sizes count, in the plural."""
         factors = f"{self.micro_batch_size} micro_batch_size x {self.dp_size} dp x {self.accumulation} accumulation"
         stages = [f"{size} up to step {until}" for until, size in self.ramp]
         stages += [f"rows of {length} tokens up to step {until}" for until, length in self.length_ramp]
         before = f" (before: {', '.join(stages)})" if stages else ""
-        return f"{self.global_batch_size} sequences a step = {factors}{before}"
+        return f"{self.global_batch_size} {unit} a step = {factors}{before}"
 
     @property
     def accumulation(self) -> int:

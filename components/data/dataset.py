@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item", covariant=True)
 
+WARNED_SHARE = 0.1
+"""Share of dropped rows from which on the banner has a warning."""
+
 
 @dataclass(slots=True)
 class Facts:
@@ -57,31 +60,66 @@ class Facts:
     """Largest number of samples in a packed row."""
     passes: float = 0.0
     """Epochs over this data in the whole run; 0: unknown."""
+    unit: str = "sample"
+    """What is counted as a sample: "pair" of answers, "answer" with a label, "text" with a label."""
 
     @property
     def order_size(self) -> int:
         """Number of items that an order permutes: packed rows, or samples if not packed."""
         return self.rows or self.samples
 
+    @property
+    def batch_unit(self) -> str:
+        """What batch sizes count, in the plural."""
+        return "packed rows" if self.rows else "sequences" if self.unit == "sample" else f"{self.unit}s"
+
     def with_passes(self, rows: float) -> Facts:
         """Return a copy whose `passes` corresponds to training on `rows` rows."""
         return replace(self, passes=rows / self.order_size)
 
-    def __str__(self) -> str:
-        counted = {
-            "cut to seq_len": self.truncated,
-            "longer than seq_len dropped": self.dropped_overlong,
-            "without a target dropped": self.dropped_without_target,
-            "pairs of equal answers dropped": self.dropped_equal,
-            "bad rows dropped": self.dropped_bad_rows,
+    @property
+    def _dropped(self) -> dict[str, int]:
+        counts = {
+            "longer than seq_len": self.dropped_overlong,
+            "without a target": self.dropped_without_target,
+            "pairs of equal answers": self.dropped_equal,
+            "bad rows": self.dropped_bad_rows,
         }
-        total = f"{self.samples:,} samples, {self.tokens:,} tokens, {self.target_tokens:,} with loss"
-        parts = [f"{self.source}: {total}", *(f"{count:,} {what}" for what, count in counted.items() if count)]
+        return {what: count for what, count in counts.items() if count}
+
+    @property
+    def warning(self) -> str:
+        """Why at least WARNED_SHARE of the rows are dropped, and what to change; empty if it is less."""
+        dropped = sum(self._dropped.values())
+        if dropped < WARNED_SHARE * (dropped + self.samples):
+            return ""
+        remedies = {
+            "raise seq_len": self.dropped_overlong + self.dropped_without_target,
+            "set data.overlong=truncate": self.dropped_overlong,
+            "set data.bad_rows=refuse to see the bad rows": self.dropped_bad_rows,
+        }
+        why = ", ".join(f"{count:,} {what}" for what, count in self._dropped.items())
+        change = " or ".join(remedy for remedy, count in remedies.items() if count)
+        return (
+            f"{dropped:,} of {dropped + self.samples:,} rows of {self.source} are dropped "
+            f"({dropped / (dropped + self.samples):.0%}): {why}{'; ' * bool(change)}{change}"
+        )
+
+    def __str__(self) -> str:
+        counted = {f"{what} dropped": count for what, count in self._dropped.items()}
+        what = "answers cut to seq_len" if self.unit == "pair" else "cut to seq_len"
+        counted = {what: self.truncated, **counted} if self.truncated else counted
+        is_scored = self.unit != "sample" and self.target_tokens <= 2 * self.samples
+        loss = ", scored at the last token" if is_scored else f", {self.target_tokens:,} with loss"
+        units = f"{self.unit}{'' if self.samples == 1 else 's'}"
+        total = f"{self.samples:,} {units}, {self.tokens:,} tokens{loss}"
+        parts = [f"{self.source}: {total}", *(f"{count:,} {what}" for what, count in counted.items())]
         if self.rows:
             full = 100 * self.tokens / (self.rows * self.row_tokens)
             parts.append(
                 f"packed into {self.rows:,} rows of {self.row_tokens:,} tokens, {full:.2f} % full, "
-                f"{self.samples / self.rows:.1f} samples each (at most {self.max_documents:,}); batch sizes count rows"
+                f"{self.samples / self.rows:.1f} {self.unit}s each (at most {self.max_documents:,}); "
+                "batch sizes count rows"
             )
         parts += self.notes
         parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []

@@ -55,7 +55,7 @@ class LabeledTexts(Dataset):
         shares = ", ".join(f"{name} {counts[number] / len(labels):.0%}" for number, name in enumerate(names))
         few = f" ({shares})" if len(names) <= 10 else f" ({len(names)} labels)"
         self.facts: Facts = replace(
-            texts.facts, source=f"texts{few} of {texts.facts.source}", target_tokens=len(labels)
+            texts.facts, source=f"{texts.facts.source}{few}", target_tokens=len(labels), unit="text"
         )
 
     def __len__(self) -> int:

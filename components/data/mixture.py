@@ -102,6 +102,16 @@ class MixtureFacts:
     shares: list[float] | None
     """Share of rows of each source, in the order of `sources`; None: held-out rows, which are each read once."""
 
+    @property
+    def batch_unit(self) -> str:
+        """What batch sizes count, in the plural."""
+        return next(iter(self.sources.values())).batch_unit
+
+    @property
+    def warning(self) -> str:
+        """Sources that lose many of their rows; empty if there are none."""
+        return "\n".join(each.warning for each in self.sources.values() if each.warning)
+
     def __str__(self) -> str:
         if self.shares is None:
             return "\n".join(f"{name}: {facts}" for name, facts in self.sources.items())

@@ -18,6 +18,7 @@ from components.conversation import Conversation, Prompt
 from components.data.dataset import Dataset, Facts, ItemSequence, counts_of
 from components.data.examples import IGNORED, Example
 from components.data.loading import build_dataset, no_samples_problem, refuse_bad_rows
+from components.data.sources.column_hints import fitted
 from components.data.sources.preference_rows import AnswerConfig, answer_configs
 from components.data.sources.rows import BadRowReport, no_good_row
 from components.data.sources.split import SourceSplit, columns_at, location_of
@@ -145,7 +146,7 @@ class PairDataset(PairedRows):
             target_tokens += answers.facts.target_tokens - sum(_count_targets(answers[index]) for index in dropped)
         return replace(
             chosen,
-            source=f"pairs of {chosen.source}",
+            unit="pair",
             samples=len(self),
             tokens=tokens,
             target_tokens=target_tokens,
@@ -223,9 +224,8 @@ class LabeledDataset(PairedRows):
     def facts(self) -> Facts:
         """Statistics of the labeled answers, for the banner."""
         share = float(self.values[DESIRABLE][:, 0].mean())
-        return replace(
-            self.labeled.facts, source=f"answers, {share:.0%} of them desirable, of {self.labeled.facts.source}"
-        )
+        facts = self.labeled.facts
+        return replace(facts, source=f"{facts.source}, {share:.0%} of the answers desirable", unit="answer")
 
     @property
     def fingerprint(self) -> str:
@@ -265,7 +265,11 @@ def build_pairs(
     Raises ConfigError if a file, column, row or split is invalid, or if no pair remains.
     """
     location = location_of(cfg, split == "eval")
-    answers = answer_configs(cfg, columns_at(cfg, location), location.path)
+    columns = columns_at(cfg, location)
+    try:
+        answers = answer_configs(cfg, columns, location.path)
+    except ConfigError as error:
+        raise ConfigError(fitted(error.problems, cfg, location.key, columns)) from error
     if cfg.label_column is None:
         pairs: PairedRows = _build_preferences(answers, tokenizer, seq_len, split, kind)
     else:

@@ -15,6 +15,7 @@ from components.config.compose.command_line import compose_from_command_line
 from components.config.errors import ConfigError
 from components.config.micro_batches import fit_micro_batches
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.logging import LoggingConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.training import TrainingConfig
@@ -93,7 +94,9 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         keep_console(log_file(directory.logs, 0))
         where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
         print_text(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
-        print_text(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
+        logging = section(cfg, LoggingConfig)
+        starting = [] if logging is None or logging.quiet else ["starting: loading PyTorch, the data and the model"]
+        print_text(*notes, *starting, sep="\n", end="\n" * bool(notes or starting), file=sys.stderr, flush=True)
     return CheckedRun(recipe, cfg, directory, processes, notes)
 
 

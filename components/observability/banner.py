@@ -16,13 +16,14 @@ from rich.table import Table
 from components.config.schema.parallelism import MeshShape
 from components.exchange import all_gather_json
 
+LONGEST_SUBJECT = 14
+"""Maximum number of characters of a note's subject, which is the name of its row; "note" is that of other notes."""
+
 
 @dataclass(kw_only=True, slots=True)
 class BannerFacts:
     """Contents of the banner; coordinates, device and bytes are those of this rank."""
 
-    run_dir: str
-    """The run directory."""
     mesh: MeshShape
     """Degrees of the axes."""
     coordinates: str
@@ -38,7 +39,7 @@ class BannerFacts:
     groups: list[str] = field(default_factory=list)
     """One line for each process group of this rank, with its purpose."""
     notes: list[Any] = field(default_factory=list)
-    """Hints and warnings about the run, one line each; None and empty ones are left out."""
+    """Hints and warnings about the run: (subject, text), or "subject: text". None and empty ones are left out."""
 
 
 def print_banner(console: Console, facts: BannerFacts) -> None:
@@ -48,9 +49,11 @@ def print_banner(console: Console, facts: BannerFacts) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in _rows(facts):
+    for name, text in _rows(facts, len(ranks) == 1):
         table.add_row(name, text)
     console.print(table)
+    if len(ranks) == 1:
+        return
     rank_table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("rank", "host", "local rank", "device", "mesh coordinates", "parameter bytes"):
         rank_table.add_column(column, no_wrap=True)
@@ -62,18 +65,26 @@ def print_banner(console: Console, facts: BannerFacts) -> None:
     console.print(rank_table)
 
 
-def _rows(facts: BannerFacts) -> list[tuple[str, str]]:
+def _rows(facts: BannerFacts, is_alone: bool) -> list[tuple[str, str]]:
     packages = ("torch", "transformers", "meshbook")
     versions = ", ".join(f"{name} {_version(name)}" for name in packages)
     rows = [
         ("versions", f"python {platform.python_version()}, {versions}"),
-        ("run directory", facts.run_dir),
         ("mesh", facts.mesh.summary),
+        *([("device", str(facts.device))] if is_alone else []),
         ("batch", facts.batch),
         ("model", facts.model),
     ]
     rows += [("" if index else "process groups", line) for index, line in enumerate(facts.groups)]
-    return rows + [("note", text) for note in facts.notes if (text := str(note or ""))]
+    return rows + [(name, text) for name, text in map(_note, filter(None, facts.notes)) if text]
+
+
+def _note(note: Any) -> tuple[str, str]:
+    """Return the subject of a note and its text."""
+    if isinstance(note, tuple):
+        return note[0], str(note[1])
+    subject, _, text = str(note).partition(": ")
+    return (subject, text) if text and len(subject) <= LONGEST_SUBJECT else ("note", str(note))
 
 
 def _version(package: str) -> str:

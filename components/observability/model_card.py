@@ -34,7 +34,7 @@ def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str, 
     rows = {
         **_of_config(config, state.get("optimizer"), state.get("dtype")),
         "weights": f"exponential moving average, decay {_get(config, 'training', 'ema_decay')}" if averaged else None,
-        **_of_state(state, _get(config, "training", "max_steps"), _get(config, "training", "epochs")),
+        **_of_state(state, config),
         **_of_evaluations(run_dir / "metrics.jsonl", state.get("step")),
         "mesh": mesh,
         **_of_record(record),
@@ -54,15 +54,26 @@ def _of_config(config: dict[str, Any], optimizer_class: str | None, stored_dtype
         base = f"architecture of {base}, weights from scratch"
     source = [data.get("kind"), data.get("path"), data.get("subset"), data.get("split"), data.get("revision")]
     sizes = [training.get("global_batch_size"), training.get("seq_len")]
-    unit = "packed rows" if data.get("pack") else "sequences"
+    objective = _get(config, "objective") or {}
+    kind = str(objective.get("kind") or "")
+    unit = {"classification": "texts", "kto": "answers"}.get(kind, "pairs" if "chosen_column" in data else "sequences")
+    unit = "packed rows" if data.get("pack") else unit
+    settings = [f"{key} {value}" for key, value in objective.items() if key != "kind" and value not in (None, 0)]
+    teacher = _get(config, "teacher") or {}
+    stored = teacher.get("stored") and f"most likely tokens in {teacher['stored']}"
     optimizer_parts = [optimizer_class] if optimizer_class else []
     optimizer_parts += [
         f"{key} {optimizer[key]}" for key in ("lr", "schedule", "warmup_steps", "weight_decay") if key in optimizer
     ]
     return {
         "base model": " at revision ".join(str(part) for part in (base, model.get("revision")) if part),
+        "teacher": " at revision ".join(map(str, filter(None, (teacher.get("path"), teacher.get("revision")))))
+        or stored,
+        "objective": ", ".join(map(str, filter(None, (kind, *settings)))),
         "data": ", ".join(str(part) for part in source if part),
-        "batch": None if None in sizes else f"{sizes[0]} {unit} per step, up to {sizes[1]} tokens each",
+        "batch": None
+        if None in sizes
+        else f"{sizes[0]} {unit} per step, up to {sizes[1]} tokens {'per answer' if unit == 'pairs' else 'each'}",
         "optimizer": ", ".join(optimizer_parts),
         "dtypes": f"parameters {stored_dtype or model.get('dtype')}, compute {model.get('compute_dtype')}"
         if model
@@ -82,15 +93,17 @@ def _quantization(model: dict[str, Any]) -> str | None:
     }.get(str(model.get("qat")))
 
 
-def _of_state(state: Mapping[str, Any], max_steps: int | None, epochs: float | None) -> dict[str, Any]:
+def _of_state(state: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    max_steps, epochs = (_get(config, "training", key) for key in ("max_steps", "epochs"))
+    counted = "input" if _get(config, "objective", "kind") in ("classification", "reward") else "target"
     step, tokens = state.get("step"), state.get("tokens")
     first, last = state.get("first_loss"), state.get("last_loss")
     planned = f" of {max_steps}" if max_steps is not None else ""
     planned = f" of a run of {epochs} epochs" if epochs is not None else planned
     return {
         "optimizer steps": f"{step}{planned}" if step is not None else None,
-        "target tokens": f"{tokens:,}" if tokens is not None else None,
-        "loss": f"{first:.4f} in the first step, {last:.4f} in the last"
+        f"{counted} tokens": f"{tokens:,}" if tokens is not None else None,
+        "loss": f"{_loss_text(first)} in the first step, {_loss_text(last)} in the last"
         if first is not None and last is not None
         else None,
         "skipped updates": state.get("skipped") or None,
@@ -103,8 +116,14 @@ def _of_evaluations(metrics: Path, step: int | None) -> dict[str, Any]:
     with suppress(OSError):
         lines = MetricsLog(metrics.parent).read()
     held_out = [each for each in lines if "eval_loss" in each and (step is None or each["step"] <= step)]
-    losses = [f"{each['eval_loss']:.4f} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]]
+    losses = [
+        f"{_loss_text(each['eval_loss'])} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]
+    ]
     return {"held-out loss": ", ".join(losses)}
+
+
+def _loss_text(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) >= 0.1 or loss == 0 else f"{loss:.4g}"
 
 
 def _of_record(record: dict[str, Any]) -> dict[str, Any]:

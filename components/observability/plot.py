@@ -70,27 +70,32 @@ class LossPlot:
         metrics = self._read()
         if not has_matplotlib():
             return f"no plot: {MISSING}"
-        training = [(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None]
-        held_out = [(line["step"], line["eval_loss"]) for line in metrics if line.get("eval_loss") is not None]
+        name = "divergence" if any("eval_divergence" in line for line in metrics) else "loss"
+        training = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+        held_out = [(line["step"], line[f"eval_{name}"]) for line in metrics if line.get(f"eval_{name}") is not None]
         if not training and not held_out:
             return "no plot: no loss was logged"
-        save_figure(_figure(training, held_out, self._title, self.unit), self._file)
+        save_figure(_figure(training, held_out, self._title, self.unit, name), self._file)
         return None
 
 
 def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
     """Return the title of a run's plot: model, data and mesh."""
     source = Path(str((data.path if isinstance(data, RowsDataConfig | TokensDataConfig) else None) or data.kind)).name
-    return f"{model_name(model.path, model.config)} on {source}, {mesh.summary}"
+    return f"{model_name(model.path, model.config, model.init)} on {source}, {mesh.summary}"
 
 
 def _figure(
-    training: list[tuple[int, float]], held_out: list[tuple[int, float]], title: str, unit: str = TARGET_TOKEN
+    training: list[tuple[int, float]],
+    held_out: list[tuple[int, float]],
+    title: str,
+    unit: str = TARGET_TOKEN,
+    name: str = "loss",
 ) -> Figure:
-    """Return a figure of the two curves, each a list of (optimizer step, loss)."""
+    """Return a figure of the two curves, each a list of (optimizer step, value of the metric `name`)."""
     figure = new_figure(7, 4)
     axes = figure.add_subplot()
     draw_curves(axes, {"training": training, "held out": held_out})
     axes.set_title(figure_text(title, 64), fontsize="medium")
-    finish_axes(axes, ylabel=LOSS if unit == TARGET_TOKEN else f"loss per {unit}")
+    finish_axes(axes, ylabel=LOSS if (name, unit) == ("loss", TARGET_TOKEN) else f"{name} per {unit}")
     return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,11 +33,12 @@ from components.protocol.run_files import (
     create_marker,
     disk_errors_named,
 )
+from components.terminal import printable
 
 LOG_WIDTH = 10_000
-"""Width of output that is not a terminal, where lines are not wrapped."""
-WIDE = 100
-"""Minimum console width in columns for the number of tokens at the end of log lines."""
+"""Width of output that is not a terminal, where lines are not wrapped; COLUMNS sets another one."""
+LONGEST_STEP = 120
+"""Maximum length of a line of metrics; those that do not fit are in metrics.jsonl only."""
 
 
 class ReportedStep(Protocol):
@@ -143,6 +145,11 @@ class _Count(MofNCompleteColumn):
         return Text() if task.total is None else super().render(task)
 
 
+def _loss_text(loss: float) -> str:
+    """Return a loss with four decimals, or four digits if it is small, as a divergence may be."""
+    return f"{loss:.4f}" if abs(loss) >= 0.1 or loss == 0 else f"{loss:.4g}"
+
+
 class Reporter:
     """Log line per log step, progress bar on a terminal, JSON line per log step in metrics.jsonl.
 
@@ -155,11 +162,11 @@ class Reporter:
         """Set up the console and, if enabled, the metrics file, the plot, the trackers and the progress bar.
 
         Args:
-            total_steps: Length of the progress bar; 0: no progress bar.
+            total_steps: Length of the progress bar; 0: no progress bar, and nothing is trained.
             title: Title of loss.png; empty: the name of the run directory.
         """
         self.enabled = enabled
-        width = None if sys.stdout.isatty() else LOG_WIDTH
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
         self.console = _Output(quiet=not enabled or logging.quiet, highlight=False, soft_wrap=True, width=width)
         self._run_dir = Path(run_dir)
         attempt = os.environ.get(ATTEMPT)
@@ -174,6 +181,7 @@ class Reporter:
             self._progress = Progress(*columns, console=self.console, transient=True)
             if total_steps:
                 self._training = self._progress.add_task("training", total=total_steps)
+        self._trains = total_steps > 0
         self._since_log = Interval()  # steps since the last log line
         self._intervals: list[Interval] = []  # one per log line
         self._data_wait = 0.0  # seconds
@@ -199,8 +207,30 @@ class Reporter:
         self._trackers.finish(failed=error is not None)
 
     def print(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, markup=False)
+        """Print text, with its lines broken between words if the terminal is narrower."""
+        lines = printable(text).split("\n")  # before a secret is broken
+        self.console.print("\n".join(part for line in lines for part in self._wrap(line)), markup=False)
+
+    def _wrap(self, line: str) -> list[str]:
+        if len(line) <= self.console.width:
+            return [line]
+        indent = " " * min(len(line) - len(line.lstrip()), self.console.width // 2)
+        wrapper = textwrap.TextWrapper(self.console.width, "", indent, break_long_words=False, break_on_hyphens=False)
+        return wrapper.wrap(line)
+
+    def _print_metrics(self, *parts: tuple[int, str]) -> None:
+        """Print the parts of a line that fit, in order; each has its priority, and those of priority 0 always fit.
+
+        Numbers count as at least six characters, so that all lines of a run have the same parts.
+        """
+        chosen, room = set(), min(self.console.width, LONGEST_STEP) + 2
+        for index, (priority, text) in sorted(enumerate(parts), key=lambda each: each[1][0]):
+            name, _, value = text.partition(" ")
+            length = max(len(text) + 2, len(name) + 9 if value[-1:].isdigit() else 0)
+            if priority == 0 or length <= room:
+                chosen.add(index)
+                room -= length
+        self.print("  ".join(text for index, (_, text) in enumerate(parts) if index in chosen and text))
 
     def begin(self, step: int, total_steps: int | None = None, saved: float | None = None) -> None:
         """Record the start of this attempt in its logs. The record of the run stays as it is until `accept_start`.
@@ -284,17 +314,18 @@ class Reporter:
             **({} if interval.mfu is None else {"mfu": round(interval.mfu, 4)}),
             **metrics.others,
         )
-        values = [
-            f"step {metrics.step:>6}",
-            f"loss {metrics.loss:.4f}",
-            f"grad_norm {metrics.grad_norm:.4g}",
-            f"lr {lr:.2g}",
-            f"tokens/s {interval.speed:,.0f}",
-            *([] if interval.mfu is None else [f"MFU {interval.mfu:.0%}"]),
-            *(f"{name} {value:.4g}" for name, value in metrics.others.items()),
-            *([f"tokens {tokens:,}"] if self.console.width >= WIDE else []),
-        ]
-        self.print("  ".join(values))
+        # The divergence of a distillation without cross-entropy is its loss.
+        others = [f"{name} {value:.4g}" for name, value in metrics.others.items() if value != metrics.loss]
+        self._print_metrics(
+            (0, f"step {metrics.step:>6}"),
+            (0, f"loss {_loss_text(metrics.loss)}"),
+            (4, f"grad_norm {metrics.grad_norm:.4g}"),
+            (6, f"lr {lr:.2g}"),
+            (2, f"tokens/s {interval.speed:,.0f}"),
+            *([] if interval.mfu is None else [(5, f"MFU {interval.mfu:.0%}")]),
+            *(((1, 3)[number] if number < 2 else 7, text) for number, text in enumerate(others)),
+            (8, f"tokens {tokens:,}"),
+        )
         if self._plot is not None and self._held is None:
             self._plot.update()
 
@@ -340,13 +371,19 @@ class Reporter:
         """
         if self._plot is not None:
             self._plot.unit = unit
+        when = f"step {step:>6}" if step or self._trains else ""
         if not count:
-            self.print(f"step {step:>6}  no eval_loss: the evaluation was stopped, or the samples have no {unit}s")
+            self.print(f"{when}  no eval_loss: the evaluation was stopped, or the samples have no {unit}s")
             return
         others = {f"eval_{name}": value for name, value in (metrics or {}).items()}
+        first = "eval_accuracy" if "eval_accuracy" in others else next(iter(others), "")
         self._write(step=step, eval_loss=eval_loss, **others)
-        values = [f"eval_loss {eval_loss:.4f}", *(f"{name} {value:.4g}" for name, value in others.items())]
-        self.print(f"step {step:>6}  {'  '.join(values)}  over {count:,} held-out {unit}s")
+        self._print_metrics(
+            (0, when),
+            (0, f"eval_loss {_loss_text(eval_loss)}"),
+            *((1 if name == first else 3, f"{name} {value:.4g}") for name, value in others.items()),
+            (2, f"over {count:,} held-out {unit}s"),
+        )
         if self._plot is not None and self._held is None:
             self._plot.update()
 

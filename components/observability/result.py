@@ -33,7 +33,9 @@ class Result:
     compute_dtype: str | None = None
     """Dtype of matmuls, as chosen for the device; it limits how closely losses can agree between meshes."""
     tokens_per_second: float | None = None
-    """Target tokens per second over all ranks, without the first log interval."""
+    """Tokens per second over all ranks, without the first log interval."""
+    counted_tokens: str = "target"
+    """Tokens that are counted: target; input (all that the model reads) if only the last of a row is a target."""
     mfu: float | None = None
     """Model FLOPs utilization, without the first log interval; None if the peak FLOP/s or the FLOPs are unknown."""
     seconds_to_first_step: float | None = None
@@ -73,17 +75,21 @@ class Result:
 def summary(result: Result, run_dir: Path) -> str:
     """Return the lines printed at the end of a run; each fits into 80 columns, except for long paths."""
     steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
-    first = f"{result.status}: {steps} on {describe_processes(result.processes)} in {result.wall_seconds:.0f} s"
+    doing = f"{steps} on "
+    if result.last_loss is None and not result.skipped_steps:  # nothing is trained
+        doing = "evaluated on " if result.eval_loss is not None or result.tasks else ""
+        doing = f"evaluated step {result.steps} on " if result.steps else doing
+    first = f"{result.status}: {doing}{describe_processes(result.processes)} in {result.wall_seconds:.0f} s"
     parts = []
     if result.first_loss is not None and result.last_loss is not None:
-        parts.append(f"loss {result.first_loss:.3f} to {result.last_loss:.3f}")
+        parts.append(f"loss {_short(result.first_loss)} to {_short(result.last_loss)}")
     if result.eval_loss is not None:
         before = result.first_eval_loss
-        change = f"{before:.3f} to " if before is not None else ""
+        change = f"{_short(before)} to " if before is not None else ""
         share = f" ({(result.eval_loss - before) / before:+.0%})" if before else ""
-        parts.append(f"held-out loss {change}{result.eval_loss:.3f}{share}")
+        parts.append(f"held-out loss {change}{_short(result.eval_loss)}{share}")
     if result.tokens_per_second:
-        parts.append(f"{result.tokens_per_second:,.0f} target tokens/s")
+        parts.append(f"{result.tokens_per_second:,.0f} {result.counted_tokens} tokens/s")
     if result.mfu is not None:
         parts.append(f"MFU {result.mfu:.1%}")
     if result.restarts:
@@ -95,6 +101,10 @@ def summary(result: Result, run_dir: Path) -> str:
         peak += f" allocated, {result.peak_reserved_bytes / 2**30:.2f} GiB reserved"
     parts.append(peak)
     return "\n".join([first, *(f"  {part}" for part in parts), f"  {run_dir}"])
+
+
+def _short(loss: float) -> str:
+    return f"{loss:.3f}" if abs(loss) >= 0.1 or loss == 0 else f"{loss:.3g}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

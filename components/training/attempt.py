@@ -146,7 +146,6 @@ class Attempt:
         observability.print_banner(
             self._report.console,
             observability.BannerFacts(
-                run_dir=self.dir,
                 mesh=self.mesh.shape,
                 coordinates=self.mesh.coordinates,
                 device=self.device,
@@ -174,6 +173,7 @@ class Attempt:
                 steps=self.state.step,
                 mesh=str(self.mesh.shape),
                 processes=self._world_size,
+                counted_tokens="input" if self._model.settings.counts_inputs else "target",
                 compute_dtype=str(self._model.compute_dtype).removeprefix("torch."),
                 wall_seconds=round(time.perf_counter() - self._started, 1),
                 peak_memory_bytes=observability.peak_memory_bytes(self.device),
@@ -205,7 +205,8 @@ class EvaluationRun(Attempt):
         )
         """Assignment of rows to dp ranks."""
         if cfg.evaluation.checkpoint is not None:
-            self.resume_from = checkpoint.locate_checkpoint(cfg.evaluation.checkpoint)
+            self.resume_from = folder = checkpoint.locate_checkpoint(cfg.evaluation.checkpoint)
+            self.state.step = checkpoint.Manifest.read(folder).step
 
     def begin(self, model: Prepared, notes: Iterable[object] = ()) -> None:
         """Print the banner and start the watchdog and stop-signal handling. A collective."""
@@ -213,7 +214,7 @@ class EvaluationRun(Attempt):
         self._model = model
         self._watch.follow(model.called)
         self._report = observability.Reporter(cfg.logging, self.dir, self._is_main)
-        source = str(self.resume_from or cfg.model.path or "from scratch")
+        source = str(self.resume_from or cfg.model.origin)
         batch = f"{cfg.evaluation.micro_batch_size} sequences x {self.mesh.size('dp')} dp at a time"
         self._print_banner(model, source, batch, notes)
         self._enter(self._report, self._stop, self._watch)

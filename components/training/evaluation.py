@@ -15,6 +15,7 @@ from components.distributed.mesh import Mesh
 from components.training.forward import forward_loss, local_batch, score_for, weights_of_rows
 from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
 from components.training.objectives import PLAIN, Objective, RowScores
+from components.training.objectives.distillation import Distillation
 from components.training.setup.prepared import Prepared
 
 
@@ -41,7 +42,7 @@ class Evaluation:
     """Result of a pass over held-out data; the same on every rank."""
 
     loss: float
-    """Mean loss per unit; NaN if there are no units."""
+    """Mean loss per unit, of a distillation the cross-entropy of the data; NaN if there are no units."""
     count: int
     """Units over all ranks; 0 if the pass was stopped."""
     unit: str = PLAIN.unit
@@ -90,6 +91,8 @@ def _evaluate(model: Prepared, batches: Iterable[Batch], objective: Objective, r
     if metrics:
         values = sum_over_ranks(torch.stack(metrics)).tolist()
         means = {name: value / max(count, 1) for name, value in zip(objective.metrics, values, strict=True)}
+    if isinstance(objective, Distillation):  # comparable with other runs, unlike the divergence, a metric of its own
+        total = means.pop("cross_entropy") * count
     return Evaluation(total / count if count else float("nan"), int(count), objective.unit, means)
 
 

@@ -19,6 +19,12 @@ def count_targets(targets: torch.Tensor) -> torch.Tensor:
     return (targets != IGNORED).sum().to(torch.float64)
 
 
+def count_inputs(targets: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens up to the last target of each row (batch, seq), as a float64 scalar."""
+    positions = torch.arange(1, targets.shape[-1] + 1, device=targets.device)
+    return ((targets != IGNORED) * positions).amax(-1).sum().to(torch.float64)
+
+
 def sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:
     """All-reduce a vector over all ranks in place, and return it."""
     if (ranks := all_ranks()) is not None:

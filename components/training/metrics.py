@@ -36,7 +36,7 @@ class StepMetrics:
     grad_norm: float
     """Global norm of the gradients before clipping."""
     tokens: int
-    """Target tokens of the step, summed over all ranks."""
+    """Target tokens of the step, summed over all ranks; of a score head all tokens of its inputs."""
     seconds: float
     """Host time of the step, including data loading; in steady state equal to the device time."""
     skipped: bool

@@ -23,7 +23,7 @@ class TrainState:
     step: int = 0
     """Optimizer steps completed."""
     tokens: int = 0
-    """Target tokens of the recorded steps."""
+    """Target tokens of the recorded steps; with a score head all tokens of its inputs."""
     skipped: int = 0
     """Steps whose update was skipped because the gradients were not finite."""
     skipped_in_a_row: int = 0

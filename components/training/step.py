@@ -16,7 +16,7 @@ from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.distributed.pipeline.schedule import Pipeline, pad_to_longest
 from components.training.forward import head_keywords, local_batch, training_loss, weigh_rows
-from components.training.loss import all_ranks, count_targets, reduce_loss, sum_over_ranks
+from components.training.loss import all_ranks, count_inputs, count_targets, reduce_loss, sum_over_ranks
 from components.training.metrics import FIELDS, StepNumbers
 from components.training.objectives import PLAIN, Objective
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
@@ -48,10 +48,13 @@ def train_step(
     device_batches = [batch.to(settings.device) for batch in batches]
     local_count = torch.stack([objective.count(batch) for batch in device_batches]).sum() * settings.counts_rows
     local_targets = torch.stack([count_targets(batch.targets) for batch in device_batches]).sum() * settings.counts_rows
+    local_tokens = local_targets
+    if settings.counts_inputs:
+        local_tokens = torch.stack([count_inputs(each.targets) for each in device_batches]).sum() * settings.counts_rows
     local_batches = [local_batch(batch, settings, settings.router_loss) for batch in device_batches]
     seconds = torch.tensor([seconds_at_peak], dtype=torch.float64).to(settings.device, non_blocking=True)
-    # units, targets, seconds at peak
-    totals = sum_over_ranks(torch.cat([torch.stack([local_count, local_targets]), seconds]))
+    # units, targets, tokens, seconds at peak
+    totals = sum_over_ranks(torch.cat([torch.stack([local_count, local_targets, local_tokens]), seconds]))
     units, targets = totals[0].clamp(min=1), totals[1].clamp(min=1)
 
     local_batches = objective.with_token_values(model, local_batches)
@@ -93,10 +96,10 @@ def train_step(
         ended.append(token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens)
     flags, metrics = sum_over_ranks(torch.cat(ended)).tensor_split((3,))
     norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
-    tokens = totals[1:2]
+    tokens = totals[2:3]
     if measured is not None:
         tokens, metrics = measured[:1], measured[1:]
-    vector = torch.cat([loss / units, norm, tokens, skipped, flags, totals[2:], metrics / units])
+    vector = torch.cat([loss / units, norm, tokens, skipped, flags, totals[3:], metrics / units])
     return StepNumbers(vector, (*FIELDS, *objective.metrics))
 
 

@@ -208,7 +208,8 @@ def expected(
         curve.norms.append(float(norm))
         curve.divergences.append(apart.item())
     with torch.no_grad():
-        curve.held_out = tuple(mean_losses(model, teacher, cfg, range(len(everything)), stored).tolist())
+        _, divergence, *entropies = mean_losses(model, teacher, cfg, range(len(everything)), stored).tolist()
+        curve.held_out = (entropies[0], divergence, entropies[1])  # eval_loss is the cross-entropy of the data
     return curve
 
 

@@ -28,7 +28,7 @@ def test_average_is_evaluated_and_exported(bench: Bench, capsys: pytest.CaptureF
     (bench.folder / "texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     done = bench.start(*SHORT).wait()
     assert done.status == 0, done.errors
-    assert "EMA of the weights: decay 0.5" in done.output
+    assert "weight average  exponential, decay 0.5" in done.output
     run = bench.folder / "run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["eval_loss"], line["eval_loss_trained"]) for line in lines if "eval_loss" in line]

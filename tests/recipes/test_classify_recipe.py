@@ -140,7 +140,8 @@ def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(
     scored = subprocess.run(command, cwd=classify.folder, capture_output=True, text=True, check=False)
     assert scored.returncode == 0, scored.stderr
     assert f"30 pairs, accuracy {last['eval_accuracy']:.2%}" in scored.stdout
-    rewards = [json.loads(line) for line in (classify.folder / "pairs.rewards.jsonl").read_text().splitlines()]
+    written = classify.folder / "outputs" / "score" / "pairs.rewards.jsonl"  # not beside the data
+    rewards = [json.loads(line) for line in written.read_text().splitlines()]
     margins = torch.tensor([line["chosen"] - line["rejected"] for line in rewards], dtype=torch.float64)
     assert last["eval_margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
     assert last["eval_loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)

@@ -191,7 +191,7 @@ def test_private_run_has_owner_only_modes_and_others_follow_the_umask(private: b
     assert {entry.name for entry in entries} >= {"by_0", "by_1", "d", "rank_1.log", "config.yaml", "environment.json"}
     for entry in entries:
         if not entry.is_symlink():
-            always_private = entry.name in (".lock", "rank_1.log", "environment.json")
+            always_private = entry.name in (".lock", "rank_0.log", "rank_1.log", "environment.json")
             mode = 0o700 if private else 0o777
             mode = mode if entry.is_dir() else 0o600 if always_private else mode & 0o666
             assert stat.S_IMODE(entry.stat().st_mode) == mode, entry

@@ -287,7 +287,7 @@ def test_no_rank_outlives_a_killed_launcher(bench: Bench) -> None:
     bench.write(TRAP + FOREVER)
     started = bench.start(TWO)
     bench.await_notes("up", 2)
-    assert len(bench.processes()) == 3
+    assert len(bench.processes()) == 4  # the launcher, the copy of its console, two ranks
     kill(started)
     bench.assert_no_process_left()
 
@@ -317,5 +317,6 @@ def test_run_directory_of_a_killed_run_can_be_reused(bench: Bench) -> None:
     assert sorted(file.name for file in Path(bench.folder / "mine" / "logs" / "attempt_0").iterdir()) == [
         "config.yaml",
         "environment.json",
+        "rank_0.log",
         "rank_1.log",
     ]

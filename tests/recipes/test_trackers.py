@@ -30,7 +30,8 @@ Curve = dict[str, dict[int, float]]
 def start(folder: Path, *overrides: str) -> str:
     trackio = ["logging.trackio.enabled=true"] if HAS_TRACKIO else []
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MESHBOOK_", "MLFLOW_"))}
-    environment |= {"OMP_NUM_THREADS": "1", "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("TRACKIO_DIR", None)
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "recipes" / "finetune.py"), *RUN, *trackio, *overrides],
         cwd=folder, env=environment, text=True, capture_output=True, check=False, timeout=240,
@@ -70,6 +71,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = start(folder, "training.max_steps=6")
     assert "resumed from" in output
     assert "off for the rest of the run" not in output
+    assert {each.name for each in folder.iterdir()} == {"run"}  # trackers write nothing elsewhere
+    for opened in ("tensorboard --logdir", "mlflow ui --backend-store-uri", "wandb sync"):
+        assert f"{opened} {folder}/run/" in output
     assert sorted(logged(folder / "run")["loss"]) == [1, 2, 3, 4, 5, 6]
     return folder
 
@@ -93,7 +97,7 @@ def test_mlflow_has_one_run_with_the_curves_and_the_config(resumed: Path, monkey
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
-    client = MlflowClient(tracking_uri=(resumed / "mlruns").as_uri())
+    client = MlflowClient(tracking_uri=(resumed / "run" / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("meshbook")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.status, run.info.run_name, run.data.tags["group"]) == ("FINISHED", "run", "together")
@@ -125,7 +129,7 @@ from trackio.sqlite_storage import SQLiteStorage
 logs = SQLiteStorage.get_logs("meshbook", run.name, run_id=run.id)
 print(json.dumps([run.name, run.config, logs], default=str))
 """
-    environment = os.environ | {"TRACKIO_DIR": str(resumed / "trackio")}
+    environment = os.environ | {"TRACKIO_DIR": str(resumed / "run" / "trackio")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=resumed, text=True, capture_output=True, check=True
     )

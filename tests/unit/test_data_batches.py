@@ -276,8 +276,8 @@ def test_ramped_batches_consume_every_sample_once_in_the_same_order(micro: int, 
         again.load_state_dict(state)
         assert sample_numbers(next(again)) == found[step] == sample_numbers(again.at(step)) == again.global_batch(step)
     assert ramped(micro, 0, dp_size).samples_before(9) == sum(sizes)
-    assert "12 sequences a step" in str(ranks[0]._plan)
-    assert "4 up to step 2, 8 up to step 5" in str(ranks[0]._plan)
+    assert "12 sequences a step" in ranks[0]._plan.describe("sequences")
+    assert "4 up to step 2, 8 up to step 5" in ranks[0]._plan.describe("sequences")
 
 
 def test_cut_rows_keep_every_target_and_cut_attention() -> None:

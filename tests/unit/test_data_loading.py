@@ -199,7 +199,7 @@ def test_eval_path_is_the_held_out_split(tmp_path):
     cfg = SftDataConfig(path=path, eval_path=write(tmp_path / "held.jsonl", [("h", "a")]))
     assert len(build(cfg)) == 30
     assert prompts(build(cfg, "eval")) == ["h"]
-    assert str(build(cfg, "eval").facts).startswith(f"{tmp_path}/held.jsonl (train): 1 samples")
+    assert str(build(cfg, "eval").facts).startswith(f"{tmp_path}/held.jsonl (train): 1 sample, ")
 
 
 # Overlong samples. In tokens: "p\n" is 2, the answer its length, and the end 1.
@@ -224,6 +224,13 @@ def test_overlong_samples_are_truncated_on_the_right_and_counted(tmp_path):
     assert str(facts).startswith(
         f"{tmp_path}/x.jsonl (train): 2 samples, 19 tokens, 9 with loss; 1 cut to seq_len; 2 without a target dropped"
     )
+    assert facts.warning == (
+        f"2 of 4 rows of {tmp_path}/x.jsonl (train) are dropped (50%): 2 without a target; raise seq_len"
+    )
+    facts.samples = 18
+    assert "(10%)" in facts.warning
+    facts.samples = 19
+    assert facts.warning == ""
 
 
 def test_overlong_samples_are_dropped_or_rejected(tmp_path):

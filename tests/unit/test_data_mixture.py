@@ -276,7 +276,7 @@ def test_shares_and_passes_are_reported(tmp_path: Path) -> None:
         assert line.startswith(f"{name}, {share}.00 % of rows, {100 * mean / sum(means):.2f} % of tokens with loss: ")
         assert f" {len(part):,} samples, " in line
         assert line.endswith(f"{2.4 * share / len(part):.2f} passes in the whole run")
-    assert str(build(cfg, "eval").facts).startswith(f"chats: held out of {tmp_path}/chats.jsonl (train): 1 samples, ")
+    assert str(build(cfg, "eval").facts).startswith(f"chats: held out of {tmp_path}/chats.jsonl (train): 1 sample, ")
     alone = build_dataset(cfg.sources["maths"], TOKENIZER, seq_len=64, split="train")
     assert str(plan.facts(alone)).endswith("; 10.00 passes in the whole run")
 

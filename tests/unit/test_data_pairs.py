@@ -161,7 +161,8 @@ def test_labeled_answer_is_paired_with_the_answer_of_the_next_sample(tmp_path: P
     plan = BatchPlan(global_batch_size=2, micro_batch_size=2, dp_rank=0, dp_size=1)
     labels = [batch.rows[DESIRABLE].tolist() for batch in EvalBatches(pairs, plan)]
     assert labels == [[1, 1, 0, 0], [1, 1, 0, 0]]
-    assert str(pairs.facts).startswith("answers, 67% of them desirable, of ")
+    assert "(train), 67% of the answers desirable: 3 answers, " in str(pairs.facts)
+    assert pairs.facts.batch_unit == "answers"
     assert pairs.show(1).startswith("undesirable: ")
 
 
@@ -265,7 +266,10 @@ def test_pairs_of_equal_tokens_are_dropped_and_counted(tmp_path: Path, case: str
     pairs = built()
     assert [pairs.show(index).count(f"+{index}") for index in range(len(pairs))] == [1, 1, 1]
     assert pairs.facts.dropped_equal == 2
+    assert f"{file} (train): 3 pairs, " in str(pairs.facts)
     assert "; 2 pairs of equal answers dropped" in str(pairs.facts)
+    assert pairs.facts.batch_unit == "pairs"
+    assert f"2 of 5 rows of {file} (train) are dropped (40%): 2 pairs of equal answers" in pairs.facts.warning
     lengths = [len(each.input_ids) for index in range(3) for each in pairs.rows_of(index)]
     assert pairs.facts.tokens == sum(lengths)
     if builder == "packed":

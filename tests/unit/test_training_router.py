@@ -76,7 +76,7 @@ def test_coefficient_defaults_to_that_of_the_model_config(name: str) -> None:
     default = training.attach_router_loss(model, cfg(None))
     assert default is not None
     assert default.coefficient == model.config.router_aux_loss_coef
-    assert str(default).startswith("router auxiliary loss per sequence")
+    assert str(default).startswith("router loss: auxiliary, per sequence")
     assert str(default).endswith(f"coefficient {default.coefficient:g}")
     assert training.attach_router_loss(build(name, torch.float32), cfg(0.25)).coefficient == 0.25
     assert training.attach_router_loss(model, cfg(0.0)) is None

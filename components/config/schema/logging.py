@@ -34,7 +34,7 @@ class WandbConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MlflowConfig:
-    """MLflow (extra `mlflow`): the server in MLFLOW_TRACKING_URI, or the folder `mlruns` in the working directory.
+    """MLflow (extra `mlflow`): the server in MLFLOW_TRACKING_URI, or the folder `mlruns` in the run directory.
     Errors of MLflow never stop a run."""
 
     enabled: bool = False
@@ -47,7 +47,7 @@ class MlflowConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrackioConfig:
-    """trackio (extra `trackio`): a local database in TRACKIO_DIR. Errors of trackio never stop a run."""
+    """trackio (extra `trackio`): a local database in TRACKIO_DIR, by default in the run directory. Errors of trackio never stop a run."""
 
     enabled: bool = False
     """Track the run with trackio."""

@@ -302,6 +302,13 @@ class ModelConfig:
         self.compile = str(self.compile).lower()  # YAML's true and false become True and False
         raise_all(self._problems())
 
+    @property
+    def origin(self) -> str:
+        """Where the weights of a new run are from, for the banner."""
+        if self.path is None:
+            return "from scratch"
+        return f"architecture of {self.path}, random weights" if self.init is WeightInit.random else self.path
+
     def stored_dtype(self, *, frozen_on_gpu: bool = False) -> DType:
         """Return the dtype of stored parameters: `dtype`, with auto resolved.
 

@@ -60,11 +60,12 @@ class Trackers:
         """Finish the run in all trackers, marked as failed if `failed`."""
         self._call(lambda tracker: tracker.finish(failed=failed))
 
-    def _call(self, call: Callable[[Tracker], None]) -> None:
-        """Call each tracker; on any error print the reason once and drop the tracker."""
+    def _call(self, call: Callable[[Tracker], str | None]) -> None:
+        """Call each tracker and print what it returns; on any error print the reason once and drop the tracker."""
         for name, tracker in list(self._active.items()):
             try:
-                call(tracker)
+                if text := call(tracker):
+                    self._console.print(f"{name}: {text}", markup=False)
             except Exception as error:  # of any kind: trackers are libraries and servers of others
                 del self._active[name]
                 logger.debug("%s failed", name, exc_info=True)

@@ -1,8 +1,9 @@
-"""MLflow: the server in MLFLOW_TRACKING_URI, or the folder `mlruns` in the working directory."""
+"""MLflow: the server in MLFLOW_TRACKING_URI, or the folder `mlruns` in the run directory."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 from components.config.schema.logging import MlflowConfig
 from components.config.stored_run import flat_config
 from components.observability.trackers.tracker import TrackedRun
+from components.protocol.run_files import own_folder
 
 LOCAL = "mlruns"
 """Folder of the local store."""
@@ -43,16 +45,19 @@ class MlflowTracker:
         self._id = ""
         self._run: TrackedRun
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: TrackedRun) -> str:
         """Start the MLflow run, or continue it. Raises if the store does not contain the stored id."""
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or Path.cwd().joinpath(LOCAL).as_uri()
+        stored, folder = run.stored_id("mlflow"), run.directory / LOCAL
+        if stored is not None and not folder.exists() and Path(LOCAL).is_dir():
+            folder = Path.cwd() / LOCAL  # where earlier versions stored the run
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = server or own_folder(folder).as_uri()
         # Unlike mlflow.start_run, the client records no user, git state or URL of the repository.
         self._client = client = MlflowClient(tracking_uri=uri)
-        stored = run.stored_id("mlflow")
         if stored is None:
             # Values logged so far were not logged here.
             self._run = replace(run, last_logged={})
@@ -66,6 +71,8 @@ class MlflowTracker:
             self._run, self._id = run, stored
             client.update_run(stored, status="RUNNING")
         self._log_config(run.config)
+        command = shlex.join(["mlflow", "ui", "--backend-store-uri", str(folder)])
+        return server or f"{folder}; open it with: MLFLOW_ALLOW_FILE_STORE=true {command}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values at the step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,13 @@ class TensorBoardTracker:
         self._run: TrackedRun
         self._writer: SummaryWriter | None = None
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: TrackedRun) -> str:
         """Import TensorBoard."""
         import torch.utils.tensorboard  # noqa: F401  (imports the tensorboard package)
 
         self._run = run
+        folder = run.directory / FOLDER
+        return f"{folder}; open it with: tensorboard --logdir {shlex.quote(str(folder))}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values at the step."""

@@ -18,8 +18,11 @@ IDS = "trackers.json"
 class Tracker(Protocol):
     """One service that shows a run's metrics. Any method may raise; the caller then stops using the tracker."""
 
-    def start(self, run: TrackedRun) -> None:
-        """Import the tracker's package, and start the run or continue that of an earlier attempt."""
+    def start(self, run: TrackedRun) -> str | None:
+        """Import the tracker's package, and start the run or continue that of an earlier attempt.
+
+        Return where the run is stored and how to open it, for the console.
+        """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of one line of metrics.jsonl, without its step."""

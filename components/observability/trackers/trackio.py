@@ -1,14 +1,20 @@
-"""trackio: a local database in TRACKIO_DIR, by default ~/.cache/huggingface/trackio; TRACKIO_SPACE_ID or
+"""trackio: a local database in TRACKIO_DIR, by default the folder `trackio` in the run directory; TRACKIO_SPACE_ID or
 TRACKIO_SERVER_URL name a server instead."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from components.config.schema.logging import TrackioConfig
 from components.observability.trackers.tracker import TrackedRun, name_in_group
+from components.protocol.run_files import own_folder
+
+LOCAL = "trackio"
+"""Folder of the local database in the run directory."""
 
 
 class TrackioTracker:
@@ -22,8 +28,17 @@ class TrackioTracker:
         self._started: Any = None
         self._run: TrackedRun
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: TrackedRun) -> str:
         """Start the trackio run, or continue it. Raises RuntimeError if another run has its name."""
+        server = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        if (
+            not server
+            and "TRACKIO_DIR" not in os.environ
+            and (
+                run.stored_id("trackio") is None or (run.directory / LOCAL).is_dir()  # earlier versions used the cache
+            )
+        ):
+            os.environ["TRACKIO_DIR"] = str(own_folder(run.directory / LOCAL))  # read on import
         import trackio
 
         config, stored = self._config, run.stored_id("trackio")
@@ -47,6 +62,10 @@ class TrackioTracker:
             )
         # Values logged before trackio was enabled were not logged there.
         self._run = run if stored is not None else replace(run, last_logged={})
+        folder = os.environ.get("TRACKIO_DIR")
+        where = f"TRACKIO_DIR={shlex.quote(folder)} " if folder else ""
+        command = f"{where}{shlex.join(['trackio', 'show', '--project', config.project])}"
+        return server or f"{folder or 'its local database'}; open it with: {command}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values at the step."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from components.config.schema.logging import WandbConfig
@@ -22,7 +24,7 @@ class WandbTracker:
         self._config = config
         self._run: Any = None
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: TrackedRun) -> str:
         """Start the wandb run, or continue it."""
         import wandb
 
@@ -49,6 +51,10 @@ class WandbTracker:
             group=config.group,
             config=run.config,
         )
+        if self._run.url:
+            return str(self._run.url)
+        folder = Path(self._run.dir).parent  # of this attempt
+        return f"{folder}; upload it with: wandb sync {shlex.quote(str(folder))}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values at the step."""

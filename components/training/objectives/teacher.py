@@ -43,8 +43,10 @@ def build_distillation(
     """
     vocabulary = vocabulary_of(model.module)
     if cfg.teacher.path is None:
+        model.notes.insert(0, ("teacher", f"its most likely tokens, stored in {cfg.teacher.stored}"))
         return StoredDistillation(cfg, tokenizer, vocabulary)
     teacher = load_teacher(cfg, run, tokenizer, vocabulary)
+    model.notes.insert(0, ("teacher", f"{cfg.teacher.path}: {teacher.summary}"))
     return Distillation(cfg.objective, hidden_states_of(teacher, vocabulary))
 
 

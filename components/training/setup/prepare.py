@@ -97,10 +97,9 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
     recompute, grad_sync, parallelism, on_gpu = None, None, cfg.parallelism, device.type == "cuda"
     if training is not None:
         grad_sync = choose_grad_sync(cfg, model, mesh, device)
-        parallelism = replace(parallelism, defer_grad_sync=str(grad_sync.deferred))
-        cfg = replace(cfg, parallelism=parallelism)
+        cfg = replace(cfg, parallelism=replace(parallelism, defer_grad_sync=str(grad_sync.deferred)))
         recompute = choose_recompute_policy(cfg, model, mesh, device)
-        parallelism = replace(parallelism, activation_checkpointing=recompute.policy)
+        parallelism = replace(cfg.parallelism, activation_checkpointing=recompute.policy)
     packs = cfg.data.pack
     compiles = cfg.model.compiles(parallelism, packs=packs, on_gpu=on_gpu)
     fuses = cfg.model.fuses(parallelism, packs=packs, on_gpu=on_gpu)
@@ -148,6 +147,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
             router_loss=router_loss,
             loss_head=loss_head,
             flops=flops,
+            counts_inputs=section(cfg, ScoreConfig) is not None,
         ),
         parallelism=cfg.parallelism,
         compute_dtype=dtype,

@@ -44,6 +44,8 @@ class StepSettings:
     """How the loss is computed from hidden states; None: the model returns logits."""
     flops: StepFlops | None = None
     """Model FLOPs and the devices' peak; None: the MFU is not measured."""
+    counts_inputs: bool = False
+    """Whether the tokens of a step are all that the model reads, since only the last one of a row is a target."""
 
     @property
     def takes_targets(self) -> bool:
@@ -93,7 +95,7 @@ class Prepared:
         if training.ema_decay is None:
             return self
         average = WeightAverage(self.module, training.ema_decay, training.eval_weights)
-        note = f"EMA of the weights: decay {training.ema_decay}, {average.local_bytes:,} bytes on this rank"
+        note = f"weight average: exponential, decay {training.ema_decay}, {average.local_bytes:,} bytes on this rank"
         return replace(self, average=average, notes=[*self.notes, f"{note}; {training.eval_weights.described}"])
 
     @contextmanager

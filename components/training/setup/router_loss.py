@@ -74,7 +74,7 @@ class RouterLoss:
         self._expects = expects  # whether sequence weights must still arrive: this rank has routers, none was called
 
     def __str__(self) -> str:
-        return f"router auxiliary loss per sequence (in packed rows: per document), coefficient {self.coefficient:g}"
+        return f"router loss: auxiliary, per sequence (in packed rows: per document), coefficient {self.coefficient:g}"
 
     def start_step(self, tokens: torch.Tensor) -> None:
         """Reset the sum. tokens: target tokens of the whole step, over all ranks, a float64 scalar."""
