@@ -55,6 +55,7 @@ def print_text(
 
 _COMMAND = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S* )*(?:python|torchrun|meshbook|make|eval|echo|sbatch|srun) ")
 _WORD = re.compile(r"""(?:--[\w-]+ (?=[^\s-]))?(?:[^\s'"]|'[^']*'|"[^"]*"|['"])+""")
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i?B|B|m?s|x)\b)|(?<=\dx) (?=\d)")
 _SECOND_COLUMN = re.compile(r"\S+(?: \S+){0,3} {2,}(?=\S)")
 
 
@@ -99,13 +100,21 @@ def _fit_block(lines: list[str], hang: int, width: int) -> list[str]:
     if _COMMAND.match(first):
         code, _, comment = first.partition(" # ")
         margin = " " * (len(first) - len(first.lstrip()) + 4)
-        notes = textwrap.wrap(f"# {comment.strip()}", width, initial_indent=margin, subsequent_indent=f"{margin}# ")
+        notes = _wrap(f"# {comment.strip()}", width, initial_indent=margin, subsequent_indent=f"{margin}# ")
         return [*fit_command(code.rstrip(), width), *(notes if comment else ())]
     if hang > width // 2:
         hang = len(first) - len(first.lstrip()) + 4
     text = " ".join([first, *(each.strip() for each in lines[1:])])
-    margin = " " * hang
-    return textwrap.wrap(text, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    return _wrap(text, width, subsequent_indent=" " * hang)
+
+
+def _wrap(text: str, width: int, initial_indent: str = "", subsequent_indent: str = "") -> list[str]:
+    """Return lines of whole words, with a number and its unit on the same line."""
+    glued = _UNIT.sub("\N{NO-BREAK SPACE}", text)
+    wrapper = textwrap.TextWrapper(
+        width, initial_indent, subsequent_indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [each.replace("\N{NO-BREAK SPACE}", " ") for each in wrapper.wrap(glued)]
 
 
 def fit_command(command: str, width: int | None = None) -> list[str]:
@@ -143,7 +152,7 @@ def fit_table(
 
 
 def _fit_row(row: Sequence[str], widths: Sequence[int], texts: Collection[int], is_header: bool) -> list[str]:
-    cells = [textwrap.wrap(cell, size, break_long_words=False) or [""] for cell, size in zip(row, widths, strict=True)]
+    cells = [_wrap(cell, size) or [""] for cell, size in zip(row, widths, strict=True)]
     height, lines = max(map(len, cells)), []
     for number in range(height):
         parts = []

@@ -2,7 +2,7 @@
 
 meshbook finetune data=jsonl data.path=mine.jsonl   # a recipe, with the same arguments as recipes/finetune.py
 meshbook sweep finetune optimizer.lr=1e-5,1e-4      # the recipe with -m
-meshbook plan model=llama3_1_8b cluster=slurm_1node # a tool, with the same arguments as scripts/plan.py
+meshbook plan experiment=llama3_1_8b_1node          # a tool, with the same arguments as scripts/plan.py
 meshbook copy finetune mine.py                      # copy a recipe, to change it and run `python mine.py`
 meshbook help optimizer                             # the keys and options of a section; also of one key: optimizer.lr
 meshbook finetune --help                            # what a recipe does, its options and all its keys

@@ -1,19 +1,26 @@
 """Rank the meshes that can run a recipe: which fit into the memory, and how long a step takes.
 
-python scripts/plan.py model=llama3_1_70b cluster=slurm_8node cluster.gpu=h100_80 training.global_batch_size=128
-python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --why 1
-python scripts/plan.py --recipe dpo data.path=pairs.jsonl peft=lora cluster=slurm_1node cluster.gpu=a100_80
-python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --dry-run 2
-python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 --draw mesh.svg
-python scripts/plan.py model=qwen3_30b_a3b cluster=slurm_2node cluster.gpu=h200 parallelism.ep=8 --left-out
+python scripts/plan.py model=llama3_1_8b cluster=slurm_1node cluster.gpu=h100_80 training.seq_len=8192 \\
+    training.global_batch_size=64
+python scripts/plan.py experiment=llama3_3_70b_8node                          # the sizes of a ready experiment
+python scripts/plan.py experiment=llama3_3_70b_8node --why 2                  # every term of row 2
+python scripts/plan.py experiment=qwen3_30b_a3b_8node --left-out              # why other meshes are left out
+python scripts/plan.py experiment=llama3_1_8b_1node --draw mesh.svg           # a picture of row 1
+python scripts/plan.py experiment=llama3_1_8b_1node --dry-run 2               # also play the best two rows
+python scripts/plan.py --recipe dpo data.path=pairs.jsonl peft=lora model=llama3_1_8b cluster=slurm_1node \\
+    cluster.gpu=a100_80 training.seq_len=2048 training.global_batch_size=64
 
 Takes the recipe's own overrides. A degree, policy, schedule or micro-batch size that they set is kept; the planner
-chooses the others. No run is started. Memory and time are closed formulas, which load neither torch nor the model;
---dry-run N simulates a step of the best N rows with fake tensors, on one CPU and without its memory. Exit status 0:
-at least one mesh fits; 2: invalid options, an unknown device or model, or nothing fits.
+chooses the others. No run is started. `64 of 1` are a rank's micro-batches in a step, and the rows (or pairs) of each.
+Memory is that of the fullest rank; tokens/s and MFU count every token of a row. Row `2=1` is as fast as row 1 within
+the error of the estimates. Memory and time are closed formulas, which load neither torch nor the model; --dry-run N
+simulates a step of the best N rows with fake tensors, on one CPU and without its memory. Exit status 0: at least one
+mesh fits; 2: invalid options, an unknown device or model, or nothing fits.
 """
 
 from __future__ import annotations
+
+import sys
 
 from components.config.errors import ConfigError
 from components.planning.dry_run.played_run import play_run
@@ -22,7 +29,7 @@ from components.protocol.failures import print_problems
 from components.terminal import exit_with, print_text
 from scripts._plan.drawing import write_drawing
 from scripts._plan.options import read_request
-from scripts._plan.report import as_json, left_out_lines, played_lines, table_lines, why_lines
+from scripts._plan.report import as_json, left_out_lines, played_lines, size_warnings, table_lines, why_lines
 
 
 def main(arguments: list[str]) -> int:
@@ -38,6 +45,8 @@ def main(arguments: list[str]) -> int:
             write_drawing(request, plans)
         if request.options.json:
             print_text(as_json(request, plans, played))
+            for line in size_warnings(request, plans[0]):
+                print_text(line, file=sys.stderr)
         elif request.options.why is not None:
             print_text(*why_lines(request, plans), sep="\n")
         elif request.options.left_out:

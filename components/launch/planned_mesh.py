@@ -25,10 +25,10 @@ from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
 from components.planning.formulas.candidates import Candidate, Choice, LeftOut
 from components.planning.formulas.hardware import CPU_NAME, Hardware, find_hardware
-from components.planning.formulas.memory_check import GIB
 from components.planning.formulas.ranking import Plan, legal_plans
+from components.planning.formulas.term import bytes_text, seconds_text
 from components.protocol.run_files import CONFIG
-from components.terminal import print_text
+from components.terminal import fit, print_text
 
 AUTO = "parallelism=auto"
 BEST = re.compile(r"parallelism=plan:(\d+)")
@@ -132,11 +132,12 @@ def _auto_overrides(cfg: RecipeConfig, overrides: Sequence[str], world_size: int
         print_text(f"{AUTO}: keeps {_name(stored, world)}, as {cfg.run.dir} began with", file=sys.stderr)
         return stored.overrides(cfg.parallelism)
     best = plan_run(train, overrides, world, 1)[0]
-    print_text(
-        f"{AUTO}: {_name(best.candidate, world)}, micro-batches of {best.candidate.micro_batch_size}; estimated "
-        f"{best.memory.peak / GIB:,.2f} GiB and {best.time.seconds:,.3g} s per step (scripts/plan.py shows others)",
-        file=sys.stderr,
+    text = (
+        f"{AUTO}: {_name(best.candidate, world)}, micro-batches {best.workload.micro_batches_text}, for "
+        f"{best.workload.tokens_text} on {world:,} x {device_of(train).name}; estimated {bytes_text(best.memory.peak)} "
+        f"and {seconds_text(best.time.seconds)} per step (scripts/plan.py shows others)"
     )
+    print_text(fit(text), file=sys.stderr)
     return best.candidate.overrides(cfg.parallelism)
 
 

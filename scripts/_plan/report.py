@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,45 +12,88 @@ from components.planning.dry_run.dry_run_result import DryRun
 from components.planning.dry_run.played_run import dry_run_lines
 from components.planning.formulas.memory_check import GIB, usable_bytes
 from components.planning.formulas.ranking import Plan
-from components.planning.formulas.term import Term
+from components.planning.formulas.step_time import TIME_ERROR
+from components.planning.formulas.term import Term, seconds_text, three_digits
+from components.terminal import fit, fit_command, fit_table, terminal_width
 from scripts._plan.options import PlanRequest
 
-HEADER = ("row", "mesh", "recompute", "micro batch", "memory GiB", "step s", "tokens/s/rank", "MFU", "largest terms")
+HEADER = ("row", "mesh", "micro batches", "memory GiB", "step s", "tokens/s per rank", "MFU", "largest terms")
+INDENT = " " * 5
+LARGE_MODEL = 1e9
+"""Parameters from which a plan for CPUs warns too."""
+SMALL_ROWS = 1024
+"""Tokens per row below which a plan for GPUs warns, unless the command line sets training.seq_len."""
+SMALL_STEP = 4096
+"""Tokens per rank and step below which it warns, unless the command line sets training.global_batch_size."""
 
 
 def table_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
     """Return the ranked table, and the command of its first row."""
-    rows = [HEADER, *(_row(number, plan) for number, plan in enumerate(plans[: request.options.top], 1))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    left_out = sum(request.left_out.reasons.values())
+    plans = plans[: request.options.top]
+    equal = equal_rows(plans)
+    rows = [_row(number, plan, first) for number, (plan, first) in enumerate(zip(plans, equal, strict=True), 1)]
+    one_line = sum(max(map(len, column)) + 2 for column in zip(HEADER, *rows, strict=True)) - 2 <= terminal_width()
+    if one_line:
+        lines = [line for row in fit_table(HEADER, rows, {0, 1, 7}) for line in row]
+    else:  # the terms go below each row
+        (*header,), *body = fit_table(HEADER[:-1], [row[:-1] for row in rows], {0, 1})
+        terms = [fit(f"{INDENT}{row[-1]}").split("\n") for row in rows]
+        lines = [*header, *(line for row, below in zip(body, terms, strict=True) for line in (*row, *below))]
+    number = sum(request.left_out.reasons.values())
+    notes = [f"{number:,} other candidates are left out: --left-out prints why; --why ROW prints every term of a row"]
+    if len(set(equal)) < len(plans):
+        notes.insert(0, _equality(equal))
     return [
         *_summary(request, plans[0]),
         "",
         *lines,
         "",
-        f"{left_out:,} other candidates are left out: --left-out prints why; --why ROW prints every term of a row",
+        *(line for note in notes for line in fit(note).split("\n")),
         "row 1:",
-        f"  {request.command(plans[0])}",
+        *fit_command(f"  {request.command(plans[0])}"),
     ]
+
+
+def _equality(equal: Sequence[int]) -> str:
+    """Return what the mark of an equal row means, for the first one."""
+    row, first = next((row, first) for row, first in enumerate(equal, 1) if row != first)
+    return (
+        f"{row}={first}: row {row} counts as fast as row {first}: it is slower by less than the error of the "
+        f"estimates, {TIME_ERROR:.0%}; measure such rows: -m parallelism=plan:{len(equal)}"
+    )
+
+
+def equal_rows(plans: Sequence[Plan]) -> list[int]:
+    """Return for each row the number of the first row that is no faster by more than the error of the estimates."""
+    first, found = 0, []
+    for number, plan in enumerate(plans):
+        if plan.time.seconds > plans[first].time.seconds * (1 + TIME_ERROR):
+            first = number
+        found.append(first + 1)
+    return found
 
 
 def why_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
     """Return every term of a row with its formula and source."""
     number = min(request.options.why, len(plans))
     plan = plans[number - 1]
+    where = f" (pp coordinate {plan.memory.stage})" if plan.candidate.mesh.pp > 1 else ""
+    memory = (
+        f"memory of the fullest rank{where} when {plan.memory.moment}: {three_digits(plan.memory.peak / GIB)} GiB of "
+        f"{usable_bytes(request.hardware) / GIB:,.1f} usable"
+    )
+    unit, name = (1.0, "s") if plan.time.seconds >= 1 else (1e-3, "ms")
     lines = [
         *_summary(request, plan),
         "",
         f"row {number}: {mesh_name(plan)}",
-        f"  {request.command(plan)}",
+        *fit_command(f"  {request.command(plan)}"),
         "",
-        f"memory of the fullest rank (pp coordinate {plan.memory.stage}) when {plan.memory.moment}: "
-        f"{plan.memory.peak / GIB:,.2f} GiB of {usable_bytes(request.hardware) / GIB:,.2f} usable",
+        *fit(memory).split("\n"),
         *_terms(plan.memory.terms, GIB, "GiB"),
         "",
-        f"time of a step: {plan.time.seconds:,.3f} s",
-        *_terms(plan.time.terms, 1e-3, "ms"),
+        f"time of a step: {seconds_text(plan.time.seconds)}",
+        *_terms(plan.time.terms, unit, name),
     ]
     if number != request.options.why:
         lines.append(f"row {request.options.why} does not exist; this is the last one")
@@ -59,8 +102,9 @@ def why_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
 
 def left_out_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
     """Return the reasons for leaving candidates out, the most frequent first."""
-    reasons = request.left_out.reasons.most_common()
-    return [*_summary(request, plans[0]), "", *(f"{count:6,}  {reason}" for reason, count in reasons)]
+    rows = [(f"{count:,}", reason) for reason, count in request.left_out.reasons.most_common()]
+    table = fit_table(("count", "reason left out"), rows, {1})
+    return [*_summary(request, plans[0]), "", *(line for row in table for line in row)]
 
 
 def as_json(request: PlanRequest, plans: list[Plan], played: Sequence[Sequence[DryRun]]) -> str:
@@ -79,53 +123,80 @@ def as_json(request: PlanRequest, plans: list[Plan], played: Sequence[Sequence[D
 
 
 def mesh_name(plan: Plan) -> str:
-    """Return the axes larger than 1 and what they use: `dp_shard=8 tp=4 sp`."""
+    """Return the axes larger than 1 and what they use: `dp_shard=8 tp=4 sp recompute=full`."""
     parallelism, mesh = plan.candidate.parallelism, plan.candidate.mesh
+    policy = parallelism.activation_checkpointing
+    recompute = [] if policy is ActivationCheckpointing.none else [f"recompute={policy}"]
     if parallelism.strategy is not Strategy.fsdp2:
-        return f"{parallelism.strategy} {mesh.world}" if mesh.world > 1 else str(parallelism.strategy)
+        return " ".join([str(parallelism.strategy), *([str(mesh.world)] if mesh.world > 1 else []), *recompute])
     parts = [f"{axis}={mesh.degree(axis)}" for axis in AXES if mesh.degree(axis) > 1] or ["dp_shard=1"]
     if parallelism.sequence_parallel:
         parts.append("sp")
     if mesh.pp > 1:
         parts.append(str(parallelism.pp_schedule))
-    return " ".join(parts)
+    return " ".join([*parts, *recompute])
+
+
+def size_warnings(request: PlanRequest, plan: Plan) -> list[str]:
+    """Return warnings for rows or steps that only a first run on a small machine has, and that nobody has set."""
+    workload, training, given = plan.workload, request.cfg.training, request.choice.fixed
+    if not request.hardware.is_gpu and workload.architecture.parameters < LARGE_MODEL:
+        return []
+    found = []
+    if training.seq_len < SMALL_ROWS and "training.seq_len" not in given:
+        found.append(
+            f"warning: this plan is for rows of {training.seq_len:,} tokens, the training.seq_len of the recipe; "
+            "longer rows have another ranking: set the length of yours, such as training.seq_len=4096"
+        )
+    ranks = request.choice.world
+    if workload.tokens_per_step < SMALL_STEP * ranks and "training.global_batch_size" not in given:
+        found.append(
+            f"warning: training.global_batch_size={training.global_batch_size} gives each of {ranks:,} ranks "
+            f"{workload.tokens_per_step // ranks:,} tokens per step; set that of your run, such as "
+            f"training.global_batch_size={max(64, 2 * ranks)}"
+        )
+    return fit("\n\n".join(found)).replace("\n\n", "\n").split("\n") if found else []
 
 
 def _summary(request: PlanRequest, plan: Plan) -> list[str]:
-    workload, architecture = plan.workload, plan.workload.architecture
-    return [
-        f"{architecture.parameters / 1e9:,.2f}B parameters, {workload.tokens_per_step:,} tokens per step in rows of "
-        f"{workload.seq_len:,}, on {request.choice.world} x {request.hardware.name} "
-        f"({request.choice.ranks_per_node} per node)"
-    ]
+    text = (
+        f"{plan.workload.architecture.parameters_text}, {plan.workload.tokens_text}, on {request.choice.world:,} x "
+        f"{request.hardware.name} ({request.choice.ranks_per_node} per node)"
+    )
+    return [*size_warnings(request, plan), *fit(text).split("\n")]
 
 
-def _row(number: int, plan: Plan) -> tuple[str, ...]:
-    policy = plan.candidate.parallelism.activation_checkpointing
+def _row(number: int, plan: Plan, first: int) -> tuple[str, ...]:
     return (
-        str(number),
+        str(number) if number == first else f"{number}={first}",
         mesh_name(plan),
-        "-" if policy is ActivationCheckpointing.none else str(policy),
-        f"{plan.candidate.micro_batch_size} x {plan.workload.micro_batches}",
-        f"{plan.memory.peak / GIB:,.1f}",
-        f"{plan.time.seconds:,.2f}",
-        f"{plan.time.tokens_per_second_per_gpu:,.0f}",
+        plan.workload.micro_batches_text,
+        three_digits(plan.memory.peak / GIB),
+        three_digits(plan.time.seconds),
+        three_digits(plan.time.tokens_per_second_per_gpu),
         f"{plan.time.mfu:.0%}",
-        _largest(plan.time.terms, plan.time.seconds),
+        ", ".join(f"{each.name} {each.value / plan.time.seconds:.0%}" for each in _largest(plan)),
     )
 
 
-def _largest(terms: Iterable[Term], seconds: float) -> str:
-    ordered = sorted(terms, key=lambda each: -each.value)[:3]
-    return ", ".join(f"{each.name} {each.value / seconds:.0%}" for each in ordered if each.value / seconds >= 0.01)
+def _largest(plan: Plan) -> list[Term]:
+    """Return the three longest terms of a step, of at least one percent."""
+    ordered = sorted(plan.time.terms, key=lambda each: -each.value)
+    return [each for each in ordered[:3] if each.value >= 0.01 * plan.time.seconds]
 
 
 def _terms(terms: Sequence[Term], unit: float, name: str) -> list[str]:
+    """Return a line for each term, with its formula below if there is no room beside it."""
     width = max(len(each.name) for each in terms)
     lines = []
     for each in terms:
         source = f"  [{each.source}]" if each.source else ""
-        lines.append(f"  {each.name:<{width}}  {each.value / unit:>10,.2f} {name}  {each.formula}{source}")
+        value = f"  {each.name:<{width}}  {each.value / unit:>9,.{3 if name == 's' else 2}f} {name}"
+        formula = f"{each.formula}{source}"
+        if len(value) + 2 + len(formula) <= terminal_width():
+            lines.append(f"{value}  {formula}")
+        else:
+            lines += [value, *fit(f"{INDENT}{formula}").split("\n")]
     return lines
 
 
@@ -150,7 +221,8 @@ def _json_row(request: PlanRequest, plan: Plan) -> dict[str, Any]:
 
 def played_lines(plans: Sequence[Plan], played: Sequence[Sequence[DryRun]]) -> list[str]:
     """Return the estimated and the played memory of each row, with the traffic of the fullest rank."""
-    lines = ["", "dry runs: bytes of the run's own code on fake tensors, maximum over the played ranks"]
+    title = fit("dry runs: bytes of the run's own code on fake tensors, at the first ranks of each kind of stage")
+    lines = ["", *title.split("\n")]
     for number, (plan, runs) in enumerate(zip(plans, played, strict=True), 1):
         first, *others = dry_run_lines(runs, plan.memory.peak)
         lines += [f"row {number}: {first}", *others]

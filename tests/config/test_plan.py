@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shlex
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -37,15 +40,77 @@ def test_the_table_ranks_meshes_and_ends_with_a_command(commands: Commands, tmp_
     assert ended.status == 0, ended.errors
     assert not ended.imported_torch
     lines = ended.output.splitlines()
-    assert lines[0].startswith("8.03B parameters, 1,048,576 tokens per step in rows of 8,192, on 64 x h100_80")
-    assert lines[-1].strip().startswith("python recipes/finetune.py model=llama3_1_8b cluster=slurm_8node")
-    assert [line.split()[0] for line in lines[3:11]] == [str(number) for number in range(1, 9)]
+    assert lines[0].startswith("8.03B parameters, 1,048,576 tokens per step (128 rows of 8,192), on 64 x h100_80")
+    command = ended.output.partition("row 1:\n")[2]
+    assert command.strip().startswith("python recipes/finetune.py model=llama3_1_8b cluster=slurm_8node")
+    assert re.findall(r"^(\d)\S* +(?:d|p|t).*%$", ended.output, re.M) == [str(number) for number in range(1, 9)]
+
+
+@pytest.mark.parametrize("options", [[], ["--why", "5"], ["--left-out"]], ids=str)
+def test_the_output_fits_the_terminal(commands: Commands, tmp_path: Path, options: list[str]) -> None:
+    """A wide terminal has a row's terms on its line; others lose no word but their header."""
+    arguments = ["model=llama3_1_8b", "cluster=slurm_1node", "cluster.gpu=h100_80", *options]
+    whole, *narrow = (commands.run(PLAN, arguments, tmp_path, COLUMNS=each).output for each in ("400", "80", "60"))
+    assert options or re.search(r"^1 .*% +matmuls \d+%", whole, re.M)
+    for width, text in zip((80, 60), narrow, strict=True):
+        assert max(map(len, text.splitlines())) <= width
+        lost = Counter(whole.split()) - Counter(text.replace("\\\n", " ").split())
+        assert set(lost) <= {"largest", "terms"}
+
+
+def test_rows_within_the_error_of_the_estimates_are_marked_as_equal(commands: Commands, tmp_path: Path) -> None:
+    arguments = ["model=llama3_1_8b", "cluster=slurm_1node", "cluster.gpu=h100_80", *LONG, "--top", "60"]
+    seconds = [row["step_seconds"] for row in rows(commands, arguments, tmp_path)]
+    marks = re.findall(r"^(\d+)(?:=(\d+))? .*%$", commands.run(PLAN, arguments, tmp_path).output, re.M)
+    assert [int(row) for row, _ in marks] == list(range(1, len(seconds) + 1))
+    firsts = [number for number, (_, first) in enumerate(marks) if not first]
+    assert 2 <= len(firsts) < len(seconds)
+    for number, (_, first) in enumerate(marks):
+        leader = int(first or number + 1) - 1
+        assert leader == max(each for each in firsts if each <= number)
+        assert seconds[number] <= 1.11 * seconds[leader]
+    assert all(seconds[later] > 1.11 * seconds[earlier] for earlier, later in itertools.pairwise(firsts))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (["model=llama3_1_8b", "cluster=slurm_1node", "cluster.gpu=h100_80"], ["seq_len", "global_batch_size"]),
+        (["model=tiny", "cluster=slurm_8node", "cluster.gpu=h100_80", "training.seq_len=256"], ["global_batch_size"]),
+        (["experiment=llama3_1_8b_1node"], []),
+        (TINY[:3], []),
+    ],
+)  # fmt: skip
+def test_sizes_that_nobody_set_are_warned_about(
+    commands: Commands, tmp_path: Path, arguments: list[str], warned: list[str]
+) -> None:
+    ended = commands.run(PLAN, [*arguments, "--top", "1"], tmp_path, COLUMNS="400")
+    assert ended.status == 0, ended.errors
+    warnings = [line for line in ended.output.splitlines() if line.startswith("warning: ")]
+    assert [next(key for key in ("seq_len=", "global_batch_size=") if key in line)[:-1] for line in warnings] == warned
+    proposed = [line.rpartition(" ")[2] for line in warnings]  # what ends the warning, sets the key
+    assert warned == [] or "warning: " not in commands.run(PLAN, [*arguments, *proposed, "--json"], tmp_path).errors
+
+
+def test_documented_plans_are_for_stated_sizes() -> None:
+    files = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "scripts").glob("*.py"),
+             *(REPOSITORY / "meshbook").glob("*.py"), *(REPOSITORY / "recipes").glob("*.py")]  # fmt: skip
+    planned = r"(?:plan\.py|meshbook plan|parallelism=auto|parallelism=plan:|cluster\.dry_run=plan)\b"
+    start = r"^[ $]*(?:python|meshbook) "
+    found = [
+        command
+        for file in files
+        for command in re.findall(rf"{start}(?:.*\\\n)*.*$", file.read_text(), re.M)
+        if re.search(planned, command) and "model=tiny" not in command
+    ]
+    assert len(found) >= 8
+    assert [each for each in found if not re.search(r"experiment=|training\.seq_len=\d{4}|--help", each)] == []
 
 
 def test_the_command_is_quoted_for_a_shell(commands: Commands, tmp_path: Path) -> None:
     special = "run.name='a b'"
-    last = commands.run(PLAN, [*TINY, special], tmp_path).output.splitlines()[-1]
-    assert special in shlex.split(last)
+    command = commands.run(PLAN, [*TINY, special], tmp_path).output.partition("row 1:\n")[2]
+    assert special in shlex.split(command.replace("\\\n", " "))
 
 
 def test_the_reader_of_the_table_may_close_it(tmp_path: Path) -> None:
@@ -132,18 +197,23 @@ def test_terms_and_reasons_are_printed_on_demand(commands: Commands, tmp_path: P
 
 
 def test_a_row_is_drawn_as_a_picture(commands: Commands, tmp_path: Path) -> None:
-    ended = commands.run(PLAN, [*LLAMA_8B, *LONG, "parallelism.tp=4", "--draw", "mesh.svg", "--why", "2"], tmp_path)
+    arguments = [*LLAMA_8B, *LONG, "parallelism.tp=4", "parallelism.pp=2"]
+    ended = commands.run(PLAN, [*arguments, "--draw", "mesh.svg", "--why", "2"], tmp_path)
     assert ended.status == 0, ended.errors
     assert not ended.imported_torch
     root = ElementTree.parse(tmp_path / "mesh.svg").getroot()
     ranks = [each.get("data-rank") for each in root.iter() if "data-rank" in each.attrib]
     assert ranks == [str(rank) for rank in range(64)]
     assert sum(each.get("data-group") == "tp" for each in root.iter()) == 3
-    row = rows(commands, [*LLAMA_8B, *LONG, "parallelism.tp=4"], tmp_path)[1]
+    row = rows(commands, arguments, tmp_path)[1]
     bars = [each for each in root.iter() if each.get("data-bar") == "Memory of the fullest rank"]
     drawn = {each.get("data-term"): float(each.get("data-value", "nan")) for each in bars}
     assert drawn == pytest.approx({term["name"]: term["value"] for term in row["memory"]}, rel=1e-4)
-    refused = commands.run(PLAN, [*LLAMA_8B, *LONG, "--draw", "nowhere/mesh.svg"], tmp_path)
+    # The bubble below the schedule is that of the bar: the idle time of the slowest rank, a share of the whole step.
+    idle = next(term["value"] for term in row["time"] if term["name"] == "pipeline bubble") / row["step_seconds"]
+    texts = " ".join("".join(each.itertext()) for each in root.iter() if each.tag.endswith("text"))
+    assert re.findall(r"pipeline bubble.*?(\d+)%", texts) == [f"{100 * idle:.0f}"] * 2
+    refused = commands.run(PLAN, [*arguments, "--draw", "nowhere/mesh.svg"], tmp_path)
     assert refused.status == 2
     assert "--draw nowhere/mesh.svg: cannot be written: No such file or directory" in refused.errors
     assert "Traceback" not in refused.errors
@@ -319,7 +389,7 @@ def test_the_plan_in_a_document_is_what_the_command_prints(commands: Commands, t
     """The README may leave the example to the page."""
     block = (REPOSITORY / document).read_text().partition("$ python scripts/plan.py ")[2].partition("\n```")[0]
     assert block or document == "README.md"
-    command, _, printed = block.partition("\n")
+    command, _, printed = block.replace("\\\n      training", "training", 1).partition("\n")
     if block:
         ended = commands.run(PLAN, shlex.split(command), tmp_path)
         assert ended.output.startswith(printed)

@@ -11,13 +11,14 @@ from components.planning.draw.rank_layout import RankLayout
 from components.planning.draw.rank_panel import LEFT, WIDTH, draw_axes, draw_ranks
 from components.planning.draw.schedule_panel import ScheduleDrawing, draw_schedule
 from components.planning.draw.svg import MUTED, RULE, SvgCanvas, wrapped
-from components.planning.draw.term_bar import TermBar, draw_bar, largest_terms
+from components.planning.draw.term_bar import TermBar, bar_width, draw_bar, largest_terms
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.memory import MemoryEstimate
 from components.planning.formulas.memory_check import GIB, usable_bytes
 from components.planning.formulas.pipeline import StageSeconds
 from components.planning.formulas.ranking import Plan, estimate_run
-from components.planning.formulas.step_time import StepTime
+from components.planning.formulas.step_time import BUBBLE, StepTime
+from components.planning.formulas.term import bytes_text, seconds_text, three_digits, total
 from components.planning.formulas.workload import Workload
 
 
@@ -39,7 +40,7 @@ def render_mesh(picture: MeshPicture) -> str:
     """Return the picture as an SVG file, the same text for the same contents."""
     canvas = SvgCanvas()
     y = 30.0
-    for line in wrapped(picture.title, WIDTH, 22):
+    for line in wrapped(picture.title, WIDTH, 22, bold=True):
         y += 16
         canvas.text(LEFT, y, line, size=22, bold=True)
         y += 12
@@ -53,7 +54,12 @@ def render_mesh(picture: MeshPicture) -> str:
     bars = [each for each in (picture.memory, picture.time) if each is not None]
     if bars:
         y = _rule(canvas, y)
-        y = max(draw_bar(canvas, LEFT + 8 + index * (WIDTH / 2 + 12), y, bar) for index, bar in enumerate(bars))
+        half = WIDTH / 2 + 12
+        if max(map(bar_width, bars)) < WIDTH - half:
+            y = max(draw_bar(canvas, LEFT + 8 + index * half, y, bar) for index, bar in enumerate(bars))
+        else:
+            for bar in bars:
+                y = draw_bar(canvas, LEFT + 8, y, bar)
     if picture.schedule is not None:
         y = draw_schedule(canvas, _rule(canvas, y), picture.schedule)
     return canvas.document(WIDTH + 2 * LEFT, y + 16, picture.title)
@@ -106,17 +112,18 @@ def _estimated(
     limits.append((f"memory of {hardware.name}", hardware.memory_bytes))
     if measured_bytes is not None:
         limits.append(("measured peak of rank 0", measured_bytes))
-    schedule = ScheduleDrawing(parallelism, mesh.pp, workload.micro_batches, time.stages, time.send_seconds)
+    bubble = total(each for each in time.terms if each.name == BUBBLE) / time.seconds
+    schedule = ScheduleDrawing(parallelism, mesh.pp, workload.micro_batches, time.stages, time.send_seconds, bubble)
+    unit, unit_name = (1.0, "s") if time.seconds >= 1 else (1e-3, "ms")
     where = f"pp coordinate {memory.stage}, " if mesh.pp > 1 else ""
     return MeshPicture(
         title=title,
         facts=(
             f"{mesh.summary} x {hardware.name}, {ranks_per_node} per node",
-            f"{workload.architecture.parameters / 1e9:,.2f}B parameters; {workload.tokens_per_step:,} tokens per step: "
-            f"{workload.rows_per_step:,} rows of {workload.seq_len:,}, {workload.micro_batches:,} x "
-            f"{workload.micro_batch} per rank; activation checkpointing: {parallelism.activation_checkpointing}",
-            f"estimated: {time.seconds:,.3f} s per step, {time.tokens_per_second_per_gpu:,.0f} tokens/s per rank, "
-            f"MFU {time.mfu:.0%}, peak memory {memory.peak / GIB:,.1f} GiB",
+            f"{workload.architecture.parameters_text}; {workload.tokens_text}; micro-batches of a rank: "
+            f"{workload.micro_batches_text}; activation checkpointing: {parallelism.activation_checkpointing}",
+            f"estimated: {seconds_text(time.seconds)} per step, {three_digits(time.tokens_per_second_per_gpu)} "
+            f"tokens/s per rank, MFU {time.mfu:.0%}, peak memory {bytes_text(memory.peak)}",
         ),
         layout=RankLayout(mesh, ranks_per_node),
         parallelism=parallelism,
@@ -126,14 +133,14 @@ def _estimated(
             GIB,
             "GiB",
             tuple(limits),
-            f"{memory.peak / GIB:,.2f} GiB estimated; {where}when {memory.moment}",
+            f"{bytes_text(memory.peak)} estimated; {where}when {memory.moment}",
         ),
         time=TermBar(
             "Time of an optimizer step",
             largest_terms(time.terms),
-            1e-3,
-            "ms",
-            caption=f"{time.seconds * 1e3:,.1f} ms estimated; communication that computation hides is left out",
+            unit,
+            unit_name,
+            caption=f"{seconds_text(time.seconds)} estimated; communication that computation hides is left out",
         ),
         schedule=schedule if mesh.pp > 1 else None,
     )

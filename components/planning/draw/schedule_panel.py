@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from components.config.schema.parallelism import ParallelismConfig
 from components.planning.draw.rank_panel import LEFT, WIDTH
-from components.planning.draw.svg import FAINT, INK, MUTED, PAPER, RULE, SvgCanvas, text_width, tinted
+from components.planning.draw.svg import FAINT, INK, MUTED, PAPER, RULE, SvgCanvas, text_width, tinted, wrapped
 from components.planning.formulas.pipeline import (
     Interval,
     StageSeconds,
@@ -43,6 +43,8 @@ class ScheduleDrawing:
     micro_batches: int
     stages: tuple[StageSeconds, ...]
     send_seconds: float = 0.0
+    bubble: float | None = None
+    """Share of a step that the slowest rank is idle, which the bar of the step's time shows; None: no bar."""
     is_measured_in_seconds: bool = True
     """False: the stages are equal, and the time of a stage's forward is 1."""
 
@@ -59,8 +61,10 @@ def draw_schedule(canvas: SvgCanvas, y: float, drawing: ScheduleDrawing) -> floa
     intervals = timeline(schedule, ranks, drawing.stages, drawing.drawn, drawing.send_seconds)
     end = max(each.start + each.seconds for each in intervals)
     canvas.text(LEFT, y + 16, f"Pipeline schedule {schedule}", size=16, bold=True)
-    canvas.text(LEFT, y + 38, _caption(drawing, intervals, end), size=12.5, color=MUTED)
-    y += 54
+    for line in wrapped(_caption(drawing, intervals, end), WIDTH, 12.5):
+        canvas.text(LEFT, y + 38, line, size=12.5, color=MUTED)
+        y += 16
+    y += 38
     height = max(8.0, min(28.0, 480 / drawing.pp))
     left, scale = LEFT + LABELS, (WIDTH - LABELS) / end
     for rank in range(drawing.pp):
@@ -95,7 +99,7 @@ def draw_schedule(canvas: SvgCanvas, y: float, drawing: ScheduleDrawing) -> floa
 def _caption(drawing: ScheduleDrawing, intervals: list[Interval], end: float) -> str:
     idle = 1 - sum(each.seconds for each in intervals) / (end * drawing.pp)
     if drawing.drawn == drawing.micro_batches:
-        text = f"{drawing.drawn} micro-batches (numbered). Gray is idle: the bubble, {idle:.0%} of the ranks' time."
+        text = f"{drawing.drawn} micro-batches (numbered). Gray is idle: {idle:.0%} of the ranks' time"
     else:
         ranks = drawing.parallelism.stage_ranks(drawing.pp)
         schedule, number = drawing.parallelism.pp_schedule, drawing.micro_batches
@@ -103,9 +107,13 @@ def _caption(drawing: ScheduleDrawing, intervals: list[Interval], end: float) ->
         busy = number * sum(each.forward + each.backward for each in rank_seconds(ranks, drawing.stages))
         whole = max(0.0, 1 - busy / (seconds * drawing.pp))
         text = (
-            f"Cut: a step of {drawing.drawn} micro-batches (numbered) instead of {number:,}. Gray is idle: the bubble, "
-            f"{idle:.0%} here and about {whole:.0%} with all {number:,}."
+            f"Cut: {drawing.drawn} micro-batches (numbered) of {number:,}. Gray is idle: {idle:.0%} of the ranks' time "
+            f"here, about {whole:.0%} with all {number:,}"
         )
+    if drawing.bubble is None:
+        text += ", the pipeline bubble."
+    else:
+        text += f": pipeline bubble ({drawing.bubble:.0%} of the step) and waits for the slowest rank."
     if not drawing.is_measured_in_seconds:
         text += " Assumed: equal stages, backward = 2 x forward."
     return text
@@ -114,7 +122,7 @@ def _caption(drawing: ScheduleDrawing, intervals: list[Interval], end: float) ->
 def _draw_time_axis(canvas: SvgCanvas, y: float, end: float, scale: float, drawing: ScheduleDrawing) -> None:
     left = LEFT + LABELS
     unit, name = (1.0, "forwards of a stage") if not drawing.is_measured_in_seconds else (1e-3, "ms")
-    if drawing.is_measured_in_seconds and end >= 10:
+    if drawing.is_measured_in_seconds and end >= 1:
         unit, name = 1.0, "s"
     step = 10 ** math.floor(math.log10(end / unit / 5))
     step *= next(factor for factor in (1, 2, 5, 10) if end / unit / (factor * step) <= 8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from components.planning.draw.svg import FAINT, INK, MUTED, RULE, SvgCanvas
-from components.planning.formulas.term import Term, total
+from components.planning.draw.svg import FAINT, INK, MUTED, RULE, SvgCanvas, text_width, wrapped
+from components.planning.formulas.term import Term, three_digits, total
 
 PALETTE = (
     "#1f6fb2",
@@ -57,30 +57,42 @@ def largest_terms(terms: Sequence[Term]) -> tuple[Term, ...]:
     return (*ordered[: MOST_TERMS - 1], others)
 
 
+def bar_width(bar: TermBar) -> float:
+    """Return the approximate width of a bar with its labels."""
+    number = f": 12,345 {bar.unit_name}"
+    widths = [text_width(f"{each.name}{number} (12%)", 13) for each in bar.terms]
+    widths += [text_width(f"{name}{number}", 13, bold=True) for name, _ in bar.limits]
+    return BAR + 42 + max(widths, default=0.0)
+
+
 def draw_bar(canvas: SvgCanvas, x: float, y: float, bar: TermBar) -> float:
-    """Draw a bar with its labels, about 550 wide; return the y below."""
+    """Draw a bar with its labels; return the y below."""
     canvas.text(x, y + 16, bar.title, size=16, bold=True)
-    canvas.text(x, y + 36, bar.caption, size=12.5, color=MUTED)
-    top, bottom = y + 56, y + 56 + HEIGHT
-    pixels = HEIGHT / bar.scale
+    for index, line in enumerate(wrapped(bar.caption, 560, 12.5)):
+        y += 16 * bool(index)
+        canvas.text(x, y + 36, line, size=12.5, color=MUTED)
+    length = max(HEIGHT, LABEL * (len(bar.terms) + len(bar.limits)))
+    top, bottom = y + 56, y + 56 + length
+    pixels = length / bar.scale
     labels: list[tuple[float, str, str, bool]] = []
     if bar.limits:
-        canvas.rect((x, top, BAR, HEIGHT), FAINT, stroke=RULE)
+        canvas.rect((x, top, BAR, length), FAINT, stroke=RULE)
     level = bottom
     for index, term in enumerate(bar.terms):
         height, color = term.value * pixels, PALETTE[index % len(PALETTE)]
         level -= height
-        value = f"{term.value / bar.unit:,.2f} {bar.unit_name}"
+        value = f"{three_digits(term.value / bar.unit)} {bar.unit_name}"
         tooltip = f"{term.name}: {value} = {term.formula}"
         canvas.rect(
             (x, level, BAR, height), color, tooltip=tooltip, term=term.name, value=f"{term.value:.6g}", bar=bar.title
         )
         share = term.value / max(total(bar.terms), 1e-12)
-        labels.append((level + height / 2, f"{term.name}: {value} ({share:.0%})", color, False))
+        percent = f"{share:.0%}" if share >= 0.01 else "<1%"
+        labels.append((level + height / 2, f"{term.name}: {value} ({percent})", color, False))
     for name, limit in bar.limits:
         level = bottom - limit * pixels
         canvas.line([(x - 6, level), (x + BAR + 6, level)], INK, width=1.6, dash="5 3")
-        labels.append((level, f"{name}: {limit / bar.unit:,.2f} {bar.unit_name}", INK, True))
+        labels.append((level, f"{name}: {three_digits(limit / bar.unit)} {bar.unit_name}", INK, True))
     labels.sort(key=lambda each: each[0])
     for (anchor, text, color, is_limit), at in zip(
         labels, _spread([each[0] for each in labels], top, bottom), strict=True

@@ -13,8 +13,9 @@ from components.config.schema.recipes import TrainConfig
 from components.config.shape import ModelShape
 from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
 from components.planning.dry_run.dry_run_result import DryRun
+from components.planning.formulas.term import bytes_text
+from components.terminal import fit
 
-GIB = 2**30
 SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -77,16 +78,18 @@ def dry_run_lines(runs: Sequence[DryRun], estimated: int | None) -> list[str]:
     fullest = max(runs, key=lambda each: each.peak)
     formulas = ""
     if estimated is not None:
-        formulas = f" (formulas {estimated / GIB:,.2f}, {estimated / fullest.peak - 1:+.1%})"
-    ranks = ", ".join(f"{each.rank}: {each.peak / GIB:,.2f}" for each in runs)
-    first = (
-        f"{fullest.peak / GIB:,.2f} GiB{formulas}; GiB by rank: {ranks}; parameters {fullest.parameters / GIB:,.2f}, "
-        f"gradients {fullest.gradients / GIB:,.2f}, optimizer {fullest.optimizer / GIB:,.2f}, saved for the backward "
-        f"{fullest.saved / GIB:,.2f}; peak at {fullest.peak_operator} in {fullest.peak_phase}; "
-        f"{fullest.cpu_seconds:.0f} s of CPU"
-    )
-    traffic = [
-        f"    {each.group}: {each.calls} {each.operation}, {each.bytes / 2**20:,.1f} MiB per step"
-        for each in fullest.traffic
+        formulas = f" (formulas {bytes_text(estimated)}, {estimated / fullest.peak - 1:+.1%})"
+    ranks = ", ".join(f"{each.rank}: {bytes_text(each.peak)}" for each in runs)
+    lines = [
+        f"{bytes_text(fullest.peak)} on rank {fullest.rank}{formulas}",
+        f"    peak of each played rank: {ranks}; a rank took {fullest.cpu_seconds:.0f} s of CPU",
+        f"    of rank {fullest.rank}: parameters {bytes_text(fullest.parameters)}, gradients "
+        f"{bytes_text(fullest.gradients)}, optimizer {bytes_text(fullest.optimizer)}, saved for the backward at most "
+        f"{bytes_text(fullest.saved)}; peak at {fullest.peak_operator} in {fullest.peak_phase}",
+        *(
+            f"    {each.group}: {each.calls} {each.operation}, {bytes_text(each.bytes)} per step"
+            for each in fullest.traffic
+        ),
+        *(f"    note: {note}" for note in fullest.notes),
     ]
-    return [first, *traffic, *(f"    note: {note}" for note in fullest.notes)]
+    return fit("\n".join(lines)).split("\n")

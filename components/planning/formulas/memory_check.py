@@ -14,6 +14,7 @@ from components.config.schema.parallelism import ActivationCheckpointing, MeshSh
 from components.config.schema.recipes import TrainConfig
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.memory import MemoryEstimate, estimate_memory
+from components.planning.formulas.term import bytes_text
 from components.planning.formulas.workload import Workload, build_workload
 
 GIB = 2**30
@@ -54,15 +55,15 @@ def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Memor
     Raises ConfigError if the sizes of the model are unknown.
     """
     estimate, limit = _estimate(cfg, mesh, hardware), usable_bytes(hardware)
-    needs = f"needs about {estimate.peak / GIB:,.1f} GiB of the {limit / GIB:,.1f} GiB usable on {hardware.name}"
+    needs = f"needs about {bytes_text(estimate.peak)} of the {bytes_text(limit)} usable on {hardware.name}"
     if estimate.peak * (1 + ESTIMATE_ERROR) <= limit:
         return MemoryCheck(estimate, hardware, Verdict.fits, f"memory: the fullest rank {needs}")
     exceeds = estimate.peak * (1 - ESTIMATE_ERROR) > limit or estimate.state > limit
     largest = max(estimate.terms, key=lambda each: each.value)
     change = next(_fitting_changes(cfg, mesh, hardware), "no single change fits; run scripts/plan.py, or add nodes")
     text = (
-        f"cluster.gpu={hardware.name}: the fullest rank {needs}, most for {largest.name} ({largest.value / GIB:,.1f} "
-        f"GiB); {change}"
+        f"cluster.gpu={hardware.name}: the fullest rank {needs}, most for {largest.name} "
+        f"({bytes_text(largest.value)}); {change}"
     )
     return MemoryCheck(estimate, hardware, Verdict.exceeds if exceeds else Verdict.tight, text)
 

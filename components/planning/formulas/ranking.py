@@ -15,13 +15,13 @@ from components.planning.formulas.hardware import Hardware, find_hardware
 from components.planning.formulas.memory import MemoryEstimate, estimate_memory
 from components.planning.formulas.memory_check import (
     ESTIMATE_ERROR,
-    GIB,
     chooses_grad_sync,
     usable_bytes,
     with_grad_sync,
     workload_on,
 )
 from components.planning.formulas.step_time import StepTime, estimate_time
+from components.planning.formulas.term import bytes_text
 from components.planning.formulas.workload import Workload, build_workload
 
 SINGLE = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
@@ -72,7 +72,7 @@ def rank_plans(
             if least == 0 or memory.peak < least:
                 least, smallest = memory.peak, each
             if memory.peak > limit:
-                left_out.add(f"needs more than {limit / GIB:,.1f} GiB of {hardware.name}")
+                left_out.add(f"needs more than {_limit_text(hardware)}")
                 continue
             found.append(Plan(each, workload, memory, estimate_time(workload, hardware)))
             if each.mesh.pp == 1:
@@ -154,7 +154,13 @@ def _nothing_fits(smallest: Candidate | None, least: int, choice: Choice, hardwa
         reasons = "; ".join(reason for reason, _ in left_out.reasons.most_common(3))
         return f"parallelism: no mesh of {processes} can run this config: {reasons}"
     return (
-        f"cluster.gpu={hardware.name}: nothing fits {processes}: the smallest configuration needs {least / GIB:,.1f} "
-        f"GiB on {smallest.mesh.summary}, of which {usable_bytes(hardware) / GIB:,.1f} GiB are usable; add nodes "
-        "(cluster.nodes), shorten training.seq_len, or train adapters (peft=lora)"
+        f"cluster.gpu={hardware.name}: nothing fits {processes}: the smallest configuration needs {bytes_text(least)} "
+        f"on {smallest.mesh.summary}, more than {_limit_text(hardware)}; add nodes (cluster.nodes), shorten "
+        "training.seq_len, or train adapters (peft=lora)"
     )
+
+
+def _limit_text(hardware: Hardware) -> str:
+    usable = usable_bytes(hardware)
+    less = f"{bytes_text(usable)} usable, less the error of the estimate ({ESTIMATE_ERROR:.0%})"
+    return f"{bytes_text(usable / (1 + ESTIMATE_ERROR))} on {hardware.name}: {less}"

@@ -103,6 +103,17 @@ class Workload:
         return self.rows_per_step * self.seq_len
 
     @property
+    def tokens_text(self) -> str:
+        """Tokens and rows of a step in words."""
+        pairs = ", two per pair" if self.rows_per_unit > 1 else ""
+        return f"{self.tokens_per_step:,} tokens per step ({self.rows_per_step:,} rows of {self.seq_len:,}{pairs})"
+
+    @property
+    def micro_batches_text(self) -> str:
+        """Number and size of a rank's micro-batches: `64 of 1`."""
+        return f"{self.micro_batches:,} of {self.micro_batch // self.rows_per_unit:,}"
+
+    @property
     def local_tokens(self) -> int:
         """Tokens of a rank per forward: rows x seq_len / cp."""
         return self.micro_batch * self.seq_len // self.mesh.cp
