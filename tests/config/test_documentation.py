@@ -6,6 +6,7 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from scripts._docs import site
 from scripts._docs.options import groups
 from scripts._docs.refusals import all_refusals
 from scripts._docs.walks import WALKS, Stop
+from tests.browser import Word, lay_out
 from tests.config.commands import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -216,3 +218,25 @@ def test_refusals_are_read_from_strings_and_range_checks() -> None:
 def test_class_variables_are_no_keys() -> None:
     """An objective names its recipe in a ClassVar, which the command line cannot set."""
     assert "objective.recipe" not in all_keys()
+
+
+def test_pictures_show_every_word_in_a_browser() -> None:
+    files = sorted((DOCS / "images").glob("*.svg"))
+    for file, page in zip(files, lay_out(files, [1280]), strict=True):
+        assert page.overlaps() == [], file
+        assert page.outside() == [], file
+        assert not re.search(r"/tmp/|/root/|/home/|\u2026", file.read_text()), file
+        lines = ["".join(line.itertext()) for line in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+        if (
+            "monospace" in file.read_text()
+        ):  # a console: its words are in their columns, and none is cut at the last one
+            columns = [match.start() for line in lines for match in re.finditer(r"\S+", line)]
+            shown = [round((word.boxes[0][0] - 14) * len(word.text) / width(word)) for word in page.words]
+            assert shown == columns, file
+            assert all(len(line) < round(page.box[2] / 7.8) - 4 for line in lines), file
+
+
+def width(word: Word) -> float:
+    """Return the width of an unbroken word in pixels."""
+    ((left, _, right, _),) = word.boxes
+    return right - left

@@ -132,7 +132,7 @@ def test_scale_of_a_swept_key(
     key: str, values: tuple[str, ...], scale: str, labels: list[str] | None, tmp_path: Path, figures: list[Figure],
     recwarn: pytest.WarningsRecorder,
 ) -> None:  # fmt: skip
-    sweep(tmp_path, [{key: value} for value in values], [[4.0 - n / 100] for n in range(len(values))], names=[])
+    sweep(tmp_path, [{key: value} for value in values], [[4.0 + n / 100] for n in range(len(values))])
     axes = figures[1].axes[1]
     found = [label.replace(r"\$", "$") for label in ticks(axes.xaxis)]
     assert axes.get_xscale() == scale

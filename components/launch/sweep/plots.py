@@ -58,18 +58,23 @@ class Scale:
     is_text: bool = False
 
     @classmethod
-    def of(cls, values: Sequence[str | float]) -> Scale:
+    def of(cls, values: Sequence[str | float], order: Sequence[str] = ()) -> Scale:
         """Return the scale of numbers, or of texts if not all values are finite numbers.
 
         The scale of numbers of a command line is logarithmic if they span a decade or have equal ratios. If one of them
         is zero, which that scale lacks, they are texts in ascending order.
+
+        Args:
+            order: The values as given on the command line: other texts are in the order of their first occurrence.
         """
         try:
             numbers = [float(value) for value in values]
         except ValueError:
             numbers = [math.nan]
         if not all(map(math.isfinite, numbers)):
-            return cls._of_texts(list(map(str, values)), list(dict.fromkeys(map(str, values))))
+            return cls._of_texts(
+                list(map(str, values)), [each for each in dict.fromkeys(order or map(str, values)) if each in values]
+            )
         is_typed = isinstance(values[0], str)
         fits = is_typed and max(map(len, map(str, values))) < 10
         texts = [
@@ -122,7 +127,8 @@ def plot_sweep(report: SweepReport, file: Path) -> str | None:
         return f"fewer than two points have a {label}"
     rows.sort(key=lambda row: (row is report.best, row.point.number))  # the best one on top
     keys = report.sweep.keys
-    scales = {key: Scale.of([row.point.values.get(key, "") for row in rows]) for key in keys}
+    order = {key: [point.values.get(key, "") for point in report.sweep.points] for key in keys}
+    scales = {key: Scale.of([row.point.values.get(key, "") for row in rows], order[key]) for key in keys}
     scales[label] = Scale.of([row.numbers()[name] for row in rows])
     colors = _colors(report, scales[label])
     styles = {row.point.name: _style(report, row, colors) for row in rows}
