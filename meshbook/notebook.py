@@ -412,18 +412,26 @@ def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    given = {name for row in rows for name, value in row.items() if value is not None}
-    order = dict.fromkeys(["step", "loss", "eval_loss", *(name for row in rows for name in row)])
-    names = [name for name in order if name in given]
+    first = ("step", "loss", "eval_loss") if any("step" in row for row in rows) else ()
+    order = dict.fromkeys([*first, *(name for row in rows for name in row)])
+    names = [name for name in order if any(row.get(name) is not None for row in rows)]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{_cell_text(row.get(name))}</td>' for name in names)}</tr>" for row in rows)
+    cells = ("".join(f"<td>{_cell_text(name, row.get(name))}</td>" for name in names) for row in rows)
+    body = "".join(f"<tr>{each}</tr>" for each in cells)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
 
 
-def _cell_text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else html.escape(f"{value:,}" if isinstance(value, int) else str(value))
+def _cell_text(name: str, value: Any) -> str:
+    match value:
+        case None:
+            return ""
+        case float() if name.endswith("loss"):
+            return f"{value:.4f}"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        case int() if not isinstance(value, bool):
+            return f"{value:,}"
+    return html.escape(str(value))
 
 
 def _number(text: str) -> Any:
@@ -432,5 +440,5 @@ def _number(text: str) -> Any:
         return {"": None, "True": True, "False": False}[text]
     for kind in (int, float):
         with suppress(ValueError):
-            return kind(text)
+            return text if "_" in text else kind(text)  # 1_0.01 is the name of a point, and a number to Python
     return text

@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import meshbook
-from meshbook.notebook import _overrides
+from meshbook.notebook import _failed_points, _overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -164,6 +164,21 @@ def test_rejected_call_raises_the_sentences_of_the_command(
     assert all(text in str(rejected.value) for text in problems)
     assert len(rejected.value.problems) == (2 if "optimizer" in keys else 1)
     assert rejected.value._render_traceback_() == rejected.value.problems
+
+
+def test_sweep_is_shown_with_its_table_and_first_failure(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    (tmp_path / "report.csv").write_text(
+        "run,optimizer.lr,eval_loss,mfu,best,reason\n0_0.01,0.01,2.5,,True,\n1_<b>,1e-3,,,False,rank 0: out of memory\n"
+    )
+    sweep = meshbook.RunResult(tmp_path)
+    assert [*sweep.metrics[0].values()] == ["0_0.01", 0.01, 2.5, None, True, None]
+    page = sweep._repr_html_()
+    assert "<p>sweep: 2 points</p>" in page
+    assert "<th>run</th><th>optimizer.lr</th><th>eval_loss</th><th>best</th><th>reason</th>" in page
+    assert "<td>0_0.01</td><td>0.01</td><td>2.5000</td><td>True</td><td></td>" in page
+    assert "<td>1_&lt;b&gt;</td><td>0.001</td><td></td><td>False</td><td>rank 0: out of memory</td>" in page
+    assert _failed_points(sweep.metrics) == "1 of 2 points are not ok, such as 1_<b>: rank 0: out of memory"
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
