@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise, product
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +16,7 @@ from components.planning.draw.schedule_panel import ScheduleDrawing
 from components.planning.draw.term_bar import TermBar
 from components.planning.formulas.pipeline import StageSeconds
 from components.planning.formulas.term import Term
+from tests.browser import lay_out
 
 GIB = 2**30
 
@@ -111,3 +113,35 @@ def test_any_title_gives_valid_xml_and_the_same_text_twice() -> None:
     root = ElementTree.fromstring(text.encode())
     assert root.findtext("{http://www.w3.org/2000/svg}title") == 'a < b & "c" ?? ? ]]> \''
     assert text == render_mesh(drawing(MeshShape(tp=2), title=title))
+
+
+def test_texts_are_whole_and_apart_in_a_browser(tmp_path: Path) -> None:
+    names = ("activations of the layers between two checkpoints", "all-gather of the parameters over dp_shard", "loss")
+    terms = tuple(Term(name, size * GIB, "") for name, size in zip(names, (20, 5, 0.01), strict=True))
+    limits = (("memory of NVIDIA H100 80GB HBM3", 80.0 * GIB), ("measured peak of rank 0", 75.0 * GIB))
+    many = tuple(Term(f"a term of the estimate {number}", GIB, "") for number in range(20))
+    axes = MeshShape(pp=2, dp_replicate=2, dp_shard=2, ep=2, cp=2, tp=2)
+    title = "Qwen3-30B-A3B-Instruct-2507 on a_long_corpus_of_many_documents.jsonl: pp=2 x dp_replicate=2 x dp_shard=2"
+    pictures = [
+        drawing(
+            axes,
+            title=title,
+            facts=("/a/very/long/path" * 20,),
+            memory=TermBar(
+                "Memory of the fullest rank", terms, GIB, "GiB", limits, "25 GiB estimated; " + "when " * 30
+            ),
+            time=TermBar("Time of an optimizer step", terms, GIB, "ms"),
+            schedule=schedule("Interleaved1F1B", 2, 1024),
+        ),
+        drawing(MeshShape(pp=64, dp_shard=64, tp=8), memory=TermBar("Memory", many, GIB, "GiB"), title="x" * 300),
+        drawing(MeshShape(dp_shard=4), 1, schedule=schedule("1F1B", 4, 4)),
+    ]
+    files = [tmp_path / f"{number}.svg" for number in range(len(pictures))]
+    for file, picture in zip(files, pictures, strict=True):
+        file.write_text(render_mesh(picture))
+    for page in lay_out(files, [1280]):
+        assert page.overlaps() == []
+        assert page.outside() == []
+        nodes = [page.words[index : index + 3] for index, word in enumerate(page.words) if word.text == "node"]
+        gaps = [ranks.boxes[0][0] - number.boxes[0][2] for _, number, ranks in nodes if ranks.text == "ranks"]
+        assert all(gap > 8 for gap in gaps)  # three spaces
