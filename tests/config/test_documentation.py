@@ -18,7 +18,7 @@ from scripts._docs import site
 from scripts._docs.options import groups
 from scripts._docs.refusals import all_refusals
 from scripts._docs.walks import WALKS, Stop
-from tests.browser import Word, lay_out
+from tests.browser import WIDTHS, Word, lay_out
 from tests.config.commands import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -222,7 +222,8 @@ def test_class_variables_are_no_keys() -> None:
 
 def test_pictures_show_every_word_in_a_browser() -> None:
     files = sorted((DOCS / "images").glob("*.svg"))
-    for file, page in zip(files, lay_out(files, [1280]), strict=True):
+    for number, page in enumerate(lay_out(files)):
+        file = files[number // len(WIDTHS)]
         assert page.overlaps() == [], file
         assert page.outside() == [], file
         assert not re.search(r"/tmp/|/root/|/home/|\u2026", file.read_text()), file
