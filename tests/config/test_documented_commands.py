@@ -27,7 +27,7 @@ DOCUMENTS = [
 COMMAND = re.compile(  # except after a prompt: those show errors
     r"(?<!\$ )(?:(?:python|torchrun (?P<ranks>[^|`]*?)) *(?:recipes/|scripts/(?=teacher))(?P<recipe>\w+)\.py"
     r"|\bmeshbook (?P<sweep>sweep )?(?P<command>finetune|pretrain|dpo|distill|classify|evaluate|teacher)\b)"
-    r"(?P<arguments>[^`|\n]*)"
+    r"(?P<arguments>[^`|>\n]*)"
 )
 
 PLANNED = re.compile(r"parallelism=(auto|plan:\d+)")
