@@ -49,7 +49,10 @@ OPTIONS = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
     ids=["no slurm.conf", "another slurm.conf", "no controller"],
 )
 def test_unreachable_slurm_is_reported_with_the_line_of_the_cause(lines: list[str], reason: str) -> None:
-    advice = "submit from a login node of the cluster, or set cluster=local"
+    advice = (
+        "submit from a login node of the cluster, set cluster=local, or only print the script here: "
+        "cluster.dry_run=render"
+    )
     assert refusal(lines, CLUSTER) == f"cluster.kind=slurm: Slurm cannot be reached from here: {reason}; {advice}"
 
 
