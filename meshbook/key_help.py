@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from components.config.compose.help_text import key_help, section_help
 from components.config.compose.sources import CONF, option_groups, option_texts
 from components.config.errors import ConfigError
 from components.config.key_reference import (
-    RECIPES,
+    Default,
     Key,
+    default_and_others,
     keys_of,
     purpose_of,
+    recipe_defaults,
     sections,
     shared_keys,
     variants_of,
@@ -27,7 +29,6 @@ from components.config.key_reference import (
 from components.config.safe_yaml import load_yaml
 from meshbook.programs import COMMAND, recipes, tools
 
-_RESOLVED = re.compile(r"^\$\{unless_epochs:(.*)\}$")
 MOST_SETTINGS = 8
 """Values of options that the text of a key lists."""
 
@@ -98,31 +99,47 @@ def _key(name: str, keys: dict[str, Key], width: int) -> list[str]:
     section, lines = name.partition(".")[0], []
     kinds: dict[Key, list[str]] = {}
     for kind, key in keys.items():
-        kinds.setdefault(key, []).append(kind)
+        kinds.setdefault(replace(key, default=""), []).append(kind)
+    used: set[str] = set()
     for key, names in kinds.items():
-        lines += [f"{section}.kind={', '.join(names)}:"] if any(names) else []
-        lines.append(key_help(name, key, width, "" if key.default == "required" else key.default))
-    settings = [source for source, value in _settings(name) if {value} != {key.default for key in kinds}]
+        lines += [f"{section}.kind={', '.join(names)}:"] if any(names) and len(kinds) > 1 else []
+        defaults = recipe_defaults(name, names)
+        used |= {each.source for each in defaults}
+        value = default_and_others(name, names, keys[names[0]])[0]
+        text = key_help(name, key, width, value)
+        if len({each.value for each in defaults}) > 1 or any(each.source for each in defaults):
+            text = "\n".join([*_default_lines(name, defaults, width), text.partition("\n")[2]])
+        lines.append(text)
+    settings = [f"{source} ({value})" for source, value in _settings(name) if source not in used]
     if settings:
         more = f" and {len(settings) - MOST_SETTINGS} more" if len(settings) > MOST_SETTINGS else ""
-        text = f"The value without an option. Set by {', '.join(settings[:MOST_SETTINGS])}{more}."
+        text = f"Other options: {', '.join(settings[:MOST_SETTINGS])}{more}."
         lines.append(textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return lines
 
 
+def _default_lines(name: str, defaults: list[Default], width: int) -> list[str]:
+    """Return a line for each value of a key in the recipes, with what sets it."""
+    lines = []
+    for each in defaults:
+        source = each.source.replace("RECIPE", each.recipes[0]) if len(each.recipes) == 1 else each.source
+        value = "" if each.value == "required" else each.value or "''"
+        text = (
+            f"{name}={value} in {', '.join(each.recipes)} ({source or (value and 'no option sets it') or each.value})"
+        )
+        lines.append(textwrap.fill(text, width, initial_indent="  ", subsequent_indent=" " * 6))
+    return lines
+
+
 def _settings(name: str) -> list[tuple[str, str]]:
-    """Return where the configs of recipes and the options of the key's section set it, as text, with the values."""
+    """Return the options of the key's section that set it, with the values as text."""
     section, _, path = name.partition(".")
-    files = {recipe: (CONF / f"{recipe}.yaml").read_text("utf-8") for recipe in RECIPES}
-    values = [(f"conf/{recipe}.yaml", text, name) for recipe, text in files.items()]
-    values += [(f"{section}={option}", text, path) for option, text in option_texts(option_folders(), section).items()]
     found = []
-    for source, text, key in values:
+    for option, text in option_texts(option_folders(), section).items():
         with suppress(YAMLError):
             value: Any = load_yaml(text)
-            for part in key.split("."):
+            for part in path.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
-            if value is not None and not isinstance(value, dict):
-                text = _RESOLVED.sub(r"\1", written(value))
-                found.append((f"{source} ({text})", text))
+            if value not in (None, "???") and not isinstance(value, dict):
+                found.append((f"{section}={option}", written(value)))
     return found

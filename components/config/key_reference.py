@@ -6,14 +6,18 @@ import ast
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Union, get_args, get_origin
 
-from components.config.kinds import kinds_of, type_hints
+from components.config.kinds import WITHOUT_KIND, kinds_of, type_hints
+from components.config.safe_yaml import load_yaml
 from components.config.schema import recipes as schemas
+from components.project import PROJECT
 
 RECIPES = {
     "finetune": schemas.FinetuneConfig,
@@ -25,6 +29,11 @@ RECIPES = {
     "teacher": schemas.StoreTeacherConfig,
 }
 """Name of a config (conf/NAME.yaml) -> its class."""
+CONF = PROJECT / "conf"
+_KIND = re.compile(r"/schema/\w+/(\w+)@_here_")
+_PACKAGE = re.compile(r"# @package ([\w.]+)")
+_RESOLVED = re.compile(r"\$\{(?:unless_epochs:(.*)|with_kto:.*)\}")
+"""Values of conf/ for a run of training.max_steps, and for another objective than kto."""
 PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
 
@@ -40,6 +49,97 @@ class Key:
     """Docstring of the field; empty without one, as a user's own field may be."""
     choices: tuple[str, ...] = ()
     """Its values, if they are true and false or those of an enumeration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """Value that a key has in recipes, unless an option or the command line sets it."""
+
+    value: str
+    source: str
+    """What sets it: an option, conf/RECIPE.yaml, or nothing."""
+    recipes: tuple[str, ...]
+
+
+def recipe_defaults(key: str, of: Sequence[str] = ("",)) -> list[Default]:
+    """Return the values of a key in the recipes.
+
+    Args:
+        of: Headings of `variants_of`: recipes whose section has another kind or class are left out; "": all recipes.
+    """
+    section = key.partition(".")[0]
+    found: dict[tuple[str, str], list[str]] = {}
+    for recipe, schema in RECIPES.items():
+        values, kinds = _recipe_values(recipe)
+        hint = section_class(type_hints(schema).get(section))
+        if hint is None:
+            continue
+        variants = variants_of([hint])
+        chosen = kinds.get(section) or str(WITHOUT_KIND.get(section, ""))
+        keys = keys_of(variants.get(chosen, next(iter(variants.values()))), section)
+        if key in keys and not {"", chosen, hint.__name__}.isdisjoint(of):
+            value, source = values.get(key, (keys[key].default, ""))
+            found.setdefault((value, source), []).append(recipe)
+    return [Default(value, source, tuple(recipes)) for (value, source), recipes in found.items()]
+
+
+def default_and_others(key: str, of: Sequence[str], described: Key) -> tuple[str, str]:
+    """Return the value of a key in the first recipes that have it, and those in the others as a sentence, or ''.
+
+    A kind that no recipe begins with has the values of its option, if it has one.
+    """
+    values: dict[str, list[str]] = {}
+    for each in recipe_defaults(key, of):
+        values.setdefault(each.value, []).extend(each.recipes)
+    if not values:
+        section = key.partition(".")[0]
+        options = [_option_values(section, file.stem) for file in sorted((CONF / section).glob("*.yaml"))]
+        stated = [found for found, kind in options if kind == of[0]]
+        return (stated[0].get(key, described.default) if len(stated) == 1 else described.default), ""
+    (first, _), *others = values.items()
+    texts = [f"{value or repr(value)} in {', '.join(recipes)}" for value, recipes in others]
+    return first, f"{'; '.join(texts)}." if texts else ""
+
+
+@functools.cache
+def _recipe_values(recipe: str) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    """Return what conf/RECIPE.yaml and its options set, as text with the source by key, and the kinds of sections."""
+    main = load_yaml((CONF / f"{recipe}.yaml").read_text("utf-8"))
+    values, kinds = dict[str, tuple[str, str]](), dict[str, str]()
+    for key, value in _flat({name: each for name, each in main.items() if name not in ("defaults", "hydra")}):
+        values[key] = (value, "conf/RECIPE.yaml")
+    for entry in main["defaults"]:
+        group, option = next(iter(entry.items())) if isinstance(entry, dict) else ("", None)
+        if option is None or " " in group:  # optional local, override hydra/...
+            continue
+        found, kind = _option_values(group, option)
+        values |= {key: (value, f"{group}={option}") for key, value in found.items()}
+        kinds |= {group: kind} if kind else {}
+    return values, kinds
+
+
+def _option_values(group: str, option: str) -> tuple[dict[str, str], str]:
+    """Return what an option sets, as text by key, and the kind of its section that it selects, or ''."""
+    text = (CONF / group / f"{option}.yaml").read_text("utf-8")
+    package, stated = _PACKAGE.match(text), _KIND.search(text)
+    prefix = package[1] if package else group.replace("/", ".")
+    values, found, kind = load_yaml(text) or {}, dict[str, str](), stated[1] if stated else ""
+    for entry in values.pop("defaults", ()):
+        if isinstance(entry, str) and re.fullmatch(r"\w+", entry) and entry != "_self_":
+            inherited, inherited_kind = _option_values(group, entry)
+            found, kind = found | inherited, kind or inherited_kind
+    return found | {f"{prefix}.{key}": value for key, value in _flat(values)}, str(values.get("kind", kind))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the values of nested dicts as text by dotted key."""
+    flat = []
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat += _flat(value, f"{prefix}{name}.")
+        elif value != "???":
+            flat.append((f"{prefix}{name}", _RESOLVED.sub(lambda found: found[1] or "null", written(value))))
+    return flat
 
 
 def file_of(recipe: str) -> str:

@@ -148,4 +148,5 @@ def at_key(section: str, key: str, problems: Iterable[str]) -> list[str]:
 
 def of_source(name: str, problems: Iterable[str]) -> list[str]:
     """Return the problems of a source of a mixture with its keys (data.path) rewritten to data.sources.NAME.path."""
+    problems = [problem.replace("write data=", f"write +data@data.sources.{name}=") for problem in problems]
     return at_key("data", f"data.sources.{name}", problems)

@@ -19,6 +19,7 @@ from components.config.schema.data import (
     UnusedKeys,
 )
 from components.config.schema.model import ModelConfig
+from components.data.sources.column_hints import fitted
 from components.data.sources.files import (
     TABLES,
     Location,
@@ -109,10 +110,15 @@ def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
     columns = columns_of(files[0])
     if not columns:
         return [f"{location.key}={location.path}: {files[0].name} has no rows"]
-    if isinstance(cfg, PreferencesDataConfig):
-        cfg = answer_configs(cfg, columns, str(files[0]))[0]
-    wanted = columns_wanted(cfg)
-    problems = check_columns(wanted, columns, str(files[0]))
+    try:
+        read = answer_configs(cfg, columns, str(files[0]))[0] if isinstance(cfg, PreferencesDataConfig) else cfg
+        wanted = columns_wanted(read)
+        problems = check_columns(wanted, columns, str(files[0]))
+    except ConfigError as error:
+        wanted, problems = {}, error.problems
+    if problems:
+        rows = [row.values for row in islice(read_rows(files[0]), _ROWS_CHECKED)]
+        return fitted(problems, cfg, location.key, columns, rows)
     if cfg.bad_rows is BadRows.refuse:
         problems += _check_rows(files[0])
     if cfg.unused_keys is UnusedKeys.refuse:

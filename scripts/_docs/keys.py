@@ -13,6 +13,7 @@ from typing import get_args
 from components.config.key_reference import (
     RECIPES,
     Key,
+    default_and_others,
     file_of,
     keys_of,
     recipes_with,
@@ -35,23 +36,32 @@ def section_page(section: str) -> str:
     shared = shared_keys(variants, section)
     if len(variants) > 1:
         parts.append("## Keys of every kind\n")
-    parts.append(_key_table(shared))
+    parts.append(_key_table(shared, ""))
     for name, schema in variants.items():
         own = {name: key for name, key in keys_of(schema, section).items() if name not in shared}
         if own:
             users = [file_of(recipe) for recipe, each in RECIPES.items() if type_hints(each).get(section) is schema]
             only = f"Only in {' and '.join(users)}"
             title = only if name == schema.__name__ else code(f"{section}.kind={name}")
-            parts += [f"## {title}\n", f"{summary(schema)}\n", _key_table(own)]
+            parts += [f"## {title}\n", f"{summary(schema)}\n", _key_table(own, name)]
     choices = _choices(list(variants.values()))
     if choices:
         parts += ["## Choices\n", table(["type", "meaning"], [[code(e.__name__), cell(summary(e))] for e in choices])]
     return "\n".join(parts)
 
 
-def _key_table(keys: dict[str, Key]) -> str:
+def _key_table(keys: dict[str, Key], kind: str) -> str:
     header = ["key", "type", "default", "meaning"]
-    return table(header, [[code(name), cell(key.type), code(key.default), cell(key.doc)] for name, key in keys.items()])
+    rows = [[code(name), cell(key.type), _default(name, kind, key), cell(key.doc)] for name, key in keys.items()]
+    return table(header, rows)
+
+
+def _default(name: str, kind: str, key: Key) -> str:
+    """Return the value of a key without an option on the command line, in each recipe if they differ."""
+    if key.type == "section":
+        return ""
+    first, others = default_and_others(name, [kind], key)
+    return f"{code(first)}; {cell(others.rstrip('.'))}" if others else code(first)
 
 
 def _choices(classes: list[type]) -> list[type]:

@@ -39,8 +39,8 @@ def recipes_page() -> str:
     """Return the page that lists the sections, groups and values of each recipe's config."""
     parts = [
         f"{NOTE}\n# Recipes and sections\n",
-        "A recipe's config consists of sections. The defaults of a key apply unless the recipe's file in `conf/`, an "
-        "option of a group, an experiment or the command line sets it, in this order.\n",
+        "A recipe's config consists of sections. The pages state the value of a key in each recipe, which its file in "
+        "`conf/` or an option sets; another option, an experiment or the command line replaces it, in this order.\n",
     ]
     names = list(RECIPES)
     rows = [

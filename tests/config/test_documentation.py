@@ -6,13 +6,26 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
+from components.config.compose.sources import CONF, Request, conf_resolvers, register_schemas
 from components.config.compose.typed import free_keys, known_keys
-from components.config.key_reference import RECIPES, field_docs, sections, variants_of
+from components.config.key_reference import (
+    RECIPES,
+    field_docs,
+    keys_of,
+    recipe_defaults,
+    section_class,
+    sections,
+    variants_of,
+    written,
+)
+from components.config.kinds import type_hints
 from scripts._docs import __main__ as docs
 from scripts._docs import site
 from scripts._docs.options import groups
@@ -66,6 +79,23 @@ def test_reference_lists_every_key_and_no_other() -> None:
         for key in re.findall(r"^\| `(\w+\.[\w.]+)` \|", (DOCS / f"reference/{section}.md").read_text(), re.MULTILINE)
     }
     assert listed == all_keys() - set(sections())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_documented_defaults_are_those_of_a_composed_config(recipe: str) -> None:
+    register_schemas(recipe, RECIPES[recipe])
+    composed = Request(recipe, RECIPES[recipe], (CONF,), ()).compose(())
+    with conf_resolvers():
+        values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    for section, hint in type_hints(RECIPES[recipe]).items():
+        kinds = variants_of([section_class(hint)])
+        for key in keys_of(kinds.get(str(values[section].get("kind")), next(iter(kinds.values()))), section):
+            value = values
+            for name in key.split("."):
+                value = value[name]
+            documented = [each.value for each in recipe_defaults(key) if recipe in each.recipes]
+            if not isinstance(value, dict) or not value:
+                assert documented == ["required" if value == "???" else written(value)], key
 
 
 def test_every_key_has_a_docstring() -> None:

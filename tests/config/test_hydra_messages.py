@@ -107,6 +107,11 @@ CASES: list[tuple[str, Callable[[Path], str], dict[str, str]]] = [
     ("MERGING", lambda _: overridden("training.max_steps=x"), {}),
     ("ALREADY_THERE", lambda _: overridden("+training.max_steps=1"), {}),
     ("ALREADY_THERE", lambda _: composed("+model=tiny"), {}),
+    (
+        "SECOND_OPTION",
+        lambda tmp: composed_with(tmp, "# @package _global_\ndefaults:\n  - /peft: lora\n"),
+        {"group": "peft", "option": "lora"},
+    ),
     ("NOTHING_TO_OVERRIDE", lambda _: overridden("training.steps=1"), {}),
     ("NO_SUCH_KEY", lambda _: overridden("training.steps=1"), {}),
     ("NO_SUCH_KEY", lambda _: overridden("+training.max_steps=1"), {}),

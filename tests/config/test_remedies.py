@@ -61,7 +61,7 @@ OTHER_TOOLS = [
     ("report_to=wandb", "logging.wandb.mode=online? Others are logging.tensorboard=true, ", "{key}"),
     ("lora_r=8", "peft.rank? It needs peft=lora", "peft=lora {key}=8"),
     ("target_modules=q_proj", "peft.targets? It needs peft=lora, and is a list, ", "peft=lora {key}=[q_proj]"),
-    ("dataset=x.jsonl", "data.path? It needs data=jsonl", "data=jsonl {key}=x.jsonl"),
+    ("dataset=x.jsonl", "data.path? For a file, or the name of a hub dataset, write data=x.jsonl", "data=x.jsonl"),
     ("val_set_size=0.1", "data.eval_fraction? It is a share in [0, 1)", "{key}=0.1"),
     ("walltime=12:00:00", "cluster.time? It is for cluster=slurm, and a time", "cluster=slurm {key}=12:00:00"),
     ("world_size=8", "cluster.procs_per_node? It counts the processes of one node", "{key}=8"),

@@ -197,11 +197,11 @@ def test_file_without_rows_is_reported(tmp_path, name, content):
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
-def test_unknown_column_is_reported_with_the_closest_name_and_all_columns(tmp_path, name):
+def test_unknown_columns_are_reported_with_all_columns_and_the_settings_that_fit(tmp_path, name):
     file = write(tmp_path / name, ROWS)
     assert same_problems(sft_config(file, prompt_column="promt", response_column="answer")) == [
-        f"data.prompt_column=promt: {file} has no such column, it has prompt, response; did you mean 'prompt'?",
-        f"data.response_column=answer: {file} has no such column, it has prompt, response",
+        f"data.prompt_column=promt: {file} has no such column, it has prompt, response; write "
+        "data.prompt_column=prompt data.response_column=response",
     ]
 
 
@@ -210,7 +210,7 @@ def test_unknown_parquet_column_is_reported_at_load_time(tmp_path):
     cfg = sft_config(file, prompt_column="promt")
     assert check_files(cfg) == []
     assert problems(cfg) == [
-        f"data.prompt_column=promt: {file} has no such column, it has prompt, response; did you mean 'prompt'?"
+        f"data.prompt_column=promt: {file} has no such column, it has prompt, response; write data.prompt_column=prompt"
     ]
 
 

@@ -157,9 +157,7 @@ def test_pairs_with_a_bad_answer_are_dropped_as_a_whole(tmp_path: Path) -> None:
             {},
             [
                 "data.chosen_column=null: FILE has no column chosen or chosen_response, it has text, better, worse; "
-                "set data.chosen_column to the column with these answers",
-                "data.rejected_column=null: FILE has no column rejected or rejected_response, it has text, better, "
-                "worse; set data.rejected_column to the column with these answers",
+                "write data.chosen_column=better data.rejected_column=worse",
             ],
         ),
         (
@@ -167,8 +165,7 @@ def test_pairs_with_a_bad_answer_are_dropped_as_a_whole(tmp_path: Path) -> None:
             {"rejected_column": "completion"},
             [
                 "data.chosen_column=null: FILE has no column chosen or chosen_response, it has prompt, completion, "
-                "label; set data.chosen_column to the column with these answers, or objective=kto for rows of one "
-                "labeled answer"
+                "label; write objective=kto"
             ],
         ),
         (

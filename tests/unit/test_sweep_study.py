@@ -14,8 +14,7 @@ import pytest
 pytest.importorskip("optuna", reason="needs the extra `optuna`")
 
 from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep
-from components.config.compose.sweep_keys import Goal
-from components.config.compose.sweep_values import Range
+from components.config.compose.sweep_keys import Goal, Range
 from components.config.errors import ConfigError
 from components.config.metrics_log import MetricsLog
 from components.config.schema import FinetuneConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from components.config.compose.explain import no_option, override_parts
 from components.config.compose.frozen import Config, from_container
 from components.config.compose.help_text import recipe_help
 from components.config.compose.interpolations import resolve
+from components.config.compose.short_forms import long_forms
 from components.config.compose.sources import (
+    CONF,
     Request,
     conf_resolvers,
     config_folders,
@@ -94,7 +96,7 @@ def compose_from_command_line(
 
 def is_sweep_requested() -> bool:
     """Return whether the command line (`sys.argv`) requests a sweep (-m), and not `--help` or the like."""
-    arguments = get_args_parser().parse_known_intermixed_args()[0]
+    arguments = _parser().parse_known_intermixed_args()[0]
     return arguments.multirun and not _answered_without_config(arguments)
 
 
@@ -106,10 +108,11 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
     Raises SystemExit for an option that Hydra cannot parse, and ConfigError if the current folder was removed or its
     name breaks Hydra.
     """
-    arguments, unread = get_args_parser().parse_known_intermixed_args()
+    arguments, unread = _parser().parse_known_intermixed_args()
     options = {each for each in unread if each.startswith("-")}
-    unknown = [each for each in unread if each in options and each != QUIET]
-    overrides = {*arguments.overrides, *unread} - options  # argparse leaves overrides after an unknown option unread
+    unknown = _with_values([each for each in unread if each in options and each != QUIET])
+    values = {each.partition(" ")[2] for each in unknown}
+    overrides = {*arguments.overrides, *unread} - options - values  # argparse does not read those after an option
     try:
         folder = os.getcwd()
     except FileNotFoundError as error:
@@ -118,7 +121,7 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
         raise ConfigError(
             f"{folder!r}: Hydra resolves ${{ in the name of the current folder; start from another folder"
         )
-    problems = [no_option(option, known_keys(schema)) for option in unknown]
+    problems = [no_option(option.replace(" ", "=", 1), known_keys(schema)) for option in unknown]
     if arguments.experimental_rerun:
         problems.append("--experimental-rerun: to resume a run, set its run.dir again; remove this option")
     arguments.config_path = _existing_folder("--config-path", arguments.config_path, problems)
@@ -140,6 +143,21 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
     return arguments, problems
 
 
+def _parser() -> ArgumentParser:
+    """Return Hydra's parser without abbreviations: --config of other tools is none of its options."""
+    parser: ArgumentParser = get_args_parser()
+    parser.allow_abbrev = False
+    return parser
+
+
+def _with_values(options: list[str]) -> list[str]:
+    """Return unknown options, each with the value that follows it on the command line, if any: --lr 1e-4."""
+    following = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
+    values = {each: following.get(each, "-") for each in options if "=" not in each}
+    return [each if values.get(each, "-").startswith("-") or "=" in values[each] else f"{each} {values[each]}"
+            for each in options]  # fmt: skip
+
+
 def _existing_folder(option: str, path: str | None, problems: list[str]) -> str | None:
     """Return the folder of an option; if it does not exist, return None and add a problem."""
     if path is None or Path(path).is_dir():
@@ -156,19 +174,21 @@ def read_request(
     main_config = arguments.config_name or name
     given = [Path(path).resolve() for path in (arguments.config_path, arguments.config_dir) if path]
     folders = config_folders(main_config, recipe_dir, [*more_folders, *given])
-    return Request(main_config, schema, folders, addable(arguments.overrides, schema))
+    return Request(main_config, schema, folders, addable(arguments.overrides, schema, folders))
 
 
-def addable(overrides: Iterable[str], schema: type[Config]) -> tuple[str, ...]:
-    """Return overrides as Hydra requires them.
+def addable(overrides: Iterable[str], schema: type[Config], folders: Sequence[Path] = (CONF,)) -> tuple[str, ...]:
+    """Return overrides as Hydra requires them; `folders` are the config folders.
 
-    Those of free-form sections (model.config.x=1), and dicts that may hold one, get the prefix ++, which adds a key.
-    Values of texts that Hydra would read as numbers or booleans (run.dir=2024_06_15) are quoted.
+    Short forms (data=mine.jsonl) are replaced by options with their path. Overrides of free-form sections
+    (model.config.x=1), and dicts that may hold one, get the prefix ++, which adds a key. Values of texts
+    that Hydra would read as numbers or booleans (run.dir=2024_06_15) are quoted.
     """
     free = free_keys(schema)
     sections = {key.rpartition(".")[0] for key in free}
     starts = (*(f"{key}." for key in free), *(f"{key}={{" for key in (*free, *sections)))
-    quoted = [override_with_texts(override, schema) for override in overrides]
+    expanded = long_forms(list(overrides), schema, folders)
+    quoted = [override_with_texts(override, schema) for override in expanded]
     return tuple(f"++{override}" if override.startswith(starts) else override for override in quoted)
 
 

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.explain import (
+    IS_A_SECTION,
     SEVERAL_VALUES,
     SOURCES,
     explain_file,
@@ -31,6 +32,7 @@ from components.config.compose.explain import (
     unreadable,
 )
 from components.config.compose.frozen import from_container
+from components.config.compose.short_forms import explain_short_form
 from components.config.compose.sources import (
     Request,
     conf_resolvers,
@@ -39,11 +41,14 @@ from components.config.compose.sources import (
     option_texts,
     strict_booleans,
 )
-from components.config.compose.texts import UNSET
+from components.config.compose.texts import UNSET, types_at
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
+from components.config.key_reference import choices_of, written
 from components.config.kinds import KINDS, WITHOUT_KIND
 from components.config.rules.data_rules import accepted_kinds
+from components.config.safe_yaml import load_yaml
+from components.config.schema.data import DataKind
 from components.config.schema.recipes import RecipeConfig
 
 _KIND = re.compile(r"/schema/\w+/(?P<header>\w+)@_here_|^kind: *(?P<key>\w+)", re.MULTILINE)
@@ -140,17 +145,44 @@ class _Search:
 
     def _missing(self, option: str) -> str | None:
         """Return the problem of an option that can be found without a composition (0.1 s each), or None."""
-        if problem := _syntax_problem(option):
+        short = explain_short_form(option, self.request.overrides, self.request.folders)
+        if problem := short or _syntax_problem(option):
             return problem
         group, _, name = override_parts(option)
         is_a_name = re.fullmatch(r"\w+", name) and isinstance(_parse(option).value(), str)
         if is_a_name and name not in self.groups[group] and option[0] not in "+~":
-            return no_such_option(option, name, self.accepted_options[group])
+            return no_such_option(option, name, self.accepted_options)
+        if group == "data" and name in set(self.groups[group]) - set(self.accepted_options[group]):
+            return self._rejected_data(option, name)
         return None
 
+    def _rejected_data(self, option: str, name: str) -> str:
+        """Return the message for an option of data whose kind another recipe trains on."""
+        kind = _kind_of_option("data", option_texts(self.request.folders, "data").get(name, ""))
+        recipe = {DataKind.preferences: "dpo", DataKind.labels: "classify"}.get(kind, "finetune")  # type: ignore[call-overload]
+        accepted = [each for each in ("labels", "preferences") if each in self.accepted_options["data"]]
+        others = f", or write data={' or data='.join(accepted)}" if accepted else ", or choose another option of data"
+        return f"{option}: has kind {kind}, which this recipe does not train on; use recipes/{recipe}.py{others}"
+
     def _reject_option(self, option: str, problem: str) -> None:
-        self.problems.append(problem)
+        self.problems.append(self._with_key(option, problem) if problem.endswith(IS_A_SECTION) else problem)
         self.bad_sections.add(override_parts(option)[0])
+
+    def _with_key(self, option: str, problem: str) -> str:
+        """Return the problem of an option's file with the key that holds a value instead of a section."""
+        group, _, name = override_parts(option)
+        values = load_yaml(option_texts(self.request.folders, group).get(name, ""))
+        for key in filter(self._is_section, self.keys):
+            value: Any = values
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if isinstance(value, str | bool | int | float):
+                text = written(value)
+                setting = self._setting_in(key, text)
+                if text in self.groups.get(key, ()):
+                    setting = f"; write `override /{key}: {text}` in its defaults"
+                return f"conf file {group}/{name}.yaml: {key}={text}: {IS_A_SECTION}{setting}"
+        return problem
 
     def _compose(self, options: list[str]) -> DictConfig:
         """Compose with these group options and without values; cached, since diagnosis repeats compositions."""
@@ -225,8 +257,33 @@ class _Search:
             if isinstance(sources, dict) and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
                 return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)
-            return explain_override(override, error, self.keys, self.accepted_options, fitting)
+            problem = explain_override(override, error, self.keys, self.accepted_options, fitting)
+            return problem + (self._setting_in(key, value) if problem.endswith(IS_A_SECTION) else "")
         return None
+
+    def _setting_in(self, section: str, value: str) -> str:
+        """Return the setting in a section that was probably meant by a value of it, or its keys, for a message."""
+        keys = [key for key in self.keys if key.rpartition(".")[0] == section]
+        if (
+            value in ("true", "on", "online", "yes") or f"{section}.{value}" in keys
+        ):  # logging.wandb=true, logging=wandb
+            part = f"{section}.{value}" if f"{section}.{value}" in keys else section
+            meant = [f"{part}=true", f"{part}.enabled=true", f"{part}.mode=online"]
+        else:
+            meant = [f"{key}={value}" for key in keys if value in self._choices_of(key)]
+            meant += [f"{section}.{name}={value}" for name in ("path", "dir")]
+        for setting in meant:
+            key, _, text = setting.partition("=")
+            choices = self._choices_of(key)
+            if key in self.keys and (text in choices or not (choices or self._is_section(key))):
+                return f"; write {setting}"
+        return f"; its keys are {', '.join(keys)}" if keys else ""
+
+    def _is_section(self, key: str) -> bool:
+        return any(each.startswith(f"{key}.") for each in self.keys)
+
+    def _choices_of(self, key: str) -> set[str]:
+        return {choice for hint in types_at(self.request.schema, key) for choice in choices_of(hint)}
 
     def _options_with(self, key: str, value: str, cfg: DictConfig) -> list[str]:
         """Return the options of a section that have a key which the chosen option lacks, the likeliest first, with the

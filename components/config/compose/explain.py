@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_type_hints
 
 from components.config.compose.hydra_messages import (
@@ -31,9 +31,10 @@ from components.config.compose.hydra_messages import (
     NULL_KEY,
     NULL_TEXT,
     REJECTED_KIND,
+    SECOND_OPTION,
     UNKNOWN_KEY,
 )
-from components.config.compose.synonyms import note_on, synonym_of
+from components.config.compose.synonyms import note_on, option_meant, option_synonym, synonym_of, without_key
 from components.config.kinds import KINDS
 from components.config.secrets import shown_value
 
@@ -42,7 +43,7 @@ NUMBER_NAMES = {"Integer": "a whole number", "Float": "a number"}
 UNREADABLE = "cannot be parsed; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
 SEVERAL_VALUES = "is a sweep over several values; add -m, set one value, or write a list as [a,b]"
 SWEEP_FUNCTION = re.compile(r"(?P<key>[^=]+)=\s*(?P<name>log|lin|loguniform|uniform)\((?P<arguments>[^()]*)\)\s*")
-"""Override with a function of sweep_values.py, which Hydra cannot parse."""
+"""Override with a function of sweep_keys.py, which Hydra cannot parse."""
 HOME = re.compile(r"(?<![^,\[])~/")
 """~ at the start of a value, or of one of several; shells do not expand it after KEY=."""
 SOURCES = "data.sources"
@@ -60,6 +61,8 @@ PACKAGES = {"network": "cluster"}
 SET_BY_KEY = {"gpu": "cluster.gpu"}
 """Folder of options that are no group of a recipe -> key whose value names one of them."""
 
+IS_A_SECTION = "is a section with keys, not a value"
+
 VALUE_RULES = (
     (NOT_CONVERTIBLE, "must be {wanted}"),
     (NOT_A_BOOL, "must be true or false"),
@@ -69,7 +72,7 @@ VALUE_RULES = (
     (KEY_IS_NO_TEXT, "the key {name} is a number or boolean here; set it in a file of yours, where keys are texts"),
     (NOT_OPTIONAL, "must not be null"),
     (NOT_A_LIST, "must be a list, such as [a,b]"),
-    (NOT_A_SECTION, "is a section with keys, not a value"),
+    (NOT_A_SECTION, IS_A_SECTION),
     (NOT_A_SINGLE_VALUE, "must be a single value"),
     (UNKNOWN_KEY, "sets the key {leaf}, which does not exist"),
     (NO_DELETION, "cannot be removed; set it to another value"),
@@ -82,6 +85,12 @@ def unreadable(override: str) -> str:
     key, _, value = override.partition("=")
     if SWEEP_FUNCTION.fullmatch(override):
         return f"{override}: {SEVERAL_VALUES}"
+    if not value and override.endswith((".yaml", ".yml")):
+        name = override.rpartition("/")[2].rpartition(".")[0]
+        return (
+            f"{override}: a file of settings is conf/experiment/{name}.yaml, with `# @package _global_` as its first "
+            f"line; write experiment={name}"
+        )
     if (expanded := HOME.sub("$HOME/", value)) != value:
         return f"{override}: ~ is not expanded here; write {key}={expanded}, or quote it: '{key}=\"~/...\"'"
     return f"{override}: {UNREADABLE}"
@@ -115,13 +124,18 @@ def no_kind(key: str, name: object, kinds: Iterable[str]) -> str:
 def no_option(option: str, existing: Iterable[str]) -> str:
     """Return the message for a command-line option (--lr) that Hydra does not have."""
     name, _, value = option.lstrip("-").partition("=")
-    intended = _intended(name.replace("-", "_"), value or None, list(existing))
+    name = name.replace("-", "_")
+    is_key = name in existing or name in ("experiment", "data", "model")
+    intended = f": {name}={value or '...'}" if is_key else _intended(name, value or None, list(existing))
     return f"{option}: no such option, see --help; write settings as KEY=VALUE{intended}"
 
 
-def no_such_option(override: str, option: str, options: list[str]) -> str:
-    """Return the message for an option of a group that no config folder holds."""
-    return f"{override}: {_unknown_option(option, options)}"
+def no_such_option(override: str, option: str, groups: Mapping[str, list[str]]) -> str:
+    """Return the message for an option of a group that no config folder holds; `groups` has the options of all."""
+    group = override_parts(override)[0]
+    problem = _unknown_option(group, option, groups)
+    is_hub_name = group == "model" and "did you mean" not in problem
+    return f"{override}: {problem}" + f"; for a model of the hub, write model.path={option}" * is_hub_name
 
 
 def no_group(override: str) -> str:
@@ -146,9 +160,15 @@ def did_you_mean(name: str | None) -> str:
 def _intended(key: str, value: object, existing: list[str]) -> str:
     """Return `; did you mean KEY?` for the name of a key in another tool or a misspelled one, and its unit if it
     differs; or ''."""
-    meant, leaf = nearest_key(key, existing), key.rpartition(".")[2]
-    note = note_on(leaf, "the value" if value is None else value) if meant and synonym_of(leaf, existing) else ""
-    return did_you_mean(meant) + note
+    leaf = key.rpartition(".")[2]
+    if remedy := without_key(leaf):
+        return remedy
+    for name in (key, leaf):
+        if value is not None and (option := option_meant(name, value)) and option.partition("=")[0] in existing:
+            return did_you_mean(option)
+        if meant := synonym_of(name, existing):
+            return did_you_mean(meant) + note_on(name, "the value" if value is None else value)
+    return did_you_mean(nearest_key(key, existing))
 
 
 def nearest(name: str, existing: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -164,7 +184,7 @@ def nearest_key(key: str, existing: list[str]) -> str | None:
     optimizer.lr).
     """
     prefix, _, leaf = key.rpartition(".")
-    if synonym := synonym_of(leaf, existing):
+    if synonym := synonym_of(key, existing) or synonym_of(leaf, existing):
         return synonym
     sections = {name.rpartition(".")[0] for name in existing}
     keys = [name for name in existing if name not in sections or existing.count(name) > 1]  # twice: has options, too
@@ -217,7 +237,10 @@ def explain_override(
     if IN_FILE.search(text) or NOT_YAML.search(text) or _requested_by_file(key, value, text):
         return explain_file(error, keys, groups, f"{key}/{value}")
     if found := NO_OPTION.search(text):
-        return no_such_option(override, found["option"], groups[key])
+        return no_such_option(override, found["option"], groups)
+    if not override.startswith("+") and (second := SECOND_OPTION.search(text)) and second["group"] != key:
+        where = f"conf file {key}/{value}.yaml adds a second option of {second['group']}"
+        return f"{where}; write `override /{second['group']}: {second['option']}` in its defaults"
     if ALREADY_THERE.search(text):
         return f"{override}: is already set; write {key}={value} without the plus"
     if NOTHING_TO_OVERRIDE.search(text) and f"@{SOURCES}." in override:
@@ -281,6 +304,8 @@ def _missing_package_header(file: str, key: str, keys: Sequence[str]) -> str | N
     header = f"`# @package {PACKAGES.get(group, '_global_')}`"
     if group and key == group and group not in keys:
         return f"its keys are read as {group}.KEY, but no section {group} exists; make {header} its first line"
+    if group and group not in keys and key.strip("_") == "global":
+        return f"its package is read as {key}; make {header} its first line"
     if group in keys and key == f"{group}.{group}":
         return f"its keys are already below {group}; remove the line `{group}:`, or make {header} its first line"
     return None
@@ -325,11 +350,17 @@ def _explain_defaults(requested: re.Match[str], groups: dict[str, list[str]], ch
     where, group, option = f"conf file {file}.yaml", requested["group"], requested.groupdict().get("option")
     named = group if option is None else f"{group}={option}"
     kinds = KINDS.get(group.removeprefix("schema/"), {}) if group.startswith("schema/") else {}
+    if option is None and group in groups:  # its package is below the one of the file
+        return f"{where} overrides {group} below its own package; make `# @package _global_` its first line"
+    if group in ("data", "model") and option and re.search(r"\W", option):
+        also = "`override /data: jsonl` in its defaults, and " if group == "data" else ""
+        return f"{where} requests {named}: no such option; write {also}`path: {option}` below `{group}:`"
     if options := list(map(str, kinds)) or groups.get(group):
-        return f"{where} requests {named}: {_unknown_option(option or '', options)}"
+        return f"{where} requests {named}: {_unknown_option(group, option or '', {**groups, group: options})}"
     inner = group.rpartition("/")[2]  # without a leading slash, Hydra looks for a group in the folder of the file
-    like = f"/{inner}" if inner != group and inner in groups else nearest(group, groups)
-    return f"{where} requests {named}: no such group{did_you_mean(like)}"
+    if inner != group and inner in groups:
+        return f"{where} requests {named}: no such group; write `override /{inner}: {option or 'OPTION'}`"
+    return f"{where} requests {named}: no such group{did_you_mean(nearest(group, groups))}"
 
 
 def override_parts(override: str) -> tuple[str, bool, str]:
@@ -338,8 +369,22 @@ def override_parts(override: str) -> tuple[str, bool, str]:
     return key.partition("@")[0].strip(), bool(assigned), value
 
 
-def _unknown_option(option: str, options: list[str]) -> str:
-    return f"no such option{did_you_mean(nearest(option, options))} (there are: {', '.join(options)})"
+def _unknown_option(group: str, option: str, groups: Mapping[str, list[str]]) -> str:
+    """Return the rule that a group lacks an option, with the option that was probably meant.
+
+    In this order: its name in another tool (adam), another notation (LoRA, qwen3-0.6b), the only option of this name
+    in another group (experiment=lora), a longer name (qwen3), a similar one.
+    """
+    options, plain = groups[group], re.sub(r"[\W_]", "", option.lower())
+    synonym = option_synonym(group, option)
+    elsewhere = [f"{other}={option}" for other, names in groups.items() if option in names and "/" not in other]
+    longer = [each for each in options if plain and each.replace("_", "").startswith(plain)]
+    like = synonym if synonym in options else next((each for each in longer if each.replace("_", "") == plain), None)
+    like = like or (elsewhere[0] if len(elsewhere) == 1 else None) or nearest(re.sub(r"\W", "_", option), longer, 0)
+    like = like or nearest(re.sub(r"\W", "_", option.lower()), options)
+    many = len(options) > 40
+    listed = f"there are {len(options)}, see meshbook help {group}" if many else f"there are: {', '.join(options)}"
+    return f"no such option{did_you_mean(like)} ({listed})"
 
 
 def _nearest_choice(text: str, choices: str | None) -> str:

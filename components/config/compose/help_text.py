@@ -9,7 +9,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from components.config.compose.sources import Request, conf_resolvers
-from components.config.key_reference import Key, keys_of, section_class, shared_keys, summary, variants_of, written
+from components.config.key_reference import (
+    Key,
+    default_and_others,
+    keys_of,
+    section_class,
+    shared_keys,
+    summary,
+    variants_of,
+    written,
+)
 from components.config.kinds import type_hints
 from components.terminal import fit
 
@@ -61,35 +70,38 @@ def section_help(section: str, variants: dict[str, type], width: int, values: Di
     shared = shared_keys(variants, section)
     first = next(iter(variants.values()))
     title = f"{section}: {summary(first)}".rstrip() if len(variants) == 1 else f"{section}, all kinds:"
-    lines = ["", _fill(title, width, subsequent_indent="    "), *_key_lines(shared, width, values)]
+    lines = ["", _fill(title, width, subsequent_indent="    "), *_key_lines(shared, "", width, values)]
     for name, schema in variants.items() if len(variants) > 1 else ():
         own = {key: described for key, described in keys_of(schema, section).items() if key not in shared}
         title = _fill(f"{section}.kind={name}: {summary(schema)}", width, subsequent_indent="    ")
-        lines += ["", title, *_key_lines(own, width, values)]
+        lines += ["", title, *_key_lines(own, name, width, values)]
     return "\n".join(lines)
 
 
-def _key_lines(keys: dict[str, Key], width: int, values: DictConfig | None) -> list[str]:
-    return [
-        key_help(key, described, width, _value(values, key, described))
-        for key, described in keys.items()
-        if described.type != "section"
-    ]
+def _key_lines(keys: dict[str, Key], kind: str, width: int, values: DictConfig | None) -> list[str]:
+    lines = []
+    for key, described in keys.items():
+        if described.type == "section":
+            continue
+        value, others = _value(values, key), ""
+        if values is None:
+            value, others = default_and_others(key, [kind], described)
+        lines.append(key_help(key, described, width, value, others))
+    return lines
 
 
-def key_help(name: str, key: Key, width: int, value: str) -> str:
-    """Return the lines of a key: its value, its meaning and its type."""
+def key_help(name: str, key: Key, width: int, value: str, others: str = "") -> str:
+    """Return the lines of a key: its value, its meaning, its type, and its values in other recipes."""
+    value = "" if value == "required" else value
     ending = "" if key.doc.endswith((".", "?")) or not key.doc else "."
-    text = f"{' '.join(key.doc.split())}{ending} {key.type[:1].upper()}{key.type[1:]}.".strip()
+    text = f"{' '.join(key.doc.split())}{ending} {key.type[:1].upper()}{key.type[1:]}. {others}".strip()
     indent = " " * 6
     stated = _fill(f"  {name}={value}", width, subsequent_indent=indent)
     return f"{stated}\n" + _fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
-def _value(values: DictConfig | None, key: str, described: Key) -> str:
-    if values is None:
-        return "" if described.default == "required" else described.default
-    if OmegaConf.is_missing(*_parent_of(values, key)):
+def _value(values: DictConfig | None, key: str) -> str:
+    if values is None or OmegaConf.is_missing(*_parent_of(values, key)):
         return ""
     return written(OmegaConf.select(values, key))
 

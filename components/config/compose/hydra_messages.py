@@ -32,6 +32,7 @@ NO_DELETION = re.compile(r"does not support deletion")
 MERGING = re.compile(r"Error merging")
 """Generic message; `__cause__` holds the details."""
 ALREADY_THERE = re.compile(r"Multiple values for|already at")
+SECOND_OPTION = re.compile(r"Multiple values for .* use 'override (?P<group>[^:@]+)[^:]*: (?P<option>[^']*)'")
 NOTHING_TO_OVERRIDE = re.compile(r"Could not override")
 NO_SUCH_KEY = re.compile(r"Could not (override|append|delete)")
 NOT_AN_OPTION = re.compile(r"Config group override must be")

@@ -18,15 +18,17 @@ from components.config.compose.command_line import addable, read_arguments, read
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, accepted_options, diagnose
 from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
+from components.config.compose.short_forms import long_forms, with_home
 from components.config.compose.sources import Request
-from components.config.compose.sweep_keys import SweepConfig, read_sweep_keys
-from components.config.compose.sweep_values import (
+from components.config.compose.sweep_keys import (
     ListedValues,
     Range,
+    SweepConfig,
     combinations,
     draw_points,
     list_values,
     number_as_value,
+    read_sweep_keys,
 )
 from components.config.compose.texts import override_with_texts
 from components.config.compose.typed import free_keys, known_keys, whole_number_keys
@@ -97,7 +99,8 @@ def expand_sweep(
     """
     arguments, problems = read_arguments(schema)
     keys, key_problems = read_sweep_keys(arguments.sweep)
-    listed = list_values(arguments.overrides, keys, whole_number_keys(schema), only_ends=bool(key_problems))
+    overrides = [with_home(override) for override in arguments.overrides]
+    listed = list_values(overrides, keys, whole_number_keys(schema), only_ends=bool(key_problems))
     arguments.overrides = [
         override_with_texts(override, schema) if "," in override else override for override in listed.overrides
     ]
@@ -107,6 +110,7 @@ def expand_sweep(
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from error
     groups = request.groups
+    arguments.overrides = long_forms(arguments.overrides, schema, request.folders)
     parsed, unparsed = _parse(arguments.overrides, groups)
     swept = [override for override in parsed if override.is_sweep_override()]
     known = [*known_keys(schema), *groups]
@@ -122,7 +126,8 @@ def expand_sweep(
     if problems:
         readable = [given for given in parsed if given.input_line not in rejected]
         first = [_first_value(given) for given in readable]
-        raise ConfigError(problems + _problems_of(replace(request, overrides=addable(first, schema)), check, problems))
+        request = replace(request, overrides=addable(first, schema, request.folders))
+        raise ConfigError(problems + _problems_of(request, check, problems))
     space: tuple[Dimension, ...] = ()
     if keys.draws and columns:
         products = draw_points(columns, listed.drawn, keys, keys.draws)
@@ -163,7 +168,8 @@ def compose_point(sweep: SweepRequest, point: PointRequest, check: Check) -> tup
     Raises ConfigError for problems that concern the whole sweep: an unknown key or option, a value of a wrong type.
     """
     schema, common = sweep.request.schema, [sweep.run_dir] if sweep.run_dir else []
-    request = replace(sweep.request, overrides=addable((*point.overrides, *common), schema))
+    overrides = addable((*point.overrides, *common), schema, sweep.request.folders)
+    request = replace(sweep.request, overrides=overrides)
     try:
         composed = request.compose(request.overrides)
     except (HydraException, OmegaConfBaseException) as error:

@@ -14,27 +14,30 @@ _NAMES = {
     "optimizer.weight_decay": "wd decay",
     "optimizer.min_lr_ratio": "min_lr min_learning_rate",
     "training.epochs": "epoch num_epochs num_train_epochs n_epochs max_epochs epochs",
-    "training.max_steps": "steps num_steps train_steps train_iters max_iters total_steps iterations",
+    "training.max_steps": "steps num_steps train_steps train_iters max_iters total_steps iterations "
+    "max_steps_per_epoch",
     "training.global_batch_size": "batch_size train_batch_size total_batch_size effective_batch_size bs "
     "gradient_accumulation_steps gradient_accumulation grad_accum accumulation_steps",
     "evaluation.micro_batch_size": "per_device_eval_batch_size eval_batch_size batch_size",
     "training.micro_batch_size": "per_device_train_batch_size per_device_batch_size micro_batch device_batch_size "
     "train_micro_batch_size_per_gpu per_device_eval_batch_size eval_batch_size",
     "training.seq_len": "max_seq_length max_seq_len max_length seq_length sequence_length sequence_len block_size "
-    "context_length cutoff_len model_max_length",
+    "context_length cutoff_len model_max_length max_prompt_length max_completion_length",
     "evaluation.seq_len": "max_seq_length max_seq_len max_length seq_length sequence_length block_size",
-    "training.log_every": "logging_steps log_steps log_interval logging_strategy",
-    "training.eval_every": "eval_steps eval_interval evaluation_steps eval_strategy evaluation_strategy",
+    "training.log_every": "logging_steps log_steps log_interval logging_strategy log_every_n_steps",
+    "training.eval_every": "eval_steps eval_interval evaluation_steps eval_strategy evaluation_strategy "
+    "evals_per_epoch run_val_every_n_steps",
     "training.max_grad_norm": "grad_clip gradient_clipping clip_grad clip_grad_norm gradient_clip_val",
-    "checkpoint.every": "save_steps save_interval save_every checkpoint_interval save_strategy",
+    "checkpoint.every": "save_steps save_interval save_every checkpoint_interval save_strategy saves_per_epoch",
     "checkpoint.keep": "save_total_limit keep_last max_checkpoints",
     "run.resume": "resume_from_checkpoint resume_from load_checkpoint",
     "run.seed": "random_seed manual_seed",
     "run.deterministic": "deterministic full_determinism use_deterministic_algorithms",
     "run.dir": "output_dir out_dir save_dir output_path log_dir logging_dir",
     "run.name": "run_name experiment_name job_name exp_name",
-    "model.path": "model_name_or_path model_name model_id base_model pretrained_model_name_or_path checkpoint_path",
-    "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "model.path": "model_name_or_path model_name model_id base_model pretrained_model_name_or_path checkpoint_path "
+    "checkpoint_dir model_id_or_path",
+    "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer.path",
     "model.attention": "attn_implementation attn_impl",
     "model.attention=sdpa": "use_flash_attention flash_attention flash_attn",
     "model.dtype": "torch_dtype param_dtype",
@@ -42,25 +45,27 @@ _NAMES = {
     "model.compute_dtype": "precision",
     "model.qat": "qat quantizer qat_config",
     "model.compile": "torch_compile use_compile",
-    "data.path": "dataset dataset_name dataset_path train_file data_path data_files train_data",
+    "data.path": "dataset dataset_name dataset_path train_file data_path data_files train_data dataset.source "
+    "dataset.data_files dataset_dir datasets",
     "data.eval_path": "eval_file validation_file eval_dataset valid_file test_file",
     "data.max_samples": "max_train_samples num_samples train_samples",
     "data.max_eval_samples": "num_eval_samples eval_samples",
-    "data.pack": "packing sample_packing use_packing",
+    "data.pack": "packing sample_packing use_packing group_by_length",
     "data.eval_fraction": "val_set_size validation_split test_size val_fraction",
     "data.text_column": "text_field dataset_text_field",
     "peft.rank": "lora_r lora_rank r lora_dim",
     "peft.alpha": "lora_alpha",
     "peft.dropout": "lora_dropout",
-    "peft.targets": "target_modules lora_target_modules lora_target lora_targets",
+    "peft.targets": "target_modules lora_target_modules lora_target lora_targets lora_target_linear lora_attn_modules",
     "peft.target_parameters": "lora_target_parameters",
     "peft.rslora": "use_rslora",
     "peft.dora": "use_dora",
-    "peft=lora": "use_peft use_lora lora adapter",
-    "peft=qlora": "load_in_4bit qlora use_qlora quantize_4bit",
-    "parallelism.activation_checkpointing=full": "gradient_checkpointing recompute remat use_gradient_checkpointing",
+    "peft=lora": "use_peft use_lora lora",
+    "peft=qlora": "load_in_4bit qlora use_qlora quantize_4bit load_in_8bit quantization_bit quant_bits",
+    "parallelism.activation_checkpointing=full": "gradient_checkpointing recompute remat "
+    "use_gradient_checkpointing enable_activation_checkpointing",
     "parallelism.activation_checkpointing": "recompute_granularity",
-    "parallelism.activation_offload": "activation_offloading offload_activations",
+    "parallelism.activation_offload": "activation_offloading offload_activations enable_activation_offloading",
     "parallelism.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size tp_size "
     "tp_degree",
     "parallelism.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
@@ -75,13 +80,30 @@ _NAMES = {
     "world_size tasks_per_node",
     "cluster.nodes": "num_nodes nnodes n_nodes num_machines",
     "cluster.time": "walltime time_limit",
-    "logging.wandb.mode=online": "report_to wandb use_wandb",
+    "logging.wandb.mode=online": "report_to wandb use_wandb metric_logger",
     "logging.wandb.mode": "wandb_mode",
     "logging.wandb.project": "wandb_project project project_name",
     "logging.tensorboard": "tensorboard use_tensorboard",
     "logging.mlflow.enabled": "mlflow use_mlflow",
     "logging.mlflow.project": "mlflow_experiment_name mlflow_experiment",
     "logging.trackio.enabled": "trackio use_trackio",
+    "checkpoint.keep_best": "load_best_model_at_end metric_for_best_model save_best",
+    "model.loss=liger": "use_liger_kernel use_liger enable_liger_kernel",
+    "data.cache": "dataset_prepared_path",
+    "model.chat_template": "template",
+    "peft.export": "save_adapter_weights_only save_only_model",
+    "data.system_prompt": "system default_system",
+    "objective.loss": "loss_type pref_loss rl_loss",
+    "objective.beta": "pref_beta rl_beta dpo_beta",
+    "objective.gamma": "simpo_gamma",
+    "objective.reference": "ref_model ref_model_name_or_path",
+    "objective.reference=precomputed": "precompute_ref_log_probs",
+    "data.label_names": "id2label",
+    "objective.center_weight": "center_rewards_coefficient",
+    "teacher.path": "teacher_model_name_or_path teacher_model teacher_model_path",
+    "objective.temperature": "temperature",
+    "data.subset": "dataset_config_name dataset_config",
+    "model.init=random": "from_scratch train_from_scratch",
     "generation.max_new_tokens": "max_tokens",
 }
 _NOTES = {
@@ -108,8 +130,19 @@ _NOTES = {
     "fp16 half": "float16 is not supported",
     "report_to": "Others are logging.tensorboard=true, logging.mlflow.enabled=true and logging.trackio.enabled=true",
     "max_train_samples num_samples train_samples num_eval_samples eval_samples": "It counts rows of the source",
-    "dataset dataset_name dataset_path train_file data_path data_files train_data eval_file validation_file "
-    "eval_dataset valid_file test_file": "It needs data=jsonl, or another option of data that has it",
+    "dataset dataset_name dataset_path train_file data_path data_files train_data dataset.source "
+    "dataset.data_files dataset_dir datasets": "For a file, or the name of a hub dataset, write data={value}",
+    "eval_file validation_file eval_dataset valid_file test_file": "It needs data=jsonl, or another option of data "
+    "that has it",
+    "load_in_8bit quantization_bit quant_bits": "It stores the frozen weights in 4 bits",
+    "load_best_model_at_end metric_for_best_model save_best": "It keeps the checkpoint of the lowest held-out loss, "
+    "and needs checkpoint.every",
+    "saves_per_epoch evals_per_epoch run_val_every_n_steps log_every_n_steps": "It counts optimizer steps",
+    "max_steps_per_epoch": "It counts the steps of the whole run",
+    "max_prompt_length max_completion_length": "It counts the tokens of a prompt with its answer",
+    "ref_model ref_model_name_or_path": "The reference is the model before training: precomputed, frozen_copy, or "
+    "adapters_off",
+    "lora_target_linear": "It is [all-linear] by default, with peft=lora",
     "text_field dataset_text_field": "It needs data=text or data=pysource",
     "lora_r lora_rank r lora_dim lora_alpha lora_dropout use_rslora use_dora lora_target_parameters": "It needs "
     "peft=lora",
@@ -117,6 +150,47 @@ _NOTES = {
     "[q_proj,v_proj]",
 }
 """Names in other tools -> unit of this schema's key, or what else it needs."""
+_NO_KEYS = {
+    "assistant_only_loss completion_only_loss train_on_inputs train_on_input train_on_prompt mask_prompt "
+    "response_template": "only responses, and the assistant's turns, have a loss; remove it",
+    "eos_token pad_token bos_token special_tokens add_special_tokens pad_to_sequence_len": "the tokenizer's own tokens "
+    "are used; remove it, or set model.tokenizer",
+    "push_to_hub hub_model_id hub_token": "remove it; scripts/export.py RUN --push OWNER/NAME uploads after the run",
+    "remove_unused_columns dataloader_num_workers dataloader_pin_memory dataset_num_proc dataset_processes "
+    "preprocessing_num_workers streaming dataset_streaming shuffle_merged_datasets": "rows are tokenized once and "
+    "read without workers; remove it",
+    "do_train do_eval do_predict overwrite_output_dir plot_loss stage task_type model_type trainer_cls": "the recipe "
+    "and the model decide it; remove it",
+    "config config_file configs": "a file of settings is conf/experiment/NAME.yaml; write experiment=NAME",
+}
+"""Names of other tools without a key of this schema -> what to do instead."""
+_GROUPS = {
+    "optimizer": "optim optimizer_name optimizer_type optim_type optimizer._component_",
+    "peft": "adapter finetuning_type train_type tuner_type peft_type peft_method",
+    "objective": "rl rlhf_type trainer_type",
+}
+"""Group -> names of other tools whose values name its options."""
+_OPTIONS = {
+    "optimizer=adamw": "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_anyprecision adamw_bnb "
+    "paged_adamw paged_adamw_32bit",
+    "optimizer=adamw8bit": "adamw_8bit adam8bit adam_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit "
+    "ao_adamw_8bit pagedadamw8bit",
+    "peft=none": "full full_finetune false off no",
+    "peft=lora": "true adapter ia3 adalora",
+    "peft=qlora": "4bit nf4 lora_4bit",
+    "parallelism=fsdp2": "fsdp fsdp1 fully_shard full_shard zero1 zero2 zero3 deepspeed deepspeed_zero3 megatron_fsdp",
+    "parallelism=ddp": "dp data_parallel multi_gpu no_shard",
+    "parallelism=hsdp": "hybrid_shard hybrid",
+    "objective=next_token": "sft clm causal_lm cross_entropy ce",
+    "objective=dpo": "sigmoid ipo hinge rl preference",
+    "objective=reward": "rm reward_model reward_modeling",
+    "data=jsonl": "json csv sft prompt_completion instruction local",
+    "data=chat_jsonl": "chat sharegpt conversations conversation messages openai chatml chat_template",
+    "data=text": "txt completion pretrain plain_text raw",
+    "data=preferences": "pairs dpo preference paired",
+    "cluster=local": "none single standalone laptop",
+}
+"""Option -> names of it in other tools."""
 _KEYS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         name: tuple(key for key, names in _NAMES.items() if name in names.split())
@@ -132,7 +206,27 @@ def note_on(name: str, value: object) -> str:
     return f" {note.format(value=value)}" if note else ""
 
 
+def without_key(name: str) -> str:
+    """Return what to do instead of setting a name of another tool that has no key here, for a message; or ''."""
+    same = name.lower().replace("-", "_")
+    return next((f"; {text}" for names, text in _NO_KEYS.items() if same in names.split()), "")
+
+
+def option_meant(name: str, value: object) -> str | None:
+    """Return the option, as GROUP=OPTION, that a name and a value of another tool select; or None."""
+    same, text = name.lower().replace("-", "_"), str(value).rpartition(".")[2].lower()
+    group = next((group for group, names in _GROUPS.items() if same in names.split()), None)
+    return None if group is None else f"{group}={option_synonym(group, text) or text}"
+
+
 def synonym_of(name: str, keys: Collection[str]) -> str | None:
     """Return the key, or the setting (peft=lora), that other tools call `name` and whose key is in `keys`; or None."""
     candidates = _KEYS_OF.get(name.lower().replace("-", "_"), ())
     return next((key for key in candidates if key.partition("=")[0] in keys), None)
+
+
+def option_synonym(group: str, name: str) -> str | None:
+    """Return the option of a group that other tools call `name`, or None."""
+    same = name.lower().replace("-", "_")
+    found = (option for option, names in _OPTIONS.items() if same in names.split())
+    return next((option.partition("=")[2] for option in found if option.startswith(f"{group}=")), None)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.config.errors import ConfigError
+from components.config.schema.data import RowsDataConfig
+from components.data.sources.column_hints import fitted
 from components.data.sources.files import Location, Row, check_columns, without_null_keys
 
 if TYPE_CHECKING:
@@ -14,11 +16,16 @@ if TYPE_CHECKING:
 
 
 def hub_rows(
-    location: Location, subset: str | None, revision: str | None, wanted: dict[str, str], optional: Sequence[str] = ()
+    location: Location,
+    subset: str | None,
+    revision: str | None,
+    wanted: dict[str, str],
+    optional: Sequence[str] = (),
+    cfg: RowsDataConfig | None = None,
 ) -> Iterator[Row]:
     """Stream the rows of a split with the columns of `wanted` (config key: column) from disk.
 
-    Columns of `optional` are read if they exist.
+    Columns of `optional` are read if they exist. With `cfg`, the error of a missing column says what to write.
 
     Raises ConfigError if the dataset cannot be downloaded, or if its name, subset, split or a column does not exist.
     """
@@ -27,7 +34,9 @@ def hub_rows(
     rows = _on_disk(location, subset, revision)
     problems = check_columns(wanted, rows.column_names, location.path)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(
+            problems if cfg is None else fitted(problems, cfg, location.key, rows.column_names, list(rows.take(20)))
+        )
     names = [*wanted.values(), *(name for name in optional if name in rows.column_names)]
     features = {name: rows.features[name] for name in names}
     classes = {name: each.names for name, each in features.items() if isinstance(each, ClassLabel)}

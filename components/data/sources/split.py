@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from components.config.schema.data import (
 )
 from components.data.examples import IGNORED, Example
 from components.data.sources import pydocs
+from components.data.sources.column_hints import fitted
 from components.data.sources.files import (
     STDLIB,
     TABLES,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
 Record = Conversation | Document | LabeledText
 
+_ROWS_FOR_HINT = 100  # of a file that lacks a column
 _READ_AT_ONCE = 1 << 24  # bytes
 _CACHED_CHARACTERS = 1 << 26  # size of the largest source that is kept in memory rather than read again
 _EXACT_BITS = 1 << 28  # memory for the exact selection of held-out groups; beyond, it is nearly exact
@@ -376,12 +378,13 @@ def rows_of(cfg: RowsDataConfig, location: Location, files: Sequence[Path] | Non
     wanted = columns_wanted(cfg)
     optional = columns_optional(cfg)
     if not is_local(location.path):
-        return hub_rows(location, cfg.subset, cfg.revision, wanted, optional)
+        return hub_rows(location, cfg.subset, cfg.revision, wanted, optional, cfg)
     files = files_of_split(location) if files is None else files
     columns = columns_of(files[0])
     problems = check_columns(wanted, columns, str(files[0])) if columns else []
     if problems:
-        raise ConfigError(problems)
+        first = [row.values for row in islice(read_rows(files[0]), _ROWS_FOR_HINT)]
+        raise ConfigError(fitted(problems, cfg, location.key, columns, first))
     return chain.from_iterable(read_rows(file, [*wanted.values(), *optional]) for file in files)
 
 

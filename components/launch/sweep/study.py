@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.config.compose.sweep import Dimension
-from components.config.compose.sweep_keys import Goal
-from components.config.compose.sweep_values import Range
+from components.config.compose.sweep_keys import Goal, Range
 from components.config.errors import ConfigError
 from components.launch.sweep.plan import StudyPlan
 from components.launch.sweep.point_rows import NOT_ENDED, STOPPED_EARLY, SweepRow

@@ -1,0 +1,217 @@
+"""The first commands of users of other trainers: short forms, data of another recipe, and the answers in the guide."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from components.config.compose.command_line import addable
+from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
+from components.config.compose.explain import no_option
+from components.config.compose.frozen import from_container, to_yaml
+from components.config.compose.short_forms import long_forms
+from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.sweep import compose_point, expand_sweep
+from components.config.compose.typed import known_keys
+from components.config.key_reference import RECIPES
+from components.config.schema import RecipeConfig
+from components.config.validate import validate
+from components.data.preflight import check_files
+from components.launch.machine import processes_of
+from tests.config.commands import REPOSITORY
+
+SFT = {"prompt": "q", "response": "a"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+ALPACA = {"instruction": "q", "input": "", "output": "a"}
+ROWS: dict[str, dict[str, Any]] = {
+    "mine": SFT,
+    "chat": CHAT,
+    "sharegpt": SHAREGPT,
+    "pairs": PAIR,
+    "alpaca": ALPACA,
+    "plain": {"text": "a", "url": "u"},
+    "labels": {"text": "a", "label": 1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files of each kind of rows, in the current folder."""
+    for name, row in ROWS.items():
+        write(tmp_path / f"{name}.jsonl", row)
+    write(tmp_path / "lr=1,x y.jsonl", SFT)
+    write(tmp_path / "part" / "train.jsonl", CHAT)
+    for name in ("a.txt", "texts/a.txt", "store/manifest.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "mine.csv").write_text("prompt,response\nq,a\n")
+    (tmp_path / "alpaca.json").write_text(json.dumps([ALPACA, ALPACA]))
+    pq.write_table(pa.table({key: [value] for key, value in SFT.items()}), tmp_path / "mine.parquet")
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def write(file: Path, *rows: dict[str, Any]) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows * (4 // len(rows))))
+    return file
+
+
+def result(recipe: str, arguments: Sequence[str], folders: tuple[Path, ...] = (CONF,)) -> RecipeConfig | list[str]:
+    """Return the config of a command line on a machine without GPUs, or its problems, as the command would."""
+    schema = RECIPES[recipe]
+    register_schemas(recipe, schema)
+    options = [no_option(each, known_keys(schema)) for each in arguments if each.startswith("--")]
+    overrides = addable([each for each in arguments if not each.startswith("--")], schema, folders)
+    request = Request(recipe, schema, folders, overrides)
+    try:
+        cfg = from_container(request.compose(request.overrides), schema)
+    except COMPOSITION_ERRORS as error:
+        return options + diagnose(request, error, lambda cfg, rejected: [])
+    return options + validate(cfg, processes_of(cfg, 0)) + check_files(cfg.data) or cfg
+
+
+@pytest.mark.parametrize(
+    ("recipe", "short", "long"),
+    [
+        ("finetune", "data=mine.jsonl", "data=jsonl data.path=mine.jsonl"),
+        ("finetune", "data=./mine.csv", "data=jsonl data.path=./mine.csv"),
+        ("finetune", "data=mine.parquet", "data=jsonl data.path=mine.parquet"),
+        ("finetune", "data=~/mine.jsonl", "data=jsonl data.path='~/mine.jsonl'"),
+        ("finetune", "data=lr=1,x y.jsonl", "data=jsonl data.path='lr=1,x y.jsonl'"),
+        ("finetune", 'data="lr=1,x y.jsonl"', "data=jsonl data.path='lr=1,x y.jsonl'"),
+        ("finetune", "data=s3://bucket/x.jsonl", "data=jsonl data.path=s3://bucket/x.jsonl"),
+        ("finetune", "data=hf://datasets/a/b/x.csv", "data=jsonl data.path=hf://datasets/a/b/x.csv"),
+        ("finetune", "data=missing.jsonl", "data=jsonl data.path=missing.jsonl"),
+        ("finetune", "data=chat.jsonl", "data=chat_jsonl data.path=chat.jsonl"),
+        ("finetune", "data=part", "data=chat_jsonl data.path=part"),
+        ("finetune", "data=alpaca.json", "data=alpaca data.path=alpaca.json"),
+        ("finetune", "data=plain.jsonl", "data=text data.path=plain.jsonl"),
+        ("finetune", "data=texts", "data=text data.path=texts"),
+        ("finetune", "data=tatsu-lab/alpaca", "data=alpaca data.path=tatsu-lab/alpaca"),
+        ("pretrain", "data=plain.jsonl", "data=text data.path=plain.jsonl"),
+        ("pretrain", "data=store", "data=tokens data.path=store"),
+        ("dpo", "data=pairs.jsonl", "data=preferences data.path=pairs.jsonl"),
+        ("dpo", "data=owner/pairs", "data=preferences data.path=owner/pairs"),
+        ("classify", "data=labels.jsonl", "data=labels data.path=labels.jsonl"),
+        ("classify", "objective=reward data=pairs.jsonl", "objective=reward data=preferences data.path=pairs.jsonl"),
+        ("finetune", "model=Qwen/Qwen3-0.6B", "model=smollm2_135m model.path=Qwen/Qwen3-0.6B"),
+        ("pretrain", "model=./model", "model=smollm2_135m model.path=./model"),
+        ("evaluate", "model=model", "model=smollm2_135m model.path=model"),
+        ("finetune", "data=chat_jsonl data=chat.jsonl", "data=chat_jsonl data.path=chat.jsonl"),
+        (
+            "finetune",
+            "data=mixture +data@data.sources.a=mine.jsonl",
+            "data=mixture +data@data.sources.a=jsonl data.sources.a.path=mine.jsonl",
+        ),
+        ("finetune", "data=jsonl model=tiny", "data=jsonl model=tiny"),
+        ("finetune", "data=jsonll", "data=jsonll"),
+        ("finetune", "data=owner/rows", "data=owner/rows"),
+        ("finetune", "model=gpt2", "model=gpt2"),
+    ],
+)
+def test_short_forms_are_options_with_their_path(folder: Path, recipe: str, short: str, long: str) -> None:
+    arguments = [short] if " y." in short else short.split()
+    expected = long.replace("lr=1,x y", "lr=1,x_y").split()
+    found = long_forms(arguments, RECIPES[recipe], (CONF,))
+    assert found == [each.replace("x_y", "x y") for each in expected]
+
+
+def test_the_frozen_config_and_the_points_of_a_sweep_are_those_of_the_long_form(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def frozen(*overrides: str) -> str:
+        cfg = result("finetune", overrides)
+        assert isinstance(cfg, RecipeConfig), cfg
+        return to_yaml(cfg)
+
+    single = frozen("model.path=Qwen/Qwen3-0.6B", "data=jsonl", "data.path=mine.jsonl")
+    assert frozen("model=Qwen/Qwen3-0.6B", "data=mine.jsonl") == single
+    argv = ["finetune.py", "-m", "model=Qwen/Qwen3-0.6B,tiny", "data=mine.jsonl,~/mine.jsonl"]
+    monkeypatch.setattr("sys.argv", argv)
+    sweep = expand_sweep("finetune", RECIPES["finetune"], REPOSITORY / "recipes")
+    points = [compose_point(sweep, point, lambda cfg, rejected: [])[0] for point in sweep.points]
+    assert [point.values["model"] for point in sweep.points] == ["Qwen/Qwen3-0.6B"] * 2 + ["tiny"] * 2
+    assert to_yaml(points[0]) == single  # type: ignore[arg-type]
+    assert points[3] == result("finetune", ["model=tiny", "data=jsonl", f"data.path={folder}/mine.jsonl"])
+
+
+REMEDY = re.compile(r"; (?:use recipes/(?P<recipe>\w+)\.py|write) (?P<line>[\w+@\"]+[=.].*)")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line", "row", "answer"),
+    [
+        ("finetune", "data=x.jsonl", {"prompt": "q", "output": "a"}, "write data.response_column=output"),
+        (
+            *("finetune", "data=x.jsonl", {"question": "q", "answer": "a"}),
+            "write data.prompt_column=question data.response_column=answer",
+        ),
+        ("finetune", "data=jsonl data.path=x.jsonl", ALPACA, "write data=alpaca data.path=x.jsonl"),
+        ("finetune", "data=jsonl data.path=x.jsonl", CHAT, "write data=chat_jsonl data.path=x.jsonl"),
+        ("finetune", "data=jsonl data.path=x.jsonl", {"text": "a"}, "write data=text data.path=x.jsonl"),
+        (
+            *("finetune", "data=x.jsonl", SHAREGPT),
+            "write data=chat_jsonl data.path=x.jsonl data.messages_column=conversations data.role_key=from "
+            "data.content_key=value data.user_role=human data.assistant_role=gpt",
+        ),
+        (
+            *("finetune", "data=mixture +data@data.sources.a=x.jsonl", SHAREGPT),
+            "write +data@data.sources.a=chat_jsonl data.sources.a.path=x.jsonl data.sources.a.messages_column=conversat"
+            "ions data.sources.a.role_key=from data.sources.a.content_key=value data.sources.a.user_role=human "
+            "data.sources.a.assistant_role=gpt",
+        ),
+        ("finetune", "data=x.jsonl", PAIR, "use recipes/dpo.py data=preferences data.path=x.jsonl"),
+        (
+            *("finetune", "data=x.jsonl", [{"text": "a", "label": "ham"}, {"text": "b", "label": "spam"}]),
+            "use recipes/classify.py data=labels data.path=x.jsonl data.label_names=[ham,spam]",
+        ),
+        (
+            *("finetune", "data=x.jsonl", {"prompt": "q", "completion": "a", "label": True}),
+            "use recipes/dpo.py objective=kto data=preferences data.path=x.jsonl",
+        ),
+        ("pretrain", "data=x.jsonl", SFT, "use recipes/finetune.py data=jsonl data.path=x.jsonl"),
+        ("dpo", "data=x.jsonl", SFT, "use recipes/finetune.py data=jsonl data.path=x.jsonl"),
+        ("dpo", "data=x.jsonl", {"prompt": "q", "completion": "a", "label": True}, "write objective=kto"),
+        (
+            *("dpo", "data=x.jsonl", {"query": "q", "better": "a", "worse": "b"}),
+            "write data.prompt_column=query data.chosen_column=better data.rejected_column=worse",
+        ),
+        (
+            *("classify", "data=x.jsonl data.num_labels=2", PAIR),
+            "write objective=reward data=preferences data.path=x.jsonl",
+        ),
+        (
+            *("classify", "data=x.jsonl data.num_labels=2", {"sentence": "a", "class": 1}),
+            "write data.text_column=sentence data.label_column=class",
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_rows_with_other_columns_are_answered_with_settings_that_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, line: str, row: Any, answer: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "x.jsonl", *(row if isinstance(row, list) else [row]))
+    problems = result(recipe, line.split())
+    assert isinstance(problems, list)
+    assert len(problems) == 1
+    assert problems[0].endswith(f"; {answer}")
+    remedy = REMEDY.search(problems[0])
+    assert remedy
+    kept = [] if "data=" in remedy["line"] or "data@" in remedy["line"] else [each for each in line.split() if each]
+    mixture = [each for each in line.split() if each == "data=mixture"]
+    accepted = result(remedy["recipe"] or recipe, [*mixture, *kept, *shlex.split(remedy["line"])])
+    assert isinstance(accepted, RecipeConfig), accepted
