@@ -369,11 +369,13 @@ class _Child:
     def _problems(self) -> list[str]:
         """Return the config errors at the end of stderr, and print what precedes them."""
         headings = [number for number, line in enumerate(self.errors) if _SEVERAL_PROBLEMS.fullmatch(line)]
-        first = headings[-1] + 1 if headings else max(len(self.errors) - 1, 0)
+        first = headings[-1] + 1 if headings else len(self.errors) - 1 if self.result is not None else 0
         problems = [line.rstrip("\n") for line in self.errors[first:]]
+        if not headings or int(self.errors[headings[-1]].split()[0]) != len(problems):
+            problems = ["\n".join(problems)]  # one problem, or several of which one quotes a value with line breaks
         self.errors = self.errors[: headings[-1] if headings else first]
         self._release()
-        return problems or [self.last]
+        return problems
 
 
 def _failed_points(rows: list[dict[str, Any]]) -> str:

@@ -150,6 +150,7 @@ def test_failure_of_a_recipe_of_the_users_own_is_raised_with_its_cause(
          ["training.max_step=3: no such key; did you mean training.max_steps?", "optimizer.lr=x: must be a number"]),
         (("fintune",), {}, ["fintune: is neither a recipe", "did you mean finetune?"]),
         (("finetune",), {"training": {"max_steps": object()}}, ["training.max_steps=<object", "of type object"]),
+        (("finetune",), {"data": {"path": "a\nb.jsonl"}}, ['data.path="a\nb.jsonl": the chosen option', "data=jsonl"]),
         (("finetune", 3), {}, ["3: is no override"]),
         (("finetune",), {"data": {"path": "a\0b"}}, ["holds what a command line cannot"]),
         (("finetune",), {"cluster": {"env": {"a=b": 1}}}, ["cluster.env.a=b: no key can have this name"]),
