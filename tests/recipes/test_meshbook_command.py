@@ -20,6 +20,7 @@ SOURCES = (
     *("pyproject.toml", "setup.py", "README.md", "LICENSE"),
 )
 BUILD = "import setuptools.build_meta as build; build.build_wheel('..')"
+BUILD_EDITABLE = "import setuptools.build_meta as build; print(build.build_editable('.'))"
 TINY = (
     *("model=tiny", "experiment=smoke", "cluster.device=cpu", "data=jsonl", "data.path=data.jsonl"),
     *("training.seq_len=32", "checkpoint.export=false"),
@@ -90,6 +91,22 @@ def test_wheel_holds_two_packages_and_no_settings_of_its_builder(installed: Inst
         "meshbook/conf/optimizer/muon.yaml", "meshbook/slurm/train.sbatch.j2", "components/launch/recipe.py",
     } <= set(names)  # fmt: skip
     assert not [name for name in names if "/local/" in name or "__pycache__" in name]
+
+
+def test_checkout_named_like_the_package_does_not_shadow_it(installed: Installed, tmp_path: Path) -> None:
+    """A folder on sys.path, which an editable install adds, has precedence over a folder without __init__.py."""
+    source = installed.wheel.parent / "source"
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD_EDITABLE], cwd=source, check=True, capture_output=True, text=True
+    )
+    with ZipFile(source / built.stdout.split()[-1]) as editable:
+        (path,) = [name for name in editable.namelist() if name.endswith((".pth", "_finder.py"))]
+        folder = editable.read(path).decode().strip()
+    (tmp_path / "meshbook" / "recipes").mkdir(parents=True)
+    assert Path(folder) == source
+    code = f"import sys; sys.path.append({folder!r}); import meshbook; print(meshbook.__file__)"
+    shown = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert shown.stdout == f"{source / 'meshbook' / '__init__.py'}\n"
 
 
 def test_recipe_trains_on_two_ranks_next_to_packages_of_the_same_name(installed: Installed) -> None:
