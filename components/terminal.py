@@ -56,7 +56,7 @@ def print_text(
 _COMMAND = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S* )*(?:python|torchrun|meshbook|make|eval|echo|sbatch|srun) ")
 _WORD = re.compile(r"""(?:--[\w-]+ (?=[^\s-]))?(?:[^\s'"]|'[^']*'|"[^"]*"|['"])+""")
 _UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i?B|B|m?s|x)\b)|(?<=\dx) (?=\d)")
-_SECOND_COLUMN = re.compile(r"\S+(?: \S+){0,3} {2,}(?=\S)")
+_FIRST_COLUMNS = re.compile(r"(?:\S+(?: \S+){0,3} {2,}(?!->))+(?=\S)")
 
 
 class HelpText(HelpFormatter):
@@ -76,15 +76,16 @@ def terminal_width() -> int:
 
 def fit(text: str, width: int | None = None) -> str:
     """Wrap what is wider than the terminal: texts by words, also in a second column; commands as a shell continues
-    them, with their comments in lines of their own."""
+    them, with their comments in lines of their own; tables in Markdown, which a file gets, as columns."""
     width = width or terminal_width()
     blocks: list[tuple[int, list[str]]] = []
     for line in text.split("\n"):
         body = line.lstrip()
         start = len(line) - len(body)
-        column = _SECOND_COLUMN.match(body)
+        column = _FIRST_COLUMNS.match(body)
         hang = start + (len(column[0]) if column else 2 if body.startswith("- ") else 0)
-        continues = blocks and start == blocks[-1][0] and body and not column and not body.startswith(("- ", "|"))
+        continues = blocks and start == blocks[-1][0] and body and not column and not body.startswith("- ")
+        continues = continues and body.startswith("|") == blocks[-1][1][0].lstrip().startswith("|")
         if continues and blocks[-1][1][0] and not _COMMAND.match(line) and not _COMMAND.match(blocks[-1][1][0]):
             blocks[-1][1].append(line)
         else:
@@ -97,6 +98,8 @@ def _fit_block(lines: list[str], hang: int, width: int) -> list[str]:
     if all(len(each) <= width for each in lines):
         return lines
     first = lines[0]
+    if first.startswith("| ") and len(lines) > 1:
+        return _fit_markdown(lines, width) if sys.stdout.isatty() or "COLUMNS" in os.environ else lines
     if _COMMAND.match(first):
         code, _, comment = first.partition(" # ")
         margin = " " * (len(first) - len(first.lstrip()) + 4)
@@ -115,6 +118,12 @@ def _wrap(text: str, width: int, initial_indent: str = "", subsequent_indent: st
         width, initial_indent, subsequent_indent, break_long_words=False, break_on_hyphens=False
     )
     return [each.replace("\N{NO-BREAK SPACE}", " ") for each in wrapper.wrap(glued)]
+
+
+def _fit_markdown(lines: list[str], width: int) -> list[str]:
+    header, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in [lines[0], *lines[2:]])
+    texts = {number for number in range(len(header)) if any(row[number][:1].isalpha() for row in rows)}
+    return [line for row in fit_table(header, rows, texts, width) for line in row]
 
 
 def fit_command(command: str, width: int | None = None) -> list[str]:
@@ -148,6 +157,11 @@ def fit_table(
                 widths[number] = max(*map(len, column[1:]), *map(len, header[number].split()))
         while sum(widths) > room and (wide := [each for each in texts if widths[each] > least[each]]):
             widths[max(wide, key=lambda each: widths[each])] -= 1
+        while sum(widths) < room:  # to the highest header
+            heights = [len(_wrap(cell, size)) for cell, size in zip(header, widths, strict=True)]
+            if max(heights) == 1:
+                break
+            widths[heights.index(max(heights))] += 1
     return [_fit_row(row, widths, texts, number == 0) for number, row in enumerate([header, *rows])]
 
 

@@ -28,7 +28,7 @@ from typing import Callable, Iterator  # noqa: UP035  (so that an old Python can
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from components.terminal import HelpText, guard_output, print_text  # only the standard library
+from components.terminal import HelpText, fit, guard_output, print_text, terminal_width  # only the standard library
 from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, last_line, run_command, shorten
 from scripts._doctor.environment import INSTALL, check_packages, check_project, check_python, check_weights
 from scripts._doctor.kubernetes import check_k8s
@@ -124,7 +124,10 @@ def main(arguments: list[str]) -> int:
         checks += found
         if not options.json:
             for check in found:
-                print_text(check, flush=True)
+                line = str(check)
+                if len(line) > terminal_width():  # the fix goes below
+                    line = line.replace("  -> ", f"\n{' ' * 20}-> ", 1)
+                print_text(fit(line), flush=True)
     problems, notes = (sum(check.verdict == verdict for check in checks) for verdict in (PROBLEM, NOTE))
     if options.json:
         print_text(json.dumps({"runnable": not problems, "checks": [asdict(check) for check in checks]}, indent=2))

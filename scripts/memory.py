@@ -5,7 +5,8 @@ python scripts/memory.py model=smollm2_135m --degrees 2     # any model, two ran
 python scripts/memory.py model=tiny --seq 512 --out memory.md
 
 Takes the model options of recipes/finetune.py. For each mesh, it starts the processes, trains two steps in float32 and
-measures the second. It prints a Markdown table per model; each figure is the maximum over the ranks.
+measures the second. It prints a table per model, and writes Markdown to --out; each figure is the maximum over the
+ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import ContextAttention, ParallelismConfig, Strategy
 from components.config.shape import read_shape
+from components.planning.formulas.term import three_digits
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.protocol.run_files import atomic_write
-from components.terminal import exit_with, print_text
+from components.terminal import exit_with, fit, fit_table, print_text
 from scripts._memory.options import MEASURED, models_to_measure, read_options
 
 if TYPE_CHECKING:
@@ -64,24 +66,24 @@ def shapes_of(degrees: list[int], seq: int, experts: bool) -> list[Shape]:
     return found
 
 
-def table(shapes: list[Shape], figures: dict[str, Usage | str]) -> list[str]:
-    """Return the lines of a Markdown table: MiB, and in parentheses the fraction of the single process's figure."""
-    lines = [
-        "| mesh | parameters | gradients | optimizer | saved for the backward | peak of a step |",
-        "|---|---|---|---|---|---|",
-    ]
+HEADER = ("mesh", "parameters", "gradients", "optimizer", "activations", "peak of a step")
+
+
+def table(shapes: list[Shape], figures: dict[str, Usage | str]) -> list[list[str]]:
+    """Return the rows of a table: MiB, and in parentheses the fraction of the single process's figure."""
+    rows = []
     for shape in shapes:
         usage = figures[shape.name]
         baseline = figures[next(each.name for each in shapes if each.world == 1 and each.long == shape.long)]
         if isinstance(usage, str) or isinstance(baseline, str):
-            lines.append(f"| {shape.name} | rejected: {usage} | | | | |")
+            rows.append([f"{shape.name} rejected: {usage}", "", "", "", "", ""])
             continue
         cells = [
-            f"{value / MIB:.1f}" + (f" ({value / single:.2f})" if shape.world > 1 else "")
+            three_digits(value / MIB) + (f" ({value / single:.2f})" if shape.world > 1 else "")
             for value, single in zip(astuple(usage), astuple(baseline), strict=True)
         ]
-        lines.append(f"| {shape.name} | {' | '.join(cells)} |")
-    return lines
+        rows.append([shape.name, *cells])
+    return rows
 
 
 def main(arguments: list[str]) -> int:
@@ -94,18 +96,16 @@ def main(arguments: list[str]) -> int:
         measured = models_to_measure(overrides)
         lines = []
         for name, cfg in measured.items():
+            from components.console import markdown_table
             from scripts._memory.ranks import Load, measure_all
 
             shapes = shapes_of(options.degrees, options.seq, bool(read_shape(cfg).experts))
             loads = {True: Load(options.seq), False: Load(STATE_SEQ, STATE_MICRO_BATCHES)}
             figures = measure_all(cfg, {each.name: (each.parallelism, loads[each.long], each.world) for each in shapes})
-            lines += [
-                f"{name}{MEASURED}",
-                "",
-                *table(shapes, figures),
-                "",
-            ]
-            print_text("\n".join(lines[-len(shapes) - 5 :]), flush=True)
+            rows = table(shapes, figures)
+            lines += [f"{name}{MEASURED}", "", *markdown_table(HEADER, rows), ""]
+            fitted = [line for row in fit_table(HEADER, rows, {0}) for line in row]
+            print_text(fit(f"{name}{MEASURED}"), "", *fitted, "", sep="\n", flush=True)
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID

@@ -7,6 +7,7 @@ The peak of the step comes from torch's profiler, which records every allocation
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -90,6 +91,7 @@ def _rank(rank: int, world: int, port: int, cfg: ModelConfig, work: Work, queue:
     variables = without_ranks(os.environ) | {name: str(number) for name, number in numbers.items()}
     os.environ.clear()
     os.environ |= variables | {"MASTER_ADDR": "127.0.0.1"}
+    warnings.filterwarnings("ignore", category=FutureWarning)  # names of collectives that a later torch replaces
     torch.set_num_threads(1)  # the threads of the parent's OpenMP pool do not exist after a fork: using it would hang
     distributed.start_process_group("cpu")
     results: dict[str, Usage | str] = {}

@@ -169,7 +169,7 @@ class Report:
         console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
         console.print(table)
         for line in self.lines():
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, markup=False)
         (out / "compare.md").write_text(self.markdown(rows))
         self._write_csv(out / "compare.csv", ranked)
         if problem := self._plot(out / "compare.png", ranked):

@@ -145,7 +145,7 @@ def main() -> int:
         world, mesh, loss = args.one
         print(json.dumps(count_step(int(world), axes_of(mesh), loss)))
         return 0
-    print("| mesh | processes | operators | collectives | lines of Python | mesh seconds |\n|---|---|---|---|---|---|")
+    print("| mesh | processes | operators | collectives | Python lines | mesh s |\n|---|---|---|---|---|---|")
     equal = True
     for mesh in args.mesh:
         counts = []

@@ -166,7 +166,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.one[0], int(args.one[1]), args)))
         return
-    print("| vocabulary | gradients MiB | logits MiB | chunked MiB | logits s | chunked s | chunked / logits |")
+    print("| vocabulary | gradients MiB | logits MiB | chunked MiB | logits s | chunked s | ratio |")
     print("|---|---|---|---|---|---|---|")
     for vocabulary in args.vocab:
         size = 2 if args.dtype == "bfloat16" else 4

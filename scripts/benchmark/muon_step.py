@@ -50,8 +50,8 @@ SHAPES = [
 MESHES = [(2, 1), (4, 1), (4, 2)]
 """Processes and replicas of each mesh in the table."""
 COLUMNS = [
-    *("mesh", "FLOPs of a rank: owners", "all", "bytes sent by a rank: owners", "all"),
-    *("seconds: owners", "all", "all / owners", "processor time, all / owners"),
+    *("mesh", "FLOPs: owners", "all", "sent: owners", "all"),
+    *("s: owners", "all", "ratio", "CPU ratio"),
 ]
 
 

@@ -43,7 +43,7 @@ def main() -> None:
     lengths = documents(options.lengths, options.documents)
     few = lengths[: options.peer_documents or None]
     print(f"{len(lengths):,} documents of {lengths.mean():.0f} tokens, {lengths.min()} to {lengths.max()}")
-    print(f"{'packer':24} {'seq_len':>7} {'documents':>10} {'rows':>8} {'filled %':>8} {'at best':>8} {'tokens/s':>14}")
+    print(f"{'packer':20} {'seq_len':>7} {'documents':>9} {'rows':>7} {'filled %':>8} {'at best':>7} {'tokens/s':>14}")
     arms: list[tuple[str, Packer, np.ndarray]] = [("ours", our_rows, lengths), ("ours", our_rows, few)]
     arms += [(name, packer, few) for name, packer in peers()]
     for seq_len in options.seq_len:
@@ -125,7 +125,7 @@ def show(name: str, packer: Packer, lengths: np.ndarray, seq_len: int, repeat: i
     tokens = int(lengths.sum())
     filled, at_best = (100 * tokens / (count * seq_len) for count in (rows, -(-tokens // seq_len)))
     speed = tokens / statistics.median(seconds)
-    print(f"{name:24} {seq_len:7,} {len(lengths):10,} {rows:8,} {filled:8.3f} {at_best:8.3f} {speed:14,.0f}")
+    print(f"{name:20} {seq_len:7,} {len(lengths):9,} {rows:7,} {filled:8.3f} {at_best:7.3f} {speed:14,.0f}")
 
 
 if __name__ == "__main__":

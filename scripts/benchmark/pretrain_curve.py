@@ -35,7 +35,7 @@ from components.figures import (
     new_figure,
     save_figure,
 )
-from components.terminal import HelpText
+from components.terminal import HelpText, fit
 from scripts.benchmark.compare_report import GATED_STEPS, gated_difference, worst_difference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,7 +193,7 @@ def report(options: Namespace, ours: Curve, plain: Curve) -> int:
         f"held-out losses {differences['held_out']:.1e}; in the first {GATED_STEPS} steps {ours.gated(plain):.1e}, "
         f"bound {options.bound:.0e}",
     ]
-    print("\n".join(lines))
+    print("\n".join(map(fit, lines)))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "pretrain_curve.md").write_text("".join(f"- {line}\n" for line in lines))
     if has_matplotlib():

@@ -41,7 +41,7 @@ from components.planning.formulas.implementation import MESHBOOK, Implementation
 from components.planning.formulas.step_time import StepTime, estimate_time
 from components.planning.formulas.workload import Workload
 from components.protocol.exit_codes import EXIT_INVALID
-from components.terminal import HelpText
+from components.terminal import HelpText, fit
 
 ROOT = Path(__file__).resolve().parents[2]
 POINTS = Path(__file__).with_name("published_points.csv")
@@ -186,17 +186,17 @@ def main() -> int:
     for each in compared:
         print(_line(each))
         for term in each.estimate.terms if options.why else ():
-            print(f"        {term.name:30} {term.value:10.4f} s  {term.formula}")
+            print(fit(f"    {term.name:30} {term.value:10.4f} s\n      {term.formula}"))
     for row, reason in skipped:
-        print(f"{row['id']:>5}  skipped: {reason}")
+        print(fit(f"{row['id']:>5}  skipped: {reason}"))
     for source, rows in by_source(compared).items():
-        print(f"\n{source}: {summary(rows)}")
+        print(fit(f"\n{source}: {summary(rows)}"))
     for name, rows in (
         ("rows that no constant was fitted to", [each for each in compared if not each.is_fitted]),
         ("rows that constants were fitted to (*)", [each for each in compared if each.is_fitted]),
     ):
         if rows:
-            print(f"\n{name}: {summary(rows, pairs=False)}")
+            print(fit(f"\n{name}: {summary(rows, pairs=False)}"))
     return 0
 
 
@@ -364,8 +364,9 @@ def _line(each: Comparison) -> str:
     row = each.row
     mesh = " ".join(f"{axis}{row[axis]}" for axis in ("pp", "dp_shard", "ep", "cp", "tp") if row[axis] not in ("", "1"))
     return (
-        f"{row['id']:>5}  {row['model']:14} {row['gpus']:>4} x {row['hardware']:22} {mesh:24} seq {row['seq']:>6} "
-        f"{row['ac']:9} published {each.published:8,.0f}  predicted {each.predicted:8,.0f}  {each.error:+5.0%}"
+        f"{row['id']:>5}  {row['model']:14} {row['gpus']:>4} x {row['hardware']:22} {mesh}\n"
+        f"       seq {row['seq']:>6} {row['ac']:9} published {each.published:8,.0f}  predicted {each.predicted:8,.0f}  "
+        f"{each.error:+5.0%}"
         f"{' *' if each.is_fitted else ''}"
     )
 

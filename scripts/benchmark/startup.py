@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from components.terminal import HelpText
+from components.terminal import HelpText, fit
 
 ROOT = Path(__file__).resolve().parents[2]
 FINETUNE = str(ROOT / "recipes" / "finetune.py")
@@ -52,11 +52,12 @@ def main() -> None:
             for name, arguments in STARTS.items():
                 taken[name].append(start(arguments, folder, 2 if name == REJECTED else 0))
             print(f"{number} of {repeats} done, load {loads[-1]:.1f}", file=sys.stderr)
-    print("| start | wall s (minimum) | processor s (minimum) |\n|---|---|---|")
+    lines = ["| start | wall s (minimum) | processor s (minimum) |", "|---|---|---|"]
     for name, times in taken.items():
         wall, processor = zip(*times[1:], strict=True)
         cells = (f"{statistics.median(values):.2f} ({min(values):.2f})" for values in (wall, processor))
-        print(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    print(fit("\n".join(lines)))
     print(
         f"\nMedians of {repeats} starts on {os.cpu_count()} cores, load average {min(loads):.1f} to {max(loads):.1f}."
     )

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from components import data, distributed, models, training
 from components.config.schema import ParallelismConfig, Strategy
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
-from components.terminal import HelpText
+from components.terminal import HelpText, fit
 from scripts.benchmark.compare_report import FLOAT32_BOUND, GATED_STEPS, gated_difference
 
 LR, VOCABULARY = 1e-3, 2048
@@ -91,7 +91,7 @@ def main() -> None:
         "|---|---|---|---|---|",
         *(batch_row(name, *shape, options.rounds, options.steps) for name, shape in BATCHES.items()),
     ]
-    print("\n".join(lines))
+    print(fit("\n".join(lines)))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "step_overhead.md").write_text("\n".join(lines) + "\n")

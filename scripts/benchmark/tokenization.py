@@ -84,7 +84,7 @@ def main() -> None:
     print(f"{len(conversations):,} conversations, {given.model}, {os.cpu_count()} cores")
     for name, times in seconds.items():
         median = statistics.median(times)
-        print(f"{name:36} {tokens[name]:12,} tokens {median:8.2f} s {tokens[name] / median:14,.0f} tokens/s")
+        print(f"{name:32} {tokens[name]:11,} tokens {median:6.2f} s {tokens[name] / median:10,.0f} tokens/s")
 
 
 def source(path: Path | None, prompt: str, response: str) -> DataConfig:

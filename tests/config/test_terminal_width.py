@@ -61,6 +61,18 @@ def test_a_line_that_fits_is_not_changed_and_others_lose_no_word() -> None:
     assert fit_command("python a.py b=1", 80) == ["python a.py b=1"]
 
 
+def test_a_table_in_markdown_has_columns_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "| mesh | seconds of a step | interval |\n|---|---|---|\n| dp_shard 2 | 0.123 | 11 min |"
+    monkeypatch.setenv("COLUMNS", "30")
+    assert fit(lines, 32).splitlines() == [
+        "            seconds of",
+        "mesh            a step  interval",
+        "dp_shard 2       0.123    11 min",
+    ]
+    monkeypatch.delenv("COLUMNS")
+    assert fit(lines, 30) == lines  # a file
+
+
 def test_a_table_wraps_texts_and_headers_but_no_number() -> None:
     header, rows = ("row", "mesh", "tokens/s per rank"), [("1", "dp_shard=2 tp=4", "12,345,678")]
     assert fit_table(header, rows, {1}, 80) == [

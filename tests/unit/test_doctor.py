@@ -101,9 +101,10 @@ def test_doctor_finds_no_problem_on_this_machine() -> None:
 
 def test_doctor_without_any_package_reports_the_missing_packages(tmp_path: Path) -> None:
     """The report requires only the standard library and is shorter than 30 lines."""
-    report = examine(interpreter=BARE, cwd=tmp_path)
+    report = examine(interpreter=BARE, cwd=tmp_path, COLUMNS="80")
     assert report.status == 1
-    *lines, last = report.output.splitlines()
+    assert max(len(line) for line in report.output.splitlines() if " " in line[20:]) <= 80  # else one word, a path
+    *lines, last = report.output.replace(f"\n{' ' * 20}", " ").splitlines()
     assert len(lines) < 30
     assert all(line.split()[0] in ("ok", "note", "problem") for line in lines)
     assert last == "3 problems to fix before a run can start"
