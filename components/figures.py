@@ -24,7 +24,7 @@ LOG_RATIO = 20.0
 """Ratio of the largest to the smallest value of a metric above which its axis is logarithmic."""
 LINE, WIDER, WIDEST = 1.5, 2.0, 8.0
 """Width of a line, how much wider the line below a coinciding one is, and the widest line, in points."""
-CLOSE = 0.005
+CLOSE = 0.002
 """Largest distance of coinciding curves, as a share of the height of the axes."""
 FEW, SHORT = 6, 28
 """Curves, and characters of the longest label, up to which a legend is inside its axes."""

@@ -231,7 +231,7 @@ def _draw_parallel(axes: Axes, scales: dict[str, Scale], styles: Sequence[dict[s
         for position, label in scale.ticks(0.07).items():
             at = (place, scale.height(position))
             axes.annotate(
-                label, at, xytext=(11, 0), textcoords="offset points", fontsize="small", va="center", bbox=BACKGROUND
+                label, at, xytext=(9, 3), textcoords="offset points", fontsize="small", zorder=5, bbox=BACKGROUND
             )
     width = max(12, 150 // len(scales))
     axes.set_xticks(range(len(scales)), [figure_text(name, width) for name in scales])
