@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from textwrap import fill
 from typing import Any, Protocol
 
 from components.config.errors import ConfigError
@@ -20,7 +19,7 @@ from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write
 from components.protocol.safe_json import read_regular
-from components.terminal import print_text
+from components.terminal import fit, print_text
 
 
 class UnknownSubmission(Exception):
@@ -153,11 +152,9 @@ def print_job(run: CheckedRun, text: str, use: str) -> None:
         print_text(*(f"# {line}" for line in (f"cluster.dry_run={mode}: would {use}", *run.notes)), sep="\n")
         return
     new = "" if run.cfg.run.dir else f"; {run.directory.path.name} stands for the name of a new folder"
-    lines = [f"cluster.dry_run={mode}: nothing was submitted or written. Without it this command would {use}{new}"]
-    for line in lines + sorted(run.notes, key=lambda note: note.startswith("not checked")):
-        print_text(
-            fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False), file=sys.stderr
-        )
+    notes = [f"- {note}" for note in sorted(run.notes, key=lambda note: note.startswith("not checked"))]
+    first = f"cluster.dry_run={mode}: nothing was submitted or written. Without it this command would {use}{new}"
+    print_text(*map(fit, [first, *notes]), sep="\n", file=sys.stderr)
 
 
 def record_job(run_dir: Path, job: str) -> None:
