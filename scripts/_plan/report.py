@@ -115,7 +115,7 @@ def as_json(request: PlanRequest, plans: list[Plan], played: Sequence[Sequence[D
     values = {
         "device": request.hardware.name,
         "world": request.choice.world,
-        "parameters": plans[0].workload.architecture.parameters,
+        "parameters": plans[0].workload.parameters,
         "tokens_per_step": plans[0].workload.tokens_per_step,
         "rows": rows,
     }
@@ -140,7 +140,7 @@ def mesh_name(plan: Plan) -> str:
 def size_warnings(request: PlanRequest, plan: Plan) -> list[str]:
     """Return warnings for rows or steps that only a first run on a small machine has, and that nobody has set."""
     workload, training, given = plan.workload, request.cfg.training, request.choice.fixed
-    if not request.hardware.is_gpu and workload.architecture.parameters < LARGE_MODEL:
+    if not request.hardware.is_gpu and workload.parameters < LARGE_MODEL:
         return []
     found = []
     if training.seq_len < SMALL_ROWS and "training.seq_len" not in given:
@@ -160,7 +160,7 @@ def size_warnings(request: PlanRequest, plan: Plan) -> list[str]:
 
 def _summary(request: PlanRequest, plan: Plan) -> list[str]:
     text = (
-        f"{plan.workload.architecture.parameters_text}, {plan.workload.tokens_text}, on {request.choice.world:,} x "
+        f"{plan.workload.parameters_text}, {plan.workload.tokens_text}, on {request.choice.world:,} x "
         f"{request.hardware.name} ({request.choice.ranks_per_node} per node)"
     )
     return [*size_warnings(request, plan), *fit(text).split("\n")]

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import CONF, Request, register_schemas
@@ -19,9 +25,11 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape, read_shape
 from components.models.anatomy import SLIDING, read_anatomy
+from components.planning.formulas import step_time
 from components.planning.formulas.architecture import FAMILIES, Architecture, read_architecture
 from components.training.setup.flops import model_flops
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
+from tests.unit.test_planning_time import workload
 
 SIZES = {
     "hidden_size": 96,
@@ -79,6 +87,25 @@ def test_weights_and_flops_equal_those_of_the_built_model(family: str, tmp_path:
     assert read.experts_per_token == (anatomy.experts_per_token or 0)
     assert read.windowed_layers == anatomy.kinds.count(SLIDING)
     assert read.step_flops_per_row(64) == pytest.approx(model_flops(model).of([64]), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForCausalLM])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_and_flops_are_those_of_the_head_that_the_model_has(kind: type, tied: bool) -> None:
+    """Against transformers: 6 FLOPs per token and matrix element, 12 per pair of tokens and element of a head."""
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, num_labels=3,
+    )  # fmt: skip
+    model = kind(config)
+    sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab": 1000, "mlp": 128, "head_dim": 16}
+    architecture = read_architecture(ModelShape(family="llama", tied=tied, **sizes), "llama")
+    labels = 3 * (kind is LlamaForSequenceClassification)
+    w = workload(architecture=architecture, labels=labels)
+    assert w.parameters == sum(each.numel() for each in model.parameters())
+    linear = sum(each.weight.numel() for each in model.modules() if isinstance(each, torch.nn.Linear))
+    pairs = w.seq_len * (w.seq_len + 1) / 2
+    assert step_time.model_flops(w) == pytest.approx(w.rows_per_step * (6 * linear * w.seq_len + 12 * 2 * 64 * pairs))
 
 
 def test_family_defaults_are_those_of_transformers() -> None:

@@ -120,7 +120,7 @@ def _estimated(
         title=title,
         facts=(
             f"{mesh.summary} x {hardware.name}, {ranks_per_node} per node",
-            f"{workload.architecture.parameters_text}; {workload.tokens_text}; micro-batches of a rank: "
+            f"{workload.parameters_text}; {workload.tokens_text}; micro-batches of a rank: "
             f"{workload.micro_batches_text}; activation checkpointing: {parallelism.activation_checkpointing}",
             f"estimated: {seconds_text(time.seconds)} per step, {three_digits(time.tokens_per_second_per_gpu)} "
             f"tokens/s per rank, MFU {time.mfu:.0%}, peak memory {bytes_text(memory.peak)}",

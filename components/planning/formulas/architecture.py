@@ -9,7 +9,6 @@ from enum import StrEnum
 from components.config.errors import ConfigError
 from components.config.layouts import AttentionLayout, attention_layout, local_heads
 from components.config.shape import ModelShape
-from components.planning.formulas.term import three_digits
 
 
 class QueryKeyNorm(StrEnum):
@@ -218,12 +217,6 @@ class Architecture:
         """Number of parameters."""
         layer = sum(each.size for each in self.layer_weights())
         return self.layers * layer + sum(each.size for each in self.outer_weights())
-
-    @property
-    def parameters_text(self) -> str:
-        """Number of parameters in words: `8.03B parameters`."""
-        unit, name = (1e9, "B") if self.parameters >= 1e9 else (1e6, "M")
-        return f"{three_digits(self.parameters / unit)}{name} parameters"
 
     @property
     def layer_matmul_weights(self) -> int:

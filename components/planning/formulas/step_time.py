@@ -85,9 +85,10 @@ def estimate_time(workload: Workload, hardware: Hardware, implementation: Implem
 
 def model_flops(workload: Workload) -> float:
     """Return the model FLOPs of a step: 6 per token and matrix element, 4 if it is frozen, and attention."""
-    architecture, rows = workload.architecture, workload.rows_per_step
-    frozen = 2.0 * architecture.matmul_weights * workload.seq_len if workload.peft.adapts else 0.0
-    return rows * (architecture.step_flops_per_row(workload.seq_len) - frozen)
+    architecture = workload.architecture
+    head = (architecture.vocab - workload.labels) * architecture.hidden if workload.labels else 0  # which it lacks
+    less = 6.0 * head + 2.0 * (architecture.matmul_weights - head) * workload.peft.adapts
+    return workload.rows_per_step * (architecture.step_flops_per_row(workload.seq_len) - less * workload.seq_len)
 
 
 class _Estimate:

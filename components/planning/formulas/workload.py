@@ -21,6 +21,7 @@ from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import TrainConfig, frozen_model, score_labels, section
 from components.config.shape import read_shape
 from components.planning.formulas.architecture import Architecture, read_architecture
+from components.planning.formulas.term import three_digits
 
 BYTE_VOCABULARY = 264
 """Embeddings of a model from scratch with the byte tokenizer: 256 bytes and four special tokens, rounded up to 8."""
@@ -101,6 +102,19 @@ class Workload:
     def tokens_per_step(self) -> int:
         """Tokens of all ranks in one optimizer step."""
         return self.rows_per_step * self.seq_len
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the trained model, which has a score head instead of an LM head if it has labels."""
+        architecture = self.architecture
+        head = 0 if architecture.tied else architecture.vocab
+        return architecture.parameters + (self.labels - head if self.labels else 0) * architecture.hidden
+
+    @property
+    def parameters_text(self) -> str:
+        """Number of parameters in words: `8.03B parameters`."""
+        unit, name = (1e9, "B") if self.parameters >= 1e9 else (1e6, "M")
+        return f"{three_digits(self.parameters / unit)}{name} parameters"
 
     @property
     def tokens_text(self) -> str:
