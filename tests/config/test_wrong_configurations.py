@@ -488,6 +488,7 @@ SBATCH_LINE, JOB_LINE = "#SBATCH --job-name=", "kind: Job\n"
             "/cluster/bin/python",
         ),
         ("cluster=slurm_2node run.dir=/cluster/run", "#SBATCH --output=/cluster/run/logs", "/cluster/run"),
+        ("cluster=slurm_2node run.resume=/cluster/step_4", SBATCH_LINE, "run.resume=/cluster/step_4"),
         ("cluster=slurm_2node cluster.template=mine.j2", "#SBATCH --requeue\nmine\n", "device=cuda"),
         (
             "cluster=k8s cluster.k8s.image=a cluster.k8s.volumes.runs=/cluster",

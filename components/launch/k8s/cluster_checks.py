@@ -81,7 +81,7 @@ def _unchecked(cluster: ClusterConfig) -> list[str]:
         "access modes",
         f"not checked: {cluster.nodes} x {resources}: whether nodes and quotas have as much",
         *([f"not checked: {others}: whether the namespace has them"] if others else []),
-        "not checked: the fields of the manifest, and the cluster's admission rules",
+        f"not checked: the fields of the manifest ({k8s.workload}), and the cluster's admission rules",
     ]
 
 

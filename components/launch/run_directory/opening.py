@@ -73,7 +73,9 @@ def check_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
 
     Raises ConfigError if it would, as far as can be checked here: not whether a folder of the cluster can be written.
     """
-    check_source(cfg)
+    resume = cfg.run.resume
+    if not (cfg.cluster.only_renders and os.path.isabs(resume) and not os.path.exists(resume)):
+        check_source(cfg)
     path = _requested_path(cfg, recipe)
     shown = path if cfg.run.dir is not None else path / "TIME-HEX"
     if cfg.cluster.only_renders and not shown.exists():
