@@ -215,3 +215,27 @@ def test_rows_with_other_columns_are_answered_with_settings_that_read_them(
     mixture = [each for each in line.split() if each == "data=mixture"]
     accepted = result(remedy["recipe"] or recipe, [*mixture, *kept, *shlex.split(remedy["line"])])
     assert isinstance(accepted, RecipeConfig), accepted
+
+
+def documented_answers() -> list[tuple[str, list[str], str]]:
+    """Return the recipe, the arguments and the answer of each command in the guide."""
+    text = (REPOSITORY / "docs/troubleshooting.md").read_text()
+    section = text.partition("## First commands from other trainers")[2].partition("\n## ")[0]
+    found = re.findall(r"^\$ meshbook (\w+) (.+)\n((?:(?!\$|```).+\n)+)", section, re.MULTILINE)
+    return [
+        (recipe, line.replace("_path Q", "_path=Q").split(), " ".join(answer.split())) for recipe, line, answer in found
+    ]
+
+
+def test_the_guide_has_the_answers_to_first_commands(folder: Path) -> None:
+    """All keys and options are on one command line; files are not, since each would hide the others."""
+    answers = documented_answers()
+    assert len(answers) >= 24
+    write(folder / "output.jsonl", {"prompt": "q", "output": "a"})
+    alone = [each for each in answers if each[1][0].startswith("data=")]
+    together = [each for each in answers if each not in alone]
+    problems = result("finetune", [argument for _, arguments, _ in together for argument in arguments])
+    assert isinstance(problems, list)
+    assert sorted(problems) == sorted(answer for _, _, answer in together)
+    for recipe, arguments, answer in alone:
+        assert result(recipe, arguments) == [answer]

@@ -258,7 +258,10 @@ class _Search:
                 return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)
             problem = explain_override(override, error, self.keys, self.accepted_options, fitting)
-            return problem + (self._setting_in(key, value) if problem.endswith(IS_A_SECTION) else "")
+            if problem.endswith(IS_A_SECTION):
+                setting, override = self._setting_in(key, value), override.removeprefix("++")
+                return f"{override}: {IS_A_SECTION}{setting}"
+            return problem
         return None
 
     def _setting_in(self, section: str, value: str) -> str:

@@ -132,10 +132,7 @@ def no_option(option: str, existing: Iterable[str]) -> str:
 
 def no_such_option(override: str, option: str, groups: Mapping[str, list[str]]) -> str:
     """Return the message for an option of a group that no config folder holds; `groups` has the options of all."""
-    group = override_parts(override)[0]
-    problem = _unknown_option(group, option, groups)
-    is_hub_name = group == "model" and "did you mean" not in problem
-    return f"{override}: {problem}" + f"; for a model of the hub, write model.path={option}" * is_hub_name
+    return f"{override}: {_unknown_option(override_parts(override)[0], option, groups)}"
 
 
 def no_group(override: str) -> str:
@@ -384,7 +381,8 @@ def _unknown_option(group: str, option: str, groups: Mapping[str, list[str]]) ->
     like = like or nearest(re.sub(r"\W", "_", option.lower()), options)
     many = len(options) > 40
     listed = f"there are {len(options)}, see meshbook help {group}" if many else f"there are: {', '.join(options)}"
-    return f"no such option{did_you_mean(like)} ({listed})"
+    hub = f"; for a model of the hub, write model.path={option}" if group == "model" and not like else ""
+    return f"no such option{did_you_mean(like)} ({listed}){hub}"
 
 
 def _nearest_choice(text: str, choices: str | None) -> str:

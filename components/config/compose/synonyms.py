@@ -140,8 +140,8 @@ _NOTES = {
     "saves_per_epoch evals_per_epoch run_val_every_n_steps log_every_n_steps": "It counts optimizer steps",
     "max_steps_per_epoch": "It counts the steps of the whole run",
     "max_prompt_length max_completion_length": "It counts the tokens of a prompt with its answer",
-    "ref_model ref_model_name_or_path": "The reference is the model before training: precomputed, frozen_copy, or "
-    "adapters_off",
+    "ref_model ref_model_name_or_path": "The reference is the model before training; the key is precomputed, "
+    "frozen_copy or adapters_off",
     "lora_target_linear": "It is [all-linear] by default, with peft=lora",
     "text_field dataset_text_field": "It needs data=text or data=pysource",
     "lora_r lora_rank r lora_dim lora_alpha lora_dropout use_rslora use_dora lora_target_parameters": "It needs "
