@@ -95,7 +95,8 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
         print_text(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
         logging = section(cfg, LoggingConfig)
-        starting = [] if logging is None or logging.quiet else ["starting: loading PyTorch, the data and the model"]
+        waits = sys.stderr.isatty() and logging is not None and not logging.quiet
+        starting = ["starting: loading PyTorch, the data and the model"] * waits
         print_text(*notes, *starting, sep="\n", end="\n" * bool(notes or starting), file=sys.stderr, flush=True)
     return CheckedRun(recipe, cfg, directory, processes, notes)
 

@@ -65,8 +65,9 @@ def test_output_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     assert sum("grad_norm" in line for line in logged) == 2
     assert [line for line in logged if len(line) > 80 and str(tmp_path) not in line] == []
     assert "note" not in lines  # a note without text
+    assert lines[1] == "starting: loading PyTorch, the data and the model"
     shown = " ".join(" ".join(lines).split())
-    assert "mesh 1 process batch" in shown
+    assert "mesh 1 process device cpu batch" in shown
     for unwanted in ("1 processes", "dp_shard=1", "MFU"):
         assert unwanted not in shown
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
@@ -82,8 +83,12 @@ def test_log_has_neither_bars_nor_padding_nor_wrapped_lines(tmp_path: Path) -> N
     done = subprocess.run([*FINETUNE, *arguments], check=True, capture_output=True, text=True, timeout=120)
     output, errors = done.stdout, done.stderr
     lines = output.splitlines()
-    assert f"run directory  {run_dir}" in lines
-    assert "0     " in output  # the table of the ranks
+    assert [line for line in (*errors.splitlines(), *lines) if str(run_dir) in line] == [
+        f"run {run_dir}: 1 process",
+        f"  {run_dir}",
+    ]
+    assert "rank  host" not in output  # the table of the ranks of several processes
+    assert not (run_dir / "mesh.svg").exists()
     assert [line for line in lines if line != line.rstrip() and not line.startswith("answer ")] == []
     assert not [part for part in PARTS if f"{part} " in output]
     log = (run_dir / "logs" / "latest" / "rank_0.log").read_text()

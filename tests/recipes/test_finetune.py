@@ -61,9 +61,9 @@ def single_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]
 
 def test_run_directory_has_the_documented_files(single_process: tuple[Path, str]) -> None:
     run_dir, output = single_process
-    for name in ("config.yaml", "environment.json", "metrics.jsonl", "loss.png", "mesh.svg", "result.json",
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "loss.png", "result.json",
                  "export/config.json", "checkpoints/step_3", "checkpoints/step_6",
-                 "profile/rank_0.json", "profile/rank_0.txt"):  # fmt: skip
+                 "logs/latest/rank_0.log", "profile/rank_0.json", "profile/rank_0.txt"):  # fmt: skip
         assert (run_dir / name).exists(), f"{name} is missing:\n{output}"
     last = result(run_dir)
     assert last["status"] == "ok"
