@@ -143,6 +143,29 @@ def test_failure_of_a_recipe_of_the_users_own_is_raised_with_its_cause(
     assert failed.value.result.directory == tmp_path / "mine"
 
 
+def test_run_is_stopped_when_the_process_that_called_it_is_killed(tmp_path: Path) -> None:
+    """As a kernel is that does not end in time; a run that goes on would use the GPUs unseen."""
+    (tmp_path / "mine.py").write_text(
+        """import pathlib, signal, sys, time, meshbook
+@meshbook.recipe("finetune")
+def main(cfg: meshbook.FinetuneConfig):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path("stopped").touch()))
+    pathlib.Path("started").touch()
+    time.sleep(60)
+main()
+"""
+    )
+    code = "import meshbook; meshbook.run('mine.py', 'run.dir=mine', model='tiny', cluster={'device': 'cpu'})"
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    for name in ("started", "stopped"):
+        deadline = time.monotonic() + 60
+        while not (tmp_path / name).exists():
+            assert time.monotonic() < deadline, name
+            time.sleep(0.05)
+        caller.kill()
+    caller.wait()
+
+
 @pytest.mark.parametrize(
     ("arguments", "keys", "problems"),
     [
