@@ -135,6 +135,9 @@ def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(
     assert done.status == 0, done.errors
     run = classify.folder / "run"
     last = [line for line in lines_of(run) if "eval_loss" in line][-1]
+    counted = next(line["tokens"] for line in lines_of(run) if "loss" in line)
+    assert counted > 2 * 8 * 4  # all tokens of the answers of a step, not one of each
+    assert "input tokens/s" in done.output
 
     command = [sys.executable, str(ROOT / "scripts" / "score.py"), str(run / "export"), "pairs.jsonl"]
     scored = subprocess.run(command, cwd=classify.folder, capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ import pytest
 
 from components.config.schema.data import SftDataConfig
 from components.config.schema.logging import LoggingConfig
-from components.config.schema.model import ModelConfig
+from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.parallelism import MeshShape
 from components.observability import Reporter
 from components.observability.plot import LossPlot, _figure, run_title
@@ -139,3 +139,6 @@ def test_plot_title_names_model_data_and_mesh() -> None:
     model, data = ModelConfig(path="owner/Model-0.5B"), SftDataConfig(path="/data/mine.jsonl")
     title = run_title(model, data, MeshShape(dp_shard=2, tp=2))
     assert title == "Model-0.5B on mine.jsonl, dp_shard=2 x tp=2 = 4 processes"
+    model.init = WeightInit.random
+    assert run_title(model, data, MeshShape()).startswith("Model-0.5B from scratch on mine.jsonl")
+    assert model.origin == "architecture of owner/Model-0.5B, random weights"

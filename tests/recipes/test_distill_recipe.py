@@ -4,6 +4,7 @@ tokenizers, data and settings are rejected."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ def test_logged_loss_is_the_mix_of_its_terms_and_falls(distill: Bench) -> None:
     mixed = 0.8 * 4 * lines[0]["divergence"] + 0.2 * lines[0]["cross_entropy"]
     assert lines[0]["loss"] == pytest.approx(mixed, rel=1e-5)
     assert "teacher_cross_entropy" in lines[0]
+    assert re.search(r"^teacher +teacher: [\d,]+ parameters, ", done.output, re.MULTILINE)
+    logged = lines_of(distill.folder / "run", "eval_loss")
+    assert logged[-1]["eval_divergence"] < logged[0]["eval_divergence"] < 1 < logged[-1]["eval_loss"]
 
 
 def test_teacher_with_another_tokenizer_is_rejected(distill: Bench) -> None:

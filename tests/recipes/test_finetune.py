@@ -136,7 +136,10 @@ def test_evaluate_repeats_the_held_out_loss(weights: str, single_process: tuple[
         overrides += ["model.init=pretrained", "model.tokenizer=null", "model.config={}", "generation.temperature=0.5"]
     output = run("evaluate.py", *overrides, cwd=tmp_path)
     assert f"answer ({'greedy' if weights == 'checkpoint' else 'temperature 0.5, top_p 1'}): " in output
-    assert result(tmp_path / "run")["eval_loss"] == pytest.approx(result(run_dir)["eval_loss"], rel=1e-5)
+    evaluated = result(tmp_path / "run")
+    assert evaluated["eval_loss"] == pytest.approx(result(run_dir)["eval_loss"], rel=1e-5)
+    assert evaluated["steps"] == (6 if weights == "checkpoint" else 0)
+    assert ("step      6  eval_loss " in output, "step      0" in output) == (weights == "checkpoint", False)
     assert f"perplexity {math.exp(result(run_dir)['eval_loss']):.3f}"[:14] in output
 
 

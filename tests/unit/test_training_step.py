@@ -22,6 +22,7 @@ from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
 from components.models.layers import vector_parameters
 from components.protocol.signals import FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
+from components.training.loss import count_inputs
 from components.training.optimizers.muon import divide_parameters
 from components.training.optimizers.optim import keep_group_rates, step_if_finite
 
@@ -113,6 +114,12 @@ def test_gradient_accumulation_matches_one_large_micro_batch() -> None:
         results.append((vector.vector, model.lm_head.weight.detach()))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-12, atol=0)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-14)
+
+
+def test_tokens_of_a_score_head_are_those_up_to_the_last_target() -> None:
+    targets = torch.tensor([[-100, -100, 1, -100], [0, -100, -100, 0], [-100] * 4])
+    assert count_inputs(targets) == 3 + 4 + 0  # the last row is padding
+    assert count_inputs(targets).dtype == torch.float64
 
 
 def test_padding_does_not_change_the_loss() -> None:
