@@ -1,6 +1,6 @@
 """One command for the recipes and tools of Meshbook.
 
-meshbook finetune data=jsonl data.path=mine.jsonl   # a recipe, with the same arguments as recipes/finetune.py
+meshbook finetune data=mine.jsonl                   # a recipe, with the same arguments as recipes/finetune.py
 meshbook sweep finetune optimizer.lr=1e-5,1e-4      # the recipe with -m
 meshbook plan experiment=llama3_1_8b_1node          # a tool, with the same arguments as scripts/plan.py
 meshbook copy finetune mine.py                      # copy a recipe, to change it and run `python mine.py`

@@ -1,7 +1,7 @@
 """Fine-tuning of a Hugging Face causal LM on any mesh: all parameters or LoRA adapters.
 
 python recipes/finetune.py                                              # SmolLM2-135M on Python's documentation
-python recipes/finetune.py data=jsonl data.path=mine.jsonl              # your prompts and responses
+python recipes/finetune.py data=mine.jsonl                              # your prompts and responses
 python recipes/finetune.py parallelism=fsdp2_tp2 cluster=local_4proc    # another mesh, the same loss curve
 python recipes/finetune.py experiment=lora_smollm2                      # LoRA; peft=lora with any model
 python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # the same command again resumes the run
