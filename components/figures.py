@@ -22,11 +22,11 @@ STEP, LOSS = "optimizer step", "loss per target token (nats)"
 """Labels of the usual axes."""
 LOG_RATIO = 20.0
 """Ratio of the largest to the smallest value of a metric above which its axis is logarithmic."""
-LINE, WIDER, WIDEST = 1.5, 2.0, 8.0
+_LINE, _WIDER, _WIDEST = 1.5, 2.0, 8.0
 """Width of a line, how much wider the line below a coinciding one is, and the widest line, in points."""
-CLOSE = 0.002
+_CLOSE = 0.002
 """Largest distance of coinciding curves, as a share of the height of the axes."""
-FEW, SHORT = 6, 28
+_FEW, _SHORT = 6, 28
 """Curves, and characters of the longest label, up to which a legend is inside its axes."""
 
 
@@ -110,7 +110,7 @@ def finish_axes(axes: Axes, *, xlabel: str = STEP, ylabel: str = LOSS, legend: b
     axes.grid(alpha=0.3)
     labels = [str(line.get_label()) for line in axes.lines]
     if labels and legend:
-        outside = len(labels) > FEW or max(map(len, labels)) > SHORT
+        outside = len(labels) > _FEW or max(map(len, labels)) > _SHORT
         place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "fontsize": "small"} if outside else {}
         axes.legend(**place)
 
@@ -138,11 +138,11 @@ def _widths(curves: Sequence[Sequence[tuple[float, float]]], log: bool) -> list[
     """Return the widths of the lines of curves, in drawing order."""
     values = [{x: math.log(y) if log else y for x, y in points if math.isfinite(y)} for points in curves]
     everything = [y for points in values for y in points.values()]
-    close = CLOSE * (max(everything) - min(everything)) if everything else 0.0
+    close = _CLOSE * (max(everything) - min(everything)) if everything else 0.0
 
     def coincide(one: dict[float, float], other: dict[float, float]) -> bool:
         common = one.keys() & other.keys()
         return 2 * len(common) > min(len(one), len(other)) and all(abs(one[x] - other[x]) <= close for x in common)
 
     below = [sum(coincide(each, later) for later in values[number + 1 :]) for number, each in enumerate(values)]
-    return [LINE + number * min(WIDER, (WIDEST - LINE) / max(below)) if number else LINE for number in below]
+    return [_LINE + number * min(_WIDER, (_WIDEST - _LINE) / max(below)) if number else _LINE for number in below]

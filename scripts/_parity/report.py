@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from components.console import PlainConsole
-from components.figures import LINE, MISSING, figure_text, has_matplotlib, new_figure, save_figure
+from components.figures import MISSING, figure_text, has_matplotlib, new_figure, save_figure
 from components.parity.comparison import Bounds, Comparison, MeshResult
 
 COLUMNS = ("mesh", "micro-batches", "loss", "norm", "gradients", "replicas", "seconds", "verdict")
@@ -133,7 +133,7 @@ class Report:
             values = [max(getattr(row, name), 1e-18) for row in shown]  # zero cannot be shown on a logarithmic axis
             axes.plot(values, [index + 0.2 * offset for index in range(len(shown))], marker, label=name)
             if self.bounds is not None:
-                axes.axvline(getattr(self.bounds, name), color=f"C{offset}", linestyle=":", linewidth=LINE)
+                axes.axvline(getattr(self.bounds, name), color=f"C{offset}", linestyle=":", linewidth=1.5)
         axes.set(xscale="log", xlabel="worst relative difference (dotted: bound)")
         axes.set_title(figure_text(self._title(), 90), fontsize="medium")
         axes.set_yticks(range(len(shown)), [figure_text(row.mesh, 40) for row in shown])

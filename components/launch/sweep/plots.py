@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 COLUMNS = 3
 """Most panels in a row of the figure."""
-DECADE = 9.99
+_DECADE = 9.99
 """Ratio of the largest to the smallest value of a swept key from which its scale is logarithmic."""
-MOST_TICKS = 12
+_MOST_TICKS = 12
 """Different numbers up to which each is a tick."""
-LONGEST = 24
+_LONGEST = 24
 """Maximum length of the label of a text."""
-BEST = "tab:red"
-BEST_MARK: dict[str, Any] = {"marker": "*", "markersize": 15, "markeredgecolor": "black", "zorder": 4}
+_BEST = "tab:red"
+_BEST_MARK: dict[str, Any] = {"marker": "*", "markersize": 15, "markeredgecolor": "black", "zorder": 4}
 """Mark of the best point, which color alone would not show."""
-CHARACTER = 0.02
+_CHARACTER = 0.02
 """Width of a character of a tick label, as a share of the width of a panel."""
 BACKGROUND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.0}
 """Box behind a label, which lines would make unreadable."""
@@ -82,7 +82,7 @@ class Scale:
         ]
         labels = dict(sorted(zip(numbers, texts, strict=True)))
         positive = [each for each in labels if each]
-        log = is_logarithmic(positive, DECADE if is_typed else LOG_RATIO) or (is_typed and _is_geometric(positive))
+        log = is_logarithmic(positive, _DECADE if is_typed else LOG_RATIO) or (is_typed and _is_geometric(positive))
         if log and min(labels) == 0:
             return cls._of_texts([labels[number] for number in numbers], list(labels.values()))
         return cls(numbers, labels, log)
@@ -173,7 +173,7 @@ def _colors(report: SweepReport, metric: Scale) -> ScalarMappable:
 def _style(report: SweepReport, row: SweepRow, colors: ScalarMappable) -> dict[str, Any]:
     """Return the style of a point's line."""
     if row is report.best:
-        return {"color": BEST, "linewidth": 2.5, "linestyle": "-"}
+        return {"color": _BEST, "linewidth": 2.5, "linestyle": "-"}
     value = row.numbers()[report.criterion.metric] if report.criterion else math.nan
     return {"color": colors.to_rgba(cast(Any, value)), "linestyle": ":" if row.state == STOPPED_EARLY else "-"}
 
@@ -187,7 +187,7 @@ def _draw_curves(
     finish_axes(axes, ylabel=label, legend=False)
     if report.best is not None and (curve := curves[report.best.point.name]):
         name = figure_text(f"best: {report.best.point.name}", 30)
-        axes.plot(*list(curve.items())[-1], color=BEST, linewidth=2.5, label=name, **BEST_MARK)
+        axes.plot(*list(curve.items())[-1], color=_BEST, linewidth=2.5, label=name, **_BEST_MARK)
         axes.legend(handles=axes.lines[-1:], fontsize="small")
 
 
@@ -196,7 +196,7 @@ def _draw_key(axes: Axes, scale: Scale, metric: Scale, kinds: Sequence[str]) -> 
     marks: dict[str, dict[str, Any]] = {
         STOPPED_EARLY: {"marker": "x", "color": "tab:gray"},
         "ok": {"marker": "o", "color": "tab:blue"},
-        "best": {"color": BEST, **BEST_MARK},
+        "best": {"color": _BEST, **_BEST_MARK},
     }
     places = list(zip(scale.positions, metric.positions, kinds, strict=True))
     for kind, mark in marks.items():
@@ -205,8 +205,8 @@ def _draw_key(axes: Axes, scale: Scale, metric: Scale, kinds: Sequence[str]) -> 
     axes.set_xscale("log" if scale.log else "linear")
     axes.set_yscale("log" if metric.log else "linear")
     axes.margins(x=0.08)
-    if scale.is_text or len(scale.labels) <= MOST_TICKS:
-        longest = CHARACTER * max(map(len, scale.labels.values()))
+    if scale.is_text or len(scale.labels) <= _MOST_TICKS:
+        longest = _CHARACTER * max(map(len, scale.labels.values()))
         ticks = scale.ticks(longest)
         turned: dict[str, Any] = {"rotation": 90 if len(ticks) > 15 else 40, "ha": "right", "rotation_mode": "anchor"}
         fits = longest * len(ticks) <= 1
@@ -224,7 +224,7 @@ def _draw_parallel(axes: Axes, scales: dict[str, Scale], styles: Sequence[dict[s
     """Draw every point as a line over the swept keys, in the order of the command line, and the metric."""
     for number, style in enumerate(styles):
         heights = [scale.height(scale.positions[number]) for scale in scales.values()]
-        mark = BEST_MARK if style["color"] == BEST else {}
+        mark = _BEST_MARK if style["color"] == _BEST else {}
         axes.plot(range(len(scales)), heights, **{"linewidth": 1.2, **style, **mark})
     for place, scale in enumerate(scales.values()):
         axes.axvline(place, color="black", linewidth=0.8)
@@ -255,7 +255,7 @@ def _digits(value: float, values: Sequence[float]) -> str:
 
 
 def _shortened(texts: Sequence[str]) -> list[str]:
-    """Return texts cut in the middle to LONGEST characters, and numbered if that makes two of them equal."""
-    short = [text if len(text) <= LONGEST else f"{text[:8]}…{text[9 - LONGEST :]}" for text in texts]
+    """Return texts cut in the middle to _LONGEST characters, and numbered if that makes two of them equal."""
+    short = [text if len(text) <= _LONGEST else f"{text[:8]}…{text[9 - _LONGEST :]}" for text in texts]
     numbered = [f"{number}: " * (len(set(short)) < len(short)) for number in range(1, len(short) + 1)]
     return [figure_text(number + text) for number, text in zip(numbered, short, strict=True)]

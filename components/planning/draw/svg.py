@@ -12,7 +12,7 @@ INK, MUTED, RULE, PAPER, FAINT = "#1d2730", "#566470", "#c9d1d8", "#ffffff", "#f
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 MARK = f'font-family="{FONT}" role="img"'
 """Attributes in the second line of every picture, by which it is known as one."""
-CHARACTER, BOLD = 0.57, 0.66
+CHARACTER, _BOLD = 0.57, 0.66
 """Average width of a character as a share of the font size, in the widest of usual fonts, DejaVu Sans."""
 _INVALID = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -119,7 +119,7 @@ def xml_text(text: str) -> str:
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Return the approximate width of a text."""
     wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
-    return ((BOLD if bold else CHARACTER) * (len(text) - wide) + wide) * size
+    return ((_BOLD if bold else CHARACTER) * (len(text) - wide) + wide) * size
 
 
 def wrapped(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:
