@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -191,8 +192,8 @@ def _terms(terms: Sequence[Term], unit: float, name: str) -> list[str]:
     lines = []
     for each in terms:
         source = f"  [{each.source}]" if each.source else ""
+        formula = re.sub(r"(?<![\d,.])1 (layer|micro-batch|round|stage)e?s\b", r"1 \1", each.formula) + source
         value = f"  {each.name:<{width}}  {each.value / unit:>9,.{3 if name == 's' else 2}f} {name}"
-        formula = f"{each.formula}{source}"
         if len(value) + 2 + len(formula) <= terminal_width():
             lines.append(f"{value}  {formula}")
         else:

@@ -63,9 +63,10 @@ def test_a_recipe_plays_its_own_step(tmp_path: Path) -> None:
     shown = run("finetune", overrides, tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "cluster.dry_run=plan: would start 4 x " in shown.stdout
-    played = r"step on fake tensors: [\d.]+ GiB \(formulas [\d.]+, .*\); GiB by rank: 0: .*, 3: "
+    played = r"step on fake tensors: [\d.]+ MiB on rank \d \(formulas [\d.]+ MiB, .*%\)\n +peak of each .*: 0: .*, 3: "
     assert re.search(played, shown.stdout), shown.stdout
-    assert re.search(r"tp: \d+ all_reduce, [\d.]+ MiB per step", shown.stdout), shown.stdout
+    assert re.search(r"tp: \d+ all_reduce, [\d.]+ [KM]iB per step", shown.stdout), shown.stdout
+    assert max(map(len, shown.stdout.partition("step on fake")[2].splitlines())) <= 80
     assert list(tmp_path.iterdir()) == []
 
 
