@@ -90,6 +90,7 @@ def score(options: Namespace) -> Counter[str]:
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
 
     from components.data.sources.rows import BadRowReport
 
@@ -98,6 +99,7 @@ def score(options: Namespace) -> Counter[str]:
     except (RuntimeError, AssertionError) as error:  # torch's CPU build raises AssertionError for cuda
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"--device {options.device}: cannot be used: {reason}; set --device cpu") from error
+    logging.disable_progress_bar()  # of the weights, a second
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     try:
         model: Any = AutoModelForSequenceClassification.from_pretrained(options.model).to(options.device).eval()

@@ -109,7 +109,7 @@ class Facts:
         counted = {f"{what} dropped": count for what, count in self._dropped.items()}
         what = "answers cut to seq_len" if self.unit == "pair" else "cut to seq_len"
         counted = {what: self.truncated, **counted} if self.truncated else counted
-        is_scored = self.unit != "sample" and self.target_tokens <= 2 * self.samples
+        is_scored = self.unit != "sample" and 0 < self.target_tokens <= 2 * self.samples
         loss = ", scored at the last token" if is_scored else f", {self.target_tokens:,} with loss"
         units = f"{self.unit}{'' if self.samples == 1 else 's'}"
         total = f"{self.samples:,} {units}, {self.tokens:,} tokens{loss}"

@@ -125,7 +125,7 @@ def test_wandb_run_has_an_id_of_its_own_that_a_resume_continues(
     wandb = pytest.importorskip("wandb", reason="the extra `dev` is not installed; make install-dev installs it")
     ids: list[str] = []
     monkeypatch.setattr(
-        wandb, "init", lambda **settings: ids.append(settings["id"]) or SimpleNamespace(url="https://w")
+        wandb, "init", lambda **settings: ids.append(settings["id"]) or SimpleNamespace(dir="w/files")
     )  # real: seconds
     for name in ("a/mine", "b/mine", "b/x:y#1", "a/mine"):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from components.config.schema.logging import WandbConfig
+from components.config.schema.logging import WandbConfig, WandbMode
 from components.observability.trackers.tracker import TrackedRun, name_in_group
 from components.protocol.run_files import own_folder
 
@@ -51,7 +51,7 @@ class WandbTracker:
             group=config.group,
             config=run.config,
         )
-        if self._run.url:
+        if config.mode is not WandbMode.offline and self._run.url:  # wandb warns if it is read offline
             return str(self._run.url)
         folder = Path(self._run.dir).parent  # of this attempt
         return f"{folder}; upload it with: wandb sync {shlex.quote(str(folder))}"

@@ -94,6 +94,10 @@ def build_preference(cfg: DpoConfig, run: ReferenceRun, model: Prepared, vocabul
     _check_dropout(model.module, cfg.objective.kind)
     preference = _preference_of(cfg, run, vocabulary)
     preference.load_reference = lambda: prepare_frozen(cfg, run, vocabulary)
+    if isinstance(cfg.objective, DPOConfig | KTOConfig):
+        when = "once before training" if preference.needs_stored_reference else "in each step"
+        reference = f"{cfg.model.origin}: log-probabilities {when} ({cfg.objective.reference})"
+        model.notes.insert(0, ("reference", reference))
     if preference.needs_stored_reference and run.rank == 0:
         with suppress(OSError):
             preference.reference_weights = identity_of_weights(cfg)
