@@ -28,7 +28,7 @@ from components.protocol.run_files import (
     record_result,
 )
 from components.protocol.safe_json import load_json
-from components.terminal import print_text, printable
+from components.terminal import fit, print_text, printable
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 """Parts of the messages of ranks that lost a peer: a consequence, not the root cause."""
@@ -306,8 +306,9 @@ def format_problems(problems: list[str]) -> str:
 
 
 def print_problems(problems: list[str]) -> None:
-    """Print config errors to stderr."""
-    print_text(format_problems(problems), file=sys.stderr, flush=True)
+    """Print config errors to stderr, in lines of whole words if it is a terminal."""
+    lines = format_problems(problems).split("\n")
+    print_text(*(fit(each) if sys.stderr.isatty() else each for each in lines), sep="\n", file=sys.stderr, flush=True)
 
 
 def print_failure(failure: Failure, logs: Path, *, is_shown: bool = False) -> None:

@@ -92,4 +92,4 @@ def dry_run_lines(runs: Sequence[DryRun], estimated: int | None) -> list[str]:
         ),
         *(f"    note: {note}" for note in fullest.notes),
     ]
-    return fit("\n".join(lines)).split("\n")
+    return [part for line in lines for part in fit(line).split("\n")]

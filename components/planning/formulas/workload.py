@@ -113,7 +113,7 @@ class Workload:
     @property
     def parameters_text(self) -> str:
         """Number of parameters in words: `8.03B parameters`."""
-        unit, name = (1e9, "B") if self.parameters >= 1e9 else (1e6, "M")
+        unit, name = next((each for each in ((1e9, "B"), (1e6, "M")) if self.parameters >= each[0]), (1e3, "K"))
         return f"{three_digits(self.parameters / unit)}{name} parameters"
 
     @property
