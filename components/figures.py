@@ -49,7 +49,7 @@ def figure_text(text: str, width: int = 1000) -> str:
     glyphs, lines = get_font(findfont(FontProperties())).get_charmap(), [""]
     ends = r"\s_/.,;=+-"  # words longer than a line are broken after these
     pieces = rf"(?<!\S)\S{{1,{width}}}(?:\s|$)|[^{ends}]{{1,{width - 1}}}[{ends}]?|[{ends}]"
-    for piece in re.findall(pieces, printable(text)):
+    for piece in re.findall(pieces, " ".join(printable(text).split())):
         if len(lines[-1]) + len(piece.rstrip()) > width:
             lines.append("")
         lines[-1] += "".join(each if ord(each) in glyphs else "?" for each in piece)
