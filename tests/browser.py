@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -101,13 +102,15 @@ class Page:
 
     def overlaps(self) -> list[tuple[str, str]]:
         """Return pairs of words drawn over each other: by more than two pixels both ways."""
-        parts = sorted((*box, word.text) for word in self.words for box in word.boxes)
-        return [
-            (first[4], second[4])
-            for index, first in enumerate(parts)
-            for second in parts[index + 1 :]
-            if min(first[2], second[2]) - second[0] > 2 and min(first[3], second[3]) - max(first[1], second[1]) > 2
-        ]
+        parts = sorted(((*box, word.text) for word in self.words for box in word.boxes), key=lambda part: part[1])
+        found = []
+        for index, (left, _, right, bottom, text) in enumerate(parts):
+            for other in islice(parts, index + 1, None):
+                if bottom - other[1] <= 2:  # as those below it
+                    break
+                if min(right, other[2]) - max(left, other[0]) > 2 and min(bottom, other[3]) - other[1] > 2:
+                    found.append((text, other[4]))
+        return found
 
     def outside(self) -> list[str]:
         """Return the words that are not wholly inside the picture, or the width of the window."""

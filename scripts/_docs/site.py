@@ -16,7 +16,7 @@ from scripts._docs.markdown import ROOT
 LINE = 32
 """Characters in code font that a column of 390 pixels holds."""
 PARTS = re.compile(r"(?s)(<pre.*?</pre>|<code>[^<]*</code>|<[^>]*>)")
-UNBROKEN = re.compile(r"[^\s<>]*[={][^\s<>]*|(?<![\w&])(?:[\w./]*\w-\d(?:[\w.-]*\w)?|--?[a-z][\w-]*)")
+UNBROKEN = re.compile(r"[^\s<>]*[={][^\s<>]*|(?<![\w&])(?:[\w./]*(?:\w-\d|\d-\w|\b\w-\w)(?:[\w.-]*\w)?|--?[a-z][\w-]*)")
 """Words of prose that a browser would break: KEY={value}, 2e-4, SmolLM2-135M, --top-p."""
 
 
@@ -37,7 +37,7 @@ def _code(match: re.Match[str]) -> str:
     if len(match[0]) <= LINE:
         return _unbroken(match)
     ends = rf"\S{{1,{LINE}}}(?=\s|$)|\S+?(?:(?<=\w)[._/=,]+(?=\w)|(?=\s|$))"
-    return re.sub(ends, lambda word: _unbroken(word) + "<wbr>", match[0])
+    return re.sub(ends, lambda word: _unbroken(word) + "<wbr>", match[0]).removesuffix("<wbr>")
 
 
 def _unbroken(match: re.Match[str]) -> str:

@@ -6,6 +6,7 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -237,6 +238,23 @@ def test_links_of_a_built_site_are_checked(tmp_path: Path) -> None:
         "index.html: https://x.y/z.js",
         "index.html: #two",
     ]
+
+
+@pytest.mark.parametrize(
+    ("html", "parts"),
+    [
+        ("<code>data.max_eval_samples</code>", ["data.max_eval_samples"]),
+        ("<code>meshbook plan --left-out --max-mem 0.9</code>", ["meshbook", "plan", "--left-out", "--max-mem", "0.9"]),
+        ("<code>model.rope.original_max_position_embeddings=null</code>",
+         ["model.", "rope.", "original_", "max_position_embeddings=null"]),
+        ("of SmolLM2-135M at 2e-4 in <pre><code>a-1 b.c</code></pre>", ["SmolLM2-135M", "2e-4"]),
+    ],
+)  # fmt: skip
+def test_keys_of_the_site_are_broken_at_dots_and_underscores_only(html: str, parts: list[str]) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="start.md"))
+    shown = site.on_page_content(html, page=page)
+    assert re.findall('<span class="unbroken">(.*?)</span>', shown) == parts
+    assert re.sub("<span.*?>|</span>|<wbr>", "", shown) == html
 
 
 def test_refusals_are_read_from_strings_and_range_checks() -> None:
