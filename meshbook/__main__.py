@@ -21,7 +21,7 @@ from components.protocol.failures import print_problems
 from components.terminal import exit_on_broken_pipe, fit, guard_output, open_output, print_text, terminal_width
 from meshbook.completion import completions, shell_script
 from meshbook.key_help import describe
-from meshbook.programs import COMMAND, OTHER_COMMANDS, Program, recipes, start_recipe, start_tool, tools
+from meshbook.programs import COMMAND, ELSEWHERE, OTHER_COMMANDS, Program, recipes, start_recipe, start_tool, tools
 
 
 def main() -> int:
@@ -62,9 +62,8 @@ def run(arguments: list[str]) -> int:
         print_text(*completions(rest), sep="\n")
         return 0
     known = [*recipes(), *tools(), *OTHER_COMMANDS]
-    raise ConfigError(
-        f"{name}: is not a command of {COMMAND}{did_you_mean(nearest(name, known))}; {COMMAND} lists them"
-    )
+    like = next((command for command, names in ELSEWHERE.items() if name in names.split()), nearest(name, known))
+    raise ConfigError(f"{name}: is not a command of {COMMAND}{did_you_mean(like)}; {COMMAND} lists them")
 
 
 def overview() -> str:

@@ -50,7 +50,9 @@ def describe(names: list[str], width: int) -> str:
     if name in programs:
         return f"{programs[name].documentation}\n\nAll options: {COMMAND} {name} --help"
     known = [*sections(), *groups, *all_keys(), *programs]
-    like = did_you_mean(nearest(name, known) or nearest_key(name, all_keys()))
+    settings = [f"{group}={name}" for group, names in groups.items() if name in names]
+    setting = settings[0] if len(settings) == 1 else None
+    like = did_you_mean(setting or nearest(name, known) or nearest_key(name, all_keys()))
     raise ConfigError(
         f"{name}: is no section, key, recipe or tool{like}; write a section such as optimizer, a key such as "
         "optimizer.lr, or an option such as optimizer=muon"

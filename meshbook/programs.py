@@ -23,6 +23,18 @@ OTHER_COMMANDS = {
     "completion": "Print the completion script of a shell: meshbook completion bash",
 }
 """Commands that are neither a recipe nor a tool."""
+ELSEWHERE = {
+    "finetune": "train sft tune run full_finetune lora lora_finetune fine-tune",
+    "pretrain": "pt cpt",
+    "dpo": "kto orpo rlhf rl simpo",
+    "classify": "reward rm",
+    "evaluate": "eval",
+    "chat": "infer inference generate serve",
+    "export": "merge merge-lora merge_lora deploy",
+    "doctor": "env",
+    "tokenize": "preprocess",
+}
+"""Command -> names of it in other trainers."""
 _SHORT_NAMES = {"tokenize_corpus": "tokenize"}
 """Commands of tools by file. A file tokenize.py would hide the standard library's module from its neighbors."""
 

@@ -118,6 +118,7 @@ def _recipe_values(recipe: str) -> tuple[dict[str, tuple[str, str]], dict[str, s
     return values, kinds
 
 
+@functools.cache
 def _option_values(group: str, option: str) -> tuple[dict[str, str], str]:
     """Return what an option sets, as text by key, and the kind of its section that it selects, or ''."""
     text = (CONF / group / f"{option}.yaml").read_text("utf-8")

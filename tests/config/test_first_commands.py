@@ -217,6 +217,52 @@ def test_rows_with_other_columns_are_answered_with_settings_that_read_them(
     assert isinstance(accepted, RecipeConfig), accepted
 
 
+@pytest.mark.parametrize(
+    ("recipe", "line", "answer"),
+    [
+        ("finetune", "mine.jsonl", "has no key; write data=mine.jsonl"),
+        ("finetune", "Qwen/Qwen3-0.6B", "has no key; write model=Qwen/Qwen3-0.6B or data=Qwen/Qwen3-0.6B"),
+        ("finetune", "lora", "has no key; write peft=lora"),
+        ("evaluate", "run", "has no key; write run=run"),
+        ("finetune", "peft.targets=q_proj,v_proj", "is a list; write 'peft.targets=[q_proj,v_proj]'"),
+        ("finetune", "data.split=train[:10%]", "a split has no slices; write data.split=train data.max_samples=N"),
+        ("finetune", "data=preferences", "does not train on; use recipes/dpo.py, or choose another option of data"),
+        ("finetune", "logging=wandb", "is a section with keys, not a value; write logging.wandb.mode=online"),
+        ("finetune", "logging.mlflow=true", "is a section with keys, not a value; write logging.mlflow.enabled=true"),
+        ("finetune", "run=outputs/x", "is a section with keys, not a value; write run.dir=outputs/x"),
+        ("finetune", "model=qwen3-0.6b", "did you mean qwen3_0_6b? (there are 57, see meshbook help model)"),
+        ("finetune", "model=gpt2", "for a model of the hub, write model.path=gpt2"),
+        (
+            "finetune",
+            "data=mine.jsonl data.path=b",
+            "data=mine.jsonl: data.path=b sets a path, too; remove one of them",
+        ),
+        ("finetune", "experiment=headless", "make `# @package _global_` its first line"),
+        ("finetune", "experiment=bare", "conf file experiment/bare.yaml overrides peft below its own package; make"),
+        ("finetune", "experiment=misspelt", "its package is read as global; make `# @package _global_` its first line"),
+        (
+            "finetune",
+            "experiment=value",
+            "peft=lora: is a section with keys, not a value; write `override /peft: lora`",
+        ),
+        ("finetune", "experiment=twice", "adds a second option of peft; write `override /peft: lora` in its defaults"),
+    ],
+)
+def test_first_commands_are_answered_with_what_to_write(folder: Path, recipe: str, line: str, answer: str) -> None:
+    (folder / "run").mkdir()
+    (folder / "run/config.yaml").write_text("")
+    header, experiments = "# @package _global_\n", folder / "conf/experiment"
+    experiments.mkdir(parents=True)
+    (experiments / "headless.yaml").write_text("training: {max_steps: 3}\n")
+    (experiments / "bare.yaml").write_text("defaults: [override /peft: lora]\n")
+    (experiments / "misspelt.yaml").write_text("# @package global\ntraining: {max_steps: 3}\n")
+    (experiments / "value.yaml").write_text(f"{header}peft: lora\n")
+    (experiments / "twice.yaml").write_text(f"{header}defaults: [/peft: lora]\n")
+    problems = result(recipe, line.split(), (folder / "conf", CONF))
+    assert isinstance(problems, list)
+    assert [answer in problem for problem in problems] == [True]
+
+
 def documented_answers() -> list[tuple[str, list[str], str]]:
     """Return the recipe, the arguments and the answer of each command in the guide."""
     text = (REPOSITORY / "docs/troubleshooting.md").read_text()

@@ -168,6 +168,7 @@ def test_sweep_runs_the_recipe_for_each_value(installed: Installed) -> None:
     ("arguments", "message"),
     [
         (["finetun"], "finetun: is not a command of meshbook; did you mean finetune?; meshbook lists them"),
+        (["sft"], "sft: is not a command of meshbook; did you mean finetune?; meshbook lists them"),
         (["copy", "finetune"], "copy: takes a recipe and a file: meshbook copy RECIPE FILE"),
         (["copy", "chat", "x.py"], "chat: is not a recipe; write meshbook copy RECIPE FILE, with a recipe of classify, "
          "distill, dpo, evaluate, finetune, pretrain"),
@@ -195,8 +196,11 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
     assert "  sgd: torch's SGD." in section
     key = installed.run("help", "optimizer.lr").stdout
     assert "optimizer.kind=muon:\n  optimizer.lr=0.0002\n" in key
-    assert "The value without an option. Set by optimizer=adamw (0.0002)," in key
-    assert "conf/finetune.yaml (40)" in " ".join(installed.run("help", "training.max_steps").stdout.split())
+    assert "  optimizer.lr=0.0002 in finetune, distill, teacher (optimizer=adamw)\n" in key
+    assert "  optimizer.lr=1e-06 in dpo (optimizer=adamw_preferences)\n" in key
+    assert (
+        "training.max_steps=400 in pretrain (conf/pretrain.yaml)" in installed.run("help", "training.max_steps").stdout
+    )
     assert "Options, cluster.gpu=OPTION:" in installed.run("help", "gpu").stdout
     assert "scale: rms" in installed.run("help", "optimizer=muon").stdout
     recipe = installed.run("finetune", "--help", "optimizer=muon", "training.max_steps=7").stdout

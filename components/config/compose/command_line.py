@@ -131,7 +131,7 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
     for override in [each for each in sys.argv[1:] if each in overrides]:
         key = override_parts(override)[0]
         if not key:
-            problems.append(f"{override}: key missing; write KEY=VALUE")
+            problems.append(f"{override}: key missing; write KEY=VALUE, without spaces")
         elif key.startswith(("hydra.", "hydra/")):
             problems.append(
                 f"{override}: Hydra is only used for composition, so its settings have no effect; remove it "

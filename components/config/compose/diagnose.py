@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl  # Hydra has no public way to apply a single override
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,7 +32,7 @@ from components.config.compose.explain import (
     unreadable,
 )
 from components.config.compose.frozen import from_container
-from components.config.compose.short_forms import explain_short_form
+from components.config.compose.short_forms import explain_short_form, settings_of_word
 from components.config.compose.sources import (
     Request,
     conf_resolvers,
@@ -241,7 +241,7 @@ class _Search:
         self.problems += [problem for problem in problems if not any(_names(problem, key) for key in rejected)]
 
     def _override_problem(self, override: str, cfg: DictConfig) -> str | None:
-        if problem := _syntax_problem(override):
+        if problem := self._word_problem(override) or _syntax_problem(override):
             return problem
         if (key := override_parts(override)[0]) not in self.keys and key in option_groups(self.request.folders):
             return no_group(override)
@@ -263,6 +263,18 @@ class _Search:
                 return f"{override}: {IS_A_SECTION}{setting}"
             return problem
         return None
+
+    def _word_problem(self, override: str) -> str | None:
+        """Return the message for a word without a key that has a likely one, or for the entries of a list."""
+        key, assigned, value = override_parts(override)
+        is_list = any(get_origin(hint) is list for hint in types_at(self.request.schema, key))
+        if assigned and is_list and re.fullmatch(r"[\w.-]+(,[\w.-]+)+", value):
+            return f"{override}: is a list; write '{key}=[{value}]'"
+        if assigned or override.startswith("~"):
+            return None
+        options = [f"{group}={key}" for group, names in self.accepted_options.items() if key in names]
+        settings = options if len(options) == 1 else settings_of_word(key, self.request.schema, self.request.folders)
+        return f"{override}: has no key; write {' or '.join(settings)}" if settings else None
 
     def _setting_in(self, section: str, value: str) -> str:
         """Return the setting in a section that was probably meant by a value of it, or its keys, for a message."""

@@ -91,6 +91,8 @@ def unreadable(override: str) -> str:
             f"{override}: a file of settings is conf/experiment/{name}.yaml, with `# @package _global_` as its first "
             f"line; write experiment={name}"
         )
+    if key.endswith("split") and "[" in value:
+        return f"{override}: a split has no slices; write {key}={value.partition('[')[0]} data.max_samples=N"
     if (expanded := HOME.sub("$HOME/", value)) != value:
         return f"{override}: ~ is not expanded here; write {key}={expanded}, or quote it: '{key}=\"~/...\"'"
     return f"{override}: {UNREADABLE}"

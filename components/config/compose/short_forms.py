@@ -26,7 +26,7 @@ from components.config.compose.texts import literal
 from components.config.errors import ConfigError
 from components.config.rules.data_rules import accepted_kinds
 from components.config.schema.data import DataKind
-from components.config.schema.recipes import PretrainConfig, RecipeConfig
+from components.config.schema.recipes import EvaluateConfig, PretrainConfig, RecipeConfig
 from components.data.sources.files import Location, columns_of
 from components.data.sources.split_files import files_of_split
 from components.storage.urls import is_url
@@ -114,6 +114,17 @@ def short_path(override: str, folders: Sequence[Path]) -> str | None:
         return None
     looks_like_one = r"[/~]|\.\w+$" if group == "data" else r"[/~]|\.gguf$|^package:"
     return value if _exists(value) or re.search(looks_like_one, value) else None
+
+
+def settings_of_word(word: str, schema: type[RecipeConfig], folders: Sequence[Path]) -> list[str]:
+    """Return the settings that a file, a folder or a hub name without a key may be meant for."""
+    if short_path(f"data={word}", folders) is None or word.endswith((".yaml", ".yml")):
+        return []
+    if _exists(f"{word}/config.yaml"):  # of a run
+        return [f"run={word}" if issubclass(schema, EvaluateConfig) else f"run.dir={word}"]
+    if _exists(f"{word}/config.json") or word.endswith(".gguf"):
+        return [f"model={word}"]
+    return [f"model={word}", f"data={word}"] if _is_hub_name(word) else [f"data={word}"]
 
 
 def with_home(override: str) -> str:
