@@ -15,11 +15,9 @@ from tests.config.commands import REPOSITORY, Commands
 SCRIPTS = REPOSITORY / "scripts"
 
 
-@pytest.mark.parametrize(
-    "tool", [each for each in SCRIPTS.glob("[a-z]*.py") if each.stem != "gpu"], ids=lambda each: each.stem
-)
-def test_help_fits_the_terminal(commands: Commands, tmp_path: Path, tool: Path) -> None:
-    shown = commands.run(tool, ["--help"], tmp_path, COLUMNS="80")
+@pytest.mark.parametrize("tool", ["plan", "teacher", "doctor", "export"])  # teacher: as recipes print it
+def test_help_fits_the_terminal(commands: Commands, tmp_path: Path, tool: str) -> None:
+    shown = commands.run(SCRIPTS / f"{tool}.py", ["--help"], tmp_path, COLUMNS="80")
     assert (shown.status, shown.errors) == (0, "")
     assert [line for line in shown.output.splitlines() if len(line) > 80] == []
 
