@@ -60,7 +60,7 @@ def _of_config(config: dict[str, Any], optimizer_class: str | None, stored_dtype
     unit = "packed rows" if data.get("pack") else unit
     settings = [f"{key} {value}" for key, value in objective.items() if key != "kind" and value not in (None, 0)]
     teacher = _get(config, "teacher") or {}
-    stored = teacher.get("stored") and f"most likely tokens in {teacher['stored']}"
+    stored = teacher.get("stored") and f"its most likely tokens, stored in {teacher['stored']}"
     optimizer_parts = [optimizer_class] if optimizer_class else []
     optimizer_parts += [
         f"{key} {optimizer[key]}" for key in ("lr", "schedule", "warmup_steps", "weight_decay") if key in optimizer

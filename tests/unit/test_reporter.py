@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from components.config.schema.logging import LoggingConfig
-from components.observability import Reporter, Result, peak_memory_bytes, peak_reserved_bytes
+from components.observability import Reporter, Result, peak_memory_bytes, peak_reserved_bytes, render_model_card
 from components.observability.result import summary
 from components.protocol.run_files import read_json
 from components.training import StepMetrics
@@ -81,6 +81,31 @@ def test_peak_memory_is_reported_as_allocated_and_reserved_on_a_gpu(monkeypatch:
     assert "peak memory " in summaries["cpu"]
     assert "reserved" not in summaries["cpu"]
     assert "peak memory 1.00 GiB allocated, 3.00 GiB reserved\n" in summaries["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        (
+            "teacher: {path: big, revision: v1, stored: null}\ndata: {kind: sft}\n"
+            "objective: {kind: distillation, temperature: 2.0, cross_entropy_weight: 0.0}\n",
+            ["teacher | big at revision v1", "objective | distillation, temperature 2.0", "target tokens | 90",
+             "loss | 0.0003318 in the first step, 12.5000 in the last", "batch | 4 sequences per step, up to 8 tokens"],
+        ),
+        ("teacher: {path: null, stored: run}\n", ["teacher | its most likely tokens, stored in run"]),
+        (
+            "objective: {kind: reward, center_weight: 0.0}\ndata: {kind: preferences, chosen_column: null}\n",
+            ["objective | reward", "input tokens | 90", "batch | 4 pairs per step, up to 8 tokens per answer"],
+        ),
+        ("objective: {kind: kto}\ndata: {chosen_column: null}\n", ["batch | 4 answers per step, up to 8"]),
+    ],
+)  # fmt: skip
+def test_model_card_names_teacher_objective_and_units(config: str, rows: list[str], tmp_path: Path) -> None:
+    sizes = "training: {global_batch_size: 4, seq_len: 8}\n"
+    (tmp_path / "config.yaml").write_text(config + sizes)
+    state = {"step": 3, "tokens": 90, "first_loss": 0.0003318, "last_loss": 12.5}
+    card = render_model_card(tmp_path, state, "1")
+    assert [row for row in rows if f"| {row}" not in card] == []
 
 
 def test_summary_names_what_was_done_and_counted() -> None:
