@@ -120,6 +120,16 @@ def result(recipe: str, arguments: Sequence[str], folders: tuple[Path, ...] = (C
         ("finetune", "data=jsonll", "data=jsonll"),
         ("finetune", "data=owner/rows", "data=owner/rows"),
         ("finetune", "model=gpt2", "model=gpt2"),
+        ("finetune", "data=missing.xlsx", "data=missing.xlsx"),
+        ("finetune", "+data=mine.jsonl", "data=jsonl data.path=mine.jsonl"),
+        ("finetune", "model=https://huggingface.co/a/b", "model=smollm2_135m model.path=a/b"),
+        ("finetune", "model=hf://a/b", "model=smollm2_135m model.path=a/b"),
+        ("dpo", "data=https://huggingface.co/datasets/a/b", "data=preferences data.path=a/b"),
+        (
+            "finetune",
+            "data=https://huggingface.co/datasets/a/b/resolve/main/c/x.csv",
+            "data=jsonl data.path=hf://datasets/a/b/c/x.csv",
+        ),
     ],
 )
 def test_short_forms_are_options_with_their_path(folder: Path, recipe: str, short: str, long: str) -> None:

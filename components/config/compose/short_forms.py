@@ -53,6 +53,11 @@ _OF_ROWS = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.(gz|zst)
 _OF_TEXT = re.compile(r".*\.txt(\.(gz|zst))?", re.IGNORECASE | re.DOTALL)
 _PLAIN = re.compile(r"[A-Za-z_./][\w./:@+%-]*", re.ASCII)
 """Path that Hydra's grammar reads as it is."""
+_PAGE = re.compile(
+    r"(?:https://huggingface\.co/(?:datasets/)?|hf://)(?P<name>(?!datasets/)[\w.-]+/[\w.-]+)"
+    r"(?:/(?:resolve|blob)/[^/]+/(?P<file>.+))?/?"
+)
+"""Page of a model or dataset on the hub, or of a file of a dataset."""
 _NO_PATH = re.compile(r"""[]["'{}$,]""")
 """Characters of a value with another meaning than a path, unless it names an existing file."""
 _MOST_FILES = 1000  # of a folder, of which the formats are read
@@ -68,7 +73,8 @@ def long_forms(overrides: Sequence[str], schema: type[RecipeConfig], folders: Se
             expanded.append(override)
             continue
         if not any(_section(each) == section and _names_option(each, folders) for each in overrides):
-            expanded.append(f"{override.partition('=')[0]}={option}")
+            head = override.partition("=")[0]
+            expanded.append(f"{head if '@' in head else section}={option}")
         expanded.append(f"{section}.path={path if _PLAIN.fullmatch(path) else _quoted(path)}")
     return expanded
 
@@ -112,8 +118,20 @@ def short_path(override: str, folders: Sequence[Path]) -> str | None:
         value = None if _NO_PATH.search(text) else text
     if not isinstance(value, str) or not value.strip():
         return None
-    looks_like_one = r"[/~]|\.\w+$" if group == "data" else r"[/~]|\.gguf$|^package:"
-    return value if _exists(value) or re.search(looks_like_one, value) else None
+    value = _without_page(value)
+    if group == "model":
+        is_path = re.search(r"[/~]|\.gguf$|^package:", value)
+    else:
+        is_path = re.search("[/~]", value) or _OF_ROWS.fullmatch(value) or _OF_TEXT.fullmatch(value)
+    return value if is_path or _exists(value) else None
+
+
+def _without_page(value: str) -> str:
+    """Return the name of a hub model or dataset, or the hf:// URL of a file, for the address of its page."""
+    page = _PAGE.fullmatch(value)
+    if page is None:
+        return value
+    return f"hf://datasets/{page['name']}/{page['file']}" if page["file"] else page["name"]
 
 
 def settings_of_word(word: str, schema: type[RecipeConfig], folders: Sequence[Path]) -> list[str]:
