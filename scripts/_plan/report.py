@@ -14,7 +14,7 @@ from components.planning.dry_run.played_run import dry_run_lines
 from components.planning.formulas.memory_check import GIB, usable_bytes
 from components.planning.formulas.ranking import Plan
 from components.planning.formulas.step_time import TIME_ERROR
-from components.planning.formulas.term import Term, seconds_text, three_digits
+from components.planning.formulas.term import Term, bytes_text, seconds_text, three_digits
 from components.terminal import fit, fit_command, fit_table, terminal_width
 from scripts._plan.options import PlanRequest
 
@@ -80,10 +80,11 @@ def why_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
     plan = plans[number - 1]
     where = f" (pp coordinate {plan.memory.stage})" if plan.candidate.mesh.pp > 1 else ""
     memory = (
-        f"memory of the fullest rank{where} when {plan.memory.moment}: {three_digits(plan.memory.peak / GIB)} GiB of "
-        f"{usable_bytes(request.hardware) / GIB:,.1f} usable"
+        f"memory of the fullest rank{where} when {plan.memory.moment}: {bytes_text(plan.memory.peak)} of "
+        f"{bytes_text(usable_bytes(request.hardware))} usable"
     )
-    unit, name = (1.0, "s") if plan.time.seconds >= 1 else (1e-3, "ms")
+    seconds = "{:,.3f} s" if plan.time.seconds >= 1 else "{:,.2f} ms"
+    scale = 1.0 if plan.time.seconds >= 1 else 1e3
     lines = [
         *_summary(request, plan),
         "",
@@ -91,10 +92,10 @@ def why_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
         *fit_command(f"  {request.command(plan)}"),
         "",
         *fit(memory).split("\n"),
-        *_terms(plan.memory.terms, GIB, "GiB"),
+        *_terms([(each, bytes_text(each.value)) for each in plan.memory.terms]),
         "",
         f"time of a step: {seconds_text(plan.time.seconds)}",
-        *_terms(plan.time.terms, unit, name),
+        *_terms([(each, seconds.format(scale * each.value)) for each in plan.time.terms]),
     ]
     if number != request.options.why:
         lines.append(f"row {request.options.why} does not exist; this is the last one")
@@ -186,14 +187,14 @@ def _largest(plan: Plan) -> list[Term]:
     return [each for each in ordered[:3] if each.value >= 0.01 * plan.time.seconds]
 
 
-def _terms(terms: Sequence[Term], unit: float, name: str) -> list[str]:
+def _terms(terms: Sequence[tuple[Term, str]]) -> list[str]:
     """Return a line for each term, with its formula below if there is no room beside it."""
-    width = max(len(each.name) for each in terms)
+    width, digits = max(len(each.name) for each, _ in terms), max(len(value) for _, value in terms)
     lines = []
-    for each in terms:
+    for each, text in terms:
         source = f"  [{each.source}]" if each.source else ""
         formula = re.sub(r"(?<![\d,.])1 (layer|micro-batch|round|stage)e?s\b", r"1 \1", each.formula) + source
-        value = f"  {each.name:<{width}}  {each.value / unit:>9,.{3 if name == 's' else 2}f} {name}"
+        value = f"  {each.name:<{width}}  {text:>{digits}}"
         if len(value) + 2 + len(formula) <= terminal_width():
             lines.append(f"{value}  {formula}")
         else:

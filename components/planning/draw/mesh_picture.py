@@ -111,7 +111,8 @@ def _estimated(
     limits = [("usable", usable_bytes(hardware))] if hardware.is_gpu else []
     limits.append((f"memory of {hardware.name}", hardware.memory_bytes))
     if measured_bytes is not None:
-        limits.append(("measured peak of rank 0", measured_bytes))
+        measured = "measured peak of rank 0" if hardware.is_gpu else "rank 0's process, with Python and torch"
+        limits.append((measured, measured_bytes))
     bubble = total(each for each in time.terms if each.name == BUBBLE) / time.seconds
     schedule = ScheduleDrawing(parallelism, mesh.pp, workload.micro_batches, time.stages, time.send_seconds, bubble)
     unit, unit_name = (1.0, "s") if time.seconds >= 1 else (1e-3, "ms")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from components.planning.draw.svg import FAINT, INK, MUTED, RULE, SvgCanvas, text_width, wrapped
-from components.planning.formulas.term import Term, three_digits, total
+from components.planning.formulas.term import Term, bytes_text, three_digits, total
 
 PALETTE = (
     "#1f6fb2",
@@ -40,6 +40,12 @@ class TermBar:
     limits: tuple[tuple[str, float], ...] = ()
     """Lines across the bar with their names, in the unit of the terms; the highest one is the top of the scale."""
     caption: str = ""
+
+    def text(self, value: float) -> str:
+        """Return a value with its unit."""
+        if self.unit_name == "GiB":
+            return bytes_text(value)
+        return f"{three_digits(value / self.unit)} {self.unit_name}"
 
     @property
     def scale(self) -> float:
@@ -81,7 +87,7 @@ def draw_bar(canvas: SvgCanvas, x: float, y: float, bar: TermBar) -> float:
     for index, term in enumerate(bar.terms):
         height, color = term.value * pixels, PALETTE[index % len(PALETTE)]
         level -= height
-        value = f"{three_digits(term.value / bar.unit)} {bar.unit_name}"
+        value = bar.text(term.value)
         tooltip = f"{term.name}: {value} = {term.formula}"
         canvas.rect(
             (x, level, BAR, height), color, tooltip=tooltip, term=term.name, value=f"{term.value:.6g}", bar=bar.title
@@ -92,7 +98,7 @@ def draw_bar(canvas: SvgCanvas, x: float, y: float, bar: TermBar) -> float:
     for name, limit in bar.limits:
         level = bottom - limit * pixels
         canvas.line([(x - 6, level), (x + BAR + 6, level)], INK, width=1.6, dash="5 3")
-        labels.append((level, f"{name}: {three_digits(limit / bar.unit)} {bar.unit_name}", INK, True))
+        labels.append((level, f"{name}: {bar.text(limit)}", INK, True))
     labels.sort(key=lambda each: each[0])
     for (anchor, text, color, is_limit), at in zip(
         labels, _spread([each[0] for each in labels], top, bottom), strict=True
