@@ -31,7 +31,7 @@ SMALL_STEP = 4096
 def table_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
     """Return the ranked table, and the command of its first row."""
     plans = plans[: request.options.top]
-    equal = equal_rows(plans)
+    equal = _equal_rows(plans)
     rows = [_row(number, plan, first) for number, (plan, first) in enumerate(zip(plans, equal, strict=True), 1)]
     one_line = sum(max(map(len, column)) + 2 for column in zip(HEADER, *rows, strict=True)) - 2 <= terminal_width()
     if one_line:
@@ -64,7 +64,7 @@ def _equality(equal: Sequence[int]) -> str:
     )
 
 
-def equal_rows(plans: Sequence[Plan]) -> list[int]:
+def _equal_rows(plans: Sequence[Plan]) -> list[int]:
     """Return for each row the number of the first row that is no faster by more than the error of the estimates."""
     first, found = 0, []
     for number, plan in enumerate(plans):
