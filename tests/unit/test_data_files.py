@@ -227,11 +227,12 @@ def test_damaged_parquet_file_is_reported(tmp_path):
 def test_invalid_json_is_reported_with_its_line_number(tmp_path):
     file = write(tmp_path / "x.jsonl", ROWS)
     with file.open("a") as stream:
-        stream.write('{"prompt": "a", "response": }\n')
-    assert problems(sft_config(file))[0].splitlines()[1] == (
-        f"  {file}:4: not valid JSON (Expecting value, column 29); every line must be one object such as "
+        stream.write('{"prompt": "a", "response": }\n{"prompt": "a", "response": "b"\r\n')
+    assert problems(sft_config(file))[0].splitlines()[1:] == [
+        f"  {file}:{number}: not valid JSON ({error}); every line must be one object such as "
         '{"prompt": "...", "response": "..."}'
-    )
+        for number, error in ((4, "Expecting value, column 29"), (5, "Expecting ',' delimiter, column 32"))
+    ]
     file.write_text('"text"\n')
     assert same_problems(sft_config(file)) == [f"{file}:1: is a str; must be an object with the columns as keys"]
     array = tmp_path / "x.json"

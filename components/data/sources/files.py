@@ -222,7 +222,7 @@ def _json_row(where: str, line: str) -> Row:
     if not _is_utf8(line):
         return Row(where, {}, _NOT_UTF8)
     try:
-        return _object_row(where, _decoded_json(line))
+        return _object_row(where, _decoded_json(line.rstrip()))  # the column of an error at the end is in this line
     except json.JSONDecodeError as error:
         problem = (
             f"not valid JSON ({error.msg}, column {error.colno}); every line must be one object such as "
