@@ -207,7 +207,7 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
     assert "  training.max_steps=7\n" in recipe
     assert "  optimizer.lr=0.0002\n" in recipe
     assert max(map(len, recipe.partition("Keys, KEY=VALUE")[2].splitlines())) <= 80
-    assert "meshbook finetune data=jsonl data.path=mine.jsonl " in recipe
+    assert "meshbook finetune data=mine.jsonl" in recipe
     assert "python recipes/" not in recipe
     teacher = installed.run("teacher", "--help", "teacher.path=T").stdout
     assert "\nmeshbook distill teacher.stored=outputs/teacher/mine " in teacher

@@ -221,7 +221,7 @@ class LabelsDataConfig(ScoredDataConfig):
         if self.num_labels is None and not names:
             problems.append(
                 "data.num_labels=null: the number of labels is required; set data.num_labels, or "
-                "data.label_names=[NAME, NAME, ...]"
+                "data.label_names=[NAME, NAME, ...], or for pairs of answers objective=reward data=preferences"
             )
         elif names and self.num_labels not in (None, len(names)):
             problems.append(
