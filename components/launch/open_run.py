@@ -92,7 +92,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
     if backend.runs_here:
         keep_console(log_file(directory.logs, 0))
-        where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
+        where = f", their logs in {directory.logs.relative_to(directory.path)}" if processes > 1 else ""
         print_text(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
         logging = section(cfg, LoggingConfig)
         waits = sys.stderr.isatty() and logging is not None and not logging.quiet

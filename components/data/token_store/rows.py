@@ -108,8 +108,9 @@ class StoreFacts(Facts):
     """Whether damaged shards are detected as they are read."""
 
     def __str__(self) -> str:
+        shards = f"{self.shards:,} shard{'' if self.shards == 1 else 's'}"
         parts = [
-            f"{self.source}: {self.shards:,} shards, {self.store_tokens:,} tokens, {self.store_documents:,} documents",
+            f"{self.source}: {shards}, {self.store_tokens:,} tokens, {self.store_documents:,} documents",
             f"{self.rows:,} rows of {self.row_tokens:,} tokens",
         ]
         if self.max_documents:
