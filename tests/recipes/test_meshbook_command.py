@@ -134,7 +134,7 @@ def test_recipe_trains_on_two_ranks_next_to_packages_of_the_same_name(installed:
 def test_tools_and_batch_scripts_use_the_installed_files(installed: Installed) -> None:
     planned = installed.run("plan", "model=llama3_1_8b", "cluster=slurm_1node", "cluster.gpu=h100_80", PYTHONPATH=".")
     assert "on 8 x h100_80" in planned.stdout
-    assert planned.stdout.splitlines()[-1].strip().startswith("meshbook finetune model=llama3_1_8b")
+    assert "\n  meshbook finetune model=llama3_1_8b " in planned.stdout
     described = installed.run("chat", "--help").stdout
     assert "usage: meshbook chat [-h]" in described
     assert "meshbook chat outputs/finetune/RUN/export" in described
