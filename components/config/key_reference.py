@@ -29,7 +29,7 @@ RECIPES = {
     "teacher": schemas.StoreTeacherConfig,
 }
 """Name of a config (conf/NAME.yaml) -> its class."""
-CONF = PROJECT / "conf"
+_CONF = PROJECT / "conf"
 _KIND = re.compile(r"/schema/\w+/(\w+)@_here_")
 _PACKAGE = re.compile(r"# @package ([\w.]+)")
 _RESOLVED = re.compile(r"\$\{(?:unless_epochs:(.*)|with_kto:.*)\}")
@@ -93,7 +93,7 @@ def default_and_others(key: str, of: Sequence[str], described: Key) -> tuple[str
         values.setdefault(each.value, []).extend(each.recipes)
     if not values:
         section = key.partition(".")[0]
-        options = [_option_values(section, file.stem) for file in sorted((CONF / section).glob("*.yaml"))]
+        options = [_option_values(section, file.stem) for file in sorted((_CONF / section).glob("*.yaml"))]
         stated = [found for found, kind in options if kind == of[0]]
         return (stated[0].get(key, described.default) if len(stated) == 1 else described.default), ""
     (first, _), *others = values.items()
@@ -104,7 +104,7 @@ def default_and_others(key: str, of: Sequence[str], described: Key) -> tuple[str
 @functools.cache
 def _recipe_values(recipe: str) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
     """Return what conf/RECIPE.yaml and its options set, as text with the source by key, and the kinds of sections."""
-    main = load_yaml((CONF / f"{recipe}.yaml").read_text("utf-8"))
+    main = load_yaml((_CONF / f"{recipe}.yaml").read_text("utf-8"))
     values, kinds = dict[str, tuple[str, str]](), dict[str, str]()
     for key, value in _flat({name: each for name, each in main.items() if name not in ("defaults", "hydra")}):
         values[key] = (value, "conf/RECIPE.yaml")
@@ -121,7 +121,7 @@ def _recipe_values(recipe: str) -> tuple[dict[str, tuple[str, str]], dict[str, s
 @functools.cache
 def _option_values(group: str, option: str) -> tuple[dict[str, str], str]:
     """Return what an option sets, as text by key, and the kind of its section that it selects, or ''."""
-    text = (CONF / group / f"{option}.yaml").read_text("utf-8")
+    text = (_CONF / group / f"{option}.yaml").read_text("utf-8")
     package, stated = _PACKAGE.match(text), _KIND.search(text)
     prefix = package[1] if package else group.replace("/", ".")
     values, found, kind = load_yaml(text) or {}, dict[str, str](), stated[1] if stated else ""
