@@ -417,7 +417,7 @@ FILES = {
     [
         ("experiment=option", "file experiment/option.yaml requests model=tinny: no such option; did you mean tiny"),
         ("experiment=group", "conf file experiment/group.yaml requests modle: no such group; did you mean model?"),
-        ("experiment=slash", "experiment/slash.yaml requests experiment/model: no such group; write `override /model: "),
+        ("experiment=slash", "experiment/slash.yaml requests experiment/model: no such group; write `override /model"),
         ("experiment=kind", "experiment/kind.yaml: data.path: data of kind docs has no such key (kinds with"),
         ("data=mixture +data@data.sources.maths=gsmk8", "+data@data.sources.maths=gsmk8: no such option; did you"),
         ("data=no_schema", "data.path: the file must begin with defaults: [/schema/data/sft@_here_, _self_] (or chat"),

@@ -47,7 +47,8 @@ class MlflowConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrackioConfig:
-    """trackio (extra `trackio`): a local database in TRACKIO_DIR, by default in the run directory. Errors of trackio never stop a run."""
+    """trackio (extra `trackio`): a local database in TRACKIO_DIR, by default in the run directory. Its errors never
+    stop a run."""
 
     enabled: bool = False
     """Track the run with trackio."""
