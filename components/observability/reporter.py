@@ -37,7 +37,7 @@ from components.terminal import printable
 
 LOG_WIDTH = 10_000
 """Width of output that is not a terminal, where lines are not wrapped; COLUMNS sets another one."""
-LONGEST_STEP = 120
+_WIDEST_LINE = 120
 """Maximum length of a line of metrics; those that do not fit are in metrics.jsonl only."""
 
 
@@ -223,7 +223,7 @@ class Reporter:
 
         Numbers count as at least six characters, so that all lines of a run have the same parts.
         """
-        chosen, room = set(), min(self.console.width, LONGEST_STEP) + 2
+        chosen, room = set(), min(self.console.width, _WIDEST_LINE) + 2
         for index, (priority, text) in sorted(enumerate(parts), key=lambda each: each[1][0]):
             name, _, value = text.partition(" ")
             length = max(len(text) + 2, len(name) + 9 if value[-1:].isdigit() else 0)

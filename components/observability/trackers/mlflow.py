@@ -15,7 +15,7 @@ from components.config.stored_run import flat_config
 from components.observability.trackers.tracker import TrackedRun
 from components.protocol.run_files import own_folder
 
-LOCAL = "mlruns"
+_FOLDER = "mlruns"
 """Folder of the local store."""
 LONGEST_VALUE = 5000
 """Maximum length of a parameter's or tag's value in characters; servers accept 5,000 or 6,000."""
@@ -51,9 +51,9 @@ class MlflowTracker:
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
-        stored, folder = run.stored_id("mlflow"), run.directory / LOCAL
-        if stored is not None and not folder.exists() and Path(LOCAL).is_dir():
-            folder = Path.cwd() / LOCAL  # where earlier versions stored the run
+        stored, folder = run.stored_id("mlflow"), run.directory / _FOLDER
+        if stored is not None and not folder.exists() and Path(_FOLDER).is_dir():
+            folder = Path.cwd() / _FOLDER  # where earlier versions stored the run
         server = os.environ.get("MLFLOW_TRACKING_URI")
         uri = server or own_folder(folder).as_uri()
         # Unlike mlflow.start_run, the client records no user, git state or URL of the repository.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from components.config.schema.logging import TrackioConfig
 from components.observability.trackers.tracker import TrackedRun, name_in_group
 from components.protocol.run_files import own_folder
 
-LOCAL = "trackio"
+_FOLDER = "trackio"
 """Folder of the local database in the run directory."""
 
 
@@ -30,15 +31,13 @@ class TrackioTracker:
 
     def start(self, run: TrackedRun) -> str:
         """Start the trackio run, or continue it. Raises RuntimeError if another run has its name."""
-        server = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-        if (
-            not server
-            and "TRACKIO_DIR" not in os.environ
-            and (
-                run.stored_id("trackio") is None or (run.directory / LOCAL).is_dir()  # earlier versions used the cache
-            )
-        ):
-            os.environ["TRACKIO_DIR"] = str(own_folder(run.directory / LOCAL))  # read on import
+        variables, folder = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_DIR"), run.directory / _FOLDER
+        # Earlier versions used trackio's cache. The variable is read on import.
+        if not any(map(os.environ.get, variables)) and (run.stored_id("trackio") is None or folder.is_dir()):
+            os.environ["TRACKIO_DIR"] = str(own_folder(folder))
+        # trackio looks into the loaded matplotlib at each value, and drops the value while another thread imports it.
+        with suppress(ImportError):
+            import matplotlib.figure  # noqa: F401
         import trackio
 
         config, stored = self._config, run.stored_id("trackio")
@@ -62,10 +61,10 @@ class TrackioTracker:
             )
         # Values logged before trackio was enabled were not logged there.
         self._run = run if stored is not None else replace(run, last_logged={})
-        folder = os.environ.get("TRACKIO_DIR")
-        where = f"TRACKIO_DIR={shlex.quote(folder)} " if folder else ""
+        *servers, database = map(os.environ.get, variables)
+        where = f"TRACKIO_DIR={shlex.quote(database)} " if database else ""
         command = f"{where}{shlex.join(['trackio', 'show', '--project', config.project])}"
-        return server or f"{folder or 'its local database'}; open it with: {command}"
+        return next(filter(None, servers), None) or f"{database or 'its local database'}; open it with: {command}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values at the step."""
