@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import fcntl
 import io
+import json
 import os
 import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import termios
 from contextlib import suppress
@@ -56,21 +58,31 @@ def keep_console(log: Path) -> None:
         for end in {*channels, *writers.values()}:
             os.close(end)
         return
-    if os.fork() == 0:
-        try:
-            _copy(channels, others.detach(), log)
-        finally:
-            os._exit(0)
+    arguments = [list(channels.items()), others.fileno(), str(log), sys.path, sys.argv[1:]]
+    copier = subprocess.Popen(
+        [sys.executable, "-P", "-c", _COPIER, json.dumps(arguments)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[*channels, others.fileno()],
+        start_new_session=True,  # no signal to the group of this process
+    )
     others.close()
     shown = {number: os.dup(number) for number in writers}
     for number, writer in writers.items():
         os.dup2(writer, number)
     for end in {*channels, *writers.values()}:
         os.close(end)
-    atexit.register(_finish, os.getpid(), shown, control)
+    atexit.register(_finish, os.getpid(), copier, shown, control)
 
 
-def _finish(process: int, shown: dict[int, int], control: socket.socket) -> None:
+_COPIER = """
+import json, sys
+channels, control, log, sys.path[:], sys.argv[1:] = json.loads(sys.argv[1])
+from components.protocol import console_log
+console_log._copy(dict(channels), control, console_log.Path(log))
+"""
+
+
+def _finish(process: int, copier: subprocess.Popen[bytes], shown: dict[int, int], control: socket.socket) -> None:
     """Write to the console itself again, once all output so far is copied."""
     if os.getpid() != process:
         return
@@ -83,6 +95,7 @@ def _finish(process: int, shown: dict[int, int], control: socket.socket) -> None
         control.settimeout(LAST_OUTPUT)
         control.send(b"x")
         control.recv(1)
+    copier.returncode = 0  # it ends with the last of this process's children, for which nobody waits
 
 
 def _open_pair(number: int) -> tuple[int, int]:
@@ -105,13 +118,8 @@ def _copy_size(terminal: int, other: int) -> None:
 
 def _copy(channels: dict[int, int], control: int, log: Path) -> None:
     """Copy the output of another process until it and its children have closed it, whatever ends them."""
-    os.setsid()  # no signal to their process group
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    bounds = [2, *sorted([*channels, control]), os.sysconf("SC_OPEN_MAX")]
-    for before, after in zip(bounds, bounds[1:], strict=False):
-        os.closerange(before + 1, after)  # among them the lock of the run directory
     keep_running()
     lines = {reader: _Lines() for reader in channels}
     controls = [control]

@@ -128,7 +128,8 @@ def test_input_column_and_system_prompt_are_part_of_the_prompt(tmp_path):
         "Be brief.\nSay ho.\nho</s>",
         "Be loud.\nSay hu.\nhu</s>",
     ]
-    assert same_problems(sft_config(file, **{**columns, "input_column": "inputs"}))[0].endswith("did you mean 'input'?")
+    problem = same_problems(sft_config(file, **{**columns, "input_column": "inputs"}))[0]
+    assert problem.endswith(f"; write data=alpaca data.path={file}")
 
 
 def test_openai_and_sharegpt_conversations_give_the_same_text(tmp_path):

@@ -173,7 +173,9 @@ def test_max_samples_keeps_the_first_samples(tmp_path: Path) -> None:
 def test_invalid_text_data_is_reported(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "corpus.jsonl", ["a text", "", 3], column="content")
     problems = check_files(TextDataConfig(path=str(path)))
-    assert problems == [f"data.text_column=text: {path} has no such column, it has content"]
+    assert problems == [
+        f"data.text_column=text: {path} has no such column, it has content; write data.text_column=content"
+    ]
     with pytest.raises(ConfigError) as caught:
         build(path, text_column="content")
     assert f"{path}:2: data.text_column=content: is empty" in str(caught.value)

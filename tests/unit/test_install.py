@@ -117,7 +117,7 @@ def test_a_change_of_the_packages_is_installed_again(tmp_path: Path, changed: st
 
     def make() -> str:
         for target in ("install", "install-dev", "install"):
-            subprocess.run(["make", target], cwd=tmp_path, capture_output=True, check=True)
+            subprocess.run(["make", target, "VENV=.venv"], cwd=tmp_path, capture_output=True, check=True)
         text = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""
         (tmp_path / "log").unlink(missing_ok=True)
         return " ".join(text.split())

@@ -188,6 +188,7 @@ import os, signal, sys
 from pathlib import Path
 from components.protocol.console_log import keep_console
 from components.terminal import guard_output, open_output
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 open_output()
 guard_output(sys.stdout, sys.stderr)
 keep_console(Path(sys.argv[1]))

@@ -288,6 +288,7 @@ def test_closed_terminal_is_ignored_under_nohup(install: Callable[[], Any]) -> N
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_stop_request_stores_signals_and_restores_handlers(number: int) -> None:
+    nohup = signal.signal(number, signal.SIG_DFL)  # under which SIGHUP stays ignored
     before = signal.getsignal(number)
     with training.StopRequest() as stop:
         assert stop.flags.tolist() == [0, 0, 0]
@@ -298,3 +299,4 @@ def test_stop_request_stores_signals_and_restores_handlers(number: int) -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(number) is before
+    signal.signal(number, nohup)
