@@ -99,7 +99,7 @@ def _fit_block(lines: list[str], hang: int, width: int) -> list[str]:
         return lines
     first = lines[0]
     if first.startswith("| ") and len(lines) > 1:
-        return _fit_markdown(lines, width) if sys.stdout.isatty() or "COLUMNS" in os.environ else lines
+        return _fit_markdown(lines, width) if sys.stdout.isatty() else lines
     if _COMMAND.match(first):
         code, _, comment = first.partition(" # ")
         margin = " " * (len(first) - len(first.lstrip()) + 4)

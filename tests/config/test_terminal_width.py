@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,13 +82,13 @@ def test_a_played_step_fits_the_terminal_and_no_line_joins_another(monkeypatch: 
 
 def test_a_table_in_markdown_has_columns_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "| mesh | seconds of a step | interval |\n|---|---|---|\n| dp_shard 2 | 0.123 | 11 min |"
-    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert fit(lines, 32).splitlines() == [
         "            seconds of",
         "mesh            a step  interval",
         "dp_shard 2       0.123    11 min",
     ]
-    monkeypatch.delenv("COLUMNS")
+    monkeypatch.undo()
     assert fit(lines, 30) == lines  # a file
 
 

@@ -193,8 +193,8 @@ def test_recorded_bytes_of_a_step_match_the_parameter_sizes() -> None:
     """Computed by hand: FSDP pads the rows of every parameter to a multiple of the ranks and moves full units.
 
     The first layer is gathered again in the backward pass; the last layer and the head with the final norm stay
-    unsharded, and the embedding's gradient does not need its weight. Further all-reduces: units, targets, three flags
-    and the FLOPs; the loss and its tokens; the gradient norm over the sharded axes.
+    unsharded, and the embedding's gradient does not need its weight. Further all-reduces: units, targets, tokens and
+    the FLOPs; the loss and its tokens; three flags; the gradient norm over the sharded axes.
     """
     sizes: dict[str, dict[int, int]] = {}  # unit -> number of shards -> bytes per shard
     for name, parameter in build("llama", torch.float32).named_parameters():
@@ -216,7 +216,7 @@ def test_recorded_bytes_of_a_step_match_the_parameter_sizes() -> None:
         assert once == {
             ("dp_shard = world", "all_gather"): (5, shard[4] + regathered[4]),
             ("dp_shard = world", "reduce_scatter"): (4, 4 * shard[4]),
-            ("dp_shard = world", "all_reduce"): (4, 24 + 16 + 24 + 8),
+            ("dp_shard = world", "all_reduce"): (4, 32 + 16 + 24 + 8),
         }
         assert twice["dp_shard = world", "all_gather"] == (10, 2 * (shard[4] + regathered[4]))
         assert twice["dp_shard = world", "reduce_scatter"] == (4, 4 * shard[4])  # in the last micro-batch only
@@ -225,11 +225,11 @@ def test_recorded_bytes_of_a_step_match_the_parameter_sizes() -> None:
             ("dp_shard", "reduce_scatter"): (4, 2 * shard[2]),
             ("dp_replicate", "all_reduce"): (4, shard[2]),
             ("dp_shard", "all_reduce"): (1, 8),
-            ("world", "all_reduce"): (3, 24 + 16 + 24),
+            ("world", "all_reduce"): (3, 32 + 16 + 24),
         }
         assert ddp.pop(("dp_replicate = world", "broadcast"))[1] < 500  # DDP broadcasts its bucket order once
         calls, moved = ddp.pop(("dp_replicate = world", "all_reduce"))
-        assert moved == shard[1] + 24 + 16 + 24
+        assert moved == shard[1] + 32 + 16 + 24
         assert calls >= 3
         assert ddp == {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def test_lines_of_metrics_fit_80_columns(
 ) -> None:
     """What does not fit is in metrics.jsonl only, and the same in every line; small losses keep their digits."""
     monkeypatch.setenv("COLUMNS", "80")
-    report = Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True, total_steps=2)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    report = Reporter(LoggingConfig(plot=False, progress=False), str(tmp_path), enabled=True, total_steps=2)
     values = {"grad_norm": 13.83, "seconds": 1.0, "preempt": False, "interrupt": False, "must_save": False}
     for step, loss in ((1, 0.0003318), (2, 0.0003017)):
         metrics = StepMetrics(step=step, skipped=False, tokens=2541, loss=loss, others=others, **values)
