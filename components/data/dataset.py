@@ -94,7 +94,8 @@ class Facts:
         if dropped < WARNED_SHARE * (dropped + self.samples):
             return ""
         remedies = {
-            "raise seq_len": self.dropped_overlong + self.dropped_without_target,
+            "raise training.seq_len (in evaluate.py evaluation.seq_len)": self.dropped_overlong
+            + self.dropped_without_target,
             "set data.overlong=truncate": self.dropped_overlong,
             "set data.bad_rows=refuse to see the bad rows": self.dropped_bad_rows,
         }

@@ -58,7 +58,8 @@ def keep_console(log: Path) -> None:
         for end in {*channels, *writers.values()}:
             os.close(end)
         return
-    arguments = [list(channels.items()), others.fileno(), str(log), sys.path, sys.argv[1:]]
+    path = [*sys.path, str(Path(__file__).parents[2])]
+    arguments = [list(channels.items()), others.fileno(), str(log), path, sys.argv[1:]]
     copier = subprocess.Popen(
         [sys.executable, "-P", "-c", _COPIER, json.dumps(arguments)],
         stdin=subprocess.DEVNULL,

@@ -225,7 +225,8 @@ def test_overlong_samples_are_truncated_on_the_right_and_counted(tmp_path):
         f"{tmp_path}/x.jsonl (train): 2 samples, 19 tokens, 9 with loss; 1 cut to seq_len; 2 without a target dropped"
     )
     assert facts.warning == (
-        f"2 of 4 rows of {tmp_path}/x.jsonl (train) are dropped (50%): 2 without a target; raise seq_len"
+        f"2 of 4 rows of {tmp_path}/x.jsonl (train) are dropped (50%): 2 without a target; raise training.seq_len "
+        "(in evaluate.py evaluation.seq_len)"
     )
     facts.samples = 18
     assert "(10%)" in facts.warning
