@@ -21,5 +21,5 @@ def test_ranks_are_deterministic_and_an_operator_that_is_not_ends_the_run(bench:
     done = bench.start(*SHORT, TWO, "parallelism=fsdp2", "training.eval_every=0", "run.deterministic=true").wait()
     assert done.status == 1
     assert [json.loads(each) for each in bench.notes("flags")] == [[True, False, True, ":4096:8", "1"]] * 2
-    assert "deterministic: torch selects deterministic kernels" in " ".join(done.output.split())
+    assert "deterministic torch selects deterministic kernels" in " ".join(done.output.split())
     assert "run.deterministic=true: put_ has no deterministic kernel; set run.deterministic=false" in done.errors

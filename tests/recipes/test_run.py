@@ -123,22 +123,22 @@ def test_step_that_is_not_ended_is_rejected(bench: Bench) -> None:
 
 
 def test_lead_that_is_shorter_than_two_steps_and_a_save_is_reported_once(bench: Bench) -> None:
-    """The steps sleep 0.4 s, a save 1.5 s."""
+    """The steps sleep 0.4 s, a save 2.5 s."""
     slow = """    from components.checkpoint import saver
     from components.config.schema.cluster import ClusterKind
     import time
     cfg.cluster.kind = ClusterKind.slurm
     write = saver.write_snapshot
-    saver.write_snapshot = lambda *args: (time.sleep(1.5), write(*args))[1]
+    saver.write_snapshot = lambda *args: (time.sleep(2.5), write(*args))[1]
     with training.Run(cfg) as run:
 """
     change_recipe(bench, "    with training.Run(cfg) as run:\n", slow)
     bench.recipe.write_text(bench.recipe.read_text().replace(STEP, f"            time.sleep(0.4)\n{STEP}"))
-    settings = ("training.max_steps=4", "checkpoint.every=3", "checkpoint.last=false", "cluster.signal_lead_seconds=2")
+    settings = ("training.max_steps=4", "checkpoint.every=3", "checkpoint.last=false", "cluster.signal_lead_seconds=3")
     done = bench.start(*SHORT, *settings).wait()
     assert done.status == 0, done.errors
     (line,) = [line for line in done.output.splitlines() if "signal_lead_seconds" in line]
     needed, step, save, advised = map(float, re.findall(r"(?<![=\d.])\d+(?:\.\d+)?(?= s\b| or more)", line))
-    assert (step >= 0.4, save >= 1.5, advised > needed) == (True, True, True)
+    assert (step >= 0.4, save >= 2.5, advised > needed) == (True, True, True)
     assert needed == pytest.approx(2 * step + save, abs=0.2)
     assert done.output.index(line) > done.output.index("saved ")
