@@ -151,7 +151,7 @@ def print_job(run: CheckedRun, text: str, use: str) -> None:
     if not run.cfg.cluster.only_renders:
         print_text(*(f"# {line}" for line in (f"cluster.dry_run={mode}: would {use}", *run.notes)), sep="\n")
         return
-    new = "" if run.cfg.run.dir else f"; {run.directory.path.name} stands for the name of a new folder"
+    new = "" if run.cfg.run.dir else f"; {run.directory.path.name} is replaced by the name of a new folder"
     notes = [f"- {note}" for note in sorted(run.notes, key=lambda note: note.startswith("not checked"))]
     first = f"cluster.dry_run={mode}: nothing was submitted or written. Without it this command would {use}{new}"
     print_text(*map(fit, [first, *notes]), sep="\n", file=sys.stderr)

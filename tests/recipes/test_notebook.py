@@ -1,4 +1,4 @@
-"""`meshbook.run` and the names of the library, in plain Python and with a stand-in for the kernel of a notebook."""
+"""`meshbook.run` and the names of the library, in plain Python and with a fake notebook kernel."""
 
 from __future__ import annotations
 
