@@ -58,8 +58,8 @@ def keep_console(log: Path) -> None:
         for end in {*channels, *writers.values()}:
             os.close(end)
         return
-    path = [*sys.path, str(Path(__file__).parents[2])]
-    arguments = [list(channels.items()), others.fileno(), str(log), path, sys.argv[1:]]
+    root = str(Path(__file__).parents[2])
+    arguments = [list(channels.items()), others.fileno(), str(log), root, sys.argv[1:]]
     copier = subprocess.Popen(
         [sys.executable, "-P", "-c", _COPIER, json.dumps(arguments)],
         stdin=subprocess.DEVNULL,
@@ -67,6 +67,10 @@ def keep_console(log: Path) -> None:
         start_new_session=True,  # no signal to the group of this process
     )
     others.close()
+    if not control.recv(1):  # it has ended, with a traceback on the console
+        for end in {*channels, *writers.values()}:
+            os.close(end)
+        return
     shown = {number: os.dup(number) for number in writers}
     for number, writer in writers.items():
         os.dup2(writer, number)
@@ -77,7 +81,8 @@ def keep_console(log: Path) -> None:
 
 _COPIER = """
 import json, sys
-channels, control, log, sys.path[:], sys.argv[1:] = json.loads(sys.argv[1])
+channels, control, log, root, sys.argv[1:] = json.loads(sys.argv[1])
+sys.path.append(root)  # not the folder of the recipe, whose files may be named like modules of Python
 from components.protocol import console_log
 console_log._copy(dict(channels), control, console_log.Path(log))
 """
@@ -122,6 +127,7 @@ def _copy(channels: dict[int, int], control: int, log: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     keep_running()
+    os.write(control, b"x")
     lines = {reader: _Lines() for reader in channels}
     controls = [control]
     while lines:

@@ -6,6 +6,7 @@ like `python recipe.py ARGUMENTS`, and returns its exit status, its output and w
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -108,6 +109,7 @@ def _run(request: dict, writer: int) -> None:
     sys.path.insert(0, str(Path(request["argv"][0]).parent))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     status: object = 1
+    atexit._clear()
     try:
         runpy.run_path(request["argv"][0], run_name="__main__")
         status = 0
@@ -116,6 +118,7 @@ def _run(request: dict, writer: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os.write(writer, b"torch" if "torch" in sys.modules else b"")
