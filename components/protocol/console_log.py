@@ -38,7 +38,8 @@ _UNFINISHED = re.compile(rb"\x1b[^\x1b]{0,40}\Z")
 def keep_console(log: Path) -> None:
     """Append all output of this process and its children to `log` from now on, and show it where it went before.
 
-    Does nothing if stdout is not that of the process, as in a notebook, or if no pseudoterminal can be opened.
+    Does nothing if stdout is not that of the process, as in a notebook, if no pseudoterminal can be opened, or if the
+    process that copies cannot start, which then prints its error.
     """
     if not isinstance(sys.stdout, io.TextIOWrapper) or sys.stdout.fileno() != 1:
         return
@@ -67,7 +68,7 @@ def keep_console(log: Path) -> None:
         start_new_session=True,  # no signal to the group of this process
     )
     others.close()
-    if not control.recv(1):  # it has ended, with a traceback on the console
+    if not control.recv(1):  # it has ended
         for end in {*channels, *writers.values()}:
             os.close(end)
         return

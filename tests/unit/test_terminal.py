@@ -246,3 +246,11 @@ def test_no_module_prints_without_escaping() -> None:
                 found.append(f"{file.relative_to(ROOT)}: {ast.unparse(node)[:60]}")
     allowed = ("components/terminal.py: print(printable", "components/data/cache.py: Console(stderr=True)")
     assert [each for each in found if not each.startswith(allowed)] == []
+
+
+def test_run_goes_on_if_its_console_cannot_be_copied(tmp_path: Path) -> None:
+    code = "import sys; sys.executable = '/bin/false'\n" + KEPT.replace("os.killpg", "print('end') #")
+    command = [sys.executable, "-c", code, str(tmp_path / "log"), "SIGINT"]
+    ended = subprocess.run(command, capture_output=True, cwd=ROOT, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout.splitlines()[-1][-3:]) == (0, "end"), ended.stderr
+    assert not (tmp_path / "log").exists()
