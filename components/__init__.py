@@ -20,7 +20,6 @@ dtypes              torch dtypes by name, and the one that autocast uses
 exchange            collectives on JSON values
 kernel_counters     memory limit of this process, out-of-memory kills, bytes moved
 lazy                packages that import a name when it is first used
-moved               modules and names of earlier versions
 safetensors_writer  streaming writer of safetensors files
 terminal            escaping of control characters
 varlen              inputs of torch's variable-length attention kernel
@@ -28,10 +27,3 @@ varlen              inputs of torch's variable-length attention kernel
 `from components import data, distributed, training` imports no torch: these packages import a name when it is first
 used (lazy.py).
 """
-
-import sys
-
-from components.moved import MovedModules
-
-# The only side effect of this import: importing a moved module fails with a message that states its new name.
-sys.meta_path.append(MovedModules())

@@ -21,8 +21,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from components.moved import NAMES
-
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__`, which imports a name from its module at the first use, and its `__dir__`.
@@ -36,8 +34,6 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     def import_on_first_use(name: str) -> Any:
         if name == "__all__":
             return sorted(_imports(package))
-        if (new := NAMES.get(f"{package}.{name}")) is not None:
-            raise ImportError(f"{package}.{name} is {new} now; import that")
         if name.startswith("__") or name not in _imports(package):  # torch and inspect probe dunder names
             raise AttributeError(f"module {package!r} has no attribute {name!r}{_like(package, name)}")
         with _no_collections():

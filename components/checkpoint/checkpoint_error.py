@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from components.exchange import all_gather_json
 from components.protocol.failures import StatedFailure
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class CheckpointError(StatedFailure, RuntimeError):
@@ -16,7 +17,7 @@ class CheckpointError(StatedFailure, RuntimeError):
 
 
 @contextlib.contextmanager
-def fail_together(summary: str | Callable[[], str], group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def fail_together(summary: str | Callable[[], str], group: ProcessGroup | None = None) -> Iterator[None]:
     """Run the body on all ranks of `group`; if it raises on any of them, raise CheckpointError on all.
 
     A CheckpointError from the body must be one that every rank raises: it is passed on without a collective.
@@ -26,6 +27,8 @@ def fail_together(summary: str | Callable[[], str], group: dist.ProcessGroup | N
             function is called on all ranks, after a failure only, and may use collectives.
         group: Process group for the exchange of errors; None: the default group.
     """
+    from components.exchange import all_gather_json  # here because it imports torch
+
     problem: Exception | None = None
     try:
         yield

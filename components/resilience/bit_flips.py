@@ -9,12 +9,12 @@ import os
 import random
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
-
-import torch
-from torch.distributed.tensor import DTensor
+from typing import TYPE_CHECKING, Any
 
 from components.resilience.faults import STEP_POINTS, VARIABLE, fault_point
+
+if TYPE_CHECKING:
+    import torch
 
 
 def arm_bit_flips(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -36,6 +36,9 @@ def arm_bit_flips(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 def tensors_at(point: str, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Return this rank's shards of the tensors of a point: gradients, weights or optimizer state."""
+    import torch  # here, as in flip_random_bit: most users of this file have no tensors
+    from torch.distributed.tensor import DTensor
+
     parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     if point == "reduced_gradients":
         tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -50,6 +53,8 @@ def tensors_at(point: str, optimizers: Sequence[torch.optim.Optimizer]) -> list[
 
 def flip_random_bit(tensors: Sequence[torch.Tensor], seed: int) -> None:
     """Flip one bit of one of the tensors in place, drawn with `seed`; tensors are drawn in proportion to their size."""
+    import torch
+
     draw = random.Random(seed)
     (tensor,) = draw.choices(tensors, weights=[each.numel() * each.element_size() for each in tensors])
     element, byte, bit = draw.randrange(tensor.numel()), draw.randrange(tensor.element_size()), draw.randrange(8)

@@ -69,10 +69,3 @@ def reason_not_after_corruption(run_dir: Path, attempts: list[JobAttempt], envir
     if sum(attempt.status == Kind.corrupted for attempt in attempts[:-1]) >= limit:
         return f"the limit of {limit} requeues after wrong numbers is reached (cluster.requeue.corruption)"
     return reason_to_stop(run_dir, attempts, environ)
-
-
-if __name__ == "__main__":
-    sys.exit(
-        "cluster.template: components.launch.slurm.requeue is components.launch.slurm.attempt_start now; compare your "
-        "template with slurm/train.sbatch.j2"
-    )
