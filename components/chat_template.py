@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import count, product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from components.config.errors import ConfigError
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
+from components.protocol.errors import ConfigError
 from components.protocol.limits import CpuLimitError, limited
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ from components import lazy
 if TYPE_CHECKING:
     from components import checkpoint, data, models, training
     from components.config import schema
-    from components.config.errors import ConfigError
     from components.config.schema import (
         ClassifyConfig,
         DistillConfig,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from components.launch import recipe
+    from components.protocol.errors import ConfigError
     from meshbook.notebook import RunFailed, RunResult, run
 else:
     __getattr__, __dir__ = lazy.attach(__name__)

@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 
 from components.config.compose.explain import did_you_mean, nearest
-from components.config.errors import ConfigError
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import exit_on_broken_pipe, fit, guard_output, open_output, print_text, terminal_width
 from meshbook.completion import completions, shell_script

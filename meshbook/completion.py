@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from components.config.compose.help_text import RECIPES, Key, keys_of, variants_of
 from components.config.compose.sources import recipe_groups
-from components.config.errors import ConfigError
-from components.config.key_reference import RECIPES, Key, keys_of, variants_of
 from components.config.kinds import type_hints
+from components.protocol.errors import ConfigError
 from meshbook.key_help import all_keys, option_folders
 from meshbook.programs import COMMAND, OTHER_COMMANDS, recipes, tools
 

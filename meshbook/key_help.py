@@ -11,22 +11,23 @@ from typing import Any
 from yaml import YAMLError
 
 from components.config.compose.explain import SET_BY_KEY, did_you_mean, nearest, nearest_key
-from components.config.compose.help_text import key_help, section_help
-from components.config.compose.sources import CONF, option_groups, option_texts
-from components.config.errors import ConfigError
-from components.config.key_reference import (
+from components.config.compose.help_text import (
     Default,
     Key,
     default_and_others,
+    key_help,
     keys_of,
     purpose_of,
     recipe_defaults,
+    section_help,
     sections,
     shared_keys,
     variants_of,
     written,
 )
-from components.config.safe_yaml import load_yaml
+from components.config.compose.sources import CONF, option_groups, option_texts
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import load_yaml
 from meshbook.programs import COMMAND, recipes, tools
 
 MOST_SETTINGS = 8

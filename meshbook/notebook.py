@@ -26,14 +26,13 @@ from typing import IO, Any
 from yaml import YAMLError
 
 from components.config.compose.explain import did_you_mean, nearest
-from components.config.compose.texts import literal
-from components.config.errors import ConfigError
-from components.config.metrics_log import MetricsLog
-from components.config.safe_yaml import load_yaml
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.config.compose.typed import literal
+from components.config.stored_run import MetricsLog
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import describe_exit
 from components.protocol.role import LAUNCHER_PID, without_ranks
 from components.protocol.run_files import current_config, read_result
+from components.protocol.safe_files import load_yaml
 from components.protocol.signals import collected_signals
 from meshbook.programs import COMMAND, recipes, tools
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from components.checkpoint.folders import FOLDER
-from components.config.errors import ConfigError
+from components.checkpoint.manifest import FOLDER
+from components.protocol.errors import ConfigError
 from components.terminal import HelpText, exit_with
 from scripts._export.object_output import output_folder, removed_on, upload_output
 from scripts._export.options import add_output_options, check_output_options, run_export

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from components.checkpoint.listing import ListedCheckpoint, check_contents, list_checkpoints, removable, remove
 from components.config.compose.frozen import read_section
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from components.launch.run_directory.opening import exclude_starts
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CHECKPOINTS, CONFIG
 from components.terminal import HelpText, exit_with, print_text

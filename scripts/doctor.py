@@ -94,7 +94,7 @@ def _start(check: Callable[[], list[Check]]) -> Future[list[Check]]:
 
 def measure(name: str | None, *, force: bool) -> int:
     """Measure the device and write its file; return the exit status."""
-    from components.config.errors import ConfigError  # needs PyYAML, which the checks must not
+    from components.protocol.errors import ConfigError  # needs PyYAML, which the checks must not
     from components.protocol.failures import print_problems
     from scripts._doctor.device_file import write_measured_device
 

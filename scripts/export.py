@@ -21,8 +21,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from components.config.errors import ConfigError
 from components.config.schema.parallelism import describe_processes
+from components.protocol.errors import ConfigError
 from components.terminal import HelpText, exit_with, print_text
 from scripts._export.checkpoints import OpenCheckpoint, RunSections, read_run
 from scripts._export.hub import HubTarget, find_target, upload

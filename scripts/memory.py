@@ -15,11 +15,10 @@ import os
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
-from components.config.errors import ConfigError
 from components.config.schema.parallelism import ContextAttention, ParallelismConfig, Strategy
 from components.config.shape import read_shape
-from components.planning.formulas.term import three_digits
-from components.protocol.exit_codes import EXIT_INVALID
+from components.planning.formulas.workload import three_digits
+from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.run_files import atomic_write
 from components.terminal import exit_with, fit, fit_table, print_text
@@ -96,7 +95,7 @@ def main(arguments: list[str]) -> int:
         measured = models_to_measure(overrides)
         lines = []
         for name, cfg in measured.items():
-            from components.console import markdown_table
+            from components.terminal import markdown_table
             from scripts._memory.ranks import Load, measure_all
 
             shapes = shapes_of(options.degrees, options.seq, bool(read_shape(cfg).experts))

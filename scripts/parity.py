@@ -16,12 +16,11 @@ import time
 from os import environ
 from pathlib import Path
 
-from components.config.errors import ConfigError
-from components.config.micro_batches import fit_micro_batches
+from components.config.mesh_names import fit_micro_batches
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.launch.machine import device_problems, visible_gpus
-from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import exit_with
 from scripts._parity.options import compose, plan, read_options

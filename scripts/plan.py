@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import sys
 
-from components.config.errors import ConfigError
 from components.planning.dry_run.played_run import play_run
-from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import exit_with, print_text
 from scripts._plan.drawing import write_drawing

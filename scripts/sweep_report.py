@@ -17,11 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from components.config.compose.sweep_keys import Goal, SweepConfig
-from components.config.errors import ConfigError
 from components.launch.sweep.plan import read_sweep
 from components.launch.sweep.points import retry
 from components.launch.sweep.report import report_now, watch
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import HelpText, exit_with
 

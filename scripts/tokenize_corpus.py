@@ -21,9 +21,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.config.errors import ConfigError
-from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
+from components.config.shape import locate
 from components.data.token_store.corpus import (
     Outcome,
     Progress,
@@ -35,7 +34,7 @@ from components.data.token_store.corpus import (
 )
 from components.data.token_store.manifest import write_manifest
 from components.launch.machine import usable_cores
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import exit_with, print_text
 from scripts._tokenize_corpus.display import Display

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.checkpoint.checkpoint_error import CheckpointError
     from components.checkpoint.load import (
         find_checkpoint,
         load_checkpoint,
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
         stored_dtype_of,
         verify,
     )
-    from components.checkpoint.manifest import Manifest, saved_at
+    from components.checkpoint.manifest import CheckpointError, Manifest, saved_at
+    from components.checkpoint.mirror import Mirror
     from components.checkpoint.reader import StoredWeights, choose_checkpoint
-    from components.checkpoint.remote.mirror import Mirror
     from components.checkpoint.replica_check import ReplicaCheck
     from components.checkpoint.save import Mark, save_checkpoint
     from components.checkpoint.saver import Saver

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.checkpoint.folders import FOLDER, TEMPORARY, candidates, leftovers
-from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
-from components.resilience.faults import fault_point
+from components.checkpoint.manifest import FOLDER, MANIFEST, TEMPORARY, Manifest, ManifestError, candidates, leftovers
+from components.config.schema.run import CheckpointConfig
+from components.protocol.errors import ConfigError
 from components.storage.urls import shown_names
+from components.watch.faults import fault_point
 
 logger = logging.getLogger(__name__)
 

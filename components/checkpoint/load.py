@@ -11,16 +11,26 @@ import torch
 import yaml
 from torch import nn
 
-from components.checkpoint.base_fingerprint import base_fingerprint, check_base_weights
-from components.checkpoint.checkpoint_error import fail_together
-from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, candidates, random_file
 from components.checkpoint.listing import newest_complete
-from components.checkpoint.manifest import Manifest, ManifestError, may_be_intact
-from components.checkpoint.random_state import set_random_state
-from components.checkpoint.remote.fetch import fetch_checkpoint
-from components.checkpoint.remote.mirror import Mirror
-from components.checkpoint.save import mesh_of
-from components.checkpoint.stored_tensors import StoredTensor, find_checkpoint_tensors
+from components.checkpoint.manifest import (
+    BASE_FINGERPRINT,
+    FOLDER,
+    STATE,
+    Manifest,
+    ManifestError,
+    candidates,
+    fail_together,
+    may_be_intact,
+    random_file,
+)
+from components.checkpoint.mirror import Mirror, fetch_checkpoint
+from components.checkpoint.save import mesh_of, set_random_state
+from components.checkpoint.stored_tensors import (
+    StoredTensor,
+    base_fingerprint,
+    check_base_weights,
+    find_checkpoint_tensors,
+)
 from components.checkpoint.tensors import (
     AVERAGE,
     AVERAGE_UPDATES,
@@ -33,14 +43,13 @@ from components.checkpoint.tensors import (
     read_tensors,
     restore_numbers,
 )
-from components.config.errors import ConfigError
-from components.config.safe_yaml import load_yaml
 from components.config.schema.run import is_same_checkpoint
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.models.weights.shards import local_part
-from components.protocol.safe_json import LARGEST, load_json, parse_json, read_regular
-from components.resilience.faults import fault_point
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import LARGEST, load_json, load_yaml, parse_json, read_regular
 from components.storage.urls import is_url, shown_names
+from components.watch.faults import fault_point
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,29 @@
-"""The manifest of a checkpoint: its files with sizes and hashes. It is written last, once all files are on disk."""
+"""The manifest of a checkpoint (files with sizes and hashes, written last), and the names in `run_dir/checkpoints`."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
 import json
 import math
 import os
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import xxhash
 
-from components.protocol.safe_json import LARGEST, parse_json, read_regular
+from components.protocol.failures import StatedFailure
+from components.protocol.safe_files import LARGEST, parse_json, read_regular
 from components.storage.urls import is_plain_name, shown_names
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -26,9 +33,16 @@ READ_BYTES = 1024**2
 """Bytes per read while verifying."""
 _DAMAGE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG}
 """Errors of opening a path that is no file. After others (EIO, ESTALE, EACCES) the file may be intact."""
-
-
 _Bytes = bytes  # within the class, `bytes` is a property
+FOLDER = "checkpoints"
+STATE = "state.json"
+BASE_FINGERPRINT = "frozen"
+"""Key in state.json of the fingerprint of a LoRA run's base weights, which are neither trained nor saved."""
+TEMPORARY = ".tmp-"
+"""Part of the name of a folder that is being written or removed."""
+PUBLISHED = re.compile(r"step_[0-9]{1,18}(\.[0-9]{1,9})?")
+"""step_40, or step_40.1 for a step that was saved a second time."""
+_LEFTOVER = re.compile(f"{PUBLISHED.pattern}{re.escape(TEMPORARY)}[0-9a-f]+")
 
 
 class ManifestError(ValueError):
@@ -267,3 +281,65 @@ def saved_at(folder: Path) -> float | None:
     """Return when a checkpoint was saved, in seconds since the epoch; None for early manifests, which lack it."""
     saved = Manifest.read(folder).saved
     return datetime.fromisoformat(saved).timestamp() if saved else None
+
+
+def random_file(rank: int) -> str:
+    """Return the name of the file with the random state of `rank`."""
+    return f"random-{rank:05}.json"
+
+
+def published(folder: Path) -> list[tuple[Path, Manifest]]:
+    """Return the checkpoints of a folder that have a valid manifest; the files it lists are not checked."""
+    found = []
+    for path in candidates(folder):
+        try:
+            found.append((path, Manifest.read(path)))
+        except ManifestError:
+            continue
+    return found
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return the temporary folders of saves and removals that were killed."""
+    return sorted(path for path in folder.glob(f"*{TEMPORARY}*") if _LEFTOVER.fullmatch(path.name))
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return the paths that are named like a published checkpoint; Manifest.read rejects those that are not one."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if PUBLISHED.fullmatch(path.name))
+
+
+class CheckpointError(StatedFailure, RuntimeError):
+    """A checkpoint could not be written or read; raised on every rank with every rank's reason."""
+
+
+@contextlib.contextmanager
+def fail_together(summary: str | Callable[[], str], group: ProcessGroup | None = None) -> Iterator[None]:
+    """Run the body on all ranks of `group`; if it raises on any of them, raise CheckpointError on all.
+
+    A CheckpointError from the body must be one that every rank raises: it is passed on without a collective.
+
+    Args:
+        summary: Start of the message, such as "checkpoint PATH could not be read", or a function that returns it. The
+            function is called on all ranks, after a failure only, and may use collectives.
+        group: Process group for the exchange of errors; None: the default group.
+    """
+    from components.exchange import all_gather_json  # here because it imports torch
+
+    problem: Exception | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{_text(summary)}: {error}") from error
+    except Exception as error:  # raised below, on every rank
+        problem = error
+    mine = None if problem is None else f"{type(problem).__name__}: {problem}"
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(mine, group)) if text is not None]
+    if failures:
+        raise CheckpointError(f"{_text(summary)}: {'; '.join(failures)}") from problem
+
+
+def _text(summary: str | Callable[[], str]) -> str:
+    return summary if isinstance(summary, str) else summary()

@@ -9,16 +9,24 @@ from typing import Any
 
 import torch
 
-from components.checkpoint.base_fingerprint import check_base_weights, fingerprint_by_blocks
-from components.checkpoint.checkpoint_error import CheckpointError
-from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, PUBLISHED, STATE, TEMPORARY, candidates
 from components.checkpoint.load import SHOWN, compare_names, verify
-from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
-from components.checkpoint.stored_tensors import find_checkpoint_tensors
+from components.checkpoint.manifest import (
+    BASE_FINGERPRINT,
+    FOLDER,
+    MANIFEST,
+    PUBLISHED,
+    STATE,
+    TEMPORARY,
+    CheckpointError,
+    Manifest,
+    ManifestError,
+    candidates,
+)
+from components.checkpoint.stored_tensors import check_base_weights, find_checkpoint_tensors, fingerprint_by_blocks
 from components.checkpoint.tensors import AVERAGE, MODEL
-from components.config.errors import ConfigError
 from components.models.weights.shards import Index
-from components.protocol.safe_json import load_json
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import load_json
 
 
 def choose_checkpoint(path: Path) -> Path:

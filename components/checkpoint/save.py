@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import logging
 import math
 import os
+import random
 import secrets
 import shutil
 import sys
@@ -16,17 +18,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from components.checkpoint.base_fingerprint import base_fingerprint
-from components.checkpoint.checkpoint_error import fail_together
-from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, TEMPORARY, leftovers, published, random_file
 from components.checkpoint.listing import reasons_to_keep, remove
-from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
-from components.checkpoint.random_state import random_state
+from components.checkpoint.manifest import (
+    BASE_FINGERPRINT,
+    FOLDER,
+    STATE,
+    TEMPORARY,
+    FileRecord,
+    Manifest,
+    fail_together,
+    leftovers,
+    published,
+    random_file,
+    sync_folder,
+    write_json,
+)
+from components.checkpoint.stored_tensors import base_fingerprint
 from components.checkpoint.tensors import (
     Optimizers,
     Tensors,
@@ -35,10 +48,10 @@ from components.checkpoint.tensors import (
     optimizer_tensors,
     write_tensors,
 )
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.protocol.run_files import CONFIG
-from components.resilience.faults import fault_point
+from components.watch.faults import fault_point
 
 logger = logging.getLogger(__name__)
 
@@ -268,3 +281,34 @@ def _check_json(value: Any, where: str) -> None:
             _check_json(inner, f"{where}[{index}]")
     elif value is not None and type(value) not in (str, int, float, bool):
         raise TypeError(f"{where} is a {type(value).__name__}: only JSON values can be saved")
+
+
+def random_state() -> dict[str, Any]:
+    """Return this rank's random state as JSON values."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": _encode(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+        "python": [version, list(internal), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore a state returned by `random_state`."""
+    torch.set_rng_state(_decode(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_decode(state["cuda"]))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.cpu().tolist())).decode()
+
+
+def _decode(state: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(state)), dtype=torch.uint8)

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from components.checkpoint.base_fingerprint import base_fingerprint
-from components.checkpoint.checkpoint_error import CheckpointError, fail_together
-from components.checkpoint.remote.mirror import Mirror
+from components.checkpoint.manifest import CheckpointError, fail_together
+from components.checkpoint.mirror import Mirror
 from components.checkpoint.save import Mark, Snapshot, take_snapshot, write_snapshot
+from components.checkpoint.stored_tensors import base_fingerprint
 from components.checkpoint.tensors import Optimizers, Tensors, list_optimizers, model_tensors, optimizer_tensors
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from components.distributed.process.barriers import create_gloo_group
-from components.resilience.frames import thread_frames
+from components.protocol.failures import thread_frames
 
 logger = logging.getLogger(__name__)
 

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from components.checkpoint.checkpoint_error import fail_together
-from components.checkpoint.manifest import Manifest
+from components.checkpoint.manifest import Manifest, fail_together
 from components.dtypes import torch_dtypes
 from components.exchange import all_gather_json, this_rank, world_size
-from components.models.weights.shards import Index
+from components.models.lora import adapted_layers
+from components.models.weights.shards import Block, Index, is_first_holder, local_blocks, local_part
+from components.models.weights.weight_files import row_blocks
+from components.models.weights.weight_sources import saved_tensors
+from components.protocol.errors import ConfigError
 
 SUFFIX = ".safetensors"
 Kind = tuple[str, str, int, int]
 """Name, dtype, number of dims and number of blocks of a tensor in some of the files."""
 Headers = tuple[list[Kind], list[int]]
 """The tensors in some of the files, and the rows of `StoredTensor.blocks` of all of them, one after the other."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes per element -> integer dtype of that size, to reinterpret the bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +178,75 @@ class _Files(FileSystem):
 
 def _slices(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Index:
     return tuple(slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+@torch.no_grad()
+def base_fingerprint(model: nn.Module) -> str | None:
+    """Return the fingerprint of the base weights of a model with adapters, or None without adapters; a collective.
+
+    It is a sum of the weights' bits, read as integers and multiplied by a hash of parameter name and position. Integer
+    sums do not depend on the order, so the result is the same on every mesh. It detects a different base model, not
+    deliberate tampering.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if not adapted_layers(model):
+        return None
+    total = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
+    # saved_tensors returns the sharded parameters: after a forward, FSDP2's may be all-gathered and in low precision.
+    for name, parameter in saved_tensors(model).items():
+        if parameter.requires_grad or not isinstance(parameter, nn.Parameter):
+            continue
+        if is_first_holder(parameter) if isinstance(parameter, DTensor) else this_rank() == 0:
+            for block in local_blocks(parameter, name):
+                total += fingerprint_of_block(name, local_part(parameter)[block.local], block)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return to_hex(total)
+
+
+def fingerprint_by_blocks(tensors: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> str:
+    """Return the fingerprint of parameters that `read` loads block by block; only the shapes of `tensors` are used."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, tensor in tensors.items():
+        for index in row_blocks(tensor):
+            total += fingerprint_of_block(name, read(name, index), Block(index, index))
+    return to_hex(total)
+
+
+def fingerprint_of_block(name: str, values: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return the contribution of one block of the parameter `name` to the fingerprint, an int64 scalar."""
+    bits = values.contiguous().view(_BITS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for dim, span in enumerate(block.full):
+        other_dims = [other for other in range(bits.ndim) if other != dim]
+        sums = bits.sum(other_dims, dtype=torch.int64) if other_dims else bits.to(torch.int64)
+        positions = torch.arange(span.start, span.stop, device=values.device)
+        total += (sums * _mix(positions + _hash_of(f"{name}/{dim}"))).sum()
+    return total
+
+
+def to_hex(total: torch.Tensor) -> str:
+    """Return the sum over all blocks as the stored text: 16 hex digits."""
+    return f"{int(total) % 2**64:016x}"
+
+
+def check_base_weights(path: object, stored: str | None, current: str | None) -> None:
+    """Compare the fingerprint in a checkpoint with that of the current base weights. Raises ConfigError."""
+    if stored != current:
+        raise ConfigError(
+            f"checkpoint {path}: its adapters were trained on other base weights (fingerprint {stored}) than the ones "
+            f"from model.path, model.config, model.dtype and run.seed (fingerprint {current}); restore those settings, "
+            "or choose another run.dir to start over"
+        )
+
+
+def _mix(positions: torch.Tensor) -> torch.Tensor:
+    """Hash consecutive integers to odd int64 values (the finalizer of splitmix64, without its unsigned shifts)."""
+    positions = positions * -7046029254386353131
+    positions = positions ^ (positions >> 27)
+    return (positions * -7723592293110705685) | 1
+
+
+def _hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

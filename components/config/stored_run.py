@@ -1,14 +1,21 @@
-"""A run as its files describe it, for tables of sweeps and comparisons. Runs that are running or failed have some.
+"""A run as its files describe it: metrics.jsonl, and the figures of tables of sweeps and comparisons.
 
 run = read_run(Path("outputs/finetune/RUN"))
 print(run.recipe, run.model, run.steps, run.eval_loss)
+
+metrics.jsonl: one strict JSON object per line, with a checksum that detects damage.
+The last field of a line, `check`, is the line number and the CRC-32 of that number and the text before the field. It
+detects modified lines, and missing lines between two others. NaN and infinite values are stored as null; the field
+`nonfinite` maps their keys to the values.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,10 +24,27 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from components.config.metrics_log import METRICS, MetricsLog
-from components.config.safe_yaml import load_yaml
-from components.protocol.run_files import CONFIG, RECORD, read_json, read_result
-from components.protocol.safe_json import read_regular
+from components.protocol.run_files import (
+    CONFIG,
+    NONFINITE,
+    RECORD,
+    atomic_file,
+    disk_errors_named,
+    finite,
+    keep_only_file,
+    open_append,
+    read_json,
+    read_result,
+)
+from components.protocol.safe_files import load_yaml, parse_json, read_regular
+
+METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
+CHECK = "check"
+STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", CHECK, NONFINITE}
+"""Keys of a step's line that no other metric may have."""
+_CHECK = re.compile(rf', "{CHECK}": "(\d{{1,18}})-([0-9a-f]{{8}})"\}}$')
+_JOINT = re.compile(rb'(?<=\})[^{}"]{0,3}(?=\{)')
+"""Boundary of two lines whose newline was lost or overwritten."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -195,3 +219,153 @@ def short_mesh(mesh: str) -> str:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(slots=True)
+class _Line:
+    text: str
+    """Text without the checksum and the closing brace."""
+    values: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Parsed:
+    lines: list[_Line] = field(default_factory=list)
+    damaged: list[bytes] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Messages about missing or damaged lines."""
+    number: int = 0
+    """Number of the last intact line."""
+
+
+class MetricsLog:
+    """Metrics history of a run. Damaged lines are skipped and reported; `continue_from` moves them to a separate
+    file."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / METRICS
+        self.dropped_steps = 0
+        """Steps that `continue_from` dropped, and that the run repeats."""
+        self._number: int | None = None  # of the last line; None: the file was not read yet
+
+    def append(self, values: dict[str, Any]) -> None:
+        """Append a line. Raises OSError, which states the file and the free disk space."""
+        with disk_errors_named(self.path), open_append(self.path) as file:
+            start = b""
+            if self._number is None:
+                content = self._content()
+                self._number = _parse(content).number
+                start = b"" if content[-1:] in (b"", b"\n") else b"\n"
+            self._number += 1
+            file.write(start + _encode(json.dumps(finite(values), allow_nan=False)[:-1], self._number))
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the values of all intact lines, with NaN and infinities restored."""
+        return [_restored(line.values) for line in _parse(self._content()).lines]
+
+    def continue_from(self, step: int) -> list[str]:
+        """Drop the lines of later steps, for a run that resumes from `step`; return messages for the log.
+
+        The run repeats the dropped steps, and also the evaluation at `step`, with which every attempt begins, so that
+        the file remains one curve. Damaged lines are moved to metrics.jsonl.damaged.
+        """
+        keep_only_file(self.path)
+        parsed = _parse(self._content())
+        if not (parsed.lines or parsed.damaged) and self._has_saved(step):
+            return [f"{METRICS} is missing or empty: the history of steps 1 to {step} is lost"]
+        kept = [line for line in parsed.lines if line.values["step"] < step + ("eval_loss" not in line.values)]
+        messages = list(parsed.problems)
+        repeated = [
+            line.values["step"] for line in parsed.lines if "loss" in line.values and line.values["step"] > step
+        ]
+        self.dropped_steps = max(repeated, default=step) - step
+        if repeated:
+            messages.append(f"steps {min(repeated)} to {max(repeated)} in {METRICS} are dropped: the run repeats them")
+        messages += _missing_end([line.values["step"] for line in kept if "loss" in line.values], step)
+        if parsed.damaged:
+            with disk_errors_named(self.path), open_append(self.path.with_name(DAMAGED)) as file:
+                file.write(b"".join(line + b"\n" for line in parsed.damaged))
+        if not self.path.exists():
+            return messages
+        with disk_errors_named(self.path), atomic_file(self.path) as new:
+            new.write(b"".join(_encode(line.text, number) for number, line in enumerate(kept, 1)))
+        self._number = len(kept)
+        return messages
+
+    def _content(self) -> bytes:
+        try:
+            return b"" if self.path.is_symlink() else read_regular(self.path)
+        except (FileNotFoundError, IsADirectoryError):
+            return b""
+
+    def _has_saved(self, step: int) -> bool:
+        """Return whether this run itself, and not the run of a checkpoint that it started from, saved this step."""
+        return step > 0 and any(self.path.parent.glob(f"checkpoints/step_{step}*"))
+
+
+def _encode(text: str, number: int) -> bytes:
+    return f'{text}, "{CHECK}": "{number}-{_checksum(text, number)}"}}\n'.encode()
+
+
+def _checksum(text: str, number: int) -> str:
+    return f"{zlib.crc32(f'{number}:{text}'.encode()):08x}"
+
+
+def _parse(content: bytes) -> _Parsed:
+    parsed, unseen = _Parsed(), 0
+    for raw in content.splitlines():
+        pieces = [raw] if _values_of(raw) else _JOINT.split(raw)
+        for piece in pieces:
+            unseen = _take(parsed, piece, unseen)
+    if parsed.damaged:
+        count = len(parsed.damaged)
+        lines = "a damaged line" if count == 1 else f"{count} damaged lines"
+        parsed.problems.insert(0, f"{METRICS} holds {lines}: moved to {DAMAGED}")
+    return parsed
+
+
+def _take(parsed: _Parsed, raw: bytes, unseen: int) -> int:
+    """Add a line to `parsed`; return the number of damaged lines since the last intact one.
+
+    `unseen` is that number before this line; a damaged line accounts for one missing line number.
+    """
+    values, text = _values_of(raw), raw.decode(errors="replace")
+    if values is not None and CHECK not in values and not parsed.number:  # an earlier version wrote no checksums
+        parsed.lines.append(_Line(json.dumps(finite(values), allow_nan=False)[:-1], values))
+        return 0
+    found = _CHECK.search(text)
+    number, text = (int(found[1]), text[: found.start()]) if found else (0, text)
+    if values is None or found is None or found[2] != _checksum(text, number) or number <= parsed.number:
+        parsed.damaged.append(raw)
+        return unseen + 1
+    missing = number - parsed.number - 1 - unseen
+    if missing > 0 and (parsed.number or not parsed.lines):
+        count = "a line is" if missing == 1 else f"{missing} lines are"
+        parsed.problems.append(f"{count} missing in {METRICS} before step {values['step']}")
+    parsed.number = number
+    parsed.lines.append(_Line(text, values))
+    return 0
+
+
+def _values_of(raw: bytes) -> dict[str, Any] | None:
+    """Return the values of a line, or None unless it is a JSON object with an integer `step`."""
+    try:
+        values = parse_json(raw)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and type(values.get("step")) is int else None
+
+
+def _restored(values: dict[str, Any]) -> dict[str, Any]:
+    nonfinite = values.get(NONFINITE, {})
+    kept = {key: value for key, value in values.items() if key not in (NONFINITE, CHECK)}
+    return kept | {key: float(value) for key, value in nonfinite.items()}
+
+
+def _missing_end(steps: list[int], resumed: int) -> list[str]:
+    """Return a message if lines are missing between the last one and the resumed step, judged by the logging
+    interval."""
+    distance = steps[-1] - steps[-2] if len(steps) > 1 else sum(steps)
+    if steps and resumed >= steps[-1] + distance:
+        return [f"{METRICS} ends with step {steps[-1]}: the history of the steps up to {resumed} is lost"]
+    return []

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from components.data.loading import build_dataset
     from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
     from components.data.order import BlockOrder, SampleOrder
-    from components.data.packed_pairs import PackedPairs, pack_pairs
     from components.data.packing import PackedDataset
-    from components.data.pairs import PairDataset, PairedRows, RowPair, build_pairs
+    from components.data.pairs import PackedPairs, PairDataset, PairedRows, RowPair, build_pairs, pack_pairs
     from components.data.preflight import check_files
     from components.data.token_store.manifest import Manifest, read_manifest
     from components.data.token_store.rows import TokenRows

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from components.config.errors import ConfigError
 from components.config.schema.training import TrainingConfig
 from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.mixture import MixtureDataset, MixtureFacts
 from components.data.order import Order, SampleOrder
-from components.data.packed_pairs import PackedPairRow, PackedPairs
 from components.data.packing import PackedDataset
-from components.data.pairs import EMPTY_EXAMPLE, PairedRows, RowPair
+from components.data.pairs import EMPTY_EXAMPLE, PackedPairRow, PackedPairs, PairedRows, RowPair
 from components.data.token_store.rows import TokenRows
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

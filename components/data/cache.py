@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import xxhash
 
 from components.chat_template import ChatTemplate, is_fast
-from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, DataConfig, RowsDataConfig, TextDataConfig
 from components.conversation import ASSISTANT, Conversation, Prompt, text_of
 from components.data import examples
-from components.data.examples import Example
-from components.data.key_usage import KeyUsage
-from components.data.sources import text
+from components.data.examples import Example, KeyUsage
+from components.data.sources import pydocs
 from components.data.sources.preference_rows import AnswerConfig
 from components.data.sources.rows import BadRowReport, Document, LabeledText
 from components.data.sources.split import (
@@ -40,8 +38,9 @@ from components.data.sources.split import (
     sample_limit,
 )
 from components.data.tokens import Tokens, flattened, read_tokens, remove_expired, write_tokens
-from components.protocol.safe_json import parse_json
-from components.storage.known_numbers import SUFFIX, KnownNumbers
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import parse_json
+from components.storage.stored_file import SUFFIX, KnownNumbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +108,7 @@ class _Encoder:
         """Tokenize a batch of conversations, documents or labeled texts."""
         if self.seq_len is not None:
             documents = [record for record in batch if isinstance(record, Document)]
-            return text.encode_documents(self.tokenizer, documents, self.seq_len)
+            return pydocs.encode_documents(self.tokenizer, documents, self.seq_len)
         conversations = [each for each in batch if isinstance(each, Conversation)]
         labeled = [each for each in batch if isinstance(each, LabeledText)]
         options: dict[str, Any] = {"usage": self.usage, "bad": self.bad}
@@ -243,7 +242,7 @@ def _first_prompts(encoder: _Encoder) -> Iterator[Prompt]:
     tokenizer, template = encoder.tokenizer, ChatTemplate(encoder.tokenizer)
     for record in islice(encoder.split, _PROMPTS_KEPT):
         if isinstance(record, Document):
-            line = text.opening_line(record)
+            line = pydocs.opening_line(record)
             yield Prompt(line, tokenizer.encode(line))
         elif isinstance(record, Conversation):
             answer = [message["role"] for message in record.messages].index(ASSISTANT)

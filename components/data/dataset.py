@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, overload
 
 import numpy as np
 
-from components.config.errors import ConfigError
 from components.config.schema.data import Overlong
 from components.conversation import Prompt
 from components.data.examples import Example, render_example, trimmed
 from components.data.sources.rows import BadRowReport
 from components.data.tokens import Tokens, flattened, shortened
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xxhash
 
-from components.config.errors import ConfigError
 from components.config.schema.data import LabelsDataConfig, PreferencesDataConfig, ScoredDataConfig
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example
@@ -25,6 +24,7 @@ from components.data.packing import PackedDataset
 from components.data.pairs import PairDataset, build_pairs
 from components.data.sources.rows import LabeledText
 from components.data.sources.split import SourceSplit
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from components.config.errors import ConfigError
 from components.config.kinds import of_source
 from components.config.schema.checks import raise_all
 from components.config.schema.data import (
@@ -48,6 +47,7 @@ from components.data.sources.split import (
 )
 from components.data.token_store.rows import TokenRows, build_rows
 from components.data.tokens import Tokens
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

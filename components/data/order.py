@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 
 _ROUNDS = 8
 _MIN_HALF_BITS = 3  # smaller domains bias the permutations of a few samples

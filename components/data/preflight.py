@@ -6,7 +6,6 @@ import importlib.util
 from itertools import islice
 from pathlib import Path
 
-from components.config.errors import ConfigError
 from components.config.kinds import of_source
 from components.config.schema.data import (
     BadRows,
@@ -29,7 +28,6 @@ from components.data.sources.files import (
     is_local,
     read_rows,
 )
-from components.data.sources.objects import object_problems
 from components.data.sources.preference_rows import answer_configs
 from components.data.sources.rows import (
     BadRowReport,
@@ -39,9 +37,9 @@ from components.data.sources.rows import (
     train_location,
     unused_problem,
 )
-from components.data.sources.split_files import files_of_split
-from components.data.token_store.manifest import read_manifest, shard_problems, vocabulary_problems
-from components.data.token_store.vocabulary import hash_of_files
+from components.data.sources.split_files import files_of_split, object_problems
+from components.data.token_store.manifest import hash_of_files, read_manifest, shard_problems, vocabulary_problems
+from components.protocol.errors import ConfigError
 from components.storage.urls import is_url
 
 _ROWS_CHECKED = 100  # rows at the beginning of a file that are read

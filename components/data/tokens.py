@@ -22,8 +22,7 @@ import xxhash
 from components.data.examples import IGNORED, Example
 from components.protocol.run_files import PRIVATE, atomic_file
 from components.safetensors_writer import ITEM_BYTES, SafetensorsWriter, TensorEntry
-from components.storage.known_numbers import SUFFIX, KnownNumbers
-from components.storage.stored_file import OpenFile, read_header
+from components.storage.stored_file import SUFFIX, KnownNumbers, OpenFile, read_header
 
 logger = logging.getLogger(__name__)
 

@@ -34,16 +34,15 @@ from components import lazy
 if TYPE_CHECKING:
     from components.distributed.fsdp import unshard_fsdp2_model, unsharded_bytes
     from components.distributed.mesh import Mesh, build_mesh, groups_of_mesh, seed_ranks
-    from components.distributed.numa import bind_to_gpu
     from components.distributed.parallelizer import parallelize
+    from components.distributed.process.environment import bind_to_gpu
+    from components.distributed.process.groups import is_rank_zero, stream
     from components.distributed.process.process_group import (
         DistInfo,
+        destroy_global_state,
         exchange_text_from_rank_zero,
         start_process_group,
     )
-    from components.distributed.process.ranks import is_rank_zero
-    from components.distributed.process.seeding import stream
-    from components.distributed.process.shutdown import destroy_global_state
     from components.distributed.replicas import unsharded_rows, wrap_replicas
     from components.distributed.traffic import StepTraffic, record_traffic
     from components.distributed.utils import (

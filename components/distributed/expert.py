@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from components.config.errors import ConfigError
 from components.distributed.mesh import share_timeout
 from components.distributed.tensor.tensor_parallel import (
     as_writable,
@@ -30,6 +29,7 @@ from components.distributed.tensor.tensor_parallel import (
     redistribute,
 )
 from components.models.anatomy import Anatomy, is_experts
+from components.protocol.errors import ConfigError
 
 
 class ExpertParallel(ParallelStyle):

@@ -18,20 +18,24 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from components.distributed.process.backends import provides
 from components.distributed.process.barriers import barrier_within
-from components.distributed.process.network import _detect_ib_interface, _set_nccl_env
-from components.distributed.process.process_group import DistInfo, start_process_group
-from components.distributed.process.ranks import (
+from components.distributed.process.environment import _detect_ib_interface, _set_nccl_env
+from components.distributed.process.groups import (
+    _set_seed,
     get_local_rank_preinit,
     get_local_world_size_preinit,
     get_rank_safe,
     get_world_info,
     get_world_size_safe,
     is_rank_zero,
+    provides,
 )
-from components.distributed.process.seeding import _set_seed
-from components.distributed.process.shutdown import destroy_distributed, destroy_global_state
+from components.distributed.process.process_group import (
+    DistInfo,
+    destroy_distributed,
+    destroy_global_state,
+    start_process_group,
+)
 
 __all__ = [
     "DistInfo",

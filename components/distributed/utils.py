@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from components.config.errors import ConfigError
 from components.distributed.collectives import (
     all_gather,
     all_gather_object,
@@ -36,8 +35,7 @@ from components.distributed.collectives import (
     synchronize_flag,
     synchronize_value,
 )
-from components.distributed.gradient_sync import get_sync_ctx
-from components.distributed.process.backends import backend_supports_cpu, backend_supports_cuda, provides
+from components.distributed.fsdp import get_sync_ctx
 from components.distributed.process.barriers import barrier, barrier_until, create_gloo_group
 from components.distributed.process.environment import (
     RankEnvironmentError,
@@ -45,7 +43,20 @@ from components.distributed.process.environment import (
     read_local_variables,
     read_rank_variables,
 )
-from components.distributed.process.groups import is_distributed
+from components.distributed.process.groups import (
+    backend_supports_cpu,
+    backend_supports_cuda,
+    get_fs_local_rank,
+    get_global_rank,
+    get_local_rank,
+    get_local_world_size,
+    get_num_nodes,
+    get_rank,
+    get_world_size,
+    is_distributed,
+    provides,
+    validate_env_vars,
+)
 from components.distributed.process.ordering import FirstRankPerNode, do_n_at_a_time
 from components.distributed.process.process_group import (
     RENDEZVOUS_TIMEOUT,
@@ -54,17 +65,8 @@ from components.distributed.process.process_group import (
     start_process_group,
     use_cuda_device,
 )
-from components.distributed.process.ranks import (
-    get_fs_local_rank,
-    get_global_rank,
-    get_local_rank,
-    get_local_world_size,
-    get_num_nodes,
-    get_rank,
-    get_world_size,
-    validate_env_vars,
-)
 from components.distributed.process.rendezvous import open_store
+from components.protocol.errors import ConfigError
 
 __all__ = [
     "FirstRankPerNode",

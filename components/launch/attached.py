@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from components.config.compose.frozen import from_yaml, to_yaml
-from components.config.errors import ConfigError
 from components.launch.backend import CheckedRun, Recipe
-from components.launch.hub_access import OFFLINE, is_offline
 from components.launch.open_run import open_run
 from components.launch.rank import die_with, restrict_new_files, run_here
+from components.launch.run_checks import OFFLINE, is_offline
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.console_log import keep_console
-from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.role import current_rank, rank_and_size, whole_number
 from components.protocol.run_files import log_file

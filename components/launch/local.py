@@ -24,7 +24,7 @@ from components.launch.backend import CheckedRun, Job
 from components.launch.machine import device_problems, usable_cores, visible_gpus
 from components.launch.run_checks import MESH_KEYS, affects
 from components.launch.run_directory.directory import RunDirectory
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import (
     Failure,
     Kind,
@@ -34,10 +34,15 @@ from components.protocol.failures import (
     print_failure,
     read_reports,
 )
-from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import LAUNCHER_PID, WORKER, LocalRank, without_ranks
 from components.protocol.run_files import PRIVATE, log_file, open_append
-from components.protocol.signals import CTRL_C_MESSAGE, DUMP_STACKS, DUMP_STACKS_WITHOUT_GIL, collected_signals
+from components.protocol.signals import (
+    CTRL_C_MESSAGE,
+    DUMP_STACKS,
+    DUMP_STACKS_WITHOUT_GIL,
+    collected_signals,
+    reserve_loopback_port,
+)
 from components.terminal import print_text
 
 POLL = 0.05

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig
+from components.config.schema.run import RunConfig
 
 RANKS_PER_CORE = 4
 """Maximum number of local ranks per CPU core; more ranks only compete for the cores."""
 RANK_BYTES = 256 * 2**20
 """Private memory of a rank in bytes after importing torch and transformers, before a model is loaded."""
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Variable with the sizes of cuBLAS's buffers, which determine the order of its sums."""
+WORKSPACES = (":4096:8", ":16:8")
+"""Values under which cuBLAS is deterministic. The second takes less memory and is slower."""
+_SWITCHES = ("TORCHINDUCTOR_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC")
+"""Switches of torch's compiler, which otherwise selects kernels by their measured time, and of flash-attn."""
 
 
 def processes_of(cfg: RecipeConfig, gpus: int) -> int:
@@ -88,3 +96,34 @@ def _too_many_for_cpus(cfg: RecipeConfig, processes: int, memory: int | None) ->
         key = f"parallelism.{largest}={cfg.parallelism.degree(largest)}"
         lower = "lower it or another axis"
     return [f"{key}: {processes} processes on this machine; {limit}; {lower}, or set cluster.oversubscribe=true"]
+
+
+def determinism_problems(run: RunConfig, environ: Mapping[str, str]) -> list[str]:
+    """Return the problems of run.deterministic with the user's environment variables."""
+    if not run.deterministic:
+        return []
+    problems = []
+    if (value := environ.get(WORKSPACE, WORKSPACES[0])) not in WORKSPACES:
+        problems.append(
+            f"run.deterministic=true: cuBLAS is not deterministic with {WORKSPACE}={value}; unset the variable, or set "
+            f"it to {' or '.join(WORKSPACES)}"
+        )
+    problems += [
+        f"run.deterministic=true: contradicts {name}={environ[name]}; unset the variable, or set it to 1"
+        for name in _SWITCHES
+        if environ.get(name, "1") != "1"
+    ]
+    return problems
+
+
+def set_deterministic_variables(run: RunConfig, environ: MutableMapping[str, str]) -> None:
+    """Set the variables if run.deterministic is set. Call it on a rank before CUDA starts.
+
+    Raises ConfigError if the environment contradicts the setting.
+    """
+    if not run.deterministic:
+        return
+    raise_all(determinism_problems(run, environ))
+    environ.setdefault(WORKSPACE, WORKSPACES[0])
+    for name in _SWITCHES:
+        environ[name] = "1"

@@ -12,24 +12,29 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from components.config.compose.command_line import compose_from_command_line
-from components.config.errors import ConfigError
-from components.config.micro_batches import fit_micro_batches
-from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.logging import LoggingConfig
+from components.config.mesh_names import fit_micro_batches
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.run import CheckpointConfig, LoggingConfig
 from components.config.schema.training import TrainingConfig
 from components.launch.backend import CheckedRun, Recipe
 from components.launch.clusters import backend_of
-from components.launch.hub_access import OFFLINE, check_hub, is_offline
 from components.launch.machine import processes_of, visible_gpus
-from components.launch.memory_report import memory_report, played_memory
 from components.launch.rank import restrict_new_files
-from components.launch.run_checks import problems_before_start, split_absent
+from components.launch.run_checks import (
+    OFFLINE,
+    check_hub,
+    is_offline,
+    memory_report,
+    played_memory,
+    problems_before_start,
+    split_absent,
+)
+from components.launch.run_directory.directory import start_record
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
-from components.launch.run_directory.provenance import start_record
 from components.project import HELP
 from components.protocol.console_log import keep_console
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import log_file
 from components.storage.urls import package_problems
 from components.terminal import print_text
@@ -105,7 +110,7 @@ def _planned_command_line(recipe: Recipe, world_size: int | None) -> AbstractCon
     """Return a context in which the planner has chosen the mesh of `parallelism=auto`."""
     if not any(each.startswith(("parallelism=auto", "parallelism=plan:")) for each in sys.argv[1:]):
         return nullcontext()
-    from components.launch.planned_mesh import planned_command_line  # few commands need the planner
+    from components.launch.overrides import planned_command_line  # few commands need the planner
 
     return planned_command_line(recipe, world_size)
 
@@ -114,7 +119,7 @@ def _evaluated_run(recipe: Recipe) -> AbstractContextManager[tuple[Path, ...]]:
     """Return a context in which `run=RUN` is replaced by the run's settings; it yields the folders of their options."""
     if not any(each.startswith("run=") for each in sys.argv[1:]):
         return nullcontext(())
-    from components.launch.evaluated_run import evaluated_run  # few commands need it
+    from components.launch.overrides import evaluated_run  # few commands need it
 
     return evaluated_run(recipe.schema)
 

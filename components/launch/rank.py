@@ -17,15 +17,13 @@ from types import TracebackType
 from typing import NoReturn
 
 from components.config.compose.frozen import read_frozen
-from components.config.errors import ConfigError
-from components.config.micro_batches import fit_micro_batches
+from components.config.mesh_names import fit_micro_batches
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import Recipe
-from components.launch.deterministic_kernels import set_deterministic_variables
-from components.launch.run_directory.directory import RunDirectory
-from components.launch.run_directory.filesystem import reported_by_path
+from components.launch.machine import set_deterministic_variables
+from components.launch.run_directory.directory import RunDirectory, reported_by_path
 from components.launch.run_directory.lease import LeaseLost, end_process, take_lease
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import (
     Kind,
     RunDirectoryInUse,

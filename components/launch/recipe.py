@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.project import COMPONENTS
-from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.role import LAUNCHER_PID, Role, detect_role
 from components.terminal import exit_on_broken_pipe, guard_output, keep_running, open_output
 

@@ -1,34 +1,41 @@
-"""The fast, read-only checks of a run that all backends share."""
+"""Checks of a run before it starts, which all backends share: files, hub access, and the estimated memory.
+
+Check that the Hugging Face models and datasets of a run are cached, or that the hub is reachable.
+Checked before ranks start: the hub's own client retries for most of a minute, in every process.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+import socket
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
 
-from components.config.errors import ConfigError
-from components.config.model_files import check_settings, check_weights
-from components.config.rules.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
-from components.config.rules.run_rules import harness_problems, tracker_problems
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
+from components.config.rules import harness_problems, node_count_problems, tracker_problems, validate
+from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
 from components.config.schema.model import CausalLMConfig, Float8, Qat, TeacherConfig, TopKTeacherConfig, WeightInit
 from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
-from components.config.schema.recipes import RecipeConfig, named_models, section
+from components.config.schema.recipes import RecipeConfig, TrainConfig, named_models, section
+from components.config.schema.run import CheckpointConfig
 from components.config.schema.training import EvaluationConfig, TasksConfig
-from components.config.secrets import secret_problems
-from components.config.shape import ModelShape, read_shape
+from components.config.shape import ModelShape, check_settings, check_weights, locate, read_shape
 from components.config.teacher_files import check_stored_teacher
-from components.config.validate import node_count_problems, validate
 from components.data.preflight import check_files, check_token_stores
-from components.launch.deterministic_kernels import determinism_problems
+from components.data.sources.files import is_hub_name
+from components.launch.machine import determinism_problems
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import CHECKPOINTS, CONFIG
+from components.protocol.secrets import secret_problems
 from components.storage.urls import package_problems
 
 MESH_KEYS = frozenset(
@@ -42,6 +49,12 @@ _ABSOLUTE = re.compile(r"[\w.]+=(/.*?): ")
 """Beginning of a problem of a key whose value is an absolute path."""
 _MANIFEST = "manifest.json"
 """File that every published checkpoint contains."""
+OFFLINE = "HF_HUB_OFFLINE"
+"""Variable that restricts Hugging Face libraries to their local cache."""
+_TRUE = ("1", "on", "yes", "true")
+_CONNECT_TIMEOUT = 5.0
+"""Timeout in seconds for connecting to the hub."""
+_PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 
 def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collection[str] = ()) -> list[str]:
@@ -188,3 +201,170 @@ def _problems_of(check: Callable[[], list[str]]) -> list[str]:
         return check()
     except ConfigError as error:
         return error.problems
+
+
+@dataclass(frozen=True, slots=True)
+class _HubRepo:
+    """A model or dataset that a run reads from the hub."""
+
+    key: str
+    name: str
+    kind: str
+    """model or dataset."""
+
+
+def check_hub(cfg: RecipeConfig, environ: Mapping[str, str]) -> str | None:
+    """Return why the hub is unreachable, or None if it is reachable or not needed.
+
+    Raises ConfigError if the hub is unreachable and `cfg` needs models or datasets that are not cached.
+    """
+    needed = _hub_repos(cfg)
+    why = _unreachable(environ) if needed else None
+    if why is None:
+        return None
+    missing = [each for each in needed if not _is_cached(each, environ)]
+    if missing:
+        raise ConfigError([_missing_problem(each, why, environ) for each in missing])
+    return why
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    """Return whether these environment variables restrict Hugging Face libraries to their local cache."""
+    return environ.get(OFFLINE, "").lower() in _TRUE
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Return the cache folder of huggingface_hub."""
+    return Path(environ.get("HF_HUB_CACHE") or _home(environ) / "hub").expanduser()
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(home).expanduser()
+
+
+def _hub_repos(cfg: RecipeConfig) -> list[_HubRepo]:
+    found = []
+    for key, path in named_models(cfg).items():
+        files = locate(path, key)
+        if not files.is_local and not files.gguf_file:
+            found.append(_HubRepo(key, files.name_or_folder, "model"))
+    sources = {"data": cfg.data}
+    if isinstance(cfg.data, MixtureDataConfig):
+        sources = {f"data.sources.{name}": source for name, source in cfg.data.sources.items()}
+    for key, source in sources.items():
+        if isinstance(source, RowsDataConfig):
+            paths = {"path": source.path, "eval_path": source.eval_path}
+            found += [
+                _HubRepo(f"{key}.{name}", path, "dataset")
+                for name, path in paths.items()
+                if path is not None and is_hub_name(path)
+            ]
+    return found
+
+
+def _is_cached(repo: _HubRepo, environ: Mapping[str, str]) -> bool:
+    repository = hub_cache(environ) / f"{repo.kind}s--{repo.name.replace('/', '--')}" / "snapshots"
+    if any(repository.glob("*/*")):
+        return True
+    prepared = Path(environ.get("HF_DATASETS_CACHE") or _home(environ) / "datasets").expanduser()
+    return repo.kind == "dataset" and (prepared / repo.name.replace("/", "___")).is_dir()
+
+
+def _unreachable(environ: Mapping[str, str]) -> str | None:
+    """Return why the hub is unreachable; None if it accepts a connection, or if a proxy is configured."""
+    if is_offline(environ):
+        return f"{OFFLINE} is set"
+    if any(environ.get(name) or environ.get(name.upper()) for name in _PROXIES):
+        return None
+    address = urlsplit(_endpoint(environ))
+    failed = [f"no connection within {_CONNECT_TIMEOUT:g} s"]
+
+    def connect() -> None:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=_CONNECT_TIMEOUT).close()
+            failed.clear()
+        except OSError as error:
+            failed[:] = [error.strerror or str(error)]
+
+    attempt = Thread(target=connect, daemon=True)  # a thread because DNS resolution has no timeout
+    attempt.start()
+    attempt.join(_CONNECT_TIMEOUT)
+    return failed[0] if failed else None
+
+
+def _endpoint(environ: Mapping[str, str]) -> str:
+    return environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+def _missing_problem(repo: _HubRepo, why: str, environ: Mapping[str, str]) -> str:
+    model = repo.kind == "model"
+    option, local = ("", "a local folder") if model else ("--repo-type dataset ", "a local file or folder")
+    return (
+        f"{repo.key}={repo.name}: is not in the hub's cache {_home(environ)}, and {_endpoint(environ)} cannot be "
+        f"reached ({why}); download it on a machine with network access (hf download {option}{repo.name}), or set "
+        f"{repo.key} to {local}"
+    )
+
+
+def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tuple[list[str], list[str]]:
+    """Return the problems and the notes about the memory of a run's fullest rank.
+
+    Args:
+        cfg: A valid config.
+        processes: Number of ranks.
+        on_cluster: Whether the run waits in a queue; only then a missing device is noted.
+    """
+    cluster = cfg.cluster
+    if cluster.memory_check is MemoryPolicy.off or not isinstance(cfg, TrainConfig):
+        return [], []
+    if cluster.gpu is None:
+        unknown = "memory: not checked, since cluster.gpu is not set; set it to an option of conf/gpu"
+        return [], [unknown] if on_cluster and cluster.device is not Device.cpu else []
+    # Imported here, because every launch reaches this function and few have a device.
+    from components.planning.formulas.hardware import device_files, find_hardware
+    from components.planning.formulas.memory_check import Verdict, check_memory
+
+    try:
+        hardware = find_hardware(cluster.gpu)
+    except ConfigError as error:
+        return error.problems, []
+    used, *others = device_files(cluster.gpu)
+    notes = [f"{used}: used instead of {other}" for other in others]
+    try:
+        check = check_memory(cfg, cfg.parallelism.resolve(processes), hardware)
+    except ConfigError as error:
+        return [], notes + [f"memory: not checked: {each}" for each in error.problems]
+    if check.verdict is Verdict.exceeds and cluster.memory_check is MemoryPolicy.refuse:
+        return [f"{check.text}; or set cluster.memory_check=report"], []
+    return [], [*notes, check.text if check.verdict is not Verdict.exceeds else f"warning: {check.text}"]
+
+
+def played_memory(cfg: RecipeConfig, processes: int, recipe: Path) -> list[str]:
+    """Return the memory and traffic of a recipe's step in lines of text, with cluster.dry_run=plan; otherwise none.
+
+    Raises ConfigError if the recipe does not train or a dry run cannot play it.
+    """
+    cluster = cfg.cluster
+    if cluster.dry_run != "plan":
+        return []
+    if not isinstance(cfg, TrainConfig):
+        raise ConfigError("cluster.dry_run=plan: plays a training step, which this recipe does not have; set true")
+    from components.planning.dry_run.played_run import dry_run_lines, play_run
+    from components.planning.formulas.hardware import find_hardware
+    from components.planning.formulas.memory import estimate_memory
+    from components.planning.formulas.memory_check import workload_on
+
+    estimated = None
+    if cluster.gpu is not None:
+        hardware = find_hardware(cluster.gpu)
+        try:
+            workload = workload_on(cfg, cfg.parallelism.resolve(processes), hardware)
+        except ConfigError:  # the formulas do not cover the model, which a dry run builds
+            pass
+        else:
+            cfg = replace(cfg, parallelism=workload.parallelism)  # with activation_checkpointing=auto resolved
+            estimated = estimate_memory(workload, hardware.device_type).peak
+    first, *others = dry_run_lines(play_run(cfg, read_shape(cfg.model), processes, recipe), estimated)
+    return [f"step on fake tensors: {first}", *others]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.models.activations.activation_offload import offload_activations
+    from components.models.activation_offload import offload_activations
     from components.models.anatomy import Anatomy, read_anatomy
     from components.models.attention import use_causal_sdpa
     from components.models.build import build_on_meta, check_positions, model_shape
@@ -52,9 +52,13 @@ if TYPE_CHECKING:
     from components.models.tokenizer import load_tokenizer
     from components.models.weights.adapter_files import Merge, adapter_config, write_adapter
     from components.models.weights.export import export_model, export_run, export_stored
-    from components.models.weights.initialize import initialize_weights
-    from components.models.weights.loading import fill_weights, load_weights, weight_reader
-    from components.models.weights.memory import materialize
+    from components.models.weights.loading import (
+        fill_weights,
+        initialize_weights,
+        load_weights,
+        materialize,
+        weight_reader,
+    )
     from components.models.weights.untrained import untrained_note
 else:
     __getattr__, __dir__ = lazy.attach(__name__)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from components.config.errors import ConfigError
 from components.models.anatomy import ChangedForward
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -17,10 +17,9 @@ from components import lazy
 
 if TYPE_CHECKING:
     from components.observability.banner import BannerFacts, print_banner
-    from components.observability.model_card import render_model_card
     from components.observability.plot import run_title
     from components.observability.profile import StepProfile
     from components.observability.reporter import Reporter
-    from components.observability.result import Result, peak_memory_bytes, peak_reserved_bytes
+    from components.observability.result import Result, peak_memory_bytes, peak_reserved_bytes, render_model_card
 else:
     __getattr__, __dir__ = lazy.attach(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from components.config.schema.logging import ProfileConfig
+from components.config.schema.run import ProfileConfig
 from components.protocol.run_files import atomic_path, atomic_write, own_folder
 
 

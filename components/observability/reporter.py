@@ -17,13 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID,
 from rich.table import Table
 from rich.text import Text
 
-from components.config.metrics_log import MetricsLog
-from components.config.schema.logging import LoggingConfig
-from components.console import PlainConsole
-from components.observability.lost_work import lost_work, record_first_step, record_start
+from components.config.schema.run import LoggingConfig
+from components.config.stored_run import MetricsLog
 from components.observability.plot import TARGET_TOKEN, LossPlot
-from components.observability.result import Result, summary
-from components.observability.trackers.enabled import Trackers, enabled_trackers
+from components.observability.result import Result, lost_work, record_first_step, record_start, summary
+from components.observability.trackers import Trackers, enabled_trackers
 from components.protocol.role import ATTEMPT
 from components.protocol.run_files import (
     FIRST_STEP,
@@ -33,7 +31,7 @@ from components.protocol.run_files import (
     create_marker,
     disk_errors_named,
 )
-from components.terminal import printable
+from components.terminal import PlainConsole, printable
 
 LOG_WIDTH = 10_000
 """Width of output that is not a terminal, where lines are not wrapped."""

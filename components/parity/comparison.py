@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from components import checkpoint, data, distributed, models, training
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema.model import RouterAux
 from components.config.schema.objective import NextTokenConfig
 from components.config.schema.optimizer import AdamWConfig
@@ -34,6 +33,7 @@ from components.exchange import all_gather_json
 from components.models.weights.weight_files import write_file
 from components.parity.reference import Curve, Hyperparameters, Sample, compute_in_float64, reference
 from components.parity.shapes import MeshPlan
+from components.protocol.errors import ConfigError
 
 FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Minimum denominator of a gradient's relative error, as a fraction of the global norm. Some gradients are zero

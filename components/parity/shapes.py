@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from components.config.meshes import all_layouts, name_of
-from components.config.micro_batches import fit_micro_batches
+from components.config.mesh_names import all_layouts, fit_micro_batches, name_of
+from components.config.rules import validate
 from components.config.schema.parallelism import ActivationCheckpointing, ParallelismConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape
-from components.config.validate import validate
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from components.config.errors import ConfigError
 from components.parity.comparison import Bounds, Comparison, MeshResult, mesh_rank, reference_rank
 from components.parity.shapes import MeshPlan
+from components.protocol.errors import ConfigError
 from components.protocol.failures import LOST_PEER
-from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import without_ranks
+from components.protocol.signals import reserve_loopback_port
 
 MESHES_PER_START = 40
 """Meshes that run in the same processes, limited because each leaves its process groups and their sockets open."""

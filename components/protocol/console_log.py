@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from components.config.secrets import masked
 from components.protocol.run_files import PRIVATE, open_append
+from components.protocol.secrets import masked
 from components.terminal import keep_running
 
 SETTLED = 0.2

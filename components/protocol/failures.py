@@ -1,4 +1,9 @@
-"""Error reports of failed ranks, the choice of the root cause among them, and its printing at the end of the output."""
+"""Error reports of failed ranks, the choice of the root cause among them, and its printing at the end of the output.
+
+Frames of running Python code; no other module inspects frames.
+The report of a hung rank contains the location of its main thread, and a thread that is inside a collective must be
+found before exit. Python has no public interface for either: `sys._getframe` and `sys._current_frames` are CPython's.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from types import CodeType, FrameType
 
-from components.config.errors import ConfigError
-from components.config.secrets import masked
-from components.protocol.exit_codes import EXIT_CORRUPTED, EXIT_HUNG, EXIT_INVALID
+from components.protocol.errors import EXIT_CORRUPTED, EXIT_HUNG, EXIT_INVALID, ConfigError
 from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, current_rank, scheduler_node
 from components.protocol.run_files import (
     PRIVATE,
@@ -27,7 +31,8 @@ from components.protocol.run_files import (
     open_append,
     record_result,
 )
-from components.protocol.safe_json import load_json
+from components.protocol.safe_files import load_json
+from components.protocol.secrets import masked
 from components.terminal import fit, print_text, printable
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -42,7 +47,6 @@ _ALLOCATOR_MESSAGES = (
     "out of memory",  # CUDA outside torch's allocator, NCCL
     "std::bad_alloc",
 )
-
 LAST_LINES = 15
 LEFT_EARLY = " before the end of the run"
 
@@ -373,3 +377,26 @@ def report_hang(error: BaseException) -> None:
         print_text(f"{error}\nlogs: {logs}", file=sys.stderr, flush=True)
         if not (run_dir / RESULT).exists():
             record_result(run_dir, {"status": "hung", "error": str(error)})
+
+
+def caller_code(levels: int) -> CodeType:
+    """Return the code of the function `levels` above the one that calls this; 1 is its direct caller."""
+    return sys._getframe(1 + levels).f_code
+
+
+def thread_frames(thread: int | None) -> list[FrameType]:
+    """Return the frames of a thread, the innermost first; empty once it has ended.
+
+    Args:
+        thread: `threading.Thread.ident`; None, as of a thread that was not started, gives no frames.
+    """
+    frame, frames = sys._current_frames().get(thread or 0), []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def package_of(frame: FrameType) -> str:
+    """Return the top-level package whose code a frame runs, empty for code without a module."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 
 WORKER = "MESHBOOK_WORKER"
 """Set in ranks started by Meshbook's launcher or sbatch script."""

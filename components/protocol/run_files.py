@@ -22,8 +22,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any
 
-from components.config.secrets import masked
-from components.protocol.safe_json import load_json, read_regular
+from components.protocol.safe_files import load_json, read_regular
+from components.protocol.secrets import masked
 from components.terminal import print_text
 
 CONFIG = "config.yaml"

@@ -22,13 +22,9 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.resilience.gc import GarbageCollection
-    from components.resilience.stop_requests import StopRequest
-    from components.resilience.watchdog import StepTimeout, Watchdog
     from components.training.attempt import EvaluationRun
     from components.training.evaluation import Evaluation, evaluate
     from components.training.loss import count_targets, reduce_loss
-    from components.training.metrics import FIELDS, StepMetrics, StepNumbers, StepReader
     from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
     from components.training.objectives.contract import Vocabulary
     from components.training.objectives.distillation import Distillation
@@ -55,9 +51,20 @@ if TYPE_CHECKING:
         choose_recompute_policy,
     )
     from components.training.setup.router_loss import RouterLoss, attach_router_loss
-    from components.training.state import NonFiniteGradients, SaveClock, TrainState
+    from components.training.state import (
+        FIELDS,
+        NonFiniteGradients,
+        SaveClock,
+        StepMetrics,
+        StepNumbers,
+        StepReader,
+        TrainState,
+    )
     from components.training.step import train_step
     from components.training.sync import get_sync_ctx
     from components.training.tasks.harness import BenchmarkTasks, TaskScores, evaluate_tasks, load_tasks
+    from components.watch.gc import GarbageCollection
+    from components.watch.stop_requests import StopRequest
+    from components.watch.watchdog import StepTimeout, Watchdog
 else:
     __getattr__, __dir__ = lazy.attach(__name__)

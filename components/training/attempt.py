@@ -14,13 +14,12 @@ import torch
 from components import checkpoint, data, distributed, observability
 from components.config.schema.cluster import NumaBinding
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
-from components.protocol.failures import report_hang, report_left
-from components.resilience.frames import caller_code
-from components.resilience.stop_requests import StopRequest
-from components.resilience.watchdog import Watchdog
+from components.protocol.failures import caller_code, report_hang, report_left
 from components.training.evaluation import Evaluation
-from components.training.setup.determinism import NOTE, deterministic_kernels
+from components.training.setup.precision import NOTE, deterministic_kernels
 from components.training.state import TrainState
+from components.watch.stop_requests import StopRequest
+from components.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from components.training.setup.prepared import Prepared

@@ -19,26 +19,25 @@ import torch
 
 from components import checkpoint, data, distributed, models, observability
 from components.checkpoint.load import STORED_DTYPE
-from components.config.errors import ConfigError
-from components.config.metrics_log import STEP_KEYS
-from components.config.rules.run_rules import decay_problems, profile_end_problems
+from components.config.rules import decay_problems, profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import TrainConfig
+from components.config.stored_run import STEP_KEYS
 from components.distributed.init import get_local_world_size_preinit
 from components.exchange import broadcast_json
-from components.planning.draw.mesh_picture import picture_of_run, render_mesh
 from components.planning.formulas.ranking import estimate_run
+from components.planning.mesh_picture import picture_of_run, render_mesh
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import MESH_PICTURE, atomic_write
-from components.resilience.bit_flips import arm_bit_flips
-from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
-from components.training.metrics import StepMetrics, StepReader
 from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.muon import Muon
 from components.training.optimizers.optim import keep_group_rates, learning_rate, set_learning_rate
 from components.training.read_ahead import ReadAhead
-from components.training.state import SaveClock, TrainState
+from components.training.state import SaveClock, StepMetrics, StepReader, TrainState
+from components.watch.faults import arm_bit_flips
+from components.watch.gc import GarbageCollection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

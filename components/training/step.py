@@ -17,11 +17,11 @@ from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.distributed.pipeline.schedule import Pipeline, pad_to_longest
 from components.training.forward import head_keywords, local_batch, training_loss, weigh_rows
 from components.training.loss import all_ranks, count_inputs, count_targets, reduce_loss, sum_over_ranks
-from components.training.metrics import FIELDS, StepNumbers
 from components.training.objectives import PLAIN, Objective
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
 from components.training.optimizers.optim import step_if_finite
 from components.training.setup.prepared import Prepared
+from components.training.state import FIELDS, StepNumbers
 from components.training.sync import get_sync_ctx
 
 

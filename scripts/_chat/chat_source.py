@@ -7,19 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.checkpoint.folders import PUBLISHED
 from components.checkpoint.listing import newest_complete
-from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
+from components.checkpoint.manifest import MANIFEST, PUBLISHED, Manifest, ManifestError
 from components.config.compose.frozen import read_optional_section, read_section
-from components.config.errors import ConfigError
-from components.config.model_files import GGUF_BASE, check_weights, locate
 from components.config.schema import ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig, WeightInit
 from components.config.schema.checks import raise_all
 from components.config.schema.data import DataConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.training import EvalWeights, TrainingConfig
+from components.config.shape import GGUF_BASE, check_weights, locate
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import CONFIG
-from components.protocol.safe_json import load_json
+from components.protocol.safe_files import load_json
 
 EXPORT_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 """Files that make a folder an export or an adapter."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from components import models
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 
-from components.config.key_reference import sections
+from components.config.compose.help_text import sections
 from components.terminal import HelpText
 from scripts._docs import keys, options, pictures, refusals, site, walks
 from scripts._docs.markdown import ROOT

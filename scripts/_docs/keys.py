@@ -10,7 +10,7 @@ import dataclasses
 from enum import StrEnum
 from typing import get_args
 
-from components.config.key_reference import (
+from components.config.compose.help_text import (
     RECIPES,
     Key,
     default_and_others,

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from components.config.key_reference import RECIPES, file_of, purpose_of, recipes_with, sections, written
+from components.config.compose.help_text import RECIPES, file_of, purpose_of, recipes_with, sections, written
 from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 
 CONF = ROOT / "conf"

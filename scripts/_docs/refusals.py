@@ -104,7 +104,7 @@ def _value_rules() -> list[str]:
     """Return the rules about the types of values."""
     rules = dict.fromkeys(rule for _, rule in VALUE_RULES)
     typed = [rule.replace("{wanted}", wanted) for rule in rules for wanted in _wanted(rule)]
-    unstorable = _parsed(ROOT / "components/config/compose/texts.py")
+    unstorable = _parsed(ROOT / "components/config/compose/typed.py")
     (function,) = [node for node in unstorable.body if getattr(node, "name", "") == "unstorable"]
     returned = [_text(node.value, {}) for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
     return typed + [text for text in returned if text]

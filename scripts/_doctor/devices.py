@@ -20,8 +20,8 @@ import torch
 
 from components.config.schema import ModelConfig
 from components.launch.machine import visible_gpus
-from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import LocalRank, without_ranks
+from components.protocol.signals import reserve_loopback_port
 from components.training.setup.precision import compute_dtype
 from scripts._doctor.check import NOTE, OK, PROBLEM, Check, last_line, run_command
 

@@ -134,9 +134,9 @@ def _composition_problems() -> list[str]:
 
     from components.config.compose.frozen import from_container
     from components.config.compose.sources import Request, config_folders, register_schemas
-    from components.config.errors import ConfigError
     from components.config.schema import FinetuneConfig
-    from components.config.secrets import masked, secret_problems
+    from components.protocol.errors import ConfigError
+    from components.protocol.secrets import masked, secret_problems
 
     try:
         register_schemas("finetune", FinetuneConfig)

@@ -15,10 +15,10 @@ def check_k8s() -> list[Check]:
     What is missing is a problem if user.yaml has settings of Kubernetes, else a note: many kubeconfigs are out of date.
     """
     try:
-        from components.config.errors import ConfigError
         from components.config.schema.cluster import KubernetesClusterConfig
-        from components.config.schema.schedulers.kubernetes import KubernetesConfig, Workload
+        from components.config.schema.kubernetes import KubernetesConfig, Workload
         from components.launch.k8s.cluster_checks import namespace_problems, permission_problems
+        from components.protocol.errors import ConfigError
     except ImportError as error:  # the missing packages are reported by their own check
         return [Check(TOPIC, NOTE, f"not checked: {shorten(str(error))}")]
     settings = k8s_settings(read_text(ROOT / "conf" / "local" / "user.yaml"))
@@ -59,7 +59,7 @@ def k8s_settings(user_yaml: str) -> dict[str, Any]:
     """Return cluster.k8s of the text of user.yaml; empty if it has none, or is not valid."""
     import yaml
 
-    from components.config.safe_yaml import load_yaml
+    from components.protocol.safe_files import load_yaml
 
     try:
         values = load_yaml(user_yaml)

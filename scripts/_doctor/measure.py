@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from components.launch.machine import usable_cores, visible_gpus
-from components.protocol.loopback import reserve_loopback_port
 from components.protocol.role import LocalRank, without_ranks
+from components.protocol.signals import reserve_loopback_port
 from scripts._doctor.check import last_line
 
 LIMIT = 150.0

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.config.compose.frozen import read_optional_section, read_section
-from components.config.errors import ConfigError
 from components.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig
 from components.config.schema.model import QAT_GROUP_SIZES, Attention, DType, Float8, Qat
-from components.config.schema.peft import PeftExport
 from components.config.schema.recipes import score_labels
+from components.config.schema.run import PeftExport
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class OpenCheckpoint:
         """
         from components import models
         from components.checkpoint import StoredWeights, stored_dtype_of
-        from components.models.weights.names import saved_tensors
+        from components.models.weights.weight_sources import saved_tensors
 
         if cfg.model.dtype == DType.auto and (saved := stored_dtype_of(path)) is not None:
             cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, dtype=DType(saved)))
@@ -100,7 +100,7 @@ class OpenCheckpoint:
 
     def reader(self) -> Callable[[str, Any], torch.Tensor]:
         """Return a function that reads a block of a tensor, with the adapters merged. Raises ConfigError."""
-        from components.models.weights.safetensors_files import require_finite
+        from components.models.weights.weight_sources import require_finite
 
         read = self._merged() if self.cfg.peft.adapts else self.stored.read
         return lambda name, index: require_finite(read(name, index), f"{self.path}: {name}")

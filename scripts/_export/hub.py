@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.storage.urls import shown_names
 
 _COMMIT = "Export of a Meshbook run"

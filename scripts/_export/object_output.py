@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.storage.object_store import ObjectStore, describe, upload_folder
 from components.storage.urls import is_url, name_of, package_problems, url_problems
 from components.terminal import print_text

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.checkpoint.folders import FOLDER, candidates
-from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
-from components.config.errors import ConfigError
+from components.checkpoint.manifest import FOLDER, MANIFEST, Manifest, ManifestError, candidates
 from components.config.schema.model import Attention, DType, ModelConfig
+from components.protocol.errors import ConfigError
 from scripts._export.checkpoints import OpenCheckpoint, read_run
 
 if TYPE_CHECKING:
@@ -138,8 +137,8 @@ def _open_export(path: Path, trust_remote_code: bool) -> Source:
 
 
 def _source(path: Path, model: Any, tokenizer: Any, read: Callable[[str, Any], torch.Tensor], dtype: Any) -> Source:
-    from components.models.meta_copy import meta_copy
-    from components.models.weights.names import saved_tensors
+    from components.models.layers import meta_copy
+    from components.models.weights.weight_sources import saved_tensors
 
     return Source(path, model, tokenizer, saved_tensors(meta_copy(model)), read, dtype)
 
@@ -181,7 +180,7 @@ def read_average(sources: Sequence[Source], weights: Sequence[float], name: str,
     """
     import torch
 
-    from components.models.weights.safetensors_files import require_finite
+    from components.models.weights.weight_sources import require_finite
 
     if not sources[0].tensors[name].is_floating_point():
         first = sources[0].read(name, index)

@@ -19,7 +19,7 @@ from torch import nn
 
 from components import data
 from components.batch import Batch
-from components.config.rules.compute_rules import torch_problems
+from components.config.compute_rules import torch_problems
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.model import DType
 from components.config.schema.optimizer import Schedule

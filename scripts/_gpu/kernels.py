@@ -17,13 +17,11 @@ from torch import nn
 from components.models.attention import AttentionProbe, causal_sdpa
 from components.models.documents import Documents
 from components.models.fused_layers import rms_norm, rotate, swiglu
-from components.models.lora.product import add_low_rank
+from components.models.lora.linear import add_low_rank
 from components.models.quantization import nf4
 from components.training.objectives import PLAIN
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
-from components.training.optimizers.adamw import AdamW
-from components.training.optimizers.masked_step import masked_step
-from components.training.optimizers.optim import step_if_finite
+from components.training.optimizers.optim import AdamW, masked_step, step_if_finite
 from components.varlen import has_grouped_queries
 from scripts._gpu.verdict import Line, at_most, attempt, control, failed
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.protocol.exit_codes import EXIT_HUNG
+from components.protocol.errors import EXIT_HUNG
 from scripts._gpu.step import LLAMA_8B
 from scripts._gpu.verdict import Line, at_least, at_most, failed
 

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from components import training
-from components.config.rules.compute_rules import torch_problems
+from components.config.compute_rules import torch_problems
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.shape import shape_of_built
-from components.models import attention_choice
-from components.models.attention import AttentionProbe
+from components.models.attention import AttentionProbe, choose_kernel, measure_kernels, observed_call
 from components.models.quantization.nf4 import level_pairs, pack, unpack
 from components.planning.formulas.architecture import read_architecture
 from components.planning.formulas.memory import estimate_memory
@@ -287,12 +286,12 @@ def attention(device: str, small: bool) -> Iterator[Line]:
             with AttentionProbe() as probe:
                 run()
             default = probe.observed[0].kernel
-            rates = attention_choice.measure_kernels(attention_choice.observed_call(*probe.first), default)
+            rates = measure_kernels(observed_call(*probe.first), default)
             for name, rate in rates.items():
                 yield Line(
                     f"{tokens:,} tokens, {what}, {name}", rate if isinstance(rate, str) else f"{rate:,.0f} TFLOP/s"
                 )
-            chosen, _ = attention_choice.choose_kernel(rates, default)
+            chosen, _ = choose_kernel(rates, default)
             yield Line(f"{tokens:,} tokens, {what}: torch uses {default}, runs use", chosen)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from components.config.errors import ConfigError
-from components.planning.draw.mesh_picture import picture_of_plan, render_mesh
-from components.planning.draw.svg import MARK
 from components.planning.formulas.ranking import Plan
+from components.planning.mesh_picture import picture_of_plan, render_mesh
+from components.planning.svg import MARK
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write, is_replaceable
 from scripts._plan.options import PlanRequest
 from scripts._plan.report import mesh_name

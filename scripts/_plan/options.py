@@ -13,7 +13,6 @@ from typing import NoReturn
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF
-from components.config.errors import ConfigError
 from components.config.schema.recipes import (
     ClassifyConfig,
     DistillConfig,
@@ -24,11 +23,11 @@ from components.config.schema.recipes import (
 )
 from components.config.shape import ModelShape, read_shape
 from components.launch.machine import processes_of, visible_gpus
-from components.launch.planned_mesh import device_of, fixed_keys
-from components.planning.formulas.candidates import Choice, LeftOut
+from components.launch.overrides import device_of, fixed_keys
 from components.planning.formulas.hardware import Hardware
-from components.planning.formulas.ranking import Plan, legal_plans
+from components.planning.formulas.ranking import Choice, LeftOut, Plan, legal_plans
 from components.project import INSTALLED, PROJECT
+from components.protocol.errors import ConfigError
 from components.terminal import HelpText
 
 RECIPES: dict[str, type[TrainConfig]] = {

@@ -7,13 +7,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from components.config.errors import ConfigError
 from components.config.schema.data import BadRows
 from components.data.sources.files import Location
 from components.data.sources.split_files import files_of_split, folder_notes
 from components.data.token_store.corpus import SHARD, InputFile
 from components.data.token_store.manifest import MANIFEST
 from components.launch.machine import usable_cores
+from components.protocol.errors import ConfigError
 from components.storage.urls import BACKENDS
 from components.terminal import HelpText
 

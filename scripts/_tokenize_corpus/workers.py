@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from components.config.errors import ConfigError
 from components.data.token_store.corpus import InputFile, Outcome, Progress
 from components.launch.rank import die_with
+from components.protocol.errors import ConfigError
 from components.protocol.failures import describe_exit
 
 Work = Callable[[InputFile, Callable[[Progress], object]], Outcome]

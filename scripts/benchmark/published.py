@@ -24,7 +24,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from components.config.errors import ConfigError
 from components.config.schema.model import Float8, LossMethod
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.parallelism import (
@@ -33,14 +32,13 @@ from components.config.schema.parallelism import (
     ParallelismConfig,
     PipelineSchedule,
 )
-from components.config.schema.peft import PeftConfig, PeftMethod
+from components.config.schema.run import PeftConfig, PeftMethod
 from components.config.shape import ModelShape
 from components.planning.formulas.architecture import Architecture, read_architecture
 from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
-from components.planning.formulas.implementation import MESHBOOK, Implementation
 from components.planning.formulas.step_time import StepTime, estimate_time
-from components.planning.formulas.workload import Workload
-from components.protocol.exit_codes import EXIT_INVALID
+from components.planning.formulas.workload import MESHBOOK, Implementation, Workload
+from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.terminal import HelpText, fit
 
 ROOT = Path(__file__).resolve().parents[2]

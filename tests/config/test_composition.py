@@ -16,7 +16,6 @@ from components.config.compose.explain import nearest_key
 from components.config.compose.frozen import from_container, from_yaml, read_frozen, to_yaml
 from components.config.compose.sources import CONF, Request, option_groups, register_schemas
 from components.config.compose.typed import free_keys, known_keys, typed
-from components.config.errors import ConfigError
 from components.config.kinds import KINDS
 from components.config.schema import (
     ClassifyConfig,
@@ -31,6 +30,7 @@ from components.config.schema import (
 )
 from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
 from components.config.shape import read_shape
+from components.protocol.errors import ConfigError
 from tests.config.commands import Commands
 from tests.config.ready import HUB_MODELS
 

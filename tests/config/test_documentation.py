@@ -14,9 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from components.config.compose.sources import CONF, Request, conf_resolvers, register_schemas
-from components.config.compose.typed import free_keys, known_keys
-from components.config.key_reference import (
+from components.config.compose.help_text import (
     RECIPES,
     field_docs,
     keys_of,
@@ -26,6 +24,8 @@ from components.config.key_reference import (
     variants_of,
     written,
 )
+from components.config.compose.sources import CONF, Request, conf_resolvers, register_schemas
+from components.config.compose.typed import free_keys, known_keys
 from components.config.kinds import type_hints
 from scripts._docs import __main__ as docs
 from scripts._docs import site

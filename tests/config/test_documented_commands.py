@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from components.config.compose.sweep import expand_sweep
-from components.config.validate import validate
+from components.config.rules import validate
 from components.launch.machine import processes_of
 from tests.config.commands import REPOSITORY
 from tests.config.ready import EXPERIMENTS

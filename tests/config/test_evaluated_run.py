@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.frozen import frozen_text
-from components.config.compose.texts import literal
+from components.config.compose.typed import literal
 from components.config.schema import EvaluateConfig, FinetuneConfig, PeftConfig, RecipeConfig
 from components.config.schema.data import DocsDataConfig
-from components.launch.evaluated_run import evaluated_run
+from components.launch.overrides import evaluated_run
 from scripts._export.checkpoints import read_run
 from tests.config.commands import REPOSITORY, Commands
 from tests.config.test_composition import compose

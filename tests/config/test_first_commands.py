@@ -17,13 +17,13 @@ from components.config.compose.command_line import addable
 from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
 from components.config.compose.explain import no_option
 from components.config.compose.frozen import from_container, to_yaml
+from components.config.compose.help_text import RECIPES
 from components.config.compose.short_forms import long_forms
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.compose.sweep import compose_point, expand_sweep
 from components.config.compose.typed import known_keys
-from components.config.key_reference import RECIPES
+from components.config.rules import validate
 from components.config.schema import RecipeConfig
-from components.config.validate import validate
 from components.data.preflight import check_files
 from components.launch.machine import processes_of
 from tests.config.commands import REPOSITORY

@@ -15,11 +15,11 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, IntegerNode, OmegaConf
 
-from components.config.compose import hydra_messages
+from components.config.compose import explain
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.schema import FinetuneConfig
 
-PATTERNS = {name: value for name, value in vars(hydra_messages).items() if isinstance(value, re.Pattern)}
+PATTERNS = {name: value for name, value in vars(explain).items() if isinstance(value, re.Pattern)}
 
 
 @dataclass

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
-from components.config.rules import compute_rules
+from components.config import compute_rules
+from components.config.rules import validate
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.cluster import Device, LocalClusterConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
-from components.config.validate import validate
+from components.protocol.errors import ConfigError
 
 SINGLE = ParallelismConfig(strategy="single", dp_shard=1)
 DDP = ParallelismConfig(strategy="ddp", dp_replicate=-1, dp_shard=1)

@@ -14,9 +14,8 @@ from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
 from components.config.compose.frozen import from_container, from_yaml, to_yaml
 from components.config.compose.sources import CONF, Request, option_groups, register_schemas
 from components.config.compose.typed import free_keys, known_keys
-from components.config.errors import ConfigError
 from components.config.kinds import KINDS, WITHOUT_KIND, kinds_of
-from components.config.rules.data_rules import accepted_kinds
+from components.config.rules import accepted_kinds
 from components.config.schema import (
     AdamWConfig,
     CausalLMConfig,
@@ -29,6 +28,7 @@ from components.config.schema import (
     TrainConfig,
 )
 from components.config.schema.data import DataKind
+from components.protocol.errors import ConfigError
 from tests.config.commands import Commands
 
 

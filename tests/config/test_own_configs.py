@@ -13,8 +13,8 @@ from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
 from components.config.compose.frozen import Config, from_container, from_yaml, to_yaml
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.compose.typed import free_keys, known_keys
-from components.config.errors import ConfigError
-from components.config.micro_batches import fit_micro_batches
+from components.config.mesh_names import fit_micro_batches
+from components.config.rules import validate
 from components.config.schema import (
     AdamWConfig,
     Attention,
@@ -36,9 +36,9 @@ from components.config.schema import (
     WeightInit,
 )
 from components.config.schema.data import DocsDataConfig, SftDataConfig
-from components.config.schema.logging import ProfileConfig
 from components.config.schema.recipes import section, with_section
-from components.config.validate import validate
+from components.config.schema.run import ProfileConfig
+from components.protocol.errors import ConfigError
 from tests.config.commands import Commands
 
 

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field, replace
 from omegaconf import OmegaConf
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import CONF, Request, register_schemas
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.config.schema import FinetuneConfig, PretrainConfig
 from components.config.schema.model import CausalLMConfig
-from components.launch.planned_mesh import plan_run
+from components.launch.overrides import plan_run
 from components.planning.formulas.workload import architecture_of
 
 recipe, overrides, names = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:]

@@ -10,8 +10,8 @@ from components.config.compose.command_line import addable
 from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.rules import validate
 from components.config.schema import RecipeConfig
-from components.config.validate import validate
 from components.launch.machine import processes_of
 from tests.config.test_composition import RECIPES
 

@@ -15,7 +15,7 @@ from components.config.compose.frozen import from_container, from_yaml, to_yaml
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.kinds import kinds_of, type_hints
 from components.config.schema import FinetuneConfig
-from components.launch.memory_report import memory_report
+from components.launch.run_checks import memory_report
 from components.planning.formulas.hardware import find_hardware
 from tests.config.commands import Commands
 from tests.config.test_composition import RECIPES, compose

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from components.data.token_store.manifest import Vocabulary, shard_problems, write_manifest
-from components.data.token_store.vocabulary import HASH_OF_BYTES, hash_of_tokenizer
+from components.data.token_store.manifest import (
+    HASH_OF_BYTES,
+    Vocabulary,
+    hash_of_tokenizer,
+    shard_problems,
+    write_manifest,
+)
 from components.models.tokenizer import byte_tokenizer
 from tests.config.commands import REPOSITORY, Commands, Ended
 from tests.config.test_wrong_configurations import assert_rejected

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import distributed, training
 from components.batch import Batch
 from components.checkpoint.tensors import list_optimizers
-from components.config.micro_batches import fit_micro_batches
+from components.config.mesh_names import fit_micro_batches
 from components.config.schema.cluster import Device, LocalClusterConfig
 from components.config.schema.data import DocsDataConfig, LabelsDataConfig, PreferencesDataConfig
 from components.config.schema.model import LossMethod, ModelConfig, TeacherConfig, WeightInit
@@ -28,16 +28,15 @@ from components.config.schema.parallelism import (
     PipelineSchedule,
     Strategy,
 )
-from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import ClassifyConfig, DistillConfig, DpoConfig, FinetuneConfig, TrainConfig
+from components.config.schema.run import PeftConfig
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.traffic import record_traffic, traffic_table
-from components.planning.dry_run.dry_run_result import DryRun
-from components.planning.dry_run.play import build_objective, play
-from components.planning.dry_run.storages import SavedForBackward, local_bytes, parameters_in_use
-from components.planning.dry_run.synthetic_batches import synthetic_batches
-from components.resilience.gc import GarbageCollection
+from components.planning.dry_run.fake_rank import SavedForBackward, local_bytes, parameters_in_use
+from components.planning.dry_run.play import build_objective, play, synthetic_batches
+from components.planning.dry_run.played_run import DryRun
+from components.watch.gc import GarbageCollection
 from scripts._memory.ranks import allocations, highest
 from tests.harness import run_ranks
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components.config.errors import ConfigError
-from components.config.meshes import all_layouts, name_of
+from components.config.mesh_names import all_layouts, name_of
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
@@ -25,6 +24,7 @@ from components.config.shape import ModelShape, shape_of_config
 from components.parity import comparison
 from components.parity.reference import Curve, Sample
 from components.parity.shapes import MeshPlan, plan_mesh
+from components.protocol.errors import ConfigError
 from tests.distributed.parity import EXPERTS, SMALL, Case, build, reference, run_case
 from tests.harness import run_ranks
 

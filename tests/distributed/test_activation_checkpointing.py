@@ -18,7 +18,7 @@ from components.config.schema.parallelism import ActivationCheckpointing, MeshSh
 from components.config.schema.recipes import FinetuneConfig
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
-from components.models.activations.activation_offload import _SavedTensor
+from components.models.activation_offload import _SavedTensor
 from components.planning.formulas.memory_check import RESERVED_BYTES, grad_sync_peaks, policy_peaks
 from components.planning.formulas.workload import build_workload
 from components.training.setup import prepare as prepare_file

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.training.optimizers.adamw import AdamW
-from components.training.optimizers.optim import step_if_finite
+from components.training.optimizers.optim import AdamW, step_if_finite
 from tests.harness import run_ranks
 
 SHAPES_AND_PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [

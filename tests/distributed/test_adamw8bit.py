@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from components import checkpoint, distributed, models, training
 from components.checkpoint.tensors import list_optimizers
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.optimizer import AdamW8bitConfig
+from components.config.schema.run import CheckpointConfig
 from components.models.weights.shards import fill, local_blocks, local_part
 from components.training.optimizers.optim import step_if_finite
 from tests.distributed.parity import MODELS, MOE_MODELS, Case, build, micro_batches, recipe_config

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from components.checkpoint.manifest import Manifest
 from components.checkpoint.stored_tensors import find_checkpoint_tensors
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from tests.distributed.tiny_runs import build, cell_named, global_order, start, whole
 from tests.harness import run_ranks
 from tests.optional import runnable

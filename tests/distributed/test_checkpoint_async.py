@@ -26,8 +26,8 @@ from components.checkpoint import CheckpointError, Saver, save_checkpoint, verif
 from components.checkpoint.manifest import Manifest
 from components.checkpoint.saver import CopyBuffers
 from components.config.schema import ParallelismConfig
-from components.config.schema.checkpoint import CheckpointConfig
-from components.protocol.loopback import reserve_loopback_port
+from components.config.schema.run import CheckpointConfig
+from components.protocol.signals import reserve_loopback_port
 from tests.distributed import parity
 from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
 from tests.harness import run_ranks, start_ranks
@@ -363,7 +363,7 @@ with contextlib.suppress(ImportError):
     import tabulate
 from components import distributed
 from components.checkpoint import Saver
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 
 def hang(name, args):
     if name == "open" and str(args[0]).endswith(".safetensors"):

@@ -29,8 +29,8 @@ from components.checkpoint import (
 )
 from components.checkpoint.manifest import FileRecord
 from components.checkpoint.save import Snapshot, _publish
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
+from components.protocol.errors import ConfigError
 from tests.harness import run_ranks, start_ranks
 
 Run = tuple[nn.Module, torch.optim.Optimizer]

@@ -26,8 +26,8 @@ from components.checkpoint import (
     verify,
 )
 from components.checkpoint.manifest import Manifest
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
+from components.protocol.errors import ConfigError
 from tests.distributed.test_checkpoint_crash import assert_resumes_from, save, start
 from tests.harness import run_ranks
 from tests.suites import TORTURE

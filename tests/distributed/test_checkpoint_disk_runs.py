@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from components.checkpoint.listing import check_contents, list_checkpoints
-from components.config.schema.checkpoint import CheckpointConfig
-from components.resilience.faults import POINTS, VARIABLE
+from components.config.schema.run import CheckpointConfig
+from components.watch.faults import POINTS, VARIABLE
 from tests.distributed.disks import Disk, small_disk
 from tests.distributed.forked_runs import Attempt, Command, alive, stopped, until
 from tests.distributed.test_checkpoint_kills import ENDS_WITHIN, final_state, saving_run

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from components.checkpoint import CheckpointError, save_checkpoint
-from components.config.schema.checkpoint import CheckpointConfig
-from components.resilience.faults import POINTS, VARIABLE
+from components.config.schema.run import CheckpointConfig
+from components.watch.faults import POINTS, VARIABLE
 from tests.distributed.disks import PAGE, fail_from_now_on, small_disk, thin_disk
 from tests.distributed.test_checkpoint_crash import Run, assert_resumes_from, set_all, start
 from tests.harness import run_ranks

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from components import distributed
 from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from components.checkpoint.random_state import random_state
-from components.config.schema.checkpoint import CheckpointConfig
+from components.checkpoint.save import random_state
+from components.config.schema.run import CheckpointConfig
 from tests.distributed.tiny_runs import TinyRun, build, cell_named, start
 from tests.harness import run_ranks
 from tests.suites import TORTURE

@@ -28,8 +28,8 @@ from safetensors import safe_open
 
 from components.checkpoint import save_checkpoint
 from components.checkpoint.listing import check_contents, list_checkpoints
-from components.config.schema.checkpoint import CheckpointConfig
-from components.resilience.faults import POINTS, VARIABLE
+from components.config.schema.run import CheckpointConfig
+from components.watch.faults import POINTS, VARIABLE
 from tests.distributed.forked_runs import Attempt, Command, alive, steps_logged, stopped, until
 from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
 from tests.harness import start_ranks

@@ -21,9 +21,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
-from components.checkpoint.random_state import random_state
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
+from components.checkpoint.save import random_state
+from components.config.schema.run import CheckpointConfig
+from components.protocol.errors import ConfigError
 from tests.distributed.test_models_sharded import shard
 from tests.harness import run_ranks
 from tests.tiny_models import VOCAB, tiny_config

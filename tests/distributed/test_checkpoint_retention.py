@@ -25,7 +25,7 @@ from components.batch import Batch
 from components.checkpoint import Mark, Saver, find_checkpoint, save_checkpoint, verify
 from components.checkpoint.listing import remove
 from components.checkpoint.manifest import Manifest
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from scripts import checkpoints
 from tests.harness import run_ranks
 from tests.tiny_models import tiny_config

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from components.data.batches import BatchPlan, TrainBatches
 from components.data.examples import Example
 from tests.harness import start_ranks

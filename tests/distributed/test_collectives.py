@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from components.distributed import utils
+from components.distributed.collectives import MismatchError
 from components.distributed.process.groups import NotInGroupError
-from components.distributed.process.tensor_metadata import MismatchError
 from tests.distributed import published
 from tests.distributed.contrast import both_implementations, contrast
 from tests.harness import run_ranks

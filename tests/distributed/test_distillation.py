@@ -22,8 +22,7 @@ from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_ID
 from components.data.dataset import Facts
 from components.exchange import all_gather_json, this_rank
 from components.training.objectives.distillation import Distillation
-from components.training.objectives.stored_teacher import StoredTeacher
-from components.training.objectives.teacher import hidden_states_of
+from components.training.objectives.teacher import StoredTeacher, hidden_states_of
 from components.training.objectives.teacher_store import TeacherStore
 from tests.distributed.curves import (
     CP,

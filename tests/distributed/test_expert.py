@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
 from components import checkpoint, distributed, models, training
-from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, ParallelismConfig
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.model import WeightInit
+from components.config.schema.run import CheckpointConfig
 from components.distributed.expert import ExpertParallel
+from components.protocol.errors import ConfigError
 from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, reference, run_case
 from tests.distributed.test_parity import FSDP2, HSDP, SP, TP, check
 from tests.harness import run_ranks

@@ -22,9 +22,9 @@ from components import checkpoint, distributed, models
 from components.batch import Batch
 from components.config.compose.frozen import to_yaml
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
+from components.config.schema.run import CheckpointConfig
 from components.models.weights.weight_files import WeightFiles, write_file
 from scripts.export import main
 from tests.harness import run_ranks

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from components.config.errors import ConfigError
 from components.distributed.tensor import tp_plan
-from components.distributed.tensor.family_plans import FAMILY_PLANS
+from components.distributed.tensor.tp_plan import FAMILY_PLANS
 from components.models.anatomy import read_anatomy
 from components.parity import reference as plain
+from components.protocol.errors import ConfigError
 from tests.distributed.parity import SMALL, Case, build, reference, run_case
 from tests.distributed.test_parity import FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from components.launch.rank import record_collectives
-from components.resilience.watchdog import write_collectives
+from components.watch.watchdog import write_collectives
 from tests.harness import run_ranks
 
 NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")

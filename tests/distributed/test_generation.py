@@ -13,8 +13,7 @@ from components import distributed, models, training
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.training import GenerationConfig
 from components.conversation import Prompt
-from components.distributed.fsdp import fsdp_units
-from components.distributed.gradient_sync import param_groups
+from components.distributed.fsdp import fsdp_units, param_groups
 from components.distributed.traffic import record_traffic
 from components.training import samples
 from tests.distributed.test_pipeline import Run, start

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from components.launch.rank import record_collectives
-from components.resilience.heartbeat import BeatTracker, Heartbeat, Verdict, blame, late_ranks
+from components.watch.heartbeat import BeatTracker, Heartbeat, Verdict, blame, late_ranks
 from tests.harness import run_ranks
 
 

@@ -24,18 +24,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from components import distributed, models
-from components.checkpoint.base_fingerprint import base_fingerprint
-from components.config.errors import ConfigError
-from components.config.meshes import layout_of
-from components.config.rules.mesh_rules import SPLIT_INPUTS, quantized_problems
+from components.checkpoint.stored_tensors import base_fingerprint
+from components.config.mesh_names import layout_of
+from components.config.mesh_rules import SPLIT_INPUTS, quantized_problems
 from components.config.schema import ActivationCheckpointing, ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.shape import shape_of_built
-from components.distributed.tensor import adapters, tp_plan
+from components.distributed.tensor import apply_tp, tp_plan
 from components.models.anatomy import read_anatomy
 from components.models.lora import adapted_layers
 from components.parity.comparison import relative
 from components.parity.reference import _forward_in_float64
+from components.protocol.errors import ConfigError
 from tests.distributed import test_family_plans, test_parity
 from tests.distributed.adapted import (
     ATTENTION,
@@ -150,19 +150,19 @@ def test_adapter_training_matches_the_peft_library_on_the_full_grid(world: int) 
 
 def skip_reduction_of_replicated_factors() -> None:
     """Bug: the partial gradients of A (column-wise layers) and B (row-wise layers) are not all-reduced over tp."""
-    original = adapters._local
-    adapters._local = lambda module, partial: original(module, ())
+    original = apply_tp._local
+    apply_tp._local = lambda module, partial: original(module, ())
 
 
 def skip_reduction_of_shared_heads() -> None:
     """Bug: the same, only for key and value heads that tp ranks share."""
-    original = adapters._local
-    adapters._local = lambda module, partial: original(module, () if partial == adapters.NAMES else partial)
+    original = apply_tp._local
+    apply_tp._local = lambda module, partial: original(module, () if partial == apply_tp.NAMES else partial)
 
 
 def norm_local_shards_only() -> None:
     """Bug: a row-wise layer uses the norm of this rank's shard of a row instead of the norm of the full row."""
-    adapters._InputShard.norms = lambda self, norms: norms
+    apply_tp._InputShard.norms = lambda self, norms: norms
 
 
 BUGS: list[tuple[Callable[[], None], Adapted, str]] = [
@@ -391,7 +391,7 @@ def test_all_layers_that_tp_cannot_shard_are_listed_in_one_message_per_reason() 
         "model.layers.0.mlp.up_proj": _UserStyle(),
     }
     with pytest.raises(ConfigError) as caught:
-        adapters.check_adapters(model, styles, 2)
+        apply_tp.check_adapters(model, styles, 2)
     assert caught.value.problems == [
         "parallelism.tp=2: splits the inputs of layers that are quantized 64 inputs at a time, and must leave each "
         "rank a multiple of 64: model.layers.*.self_attn.o_proj (48), model.layers.*.mlp.down_proj (48); change "
@@ -419,7 +419,7 @@ def test_rule_before_the_launch_lists_the_layers_that_the_ranks_would_list() -> 
         plan = tp_plan.fit_attention(model, tp_plan.shard_plan(model, anatomy), 4, anatomy)
         styles = {name: style for path, style in plan.items() for name, _ in tp_plan.matching(model, path)}
         with pytest.raises(ConfigError) as caught:
-            adapters.check_adapters(model, styles, 4)
+            apply_tp.check_adapters(model, styles, 4)
         (problem,) = quantized_problems(cfg, ParallelismConfig(tp=4), mesh, shape)
         listed = [sorted(re.findall(r"(\w+ \(\d+\))", text)) for text in (problem, *caught.value.problems)]
         assert listed[0] == listed[1], values["model_type"]

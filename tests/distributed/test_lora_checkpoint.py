@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from components import checkpoint, distributed, models, training
-from components.checkpoint.base_fingerprint import base_fingerprint
+from components.checkpoint.stored_tensors import base_fingerprint
 from components.config.compose.frozen import to_yaml
-from components.config.errors import ConfigError
-from components.config.meshes import layout_of
+from components.config.mesh_names import layout_of
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
+from components.config.schema.run import CheckpointConfig
 from components.models.lora import adapted_layers
+from components.protocol.errors import ConfigError
 from scripts.export import main as export
 from tests.distributed.adapted import DORA, QLORA, WIDE, Adapted, build, ours, rounded_to_nf4
 from tests.distributed.tiny_runs import TinyRun, cell_named, start, whole

@@ -18,11 +18,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from components import checkpoint, models
-from components.config.errors import ConfigError
 from components.config.schema import ModelConfig
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from components.models.weights.gather import gathered_tensors
 from components.parity.reference import Curve
+from components.protocol.errors import ConfigError
 from tests.distributed import grid
 from tests.distributed.adapted import ATTENTION, LORA, Adapted, adapter_values, build, lora_config, ours, problems_of
 from tests.distributed.parity import reference

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from components.config.errors import ConfigError
 from components.config.schema.model import ModelConfig, WeightInit
 from components.distributed.traffic import record_traffic
 from components.models import (
@@ -34,7 +33,8 @@ from components.models import (
     materialize,
 )
 from components.models.weights.gather import _describe
-from components.models.weights.safetensors_files import SafetensorsTensors
+from components.models.weights.weight_sources import SafetensorsTensors
+from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
 from tests.tiny_models import DENSE, FAMILIES, logits, reference, tiny_folder
 
@@ -286,7 +286,7 @@ from components.config.schema.model import ModelConfig
 from components.models import build_on_meta, decoder_layers, load_weights, materialize
 from components.distributed.traffic import record_traffic
 from components.models.weights.gather import _describe
-from components.models.weights.safetensors_files import SafetensorsTensors
+from components.models.weights.weight_sources import SafetensorsTensors
 from tests.harness import run_ranks
 
 cfg = ModelConfig(path=sys.argv[1])

@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from components import checkpoint, distributed, models, training
 from components.checkpoint.tensors import list_optimizers
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.optimizer import MatrixScale, MuonConfig, NewtonSchulzDtype
+from components.config.schema.run import CheckpointConfig
 from tests.distributed.parity import (
     CLIP,
     MODELS,

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.errors import ConfigError
-from components.config.layouts import stage_layers
+from components.config.mesh_names import stage_layers
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
+from components.protocol.errors import ConfigError
 from scripts._memory.ranks import allocations, highest, local_bytes
 from tests.distributed import tiny_runs
 from tests.distributed.packed import batches_of, packed

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from components.config.errors import ConfigError
 from components.distributed import init
 from components.distributed.process import process_group
 from components.distributed.process.environment import RankEnvironmentError
@@ -29,6 +28,7 @@ from components.distributed.process.process_group import (
     start_process_group,
 )
 from components.distributed.process.rendezvous import RendezvousError
+from components.protocol.errors import ConfigError
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_implementations, contrast, srun, without
 from tests.harness import run_ranks

@@ -20,14 +20,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from components.config.errors import ConfigError
 from components.config.schema import ParallelismConfig
-from components.distributed import megatron, parallelizer
+from components.distributed import parallelizer
 from components.distributed.mesh import init_distributed
 from components.distributed.tensor.apply_tp import apply_tensor_parallel
 from components.distributed.tensor.tensor_parallel import ReplicatedParameters
 from components.distributed.tensor.tp_plan import MissingPlanError, get_hf_tp_shard_plan, load_plan
 from components.models import read_anatomy
+from components.protocol.errors import ConfigError
 from components.training import gradient_norm
 from tests.distributed import published_parallelizer as published
 from tests.distributed.contrast import both_implementations, contrast
@@ -678,10 +678,10 @@ def test_nvfsdp_rejects_unsupported_arguments(monkeypatch: pytest.MonkeyPatch) -
 
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-        monkeypatch.setattr(megatron, "HAVE_NVFSDP", False)
+        monkeypatch.setattr(parallelizer, "HAVE_NVFSDP", False)
         with pytest.raises(AssertionError, match="install the extra"):
             parallelizer.nvfsdp_strategy_parallelize(Block(), mesh)
-        monkeypatch.setattr(megatron, "HAVE_NVFSDP", True)
+        monkeypatch.setattr(parallelizer, "HAVE_NVFSDP", True)
         with pytest.raises(ConfigError, match="give a tp_shard_plan"):
             parallelizer.nvfsdp_strategy_parallelize(Block(), mesh)
         with pytest.raises(ConfigError, match="must be one of no_shard"):

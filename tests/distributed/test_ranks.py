@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from components.config.errors import ConfigError
 from components.distributed import init, utils
 from components.distributed.process.environment import RankEnvironmentError
 from components.distributed.process.groups import NotInGroupError
+from components.protocol.errors import ConfigError
 from tests.distributed import published
 from tests.distributed.contrast import both_implementations, contrast, nodes_of_two, without
 from tests.harness import join_world, run_ranks

@@ -19,8 +19,7 @@ from components.checkpoint.replica_check import ReplicaCheck
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.exchange import all_gather_json
 from components.protocol.failures import CorruptRank
-from components.resilience.bit_flips import flip_random_bit
-from components.resilience.faults import STEP_POINTS
+from components.watch.faults import STEP_POINTS, flip_random_bit
 from tests.distributed.grid import cell
 from tests.distributed.tiny_runs import LAYERS, TinyRun, build, start
 from tests.harness import run_ranks

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from components.distributed import init
-from components.distributed.process import shutdown
+from components.distributed.process import process_group
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_implementations, contrast, srun
 from tests.harness import join_world, run_ranks, start_ranks
@@ -238,12 +238,12 @@ def test_shutdown_waits_for_the_device_with_a_timeout(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(shutdown, "backend_supports_cuda", lambda: True)
-    monkeypatch.setattr(shutdown, "DRAIN_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(process_group, "backend_supports_cuda", lambda: True)
+    monkeypatch.setattr(process_group, "DRAIN_TIMEOUT", timedelta(seconds=0.2))
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(after=3))
-    shutdown._drain_device()
+    process_group._drain_device()
     assert len(queries) == 4
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(after=10**9))
     began = time.monotonic()
-    shutdown._drain_device()
+    process_group._drain_device()
     assert time.monotonic() - began < 5

@@ -26,10 +26,9 @@ from components.batch import Batch
 from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
 from components.checkpoint import tensors as checkpoint_tensors
 from components.checkpoint.manifest import Manifest
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.run import CheckpointConfig
 from components.models import (
     build_on_meta,
     checkpoint_activations,
@@ -41,6 +40,7 @@ from components.models import (
     materialize,
 )
 from components.models.weights.shards import fill, local_part
+from components.protocol.errors import ConfigError
 from tests.distributed.test_models_sharded import TP_PLAN, fsdp
 from tests.harness import run_ranks
 from tests.suites import TORTURE

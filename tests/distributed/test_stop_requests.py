@@ -15,7 +15,7 @@ from select import select as wait_for_any
 
 import pytest
 
-from components.resilience.faults import VARIABLE
+from components.watch.faults import VARIABLE
 from tests.distributed.forked_runs import Attempt, Command, steps_logged, until
 from tests.distributed.test_checkpoint_kills import small_run
 from tests.suites import TORTURE, select

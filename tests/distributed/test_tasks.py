@@ -23,17 +23,16 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from components import data, distributed, models, training
-from components.checkpoint.random_state import random_state
-from components.config.errors import ConfigError
+from components.checkpoint.save import random_state
 from components.config.schema import EvaluateConfig, EvaluationConfig, ParallelismConfig
 from components.config.schema.data import IGNORED, DocsDataConfig
 from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.models.tokenizer import byte_tokenizer
 from components.parity.reference import compute_in_float64
+from components.protocol.errors import ConfigError
 from components.training.objectives import Vocabulary
-from components.training.tasks.continuations import SignedLogProbability
 from components.training.tasks.harness import TaskScores
-from components.training.tasks.mesh_lm import MeshLM
+from components.training.tasks.mesh_lm import MeshLM, SignedLogProbability
 from tests.harness import run_ranks
 from tests.lm_eval_tasks import NAMES, write_tasks
 from tests.tiny_models import SIZES

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from components.distributed.gradient_sync import param_groups
+from components.distributed.fsdp import param_groups
 from components.distributed.traffic import record_traffic
 from components.training import get_sync_ctx, reduce_loss
 from tests.harness import run_ranks

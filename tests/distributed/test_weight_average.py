@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from components import training
 from components.checkpoint import StoredWeights, find_checkpoint, load_checkpoint, load_model_weights
 from components.checkpoint.save import take_snapshot, write_snapshot
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from components.config.schema.training import EvalWeights
 from components.training.optimizers.weight_average import WeightAverage
 from tests.distributed.parity import OPTIMIZER

@@ -19,8 +19,7 @@ from components.data.pairs import DESIRABLE
 from components.distributed.mesh import Mesh
 from components.models.tokenizer import byte_tokenizer
 from components.training.objectives.preference import REFERENCE
-from components.training.objectives.stored_teacher import StoredDistillation
-from components.training.objectives.teacher import hidden_states_of
+from components.training.objectives.teacher import StoredDistillation, hidden_states_of
 from tests.distributed.packed import SEQ_LEN, unpacked
 
 LABELS = {"classification": ["a", "b", "c"], "reward": ["reward"]}

@@ -14,7 +14,7 @@ from tests.optional import need_triton
 NF4 = """
 import torch
 from components.models.quantization.nf4 import level_pairs, pack, unpack
-from components.models.quantization.nf4_kernel import launch_unpack
+from components.models.quantization.nf4 import launch_unpack
 
 torch.manual_seed(0)
 for rows, columns in ((5, 64), (3, 200), (2, 1100)):
@@ -30,7 +30,7 @@ for rows, columns in ((5, 64), (3, 200), (2, 1100)):
 SWIGLU = """
 import torch
 import torch.nn.functional as F
-from components.models.swiglu_kernel import launch_swiglu, launch_swiglu_backward
+from components.models.fused_layers import launch_swiglu, launch_swiglu_backward
 
 torch.manual_seed(0)
 for shape, dtype in (((2, 3, 1100), torch.float64), ((5, 64), torch.float32), ((0, 8), torch.float32)):
@@ -50,8 +50,8 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from components.models.quantization.nf4_kernel import _unpack_blocks
-from components.models.swiglu_kernel import _swiglu, _swiglu_backward
+from components.models.quantization.nf4 import _unpack_blocks
+from components.models.fused_layers import _swiglu, _swiglu_backward
 
 INPUTS = {"packed": "*u8", "pairs": "*fp32"}
 SIZES = {"row_bytes", "blocks", "columns", "width", "stride"}

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema import KubernetesClusterConfig, KubernetesConfig
-from components.config.schema.schedulers.kubernetes import PodUser, Workload
+from components.config.schema.kubernetes import PodUser, Workload
 from components.launch.k8s.cluster_checks import amount
 from components.launch.k8s.pod_jobs import JobName
 from components.launch.k8s.pod_manifest import PodManifest, new_job_name, objects_in, render
+from components.protocol.errors import ConfigError
 from tests.slurm.strings import HOSTILE, UNSTORABLE
 
 VERSIONS = ("1.29", "1.31", "1.34", "1.37")

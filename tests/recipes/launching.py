@@ -16,7 +16,7 @@ from pathlib import Path
 HEADER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.launch import recipe
 

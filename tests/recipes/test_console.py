@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from components.config.schema.data import SftDataConfig
-from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.parallelism import MeshShape
+from components.config.schema.run import LoggingConfig
 from components.observability import Reporter
 from components.observability.plot import LossPlot, _figure, run_title
 from tests.suites import in_torture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from components.protocol.exit_codes import EXIT_HUNG
+from components.protocol.errors import EXIT_HUNG
 from tests.recipes.launching import TWO, Bench, Done
 from tests.suites import TORTURE, in_torture
 

@@ -10,7 +10,7 @@ from tests.recipes.test_finetune import ROOT, TINY, curve, result, start
 
 OWN_CONFIG = """
 from dataclasses import dataclass, field
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.config.schema import FinetuneConfig, TrainingConfig
 
 @dataclass(kw_only=True, slots=True)

@@ -148,7 +148,7 @@ def test_losing_point_is_stopped_early_and_a_row_of_the_table(bench: Bench) -> N
     bench.write(
         LOSS
         + """
-from components.config.metrics_log import MetricsLog
+from components.config.stored_run import MetricsLog
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append("preempted"))
 MetricsLog(RUN).append({"step": 20, "eval_loss": lr})

@@ -60,7 +60,7 @@ def test_sweep_reports_ok_invalid_and_oom_jobs_and_retries_one(login: Login) -> 
 
 STUDY_MAIN = """
     import signal, time
-    from components.config.metrics_log import MetricsLog
+    from components.config.stored_run import MetricsLog
     number, stops = int(HERE.name.split("_")[0]), []
     signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
     score = [1.0, 2.0, 3.0, 4.0, 9.0, 0.5][number]

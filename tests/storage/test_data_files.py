@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.data import SftDataConfig
 from components.conversation import Conversation
 from components.data.preflight import check_files
 from components.data.sources.split import SourceSplit
+from components.protocol.errors import ConfigError
 from scripts._export.object_output import output_folder, removed_on, upload_output
 from tests.storage.conftest import S3
 

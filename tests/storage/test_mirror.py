@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from components.checkpoint import Mirror, Saver, find_checkpoint, load_checkpoint, save_checkpoint
-from components.checkpoint.checkpoint_error import CheckpointError
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
+from components.checkpoint.manifest import CheckpointError
+from components.config.schema.run import CheckpointConfig
+from components.protocol.errors import ConfigError
 from components.storage import object_store, run_claim
 from components.storage.run_claim import problem_before_launch
 from tests.distributed.test_checkpoint_crash import start

@@ -13,15 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from components.config.errors import ConfigError
 from components.config.schema.data import TokensDataConfig
 from components.data.batches import PREFETCHED_STEPS, BatchPlan, TrainBatches
 from components.data.loading import build_dataset
-from components.data.token_store import remote_shards
-from components.data.token_store.manifest import Vocabulary, read_manifest, shard_problems, write_manifest
+from components.data.token_store import rows as remote_shards
+from components.data.token_store.manifest import (
+    HASH_OF_BYTES,
+    Vocabulary,
+    read_manifest,
+    shard_problems,
+    write_manifest,
+)
 from components.data.token_store.rows import TokenRows
-from components.data.token_store.vocabulary import HASH_OF_BYTES
 from components.models.tokenizer import byte_tokenizer
+from components.protocol.errors import ConfigError
 from components.storage import stored_file
 from tests.storage.conftest import S3
 from tests.unit.token_shards import documents_of, scanned, store_of, write_datatrove, write_megatron

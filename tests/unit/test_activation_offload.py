@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import models
 from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.config.schema.peft import PeftConfig
-from components.models.activations import activation_offload
-from components.planning.formulas.activations import layer_activations
+from components.config.schema.run import PeftConfig
+from components.models import activation_offload
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.step_time import estimate_time
+from components.planning.formulas.workload import layer_activations
 from tests.distributed.parity import MODELS
 from tests.unit.test_planning_time import H100, term, workload
 

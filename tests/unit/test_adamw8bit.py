@@ -14,11 +14,11 @@ from torch import nn
 
 from components import checkpoint, training
 from components.checkpoint.tensors import list_optimizers
-from components.config.errors import ConfigError
-from components.config.rules.run_rules import optimizer_problems
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.rules import optimizer_problems
 from components.config.schema.model import DType, ModelConfig
 from components.config.schema.optimizer import AdamW8bitConfig, AdamWConfig
+from components.config.schema.run import CheckpointConfig
+from components.protocol.errors import ConfigError
 from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.optim import step_if_finite
 from tests.optional import need_torchao

@@ -15,9 +15,8 @@ from transformers import AttentionInterface
 from components import models, training
 from components.batch import Batch
 from components.config.schema.model import CAUSAL_SDPA
-from components.models import attention, attention_choice
-from components.models.attention import causal_sdpa
-from components.models.attention_choice import FA3, choose_kernel, observed_call
+from components.models import attention
+from components.models.attention import FA3, causal_sdpa, choose_kernel, observed_call
 from components.training import StepSettings
 from components.training.setup import attention_report
 from components.training.state import TrainState
@@ -84,7 +83,7 @@ def test_preferred_kernel_is_tried_first_where_there_is_no_mask(monkeypatch: pyt
     tokens = torch.arange(3, 35).reshape(2, 16)
     before = orders_of(monkeypatch, lambda: model(tokens))
     expected = model(tokens).logits
-    attention_choice.use_kernel(CUDNN)
+    attention.use_kernel(CUDNN)
     assert orders_of(monkeypatch, lambda: model(tokens)) == [(True, before[0][1]), (False, "CUDNN_ATTENTION")]
     assert before[1][1] != "CUDNN_ATTENTION"
     assert model(tokens).logits.equal(expected)  # a CPU has no such kernel: the next one that supports the inputs
@@ -101,7 +100,7 @@ def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.
 
     def on_rank(rank: int) -> tuple[list[str], list[tuple[bool, str]]]:
         rates = {FLASH: 300.0, CUDNN: 500.0 if rank == 0 else 100.0}
-        monkeypatch.setattr(attention_choice, "measure_kernels", lambda call, default: {default: 300.0, **rates})
+        monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **rates})
         lines = training.check_kernels(prepared, cfg, lambda step: [Batch.from_labels(rows, rows)])
         return lines, orders_of(monkeypatch, lambda: model(rows))
 
@@ -118,7 +117,7 @@ def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.Monke
     """Unless this machine does not have it: then the kernels are measured again."""
     monkeypatch.setattr(attention_report, "_can_measure", lambda device: True)
     measured = {CUDNN: 500.0} if used != saved else {FLASH: 900.0, CUDNN: 1.0}
-    monkeypatch.setattr(attention_choice, "measure_kernels", lambda call, default: {default: 300.0, **measured})
+    monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **measured})
     cfg, rows = config("sdpa"), torch.arange(3, 35).reshape(2, 16)
     model = initialized_model(cfg)
     before = orders_of(monkeypatch, lambda: model(rows))
@@ -147,10 +146,10 @@ def test_kernels_are_measured_forward_and_backward(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)]
     call = observed_call(scaled_dot_product_attention, tensors, {"is_causal": True})
-    rates = attention_choice.measure_kernels(call, FLASH)
+    rates = attention.measure_kernels(call, FLASH)
     assert isinstance(rates[FLASH], float)
     assert rates[FLASH] > 0
     assert isinstance(rates[CUDNN], str)
     assert rates[FA3] == "flash_attn_interface is not installed"
     with sdpa_kernel(SDPBackend.MATH):  # restored afterwards
-        assert isinstance(attention_choice.measure_kernels(call, "math")["math"], float)
+        assert isinstance(attention.measure_kernels(call, "math")["math"], float)

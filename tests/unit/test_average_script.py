@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from components import checkpoint, models
 from components.config.compose.frozen import to_yaml
 from components.config.schema import FinetuneConfig, ModelConfig, PeftConfig
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
-from components.config.schema.peft import PeftMethod
+from components.config.schema.run import CheckpointConfig, PeftMethod
 from scripts._export import sources
 from scripts.average import main
 from tests.tiny_models import FAMILIES, SIZES

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from components.checkpoint.manifest import write_json
-from components.config.errors import ConfigError
-from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
+from components.config.schema.run import LoggingConfig, WandbConfig, WandbMode
 from components.observability import Reporter
-from components.observability.lost_work import record_start
+from components.observability.result import record_start
+from components.protocol.errors import ConfigError
 from components.protocol.failures import write_report
-from components.resilience.faults import POINTS, VARIABLE, fault_point
+from components.watch.faults import POINTS, VARIABLE, fault_point
 from tests.unit.full_disk import full_disk
 from tests.unit.test_launch_run_directory import config, end, start
 
@@ -66,7 +66,7 @@ def test_invalid_fault_is_rejected(text: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_faults_module_does_not_import_torch() -> None:
-    code = "import sys, components.resilience.faults; assert 'torch' not in sys.modules"
+    code = "import sys, components.watch.faults; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from components.checkpoint.folders import candidates, leftovers
 from components.checkpoint.listing import list_checkpoints, remove
-from components.checkpoint.manifest import FileRecord, Manifest, ManifestError
-from components.config.schema.checkpoint import CheckpointConfig
+from components.checkpoint.manifest import FileRecord, Manifest, ManifestError, candidates, leftovers
+from components.config.schema.run import CheckpointConfig
 
 HASH = "0" * 32
 BODY = {

@@ -10,8 +10,8 @@ import pytest
 from components import training
 from components.checkpoint.listing import reasons_to_keep
 from components.checkpoint.manifest import Manifest
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
+from components.protocol.errors import ConfigError
 
 
 def manifest_of(serial: int, step: int, loss: float | None = None, ephemeral: bool = False) -> Manifest:

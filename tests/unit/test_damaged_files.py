@@ -26,15 +26,12 @@ import torch
 from components.checkpoint.listing import check_contents, list_checkpoints, newest_complete
 from components.checkpoint.manifest import Manifest, ManifestError, write_json
 from components.config.compose.frozen import frozen_text, intact_copy, read_frozen
-from components.config.errors import ConfigError
-from components.config.metrics_log import MetricsLog
-from components.config.model_files import ModelFiles
 from components.config.schema import FinetuneConfig
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
-from components.config.shape import read_shape
-from components.config.stored_run import StoredRun, read_run
+from components.config.schema.run import CheckpointConfig
+from components.config.shape import ModelFiles, read_shape
+from components.config.stored_run import MetricsLog, StoredRun, read_run
 from components.config.teacher_files import TeacherHeader, check_stored_teacher
 from components.data.examples import Example
 from components.data.token_store.manifest import read_manifest, shard_problems, vocabulary_problems, write_manifest
@@ -42,13 +39,14 @@ from components.data.token_store.rows import TokenRows
 from components.data.token_store.writer import read_entry
 from components.data.tokens import flattened, read_tokens, write_tokens
 from components.launch.run_directory import lease
-from components.launch.run_directory.resume_check import check_second_start, check_source
+from components.launch.run_directory.opening import check_second_start, check_source
 from components.launch.sweep.plan import Point, Sweep, read_record, read_sweep
 from components.models.tokenizer import byte_tokenizer
-from components.models.weights.safetensors_files import find_safetensors
+from components.models.weights.weight_sources import find_safetensors
+from components.protocol.errors import ConfigError
 from components.protocol.failures import error_file, first_failure, read_reports, write_report
 from components.training.objectives import reference_model
-from components.training.objectives.stored_teacher import StoredTeacher
+from components.training.objectives.teacher import StoredTeacher
 from components.training.objectives.teacher_store import TargetSlots, write_file
 from tests.suites import TORTURE
 from tests.unit.test_preference_objectives import LOG_PROBS, Pairs, scored, with_reference  # noqa: F401

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.order import SampleOrder
+from components.protocol.errors import ConfigError
 
 
 def numbered_samples(count: int) -> list[Example]:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from components.config.errors import ConfigError
 from components.config.schema.data import Overlong, SftDataConfig
 from components.data import cache
 from components.data.batches import BatchPlan, TrainBatches
@@ -27,7 +26,8 @@ from components.data.sources import split as split_module
 from components.data.sources.split import SourceSplit
 from components.data.tokens import OpenFile, StoredColumn
 from components.models.tokenizer import byte_tokenizer
-from components.storage import known_numbers
+from components.protocol.errors import ConfigError
+from components.storage import stored_file
 
 ONE = BatchPlan(global_batch_size=1, micro_batch_size=1)
 
@@ -208,7 +208,7 @@ def test_start_reads_no_token_of_an_unchanged_file(tmp_path: Path, monkeypatch: 
         )
         return read, [dataset.facts.target_tokens, dataset.fingerprint, len(dataset)]
 
-    monkeypatch.setattr(known_numbers, "_RECENT_SECONDS", 30.0)  # on a busy machine, more than this test takes
+    monkeypatch.setattr(stored_file, "_RECENT_SECONDS", 30.0)  # on a busy machine, more than this test takes
     _, expected = start(512)
     _, truncated = start(20)
     (entry,) = entries(tmp_path / "cache")

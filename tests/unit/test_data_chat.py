@@ -19,7 +19,6 @@ from tokenizers import models, pre_tokenizers
 
 from components import chat_template
 from components.chat_template import ChatTemplate, TemplateLimitError
-from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, ChatDataConfig, SftDataConfig, UnusedKeys
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import is_defining
@@ -31,6 +30,7 @@ from components.data.loading import build_dataset
 from components.data.preflight import check_files
 from components.models import build_on_meta, materialize
 from components.models.generation import generate
+from components.protocol.errors import ConfigError
 from tests.tiny_models import tiny_folder
 from tests.unit.test_data_examples import fast_tokenizer, target_texts
 from tests.unit.test_data_files import problems, write

@@ -9,7 +9,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from components.config.compose.sources import conf_resolvers
-from components.config.errors import ConfigError
 from components.config.kinds import KINDS
 from components.config.schema.data import (
     ChatDataConfig,
@@ -24,6 +23,7 @@ from components.config.schema.data import (
     TextDataConfig,
     TokensDataConfig,
 )
+from components.protocol.errors import ConfigError
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "data"
 

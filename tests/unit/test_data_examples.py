@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from components.config.errors import ConfigError
 from components.conversation import Conversation, Message
 from components.data.examples import IGNORED, Example, encode_conversations, render_example, trimmed
+from components.protocol.errors import ConfigError
 
 SMOLLM2_SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.data import (
     ChatDataConfig,
     CustomDataConfig,
@@ -26,6 +25,7 @@ from components.data.loading import build_dataset
 from components.data.preflight import check_files
 from components.data.sources.files import Location, is_local, read_rows
 from components.data.sources.split_files import files_of_split
+from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer
 
 ROWS = [

@@ -12,9 +12,9 @@ from tests.unit.test_data_files import ROWS, write
 
 HUB_SCRIPT = """
 import sys
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.data.sources.files import Location
-from components.data.sources.hub_rows import hub_files, hub_rows
+from components.data.sources.split import hub_files, hub_rows
 columns = {"prompt_column": sys.argv[2], "response_column": "response"}
 try:
     location = Location("data.path", sys.argv[1], sys.argv[3])

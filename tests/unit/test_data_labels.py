@@ -15,7 +15,6 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig
 
 from components import data
-from components.config.errors import ConfigError
 from components.config.schema.data import LabelsDataConfig, PreferencesDataConfig
 from components.data.sources.files import read_rows
 from components.data.sources.preference_rows import answer_configs, each_answer
@@ -23,6 +22,7 @@ from components.data.sources.rows import BadRowReport, each_labeled_text, train_
 from components.data.sources.split import rows_of
 from components.models.classifier import set_labels
 from components.models.tokenizer import byte_tokenizer
+from components.protocol.errors import ConfigError
 
 PAD = 258
 """The byte tokenizer's pad token."""

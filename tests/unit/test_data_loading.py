@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.data import (
     ChatDataConfig,
     CustomDataConfig,
@@ -28,6 +27,7 @@ from components.data.labels import build_scored
 from components.data.loading import build_dataset
 from components.data.pairs import build_pairs
 from components.models.tokenizer import byte_tokenizer as bytes_with_template
+from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer
 
 PLAIN = byte_tokenizer(eos="</s>")

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema.data import (
     ChatDataConfig,
     DataConfig,
@@ -34,6 +33,7 @@ from components.data.mixture import MixtureDataset, MixtureOrder, Shares, intege
 from components.data.order import SampleOrder
 from components.data.preflight import check_files
 from components.models.tokenizer import byte_tokenizer
+from components.protocol.errors import ConfigError
 
 TOKENIZER = byte_tokenizer()
 MIXTURES = [

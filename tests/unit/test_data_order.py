@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.data.order import BlockOrder, SampleOrder
+from components.protocol.errors import ConfigError
 
 
 def epoch(size: int, seed: int, number: int = 0) -> list[int]:

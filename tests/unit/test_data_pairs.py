@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.data import Overlong, PreferencesDataConfig
 from components.data import EvalBatches, build_pairs
 from components.data.batches import BatchPlan
 from components.data.labels import build_scored
-from components.data.packed_pairs import pack_pairs
-from components.data.pairs import DESIRABLE, PairedRows
+from components.data.pairs import DESIRABLE, PairedRows, pack_pairs
+from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import write
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.data import DocsDataConfig
 from components.data.sources import pydocs
+from components.protocol.errors import ConfigError
 
 TRAIN, EVAL = pydocs.conversations("train"), pydocs.conversations("eval")
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from components import chat_template
-from components.config.errors import ConfigError
 from components.config.schema.data import (
     BadRows,
     ChatDataConfig,
@@ -25,6 +24,7 @@ from components.data.pairs import build_pairs
 from components.data.preflight import check_files
 from components.data.sources.files import read_rows
 from components.data.sources.rows import BadRowReport, each_conversation
+from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import ROWS, problems, same_problems, sample_texts, sft_config, write
 

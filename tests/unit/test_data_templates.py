@@ -9,11 +9,11 @@ import pytest
 from tokenizers import models, pre_tokenizers
 
 from components.chat_template import ChatTemplate
-from components.config.errors import ConfigError
 from components.config.schema.data import SftDataConfig, UnusedKeys
 from components.conversation import Conversation
 from components.data.examples import IGNORED, encode_conversations
 from components.data.loading import build_dataset
+from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer, chat, encode_one, fast_tokenizer, target_texts
 from tests.unit.test_data_files import write
 

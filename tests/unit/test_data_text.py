@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, TextDataConfig
 from components.data import cache
 from components.data.dataset import Dataset
@@ -15,6 +14,7 @@ from components.data.examples import IGNORED
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
 from components.data.sources.files import STDLIB
+from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(eos="</s>")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from components.config.errors import ConfigError
 from components.config.schema.run import RunConfig
-from components.launch.deterministic_kernels import set_deterministic_variables
+from components.launch.machine import set_deterministic_variables
 from components.models.weights.shards import local_part
-from components.training.setup.determinism import deterministic_kernels
+from components.protocol.errors import ConfigError
+from components.training.setup.precision import deterministic_kernels
 from tests.distributed.tiny_runs import build, cell_named, start
 from tests.harness import run_ranks
 

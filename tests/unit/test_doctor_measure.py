@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.planning.formulas.hardware import find_hardware, read_hardware
+from components.protocol.errors import ConfigError
 from scripts._doctor.device_file import check_file, default_name, file_text, find_known_device, write_file
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.cluster import Device, LocalClusterConfig, SlurmClusterConfig
 from components.config.schema.model import Attention, DType, Float8, LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.planning.dry_run import dry_run_children
-from components.planning.dry_run.dry_run_children import ranks_to_play, start_dry_runs
-from components.planning.dry_run.dry_run_result import DryRun, PlayedGroup, PlayedTraffic
+from components.planning.dry_run import played_run
 from components.planning.dry_run.play import runs_on_gpus
-from components.planning.dry_run.played_config import played_config
+from components.planning.dry_run.played_run import (
+    DryRun,
+    PlayedGroup,
+    PlayedTraffic,
+    played_config,
+    ranks_to_play,
+    start_dry_runs,
+)
+from components.protocol.errors import ConfigError
 from tests.distributed.dry_run_cases import finetune
 
 RESULT = DryRun(
@@ -93,9 +98,9 @@ def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
     ],
 )
 def test_failure_of_a_child_is_a_config_error(monkeypatch: pytest.MonkeyPatch, program: str, message: str) -> None:
-    run = dry_run_children.subprocess.run
+    run = played_run.subprocess.run
     monkeypatch.setattr(
-        dry_run_children.subprocess, "run", lambda command, **options: run([command[0], "-c", program], **options)
+        played_run.subprocess, "run", lambda command, **options: run([command[0], "-c", program], **options)
     )
     timeout = 0.5 if "sleep" in program else 60
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
-from components.config.rules.run_rules import decay_problems, profile_end_problems
+from components.config.rules import decay_problems, profile_end_problems
 from components.config.schema import TrainingConfig
-from components.config.schema.logging import ProfileConfig
 from components.config.schema.optimizer import AdamWConfig, Schedule
+from components.config.schema.run import ProfileConfig
 from components.data.batches import BatchPlan, TrainBatches
+from components.protocol.errors import ConfigError
 
 RAMP = ((2, 1), (5, 3))
 PLANS = [BatchPlan(global_batch_size=size, micro_batch_size=1, ramp=ramp) for size in (4, 7) for ramp in ((), RAMP)]

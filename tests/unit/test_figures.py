@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib", reason="needs the extra `plot`")
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
-from components.config.metrics_log import MetricsLog
+from components.config.stored_run import MetricsLog
 from components.launch.sweep.plan import Point, PointRecord, StudyPlan, Sweep, write_record
 from components.launch.sweep.report import report_now
 from components.observability.plot import LossPlot

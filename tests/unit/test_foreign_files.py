@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from components.checkpoint.listing import removable, remove
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CheckpointConfig
 from components.data.token_store.corpus import check_folder, remove_leftovers
 from components.launch.sweep.plan import Point, Sweep
 from components.launch.sweep.report import report_now
 from components.models.weights.new_folder import NewFolder
+from components.protocol.errors import ConfigError
 from scripts import checkpoints, compare, gpu, plan, score
 from scripts._memory.options import read_options as memory_options
 from scripts._parity.options import read_options as parity_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
-from components.resilience.frames import caller_code, package_of, thread_frames
+from components.protocol.failures import caller_code, package_of, thread_frames
 
 
 def test_caller_code_returns_the_calling_function() -> None:

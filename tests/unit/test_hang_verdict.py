@@ -10,10 +10,17 @@ import pytest
 import torch
 
 from components.config.schema.training import TrainingConfig
-from components.resilience.device_progress import FlightRecorder
-from components.resilience.heartbeat import FIRST_BEAT_SECONDS, MAX_NAMED_RANKS, BeatTracker, Post, blame, late_ranks
-from components.resilience.watchdog import _SuspensionDetector
 from components.training import NonFiniteGradients, StepMetrics, TrainState
+from components.watch.heartbeat import (
+    FIRST_BEAT_SECONDS,
+    MAX_NAMED_RANKS,
+    BeatTracker,
+    FlightRecorder,
+    Post,
+    blame,
+    late_ranks,
+)
+from components.watch.watchdog import _SuspensionDetector
 
 
 def post(
@@ -26,7 +33,7 @@ def post(
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Time that the monotonic clock returns; tests set it."""
     time = [100.0]
-    monkeypatch.setattr("components.resilience.heartbeat.time.monotonic", lambda: time[0])
+    monkeypatch.setattr("components.watch.heartbeat.time.monotonic", lambda: time[0])
     return time
 
 
@@ -212,7 +219,7 @@ def test_blame_message_names_a_limited_number_of_ranks() -> None:
 
 def test_suspension_of_the_process_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("components.resilience.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("components.watch.watchdog.time.monotonic", lambda: now[0])
     detector = _SuspensionDetector(threshold=2.0)
     slept = []
     for elapsed in (1.0, 1.5, 60.0, 1.0):

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from components.config.compose.sweep_keys import EarlyStop
-from components.config.errors import ConfigError
-from components.config.metrics_log import MetricsLog
 from components.config.schema.cluster import ClusterKind
+from components.config.stored_run import MetricsLog
 from components.launch import clusters
 from components.launch.backend import Backend, Job, JobState
 from components.launch.clusters import backend_of, job_of, jobs_by_id, stop_command
@@ -24,6 +23,7 @@ from components.launch.run_directory.opening import exclude_starts, open_run_dir
 from components.launch.sweep import points
 from components.launch.sweep.plan import Point, PointRecord, Sweep, write_record
 from components.launch.sweep.point_rows import STOPPED_EARLY, read_points
+from components.protocol.errors import ConfigError
 from tests.unit.test_launch_run_directory import config, end, start
 
 JOB = "pod-1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.protocol.failures import (
     CorruptRank,
     Failure,

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.launch.backend import Recipe
 from components.launch.rank import run_here
 from components.launch.run_directory.directory import RunDirectory
-from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.run_files import attempt_logs
 
 RANKS, ROUNDS = 4, 25

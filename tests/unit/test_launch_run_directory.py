@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from components.config.compose.frozen import read_frozen, to_yaml
-from components.config.errors import ConfigError
 from components.config.schema import (
     CausalLMConfig,
     EvaluateConfig,
@@ -27,11 +26,15 @@ from components.config.schema import (
 )
 from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
-from components.launch.run_directory import filesystem
-from components.launch.run_directory.directory import RunDirectory
-from components.launch.run_directory.opening import check_run_directory, exclude_starts, open_run_directory
-from components.launch.run_directory.provenance import start_record
-from components.launch.run_directory.resume_check import check_changes
+from components.launch.run_directory import directory as filesystem
+from components.launch.run_directory.directory import RunDirectory, start_record
+from components.launch.run_directory.opening import (
+    check_changes,
+    check_run_directory,
+    exclude_starts,
+    open_run_directory,
+)
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import accept_start, attempt_logs, current_config
 
 RECORD = {"recipe": "finetune"}

@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import models, training
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod
 from components.config.schema.objective import NextTokenConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.training import TrainingConfig
+from components.protocol.errors import ConfigError
 from components.training.objectives import chunked_loss
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
 from tests.unit.test_training_step import LLAMA

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from components.observability import lost_work as lost_work_module
-from components.observability.lost_work import LostWork, lost_work, record_first_step, record_start
+from components.observability import result as lost_work_module
+from components.observability.result import LostWork, lost_work, record_first_step, record_start
 
 
 def test_restarts_from_the_same_checkpoint_count_their_time_once(

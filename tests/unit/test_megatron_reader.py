@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.data.token_store.formats import layout_of
 from components.data.token_store.shards import Shard
-from components.data.token_store.writer import scan_shard
+from components.data.token_store.writer import layout_of, scan_shard
 
 MEGATRON = Path(sys.prefix) / "megatron"
 """Folder of the package, apart from site-packages: accelerate imports it wherever it finds it."""

@@ -10,12 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from components.config.schema.parallelism import MeshShape, ParallelismConfig, PipelineSchedule
-from components.planning.draw.mesh_picture import MeshPicture, render_mesh
-from components.planning.draw.rank_layout import RankLayout
-from components.planning.draw.schedule_panel import ScheduleDrawing
-from components.planning.draw.term_bar import TermBar
 from components.planning.formulas.pipeline import StageSeconds
-from components.planning.formulas.term import Term
+from components.planning.formulas.workload import Term
+from components.planning.mesh_picture import MeshPicture, ScheduleDrawing, TermBar, render_mesh
+from components.planning.rank_panel import RankLayout
 from tests.browser import lay_out
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from components.config.schema.logging import LoggingConfig
+from components.config.schema.run import LoggingConfig
 from components.observability import Reporter
 from components.training import StepMetrics
 

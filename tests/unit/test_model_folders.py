@@ -14,15 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from components.config.errors import ConfigError
-from components.config.model_files import ModelFiles, check_settings, size_problems
 from components.config.schema.model import CausalLMConfig, WeightInit
-from components.config.shape import read_shape
+from components.config.shape import ModelFiles, check_settings, read_shape, size_problems
 from components.models.build import build_on_meta
 from components.models.tokenizer import byte_tokenizer, load_tokenizer
 from components.models.weights.loading import load_weights, weight_reader
-from components.models.weights.names import saved_tensors
-from components.models.weights.safetensors_files import SafetensorsTensors, find_safetensors, require_finite
+from components.models.weights.weight_sources import SafetensorsTensors, find_safetensors, require_finite, saved_tensors
+from components.protocol.errors import ConfigError
 from tests.tiny_models import tiny_folder
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from components import models, training
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import Attention, WeightInit
+from components.protocol.errors import ConfigError
 from components.training import StepSettings
 from components.varlen import supports_varlen
 from tests.distributed.packed import batches_of, packed

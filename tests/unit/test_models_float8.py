@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.errors import ConfigError
-from components.config.meshes import layout_of
+from components.config.mesh_names import layout_of
 from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.models.quantization.float8 import float8_layers, without_float8
 from components.parity.comparison import relative
+from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
 from tests.optional import need_torchao
 from tests.tiny_models import FAMILIES, logits

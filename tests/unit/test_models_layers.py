@@ -25,10 +25,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from components.config.errors import ConfigError
 from components.config.schema.model import DType, ModelConfig, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
+from components.config.schema.run import PeftConfig, PeftExport, PeftMethod
 from components.models import (
     add_adapters,
     build_on_meta,
@@ -48,6 +47,7 @@ from components.models.compile import is_truncated, remove_truncated_libraries
 from components.models.tokenizer import byte_tokenizer
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.weight_files import WeightFiles
+from components.protocol.errors import ConfigError
 from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
 
 FULL, ALTERNATE = ActivationCheckpointing.full, ActivationCheckpointing.alternate

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from components.config.errors import ConfigError
 from components.config.schema.model import DType, ModelConfig
 from components.models import build_on_meta, load_weights, materialize
+from components.protocol.errors import ConfigError
 from tests.suites import PARITY
 from tests.tiny_models import FAMILIES, VOCAB, logits, reference, tiny_folder
 

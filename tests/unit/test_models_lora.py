@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import models, training
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.optimizer import AdamWConfig
-from components.config.schema.peft import PeftExport
+from components.config.schema.run import PeftExport
 from components.models.lora import adapted_layers
 from components.models.weights.adapter_files import base_name
+from components.protocol.errors import ConfigError
 from tests.tiny_models import FAMILIES, SIZES, logits, reference, tiny_folder
 
 LORA = PeftConfig(method="lora", rank=4, alpha=6.0)

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.model import Qat, WeightInit
 from components.config.schema.optimizer import AdamWConfig
-from components.models.quantization.qat import quantized_config
-from components.observability.model_card import render_model_card
+from components.models.quantization.float8 import quantized_config
+from components.observability.result import render_model_card
 from components.parity.comparison import relative
-from components.planning.formulas.activations import layer_activations
 from components.planning.formulas.step_time import estimate_time
+from components.planning.formulas.workload import layer_activations
+from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
 from tests.optional import need_torchao
 from tests.tiny_models import FAMILIES

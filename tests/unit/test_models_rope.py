@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from components.config.errors import ConfigError
 from components.config.schema.model import DType, ModelConfig, RopeConfig, RopeType, WeightInit
 from components.config.shape import NOT_ROTARY, read_shape
 from components.models import build_on_meta, fill_weights, materialize
+from components.protocol.errors import ConfigError
 from tests.tiny_models import FAMILIES, GPT2_SIZES, SIZES, tiny_folder
 
 LENGTH = 64

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from components import data, models
 from components.chat_template import ChatTemplate
-from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, PretrainConfig
 from components.config.schema.data import BadRows, DocsDataConfig, SftDataConfig
 from components.config.schema.model import WeightInit
@@ -20,6 +19,7 @@ from components.config.schema.training import TasksConfig
 from components.conversation import Conversation
 from components.data import examples
 from components.models.tokenizer import BYTE_CHAT_TEMPLATE, byte_tokenizer
+from components.protocol.errors import ConfigError
 from components.training.tasks.harness import load_tasks
 from scripts import chat
 

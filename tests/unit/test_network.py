@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from components import distributed
-from components.config.errors import ConfigError
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.distributed import init, utils
-from components.distributed.process import network
-from components.distributed.process.seeding import stream
+from components.distributed.process import environment as network
+from components.distributed.process.groups import stream
+from components.protocol.errors import ConfigError
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_implementations, contrast
 from tests.harness import run_ranks

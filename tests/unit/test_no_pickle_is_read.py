@@ -25,9 +25,8 @@ from components.checkpoint.listing import check_contents, list_checkpoints
 from components.checkpoint.manifest import FileRecord, HashedFile, Manifest
 from components.config.compose import read_frozen, to_yaml
 from components.config.schema import FinetuneConfig
-from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.config.schema.model import ModelConfig
+from components.config.schema.run import CheckpointConfig, LoggingConfig, WandbConfig, WandbMode
 from components.config.shape import read_shape
 from components.data.sources.files import Location, columns_of, read_rows
 from components.data.sources.split_files import files_of_split
@@ -36,7 +35,7 @@ from components.launch.sweep.plan import read_sweep
 from components.models import build_on_meta, load_tokenizer, load_weights, materialize
 from components.models.tokenizer import byte_tokenizer
 from components.observability import Reporter
-from components.observability.model_card import render_model_card
+from components.observability.result import render_model_card
 from components.protocol.failures import read_reports
 from tests.distributed.test_checkpoint_crash import save, start
 from tests.tiny_models import tiny_folder

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.distributed.numa import bind_to_gpu
+from components.distributed.process.environment import bind_to_gpu
 
 CUDA = torch.device("cuda", 3)
 SOCKETS = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from components import data, models, training
-from components.config.errors import ConfigError
-from components.config.rules.compute_rules import attention_problems
+from components.config.compute_rules import attention_problems
 from components.config.schema import AdamWConfig, ModelConfig
 from components.config.schema.cluster import Device
 from components.config.schema.model import Attention
@@ -24,6 +23,7 @@ from components.config.schema.parallelism import ActivationCheckpointing, MeshSh
 from components.data.dataset import Dataset, Facts
 from components.data.packing import best_fit, minimum_slack, plan_rows
 from components.models.documents import varlen_attention
+from components.protocol.errors import ConfigError
 from tests.distributed.packed import (
     MODELS,
     SEQ_LEN,

@@ -20,13 +20,13 @@ from transformers import (
 
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import CONF, Request, register_schemas
-from components.config.errors import ConfigError
 from components.config.schema.model import ModelConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape, read_shape
 from components.models.anatomy import SLIDING, read_anatomy
 from components.planning.formulas import step_time
 from components.planning.formulas.architecture import FAMILIES, Architecture, read_architecture
+from components.protocol.errors import ConfigError
 from components.training.setup.flops import model_flops
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
 from tests.unit.test_planning_time import workload

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
+from components.protocol.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "gpu"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -22,7 +22,7 @@ from components.config.schema.parallelism import (
     PipelineSchedule,
     Strategy,
 )
-from components.config.schema.peft import PeftConfig, PeftMethod
+from components.config.schema.run import PeftConfig, PeftMethod
 from components.planning.formulas.architecture import read_architecture
 from components.planning.formulas.communication import (
     OVERLAP_LOSS,
@@ -32,11 +32,9 @@ from components.planning.formulas.communication import (
 )
 from components.planning.formulas.compute import LayerWork, Matmul, layer_matmuls, layer_works
 from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
-from components.planning.formulas.implementation import MESHBOOK
 from components.planning.formulas.pipeline import timeline
 from components.planning.formulas.step_time import TIME_ERROR, StepTime, estimate_time, model_flops
-from components.planning.formulas.term import total
-from components.planning.formulas.workload import Workload
+from components.planning.formulas.workload import MESHBOOK, Workload, total
 from scripts.benchmark.published import (
     FITTED,
     MODELS,

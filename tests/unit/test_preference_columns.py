@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, PreferencesDataConfig
 from components.data.pairs import DESIRABLE, build_pairs
 from components.data.preflight import check_files
+from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import write
 from tests.unit.test_data_pairs import CHATML, PROMPT, assistant, read, texts, user

@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from components.config.errors import ConfigError
 from components.config.schema import DpoConfig
 from components.config.schema.data import PreferencesDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig, PairLoss, SimPOConfig
 from components.data.pairs import DESIRABLE
+from components.protocol.errors import ConfigError
 from components.training import DPO, KTO, ORPO, SimPO
 from components.training.objectives import RowScores, reference_model
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from components.config.errors import ConfigError
 from components.distributed import init, utils
 from components.distributed.process.environment import (
     RankEnvironmentError,
@@ -24,6 +23,7 @@ from components.distributed.process.environment import (
     tasks_on_node,
 )
 from components.distributed.process.rendezvous import master_address
+from components.protocol.errors import ConfigError
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_implementations, contrast
 from tests.harness import run_ranks

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from components.config.errors import ConfigError
 from components.planning.dry_run.play import play
 from components.planning.dry_run.recipe_lines import import_recipe, read_lines
+from components.protocol.errors import ConfigError
 from tests.distributed.dry_run_cases import finetune
 from tests.harness import run_ranks
 

@@ -11,9 +11,8 @@ import torch
 
 from components.checkpoint.replica_check import ROW_WORDS, Suspicion, digest_each, find_corrupt
 from components.checkpoint.tensors import Tensors
-from components.config.errors import ConfigError
-from components.resilience.bit_flips import arm_bit_flips, flip_random_bit
-from components.resilience.faults import VARIABLE, fault_point
+from components.protocol.errors import ConfigError
+from components.watch.faults import VARIABLE, arm_bit_flips, fault_point, flip_random_bit
 
 BIG = 8 * ROW_WORDS
 

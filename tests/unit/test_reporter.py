@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.config.schema.logging import LoggingConfig
+from components.config.schema.run import LoggingConfig
 from components.observability import Reporter, Result, peak_memory_bytes, peak_reserved_bytes, render_model_card
 from components.observability.result import summary
 from components.protocol.run_files import read_json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.protocol.role import (
     LocalRank,
     Role,

@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 
 from components.config.compose.frozen import read_frozen, read_intact
-from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
-from components.config.schema.logging import LoggingConfig
+from components.config.schema.run import LoggingConfig
 from components.config.stored_run import read_run
 from components.launch.k8s.pod_attempts import Pod
 from components.launch.run_directory.directory import RunDirectory
 from components.launch.run_directory.lease import take_lease
-from components.launch.schedulers.job_attempts import attempts_of_job
+from components.launch.scheduled_jobs import attempts_of_job
 from components.launch.slurm.jobs import adopt_submission
 from components.launch.slurm.snapshot import copy_code
 from components.models.weights.new_folder import NewFolder
 from components.observability import Reporter, Result
-from components.observability.lost_work import lost_work
-from components.observability.trackers.tracker import TrackedRun
+from components.observability.result import lost_work
+from components.observability.trackers import TrackedRun
+from components.protocol.errors import ConfigError
 from components.protocol.failures import read_reports, write_report
 from components.protocol.run_files import create_marker, keep_only_folder, own_folder, remove_own
 from tests.suites import TORTURE

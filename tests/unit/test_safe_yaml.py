@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from components.config.compose.sources import config_folders
-from components.config.errors import ConfigError
-from components.config.safe_yaml import YamlLimitError, load_yaml
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import YamlLimitError, load_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ["a: &a [x, x, x, x, x, x, x, x, x, x]"] + [
@@ -28,12 +28,12 @@ import contextlib, sys
 from pathlib import Path
 from components.checkpoint.load import _began_from
 from components.config.compose.frozen import read_frozen, read_section
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import RunConfig
 from components.config.stored_run import read_config
-from components.launch.run_directory.resume_check import check_changes
-from components.observability.model_card import render_model_card
+from components.launch.run_directory.opening import check_changes
+from components.observability.result import render_model_card
 
 folder = Path(sys.argv[1])
 file = folder / "config.yaml"

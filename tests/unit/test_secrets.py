@@ -12,11 +12,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from components.config.compose.frozen import from_container
-from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
-from components.config.secrets import is_secret_name, secret_problems
+from components.protocol.errors import ConfigError
+from components.protocol.secrets import is_secret_name, secret_problems
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 HEX_KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.launch.slurm import conclude as conclude_module
-from components.launch.slurm.commands import CommandResult, clean_environment, run_slurm
 from components.launch.slurm.conclude import conclude
+from components.launch.slurm.jobs import CommandResult, clean_environment, run_slurm
+from components.protocol.errors import ConfigError
 from components.protocol.failures import CorruptRank, HungRun, write_report
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.cluster import Device, SlurmClusterConfig
 from components.config.schema.data import MixtureDataConfig, SftDataConfig
-from components.config.schema.schedulers.slurm import GpuRequest
+from components.config.schema.slurm import GpuRequest
 from components.launch.slurm import job_checks
 from components.launch.slurm.job_checks import _build_problems, _local_paths, refusal
 

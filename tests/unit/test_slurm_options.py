@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device, SlurmClusterConfig
-from components.config.schema.schedulers.slurm import (
+from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
     ContainerConfig,
@@ -17,7 +16,8 @@ from components.config.schema.schedulers.slurm import (
     Launcher,
     seconds_of,
 )
-from components.launch.slurm.options import as_argument, as_line, container_arguments, job_options, resource_options
+from components.launch.slurm.script import as_argument, as_line, container_arguments, job_options, resource_options
+from components.protocol.errors import ConfigError
 
 
 def cluster(**values: object) -> ClusterConfig:

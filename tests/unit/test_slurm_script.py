@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device, SlurmClusterConfig
-from components.config.schema.schedulers.slurm import (
+from components.config.schema.slurm import (
     SCRIPT_VARIABLES,
     ContainerConfig,
     ContainerRuntime,
@@ -20,8 +19,9 @@ from components.config.schema.schedulers.slurm import (
     Launcher,
     RequeueConfig,
 )
-from components.launch.schedulers import template
+from components.launch import scheduled_jobs
 from components.launch.slurm.script import TEMPLATE, BatchScript, as_word, render, setup_problems
+from components.protocol.errors import ConfigError
 
 GOLDEN = Path(__file__).with_name("golden")
 """Expected scripts. After an intended change: MESHBOOK_WRITE_GOLDEN=1 python -m pytest THIS_FILE, then review them."""
@@ -237,7 +237,7 @@ def test_code_without_snapshot_is_mounted() -> None:
 def test_invalid_custom_template_is_rejected(
     tmp_path: Path, text: str | bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template, "CPU_SECONDS", 1)
+    monkeypatch.setattr(scheduled_jobs, "CPU_SECONDS", 1)
     file = tmp_path / "mine.j2"
     if text == "fifo":
         os.mkfifo(file)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import ConfigError
 from components.launch.slurm import snapshot
 from components.launch.slurm.snapshot import PROJECT, copied_recipe_path, copy_code
+from components.protocol.errors import ConfigError
 
 
 def write(folder: Path, *names: str) -> None:

@@ -7,8 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from components.planning.dry_run.fake_rank import FakeRank, fake_process_group
-from components.planning.dry_run.storage_tracker import Peak, StorageTracker, gloo_copy_bytes
+from components.planning.dry_run.fake_rank import FakeRank, Peak, StorageTracker, fake_process_group, gloo_copy_bytes
 from tests.harness import run_ranks
 
 MIB = 2**20

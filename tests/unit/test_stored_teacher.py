@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from components import data
-from components.config.errors import ConfigError
 from components.config.teacher_files import (
     LOG_PROBS,
     TARGET_LOG_PROB,
@@ -27,8 +26,9 @@ from components.config.teacher_files import (
     read_teacher_file,
 )
 from components.data.dataset import Facts
+from components.protocol.errors import ConfigError
 from components.storage import stored_file
-from components.training.objectives.stored_teacher import StoredTeacher
+from components.training.objectives.teacher import StoredTeacher
 from components.training.objectives.teacher_store import TargetSlots, write_file
 
 K = 3

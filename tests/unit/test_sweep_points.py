@@ -10,7 +10,6 @@ import pytest
 
 from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep, override_of
 from components.config.compose.sweep_keys import Goal, known_goal
-from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import MixtureDataConfig
 from components.launch.sweep.plan import (
@@ -25,8 +24,8 @@ from components.launch.sweep.plan import (
     read_sweep,
     write_record,
 )
-from components.launch.sweep.point_process import point_command
-from components.launch.sweep.points import retry
+from components.launch.sweep.points import point_command, retry
+from components.protocol.errors import ConfigError
 
 
 def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:

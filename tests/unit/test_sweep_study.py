@@ -15,15 +15,15 @@ pytest.importorskip("optuna", reason="needs the extra `optuna`")
 
 from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep
 from components.config.compose.sweep_keys import Goal, Range
-from components.config.errors import ConfigError
-from components.config.metrics_log import MetricsLog
 from components.config.schema import FinetuneConfig
-from components.launch.sweep import shares
-from components.launch.sweep.early_stop import losing
+from components.config.stored_run import MetricsLog
+from components.launch.sweep import points as shares
 from components.launch.sweep.plan import Point, PointRecord, StudyPlan, Sweep, write_record
 from components.launch.sweep.point_rows import STOPPED_EARLY, SweepRow, read_points
+from components.launch.sweep.ranking import losing
 from components.launch.sweep.report import report_now
 from components.launch.sweep.study import JOURNAL, PointStudy, dimensions_of, space_of
+from components.protocol.errors import ConfigError
 
 COMMAND = ("model=tiny", "optimizer.lr=loguniform(1e-5,1e-1)", "training.global_batch_size=8,16", "sweep.trials=12")
 

@@ -13,8 +13,6 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from components.config.errors import ConfigError
-from components.data.token_store.formats import layout_of
 from components.data.token_store.manifest import (
     DENSEST_WINDOWS,
     Manifest,
@@ -25,7 +23,8 @@ from components.data.token_store.manifest import (
     write_manifest,
 )
 from components.data.token_store.shards import Shard, ShardFiles
-from components.data.token_store.writer import densest_windows, read_entry, with_hashes, write_shard
+from components.data.token_store.writer import densest_windows, layout_of, read_entry, with_hashes, write_shard
+from components.protocol.errors import ConfigError
 from components.storage import stored_file
 from tests.unit.token_shards import (
     EOS,

@@ -14,16 +14,22 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema.data import MixtureDataConfig, TokensDataConfig
 from components.data.batches import BatchPlan, EvalBatches, TrainBatches, collate
 from components.data.examples import IGNORED, PackedRow
 from components.data.loading import build_dataset
-from components.data.token_store.manifest import Manifest, Vocabulary, read_manifest, write_manifest
+from components.data.token_store.manifest import (
+    HASH_OF_BYTES,
+    Manifest,
+    Vocabulary,
+    hash_of_tokenizer,
+    read_manifest,
+    write_manifest,
+)
 from components.data.token_store.rows import RowSelection, StoreSplit, TokenRows
-from components.data.token_store.vocabulary import HASH_OF_BYTES, hash_of_tokenizer
 from components.data.token_store.writer import index_folder
 from components.models.tokenizer import byte_tokenizer
+from components.protocol.errors import ConfigError
 from components.training.setup.router_loss import sequence_weights
 from tests.unit.token_shards import (
     EOS,

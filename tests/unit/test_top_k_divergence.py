@@ -11,8 +11,7 @@ from components.batch import bits_of
 from components.config.schema.objective import DistillationConfig, Divergence
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.training.objectives.contract import NOT_SHARDED
-from components.training.objectives.distillation import DistillationLoss
-from components.training.objectives.top_k import TopK, find_top_k, top_k_divergence
+from components.training.objectives.distillation import DistillationLoss, TopK, find_top_k, top_k_divergence
 
 TOKENS, VOCABULARY = 7, 23
 

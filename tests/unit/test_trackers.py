@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from components.config.rules.run_rules import tracker_problems
-from components.config.schema.logging import (
+from components.config.rules import tracker_problems
+from components.config.schema.run import (
     LoggingConfig,
     MlflowConfig,
     TrackioConfig,
@@ -23,9 +23,7 @@ from components.config.schema.logging import (
     trackers_without_group,
 )
 from components.observability import Reporter
-from components.observability.trackers.enabled import enabled_trackers
-from components.observability.trackers.tracker import TrackedRun
-from components.observability.trackers.wandb import WandbTracker
+from components.observability.trackers import TrackedRun, WandbTracker, enabled_trackers
 
 
 class FakeTracker:

@@ -13,9 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from components import models, training
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema import ModelConfig
 from components.config.schema.model import RouterAux
+from components.protocol.errors import ConfigError
 from components.training.setup.router_loss import balance_losses, sequence_weights
 from tests.distributed.parity import MOE_MODELS, build
 

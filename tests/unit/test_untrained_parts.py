@@ -18,7 +18,7 @@ from transformers import (
 
 from components.config.schema.model import DOCUMENTS, LONGEST_DOCUMENT, ModelConfig
 from components.config.schema.optimizer import AdamWConfig
-from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
+from components.config.schema.run import PeftConfig, PeftExport, PeftMethod
 from components.models import (
     add_adapters,
     build_on_meta,

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from components.data.token_store.formats import layout_of
 from components.data.token_store.manifest import DENSEST_WINDOWS, Manifest, ShardEntry, ShardFormat, Vocabulary
-from components.data.token_store.writer import read_entry, scan_shard, write_shard
+from components.data.token_store.writer import layout_of, read_entry, scan_shard, write_shard
 
 EOS = 257
 """End-of-text token of the byte tokenizer."""

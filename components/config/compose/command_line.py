@@ -20,9 +20,8 @@ from yaml import YAMLError
 
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
 from components.config.compose.explain import no_option, override_parts
-from components.config.compose.frozen import Config, from_container
+from components.config.compose.frozen import Config, from_container, resolve
 from components.config.compose.help_text import recipe_help
-from components.config.compose.interpolations import resolve
 from components.config.compose.short_forms import long_forms
 from components.config.compose.sources import (
     CONF,
@@ -34,11 +33,10 @@ from components.config.compose.sources import (
     replaceable_kinds,
 )
 from components.config.compose.sweep_keys import is_sweep_key, needs_multirun
-from components.config.compose.texts import override_with_texts
-from components.config.compose.typed import free_keys, known_keys
-from components.config.errors import ConfigError
+from components.config.compose.typed import free_keys, known_keys, override_with_texts
 from components.config.schema.checks import raise_all
-from components.config.secrets import secret_problems
+from components.protocol.errors import ConfigError
+from components.protocol.secrets import secret_problems
 from components.terminal import print_text
 
 QUIET, QUIET_OVERRIDE = "--quiet", "logging.quiet=true"

@@ -32,6 +32,7 @@ from components.config.compose.explain import (
     unreadable,
 )
 from components.config.compose.frozen import from_container
+from components.config.compose.help_text import choices_of, written
 from components.config.compose.short_forms import explain_short_form, settings_of_word
 from components.config.compose.sources import (
     Request,
@@ -41,15 +42,13 @@ from components.config.compose.sources import (
     option_texts,
     strict_booleans,
 )
-from components.config.compose.texts import UNSET, types_at
-from components.config.compose.typed import free_keys, known_keys
-from components.config.errors import ConfigError
-from components.config.key_reference import choices_of, written
+from components.config.compose.typed import UNSET, free_keys, known_keys, types_at
 from components.config.kinds import KINDS, WITHOUT_KIND
-from components.config.rules.data_rules import accepted_kinds
-from components.config.safe_yaml import load_yaml
+from components.config.rules import accepted_kinds
 from components.config.schema.data import DataKind
 from components.config.schema.recipes import RecipeConfig
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import load_yaml
 
 _KIND = re.compile(r"/schema/\w+/(?P<header>\w+)@_here_|^kind: *(?P<key>\w+)", re.MULTILINE)
 """Where an option file states its kind: in its defaults list or by the key."""

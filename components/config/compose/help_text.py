@@ -1,25 +1,28 @@
-"""Text of `--help`: what a recipe does, the options of each group, and every key with its value and docstring."""
+"""Help texts: the keys of the config with type, default and docstring, and `--help` with the options of each group."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import sys
 import textwrap
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 
 from components.config.compose.sources import Request, conf_resolvers
-from components.config.key_reference import (
-    Key,
-    default_and_others,
-    keys_of,
-    section_class,
-    shared_keys,
-    summary,
-    variants_of,
-    written,
-)
-from components.config.kinds import type_hints
+from components.config.kinds import WITHOUT_KIND, kinds_of, type_hints
+from components.config.schema import recipes as schemas
+from components.project import PROJECT
+from components.protocol.safe_files import load_yaml
 from components.terminal import fit
 
 _fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
@@ -30,6 +33,22 @@ OPTIONS = """\
 --quiet              print only where the run is, its summary, and errors: logging.quiet=true
 --help               print this text; after other arguments, with the values that they set
 """
+RECIPES = {
+    "finetune": schemas.FinetuneConfig,
+    "pretrain": schemas.PretrainConfig,
+    "dpo": schemas.DpoConfig,
+    "distill": schemas.DistillConfig,
+    "classify": schemas.ClassifyConfig,
+    "evaluate": schemas.EvaluateConfig,
+    "teacher": schemas.StoreTeacherConfig,
+}
+"""Name of a config (conf/NAME.yaml) -> its class."""
+_CONF = PROJECT / "conf"
+_KIND = re.compile(r"/schema/\w+/(\w+)@_here_")
+_PACKAGE = re.compile(r"# @package ([\w.]+)")
+_RESOLVED = re.compile(r"\$\{(?:unless_epochs:(.*)|with_kto:.*)\}")
+"""Values of conf/ for a run of training.max_steps, and for another objective than kto."""
+PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
 
 def recipe_help(description: str, request: Request, width: int) -> str:
@@ -115,3 +134,260 @@ def _class_of(schema: type, values: DictConfig) -> type:
     """Return the class of a section's values: that of their kind, if the section has kinds."""
     variants = variants_of([schema])
     return variants.get(str(values.get("kind")), next(iter(variants.values()))) if len(variants) > 1 else schema
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What is known of a key."""
+
+    type: str
+    """Type in words, with the choices of an enumeration; "section" for keys that contain keys."""
+    default: str
+    """Default as it is written on a command line; "required" without one."""
+    doc: str
+    """Docstring of the field; empty without one, as a user's own field may be."""
+    choices: tuple[str, ...] = ()
+    """Its values, if they are true and false or those of an enumeration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """Value that a key has in recipes, unless an option or the command line sets it."""
+
+    value: str
+    source: str
+    """What sets it: an option, conf/RECIPE.yaml, or nothing."""
+    recipes: tuple[str, ...]
+
+
+def recipe_defaults(key: str, of: Sequence[str] = ("",)) -> list[Default]:
+    """Return the values of a key in the recipes.
+
+    Args:
+        of: Headings of `variants_of`: recipes whose section has another kind or class are left out; "": all recipes.
+    """
+    section = key.partition(".")[0]
+    found: dict[tuple[str, str], list[str]] = {}
+    for recipe, schema in RECIPES.items():
+        values, kinds = _recipe_values(recipe)
+        hint = section_class(type_hints(schema).get(section))
+        if hint is None:
+            continue
+        variants = variants_of([hint])
+        chosen = kinds.get(section) or str(WITHOUT_KIND.get(section, ""))
+        keys = keys_of(variants.get(chosen, next(iter(variants.values()))), section)
+        if key in keys and not {"", chosen, hint.__name__}.isdisjoint(of):
+            value, source = values.get(key, (keys[key].default, ""))
+            found.setdefault((value, source), []).append(recipe)
+    return [Default(value, source, tuple(recipes)) for (value, source), recipes in found.items()]
+
+
+def default_and_others(key: str, of: Sequence[str], described: Key) -> tuple[str, str]:
+    """Return the value of a key in the first recipes that have it, and those in the others as a sentence, or ''.
+
+    A kind that no recipe begins with has the values of its option, if it has one.
+    """
+    values: dict[str, list[str]] = {}
+    for each in recipe_defaults(key, of):
+        values.setdefault(each.value, []).extend(each.recipes)
+    if not values:
+        section = key.partition(".")[0]
+        options = [_option_values(section, file.stem) for file in sorted((_CONF / section).glob("*.yaml"))]
+        stated = [found for found, kind in options if kind == of[0]]
+        return (stated[0].get(key, described.default) if len(stated) == 1 else described.default), ""
+    (first, _), *others = values.items()
+    texts = [f"{value or repr(value)} in {', '.join(recipes)}" for value, recipes in others]
+    return first, f"{'; '.join(texts)}." if texts else ""
+
+
+@functools.cache
+def _recipe_values(recipe: str) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    """Return what conf/RECIPE.yaml and its options set, as text with the source by key, and the kinds of sections."""
+    main = load_yaml((_CONF / f"{recipe}.yaml").read_text("utf-8"))
+    values, kinds = dict[str, tuple[str, str]](), dict[str, str]()
+    for key, value in _flat({name: each for name, each in main.items() if name not in ("defaults", "hydra")}):
+        values[key] = (value, "conf/RECIPE.yaml")
+    for entry in main["defaults"]:
+        group, option = next(iter(entry.items())) if isinstance(entry, dict) else ("", None)
+        if option is None or " " in group:  # optional local, override hydra/...
+            continue
+        found, kind = _option_values(group, option)
+        values |= {key: (value, f"{group}={option}") for key, value in found.items()}
+        kinds |= {group: kind} if kind else {}
+    return values, kinds
+
+
+@functools.cache
+def _option_values(group: str, option: str) -> tuple[dict[str, str], str]:
+    """Return what an option sets, as text by key, and the kind of its section that it selects, or ''."""
+    text = (_CONF / group / f"{option}.yaml").read_text("utf-8")
+    package, stated = _PACKAGE.match(text), _KIND.search(text)
+    prefix = package[1] if package else group.replace("/", ".")
+    values, found, kind = load_yaml(text) or {}, dict[str, str](), stated[1] if stated else ""
+    for entry in values.pop("defaults", ()):
+        if isinstance(entry, str) and re.fullmatch(r"\w+", entry) and entry != "_self_":
+            inherited, inherited_kind = _option_values(group, entry)
+            found, kind = found | inherited, kind or inherited_kind
+    return found | {f"{prefix}.{key}": value for key, value in _flat(values)}, str(values.get("kind", kind))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the values of nested dicts as text by dotted key."""
+    flat = []
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat += _flat(value, f"{prefix}{name}.")
+        elif value != "???":
+            flat.append((f"{prefix}{name}", _RESOLVED.sub(lambda found: found[1] or "null", written(value))))
+    return flat
+
+
+def file_of(recipe: str) -> str:
+    """Return the path of the script that has the config conf/RECIPE.yaml."""
+    return f"{'scripts' if recipe == 'teacher' else 'recipes'}/{recipe}.py"
+
+
+def sections() -> dict[str, list[type]]:
+    """Return the sections, with the classes that the recipes annotate them with, the widest first."""
+    found: dict[str, list[type]] = {}
+    for schema in RECIPES.values():
+        for name, hint in type_hints(schema).items():
+            classes = found.setdefault(name, [])
+            if hint not in classes:
+                classes.append(hint)
+    return {name: sorted(classes, key=lambda each: len(each.__mro__)) for name, classes in found.items()}
+
+
+def recipes_with(section: str) -> list[str]:
+    """Return the recipes whose config has a section."""
+    return [name for name, schema in RECIPES.items() if section in type_hints(schema)]
+
+
+@functools.cache
+def keys_of(schema: type, prefix: str) -> dict[str, Key]:
+    """Return the keys of a dataclass and of the dataclasses in it, by name."""
+    found: dict[str, Key] = {}
+    docs, hints = field_docs(schema), type_hints(schema)
+    for each in dataclasses.fields(schema):
+        name, hint = f"{prefix}.{each.name}", hints[each.name]
+        doc = docs.get(each.name, "")
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            found |= {name: Key("section", "", doc), **keys_of(hint, name)}
+        else:
+            found[name] = Key(describe_type(hint), default_of(each), doc, choices_of(hint))
+    return found
+
+
+def section_class(hint: Any) -> type | None:
+    """Return the dataclass of a section, which may be null; None for a key that is no section."""
+    kinds = (hint, *get_args(hint))
+    return next((each for each in kinds if isinstance(each, type) and dataclasses.is_dataclass(each)), None)
+
+
+def variants_of(classes: list[type]) -> dict[str, type]:
+    """Return the classes of a section by heading: its kinds, or the classes that the recipes accept."""
+    kinds = {str(kind): each for schema in classes for kind, each in kinds_of(schema).items()}
+    if len(kinds) > 1:
+        return kinds
+    if len(classes) == 1:
+        return {"": next(iter(kinds.values()), classes[0])}
+    return {each.__name__: each for each in classes}
+
+
+def shared_keys(variants: dict[str, type], section: str) -> dict[str, Key]:
+    """Return the keys that are alike in all classes of a section."""
+    first, *others = [keys_of(each, section) for each in variants.values()]
+    return {name: key for name, key in first.items() if all(each.get(name) == key for each in others)}
+
+
+def summary(documented: type) -> str:
+    """Return the docstring of a class in one line; empty for a dataclass without one."""
+    if (documented.__doc__ or "").startswith(f"{documented.__name__}("):  # Python sets it to the signature
+        return ""
+    text = " ".join((documented.__doc__ or "").split())
+    return text if text.endswith((".", ":")) else f"{text}."
+
+
+@functools.cache
+def field_docs(schema: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a dataclass, including those that it inherits."""
+    found: dict[str, str] = {}
+    for each in reversed(schema.__mro__):
+        if not dataclasses.is_dataclass(each):
+            continue
+        tree = _classes(each.__module__).get(each.__qualname__)
+        if tree is None:  # a user's class that was defined in a function, or whose source is not available
+            continue
+        for statement, following in zip(tree.body, tree.body[1:], strict=False):
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+                found[statement.target.id] = inspect.cleandoc(str(following.value.value))  # type: ignore[attr-defined]
+    return found
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except OSError:
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def describe_type(hint: Any) -> str:
+    """Return a type in words, with the choices of an enumeration."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        kinds = [describe_type(each) for each in arguments if each is not type(None)]
+        return " or ".join([*kinds, *(["null"] if type(None) in arguments else [])])
+    if origin is list:
+        return f"list of {describe_type(arguments[0])}"
+    if origin is dict:
+        return f"{describe_type(arguments[1])} by name"
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return f"{hint.__name__}: {', '.join(hint)}"
+    if dataclasses.is_dataclass(hint):
+        return "section"
+    return PLAIN_TYPES.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Return the values of a type that has few: true and false, or those of an enumeration."""
+    kinds = [each for each in (get_args(hint) or (hint,)) if each is not type(None)]
+    if kinds == [bool]:
+        return ("true", "false")
+    return tuple(kinds[0]) if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], StrEnum) else ()
+
+
+def default_of(each: dataclasses.Field[Any]) -> str:
+    """Return a field's default as it is written on a command line; "required" without one."""
+    if each.default_factory is not dataclasses.MISSING:
+        value = each.default_factory()
+    elif each.default is not dataclasses.MISSING:
+        value = each.default
+    else:
+        return "required"
+    return written(value)
+
+
+def written(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{written(entry)}' for key, entry in value.items())}}}"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
+
+
+def purpose_of(option: str) -> str:
+    """Return the first sentences of the comment at the top of an option's file, without its examples."""
+    lines = []
+    for line in option.splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("# ") or line.startswith("#   "):
+            break
+        lines.append(line[2:])
+    return " ".join(lines)

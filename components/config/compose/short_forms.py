@@ -22,13 +22,13 @@ from hydra.errors import HydraException
 
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import option_texts
-from components.config.compose.texts import literal
-from components.config.errors import ConfigError
-from components.config.rules.data_rules import accepted_kinds
+from components.config.compose.typed import literal
+from components.config.rules import accepted_kinds
 from components.config.schema.data import DataKind
 from components.config.schema.recipes import EvaluateConfig, PretrainConfig, RecipeConfig
 from components.data.sources.files import Location, columns_of
 from components.data.sources.split_files import files_of_split
+from components.protocol.errors import ConfigError
 from components.storage.urls import is_url
 
 _ANY_MODEL = "smollm2_135m"

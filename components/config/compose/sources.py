@@ -24,15 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from components.config.compose.explain import override_parts
-from components.config.compose.texts import yaml_with_texts
-from components.config.errors import ConfigError
+from components.config.compose.typed import yaml_with_texts
 from components.config.kinds import KINDS, kinds_of, type_hints
-from components.config.safe_yaml import YamlLimitError, check_expansion, load_yaml
 from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
 from components.config.shape import ModelShape
 from components.project import PROJECT
-from components.protocol.safe_json import read_regular
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import YamlLimitError, check_expansion, load_yaml, read_regular
 
 _LARGEST = 1 << 24  # bytes of a YAML file
 CONF = PROJECT / "conf"

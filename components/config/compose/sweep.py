@@ -30,10 +30,9 @@ from components.config.compose.sweep_keys import (
     number_as_value,
     read_sweep_keys,
 )
-from components.config.compose.texts import override_with_texts
-from components.config.compose.typed import free_keys, known_keys, whole_number_keys
-from components.config.errors import ConfigError
+from components.config.compose.typed import free_keys, known_keys, override_with_texts, whole_number_keys
 from components.config.schema.recipes import RecipeConfig
+from components.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

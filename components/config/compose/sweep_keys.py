@@ -24,8 +24,8 @@ from hydra.errors import HydraException
 
 from components.config.compose.explain import SWEEP_FUNCTION, override_parts, unreadable
 from components.config.compose.typed import typed
-from components.config.errors import ConfigError
 from components.config.schema.checks import at_least, raise_all
+from components.protocol.errors import ConfigError
 
 PREFIX = "sweep."
 EVAL_LOSS = "eval_loss"

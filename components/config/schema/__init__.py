@@ -19,7 +19,6 @@ schedulers/     parts of `cluster` for Slurm and Kubernetes jobs
 training.py     `training`, `evaluation`, `generation`: batch sizes, intervals, limits
 """
 
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import (
     ClusterConfig,
     ClusterKind,
@@ -29,7 +28,7 @@ from components.config.schema.cluster import (
     SlurmClusterConfig,
 )
 from components.config.schema.data import DataConfig
-from components.config.schema.logging import LoggingConfig, MlflowConfig, TrackioConfig, WandbConfig, WandbMode
+from components.config.schema.kubernetes import KubernetesConfig, PodUser, Workload
 from components.config.schema.model import (
     Attention,
     CausalLMConfig,
@@ -61,7 +60,6 @@ from components.config.schema.parallelism import (
     Strategy,
     UnevenHeads,
 )
-from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
 from components.config.schema.recipes import (
     ClassifyConfig,
     DistillConfig,
@@ -73,15 +71,19 @@ from components.config.schema.recipes import (
     StoreTeacherConfig,
     TrainConfig,
 )
-from components.config.schema.run import RunConfig
-from components.config.schema.schedulers.kubernetes import KubernetesConfig, PodUser, Workload
-from components.config.schema.schedulers.slurm import (
-    ContainerConfig,
-    ContainerRuntime,
-    GpuRequest,
-    Launcher,
-    RequeueConfig,
+from components.config.schema.run import (
+    CheckpointConfig,
+    LoggingConfig,
+    MlflowConfig,
+    PeftConfig,
+    PeftExport,
+    PeftMethod,
+    RunConfig,
+    TrackioConfig,
+    WandbConfig,
+    WandbMode,
 )
+from components.config.schema.slurm import ContainerConfig, ContainerRuntime, GpuRequest, Launcher, RequeueConfig
 from components.config.schema.training import (
     EvaluationConfig,
     GenerationConfig,

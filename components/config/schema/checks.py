@@ -9,7 +9,7 @@ import math
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -8,8 +8,8 @@ from datetime import timedelta
 from enum import StrEnum
 
 from components.config.schema.checks import at_least, field_values, own_kind, raise_all, within
-from components.config.schema.schedulers.kubernetes import KubernetesConfig, pod_variable_problems
-from components.config.schema.schedulers.slurm import (
+from components.config.schema.kubernetes import KubernetesConfig, pod_variable_problems
+from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
     SCRIPT_VARIABLES,

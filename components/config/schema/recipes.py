@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig, LabelsDataConfig, PreferencesDataConfig, ScoredDataConfig
-from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import CausalLMConfig, LossMethod, ModelConfig, TeacherConfig, TopKTeacherConfig
 from components.config.schema.objective import (
     ClassificationConfig,
@@ -25,9 +22,9 @@ from components.config.schema.objective import (
 )
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
-from components.config.schema.peft import PeftConfig
-from components.config.schema.run import RunConfig
+from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, RunConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig, TrainingTasksConfig
+from components.protocol.errors import ConfigError
 
 Section = TypeVar("Section")
 Config = TypeVar("Config", bound="RecipeConfig")

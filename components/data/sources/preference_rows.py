@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.config.errors import ConfigError
 from components.config.schema.checks import field_values
 from components.config.schema.data import PreferencesDataConfig
 from components.data.sources.files import Row, check_columns
@@ -29,6 +28,7 @@ from components.data.sources.rows import (
     number_of,
     text_value,
 )
+from components.protocol.errors import ConfigError
 
 _USUAL_COLUMNS = {
     "prompt_column": ("prompt", "question", "instruction", "input"),

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, TextDataConfig
 from components.data.cache import batches_of, hash_of_tokenization
 from components.data.sources.files import readable
+from components.data.sources.pydocs import document_tokens
 from components.data.sources.rows import BadRowReport, each_document, train_location
 from components.data.sources.split import rows_of
-from components.data.sources.text import document_tokens
 from components.data.token_store.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, Vocabulary
-from components.data.token_store.vocabulary import hash_of_tokenizer as hash_of_vocabulary
+from components.data.token_store.manifest import hash_of_tokenizer as hash_of_vocabulary
 from components.data.token_store.writer import read_entry, with_hashes, write_shard
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import is_replaceable, temporaries
 
 if TYPE_CHECKING:

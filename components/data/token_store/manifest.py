@@ -1,4 +1,9 @@
-"""The manifest of a token store: everything that a start needs, without opening a shard. Imports no numpy."""
+"""The manifest of a token store: everything that a start needs, without opening a shard. Imports no numpy.
+
+Hash of a tokenizer's vocabulary: two tokenizers with the same one give an id the same meaning. Imports no numpy.
+The hash covers the tokens of tokenizer.json's model and their ids. Added tokens are left out: a chat model often
+renames reserved ids of its base model, and may be trained on the base model's tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +21,11 @@ from typing import Any
 
 import xxhash
 
-from components.config.errors import ConfigError
+from components.config.schema.model import ModelConfig
+from components.config.shape import locate
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write, is_replaceable
-from components.protocol.safe_json import load_json, parse_json
+from components.protocol.safe_files import load_json, parse_json
 from components.storage.object_store import ObjectStore
 from components.storage.urls import is_url, join
 
@@ -30,6 +37,8 @@ _VERSION = 1
 _WINDOW_BITS = range(4, 25)
 DENSEST_WINDOWS = tuple(1 << bits for bits in _WINDOW_BITS)
 """Lengths in tokens of the windows in which a shard's document ends are counted."""
+HASH_OF_BYTES = "10f4878bace996e3bf5360c36043a0d6"
+"""Hash of the vocabulary of model.tokenizer=bytes."""
 
 
 class ShardFormat(StrEnum):
@@ -323,3 +332,34 @@ def vocabulary_problems(manifest: Manifest, key: str, *, size: int | None, token
             "model that the store was tokenized for, or tokenize the corpus again"
         )
     return problems
+
+
+def hash_of_tokens(vocabulary: Mapping[str, int] | Sequence[Any]) -> str:
+    """Return the hash of a vocabulary of tokenizer.json: ids by token, or a list of (token, score) in order of ids."""
+    ids = vocabulary if isinstance(vocabulary, Mapping) else {entry[0]: id for id, entry in enumerate(vocabulary)}
+    pairs = sorted((id, token) for token, id in ids.items())
+    return xxhash.xxh3_128(json.dumps(pairs).encode()).hexdigest()
+
+
+def hash_of_tokenizer(tokenizer: Any) -> str | None:
+    """Return the hash of the vocabulary of a transformers tokenizer; None if it is a slow one, which stores none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return None if backend is None else hash_of_tokens(json.loads(backend.to_str())["model"]["vocab"])
+
+
+def hash_of_files(model: ModelConfig) -> str | None:
+    """Return the hash of the vocabulary of a run's tokenizer, read without transformers.
+
+    None if it needs the hub or a GGUF file, or has no tokenizer.json: then the ranks compare.
+    """
+    if model.tokenizer == "bytes":
+        return HASH_OF_BYTES
+    path = model.tokenizer or model.path
+    try:
+        files = None if path is None else locate(path)
+        if files is None or not files.is_local or files.gguf_file:
+            return None
+        stored = load_json(Path(files.name_or_folder, "tokenizer.json"))
+        return hash_of_tokens(stored["model"]["vocab"])
+    except (ConfigError, OSError, ValueError, LookupError, TypeError):
+        return None  # a missing or damaged tokenizer has its own message

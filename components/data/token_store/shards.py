@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from components.config.errors import ConfigError
 from components.data.token_store.manifest import Manifest, ShardEntry, ShardFormat
 from components.data.tokens import StoredColumn
+from components.protocol.errors import ConfigError
 from components.storage.stored_file import OpenFile, VerifiedFile, read_header
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"

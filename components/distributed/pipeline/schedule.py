@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
-from components.config.rules.compute_rules import split_backward_problems
+from components.config.compute_rules import split_backward_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
 from components.distributed.fsdp import reshard

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from components.distributed.process.backends import backend_supports_cuda
-from components.distributed.process.groups import find_members, is_distributed, require_member
+from components.distributed.process.groups import backend_supports_cuda, find_members, is_distributed, require_member
 from components.distributed.process.store_sync import MissingRanks
 
 logger = logging.getLogger(__name__)

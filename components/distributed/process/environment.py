@@ -1,23 +1,39 @@
-"""Rank, world size and node of this process, read from the environment and validated.
+"""Surroundings of this process: rank and node from environment variables, network interfaces, and CPUs near its GPU.
 
 A process is a rank if torchrun, or another launcher with the same variables, has set RANK and WORLD_SIZE, or if it is
 a task of a Slurm step with several tasks (SLURM_STEP_ID is set, or SLURM_PROCID is above 0). A batch shell and `salloc`
 also set SLURM_PROCID=0 and SLURM_NTASKS, but run no ranks. torchrun's and Slurm's variables are never mixed. An empty
 variable counts as unset.
+
+Binding of a rank's threads to the CPUs near its GPU.
+Copies between a GPU and host memory of another NUMA node cross the link between the sockets. `torchrun --numa-binding`
+(torch/numa/binding.py) does the same for its own workers, but needs numactl; here a rank binds itself, whoever started
+it, within the CPUs that Slurm or the user allowed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import shutil
 import socket
-from collections.abc import Mapping, MutableMapping
+import subprocess
+from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from components.config.errors import ConfigError
+import torch
+
+from components.protocol.errors import ConfigError
 from components.protocol.role import EXPORTED, tasks_variable
+
+logger = logging.getLogger(__name__)
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class RankEnvironmentError(ConfigError):
@@ -249,3 +265,106 @@ def restore_variables(environ: MutableMapping[str, str] | None = None) -> None:
 def _exported_values(environ: Mapping[str, str]) -> dict[str, str | None]:
     record = json.loads(environ.get(EXPORTED) or "{}")
     return record["previous"] if record.get("pid") == os.getpid() else {}  # a child process inherits the record
+
+
+def bind_to_gpu(device: torch.device, root: Path = Path("/")) -> str:
+    """Bind this process to the CPUs of its GPU's NUMA node; return what was bound, empty if nothing had to be.
+
+    Threads started afterwards inherit it. Nothing is bound on a CPU, on a machine with one NUMA node, and if the
+    process may use CPUs of that node only. If it may use none of them, a warning is logged.
+
+    Args:
+        root: Root of the file system with /sys and /proc.
+    """
+    if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
+        return ""
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the PCI address
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
+        cpus = _read_cpus((root / f"sys/devices/system/node/node{node}/cpulist").read_text())
+    except FileNotFoundError:  # a node of -1 too: the machine has one, or a virtual machine hides them
+        return ""
+    allowed = os.sched_getaffinity(0)
+    if allowed <= cpus:
+        return ""
+    if not allowed & cpus:
+        logger.warning(
+            "cluster.numa_binding=auto: this process may not use any CPU of NUMA node %d, which GPU %s is attached to; "
+            "its copies cross sockets. Allocate whole nodes (cluster.exclusive=true), or set it to off",
+            *(node, address),
+        )
+        return ""
+    for thread in (root / "proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            if os.sched_getaffinity(int(thread.name)) == allowed:  # others were bound on purpose
+                os.sched_setaffinity(int(thread.name), allowed & cpus)
+    return f"CPUs: rank 0 is bound to the {len(allowed & cpus)} of NUMA node {node}, where its GPU is"
+
+
+def _read_cpus(ranges: str) -> set[int]:
+    """Return the CPUs of a list such as 0-3,8-11."""
+    cpus: set[int] = set()
+    for each in filter(None, ranges.strip().split(",")):
+        first, _, last = each.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _detect_ib_interface() -> str | None:
+    """Detect the first UP InfiniBand interface with an IP address (KempnerForge, distributed/setup.py).
+
+    InfiniBand interfaces come first, then Ethernet interfaces of RDMA devices (RoCE). The result is this node's; other
+    nodes may differ, and each sets its own. None, with a log record, if there is none or `ip` fails.
+    """
+    command = shutil.which("ip")
+    if command is None:
+        logger.debug("InfiniBand detection skipped: the command `ip` is not on PATH")
+        return None
+    try:
+        output = subprocess.run([command, "-br", "addr"], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("InfiniBand detection skipped: `ip -br addr` failed: %s", error)
+        return None
+    return first_rdma_interface(output, {path.name for path in RDMA_DEVICES.glob("*/device/net/*")})
+
+
+def first_rdma_interface(brief_addresses: str, rdma_names: Collection[str]) -> str | None:
+    """Return the first RDMA interface in the output of `ip -br addr` that is up and has an address.
+
+    Args:
+        rdma_names: Names of the interfaces of RDMA devices, which need not begin with `ib`.
+    """
+    up = []
+    for line in brief_addresses.splitlines():
+        name, state, *addresses = line.split() or ("", "")
+        if state == "UP" and addresses:
+            up.append(name.split("@")[0])  # a child interface is listed with its parent: ib0.8001@ib0
+    infiniband = [name for name in up if name.startswith("ib")]
+    return next(iter([*infiniband, *(name for name in up if name in rdma_names)]), None)
+
+
+def _set_nccl_env() -> None:
+    """Set NCCL's and gloo's network variables that are unset (KempnerForge, distributed/setup.py).
+
+    If there is an RDMA interface, both bind to it and NCCL may use RDMA and GPUDirect; otherwise NCCL chooses.
+    NCCL_SOCKET_IFNAME allows patterns (^lo, =ib0, eth, a list) that gloo does not support, so gloo gets its value only
+    if it is the name of an interface of this node.
+    """
+    configured = os.environ.get("NCCL_SOCKET_IFNAME")
+    detected = _detect_ib_interface()
+    interface = configured or detected
+    if interface:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        if interface in {name for _, name in socket.if_nameindex()}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        elif "GLOO_SOCKET_IFNAME" not in os.environ:
+            logger.info("NCCL_SOCKET_IFNAME=%s is not the name of one interface; gloo chooses its interface", interface)
+    if detected:
+        os.environ.setdefault("NCCL_IB_DISABLE", "0")
+        os.environ.setdefault("NCCL_NET_GDR_LEVEL", "2")
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+        logger.warning(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 disables NCCL's timeouts: a stuck collective hangs forever; unset it"
+        )
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

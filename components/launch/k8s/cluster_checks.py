@@ -8,12 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
+from components.config.schema.kubernetes import Workload
 from components.config.schema.recipes import RecipeConfig
-from components.config.schema.schedulers.kubernetes import Workload
-from components.launch.k8s.kubectl import Answer, Unreachable, create, get, may
-from components.launch.k8s.pod_jobs import AT_ONCE
+from components.launch.k8s.pod_jobs import AT_ONCE, Answer, Unreachable, create, get, may
 from components.launch.k8s.pod_manifest import (
     PodManifest,
     is_workload,
@@ -23,7 +21,8 @@ from components.launch.k8s.pod_manifest import (
     pod_resources,
     render,
 )
-from components.launch.schedulers.shared_paths import LOCAL_FILE_SYSTEMS, file_system, named_paths
+from components.launch.scheduled_jobs import LOCAL_FILE_SYSTEMS, file_system, named_paths
+from components.protocol.errors import ConfigError
 
 Findings = tuple[list[str], list[str]]
 """Problems, and notes for the user."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
@@ -23,11 +22,13 @@ from components.launch.backend import (
     recorded_job,
 )
 from components.launch.k8s.cluster_checks import as_notes, job_problems, refusal
-from components.launch.k8s.kubectl import Unreachable, create, run_kubectl
 from components.launch.k8s.pod_jobs import (
     JobName,
+    Unreachable,
     adopt_submission,
+    create,
     job_states,
+    run_kubectl,
     stop_command,
     stop_job,
     submitted_job,
@@ -45,6 +46,7 @@ from components.launch.k8s.pod_manifest import (
 )
 from components.launch.run_checks import affects
 from components.project import PROJECT
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import JOB_ID, LOGS, MANIFEST, PRIVATE, SUBMISSION, atomic_write
 from components.terminal import print_text
 

@@ -17,14 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from components.config.compose.frozen import read_section
-from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, Device
 from components.kernel_counters import killed_for_memory
 from components.launch.k8s.pod_attempts import DONE, RESTART, Pod, Refused, join_attempt, reason_not_to_restart
 from components.launch.local import RankProcesses, allocator_defaults, rank_defaults
-from components.launch.schedulers.node_problems import node_problems
+from components.launch.scheduled_jobs import node_problems
 from components.project import PROJECT
-from components.protocol.exit_codes import EXIT_HUNG, EXIT_INVALID, EXIT_RESTART
+from components.protocol.errors import EXIT_HUNG, EXIT_INVALID, EXIT_RESTART, ConfigError
 from components.protocol.failures import (
     LEFT_EARLY,
     Failure,

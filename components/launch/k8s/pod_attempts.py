@@ -17,13 +17,7 @@ from pathlib import Path
 
 from components.config.schema.cluster import ClusterConfig
 from components.launch.run_directory.directory import point_latest
-from components.launch.schedulers.job_attempts import (
-    CHECKPOINTS_BEFORE,
-    JOB,
-    Remedies,
-    attempts_of_job,
-    lack_of_progress,
-)
+from components.launch.scheduled_jobs import CHECKPOINTS_BEFORE, JOB, Remedies, attempts_of_job, lack_of_progress
 from components.protocol.failures import Kind
 from components.protocol.role import whole_number
 from components.protocol.run_files import (

@@ -12,16 +12,14 @@ from typing import Any
 
 import yaml
 
-from components.config.errors import ConfigError
-from components.config.safe_yaml import check_expansion
 from components.config.schema.cluster import ClusterConfig, Device
-from components.config.schema.schedulers.kubernetes import PodUser, Workload
-from components.launch.k8s.kubectl import COLLECTIONS
-from components.launch.k8s.pod_jobs import JobName
-from components.launch.schedulers.template import render_template
+from components.config.schema.kubernetes import PodUser, Workload
+from components.launch.k8s.pod_jobs import COLLECTIONS, JobName
+from components.launch.scheduled_jobs import render_template
 from components.project import COMPONENTS, PROJECT
-from components.protocol.exit_codes import EXIT_RESTART
+from components.protocol.errors import EXIT_RESTART, ConfigError
 from components.protocol.role import JOB
+from components.protocol.safe_files import check_expansion
 
 TEMPLATES = PROJECT / "k8s"
 ROOT = COMPONENTS.parent

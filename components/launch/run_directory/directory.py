@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
+import importlib.metadata
 import os
+import platform
+import secrets
+import shlex
 import shutil
+import socket
+import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from components.config.compose.frozen import frozen_text
-from components.config.errors import ConfigError
-from components.config.metrics_log import METRICS
 from components.config.schema.recipes import RecipeConfig
-from components.launch.run_directory.filesystem import free_space
+from components.config.stored_run import METRICS
+from components.launch.machine import usable_cores
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import (
     BEFORE,
     CODE,
@@ -44,11 +53,13 @@ from components.protocol.run_files import (
     set_aside,
     temporaries,
 )
-from components.protocol.safe_json import read_regular
+from components.protocol.safe_files import read_regular
+from components.protocol.secrets import masked
 from components.terminal import print_text
 
 START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, MANIFEST, JOB_ID, SUBMISSION, LEASE}
 """Entries that a start creates before main runs."""
+PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
 
 
 @dataclass
@@ -196,3 +207,113 @@ def _same_files(one: Path, other: Path) -> bool:
 def _has_content(entry: Path) -> bool:
     """Return whether an entry is anything but an empty file."""
     return not entry.is_file() or entry.stat().st_size > 0
+
+
+def make_new(parent: Path) -> tuple[Path, list[Path]]:
+    """Create a folder named by the time and random hex digits; return it, and all folders created, outermost first."""
+    while True:
+        path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        created = make(path)
+        if path in created:
+            return path, created
+
+
+def make(path: Path) -> list[Path]:
+    """Create a folder with its parents; return those that this call created, outermost first."""
+    missing = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        missing = [folder for folder in missing if folder != path]
+    return missing
+
+
+@contextmanager
+def reported_by_path(path: Path) -> Iterator[None]:
+    """Raise file system errors as a ConfigError that names the run directory."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why = f"{error.strerror}{free_space(path)}"
+            raise ConfigError(
+                f"run.dir={path}: cannot be written: {why}; free disk space, or choose another run.dir"
+            ) from error
+        inside = f"{error.filename}: " if path in Path(str(error.filename)).parents else ""
+        raise ConfigError(
+            f"run.dir={path}: cannot be used: {inside}{error.strerror}; choose another run.dir"
+        ) from error
+
+
+def free_space(folder: Path) -> str:
+    """Return the free space as a message suffix; "" if it cannot be determined."""
+    try:
+        return f" ({shutil.disk_usage(folder).free:,} bytes are free)"
+    except OSError:
+        return ""
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError if permissions or the mount prevent writing to a folder, or creating it if it does not exist."""
+    nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def start_record(recipe: str, recipe_file: Path, processes: int, attempt: int) -> dict[str, Any]:
+    """Return the versions, git state, command, host and devices of this start, without importing the packages."""
+    return {
+        "recipe": recipe,
+        "recipe_file": str(recipe_file),
+        "attempt": attempt,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([sys.executable, *map(masked, sys.argv)]),
+        "folder": os.getcwd(),
+        "processes": processes,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": usable_cores(),
+        "gpus": _gpu_names(),
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git": _git_state(recipe_file.parent),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu_names() -> list[str]:
+    """Return the model names of all GPUs that the driver lists, including those hidden from the run."""
+    names = []
+    for card in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        models = [line.partition(":")[2].strip() for line in card.read_text().splitlines() if line.startswith("Model")]
+        names += models[:1]
+    return names
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit and changed files of the recipe's git repository; None without git or a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") or ""
+    return {"commit": commit.strip(), "dirty": bool(changed.strip()), "changed": masked(changed).splitlines()}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -16,17 +16,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from components.config.schema.schedulers.slurm import seconds_of
-from components.launch.schedulers.job_attempts import JobAttempt, attempts_of_job, cluster_of
-from components.launch.slurm.attempt_start import record_failed_nodes
-from components.launch.slurm.requeue import (
+from components.config.schema.slurm import seconds_of
+from components.launch.scheduled_jobs import JobAttempt, attempts_of_job, cluster_of
+from components.launch.slurm.attempt_start import (
     CRASHED,
     reason_not_after_corruption,
     reason_not_after_crash,
     reason_not_after_hang,
     reason_to_stop,
+    record_failed_nodes,
 )
-from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.errors import EXIT_INVALID
 from components.protocol.failures import (
     LEFT_EARLY,
     Failure,

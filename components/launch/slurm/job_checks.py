@@ -8,18 +8,17 @@ import re
 import sys
 from pathlib import Path
 
-from components.config.errors import ConfigError
-from components.config.model_files import locate
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.recipes import RecipeConfig, named_models
-from components.config.schema.schedulers.slurm import ContainerRuntime
-from components.launch.hub_access import hub_cache, is_offline
-from components.launch.schedulers.shared_paths import LOCAL_FILE_SYSTEMS, file_system, named_paths
-from components.launch.slurm.commands import WITHOUT_CLUSTER, run_slurm
-from components.launch.slurm.options import as_argument, resource_options
-from components.launch.slurm.script import setup_problems
+from components.config.schema.slurm import ContainerRuntime
+from components.config.shape import locate
+from components.launch.run_checks import hub_cache, is_offline
+from components.launch.scheduled_jobs import LOCAL_FILE_SYSTEMS, file_system, named_paths
+from components.launch.slurm.jobs import WITHOUT_CLUSTER, run_slurm
+from components.launch.slurm.script import as_argument, resource_options, setup_problems
 from components.launch.slurm.snapshot import ROOT
+from components.protocol.errors import ConfigError
 
 UNREACHABLE = (
     *("cannot stat file", "configuration source", "configuration file", "Unable to contact slurm controller"),

@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from components.launch.schedulers.node_problems import node_problems
+from components.launch.scheduled_jobs import node_problems
 from components.protocol.run_files import REQUEUE, create_marker
 from components.terminal import keep_running, open_output, print_text
 

@@ -7,8 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from components.config.errors import ConfigError
 from components.project import COMPONENTS, PROJECT
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import keep_only_folder
 
 LARGEST = 64 * 2**20

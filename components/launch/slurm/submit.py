@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from components.config.errors import ConfigError
+from components.config.rules import legal_node_counts
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.config.shape import read_shape
-from components.config.validate import legal_node_counts
 from components.launch.backend import (
     CheckedRun,
     Job,
@@ -24,11 +23,20 @@ from components.launch.backend import (
     recorded_job,
 )
 from components.launch.run_checks import affects
-from components.launch.slurm.commands import NoResponse, run_slurm
 from components.launch.slurm.job_checks import job_problems, refusal
-from components.launch.slurm.jobs import TAG, adopt_submission, describe_job, find_submission, job_states, stop_job
+from components.launch.slurm.jobs import (
+    TAG,
+    NoResponse,
+    adopt_submission,
+    describe_job,
+    find_submission,
+    job_states,
+    run_slurm,
+    stop_job,
+)
 from components.launch.slurm.script import BatchScript, render
 from components.launch.slurm.snapshot import ROOT, copied_recipe_path, copy_code
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import (
     CODE,
     JOB_ID,

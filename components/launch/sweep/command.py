@@ -13,21 +13,16 @@ from pathlib import Path
 from components.config.compose.diagnose import Check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
 from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
-from components.config.errors import ConfigError
-from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.checks import raise_all
-from components.config.schema.logging import trackers_without_group
 from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.run import CheckpointConfig, trackers_without_group
 from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
-from components.launch.evaluated_run import reject_swept_run
 from components.launch.machine import processes_of, visible_gpus
-from components.launch.memory_report import played_memory
 from components.launch.open_run import directory_problems
-from components.launch.run_checks import MESH_KEYS, affects, problems_before_start, split_absent
-from components.launch.run_directory.filesystem import check_writable, reported_by_path
-from components.launch.sweep.criterion import choose_criterion, missing_metric
-from components.launch.sweep.early_stop import early_stop_problems, read_curve
+from components.launch.overrides import reject_swept_run
+from components.launch.run_checks import MESH_KEYS, affects, played_memory, problems_before_start, split_absent
+from components.launch.run_directory.directory import check_writable, reported_by_path
 from components.launch.sweep.plan import (
     PLAN,
     Point,
@@ -38,11 +33,11 @@ from components.launch.sweep.plan import (
     point_name,
     read_sweep,
 )
-from components.launch.sweep.point_process import point_command
 from components.launch.sweep.point_rows import read_points
-from components.launch.sweep.points import PointLoop, conclude, run_points
-from components.launch.sweep.shares import share_problems
+from components.launch.sweep.points import PointLoop, conclude, point_command, run_points, share_problems
+from components.launch.sweep.ranking import choose_criterion, early_stop_problems, missing_metric, read_curve
 from components.launch.sweep.study import JOURNAL, MOST_REPEATS, PointStudy, space_of
+from components.protocol.errors import ConfigError
 from components.storage.urls import join
 from components.terminal import print_text
 
@@ -219,7 +214,7 @@ def _expand(recipe: Recipe, check: Check) -> SweepRequest:
     """Return the points of the sweep; with `parallelism=plan:K`, each of them on its best K meshes."""
     if not any(each.startswith("parallelism=plan:") for each in sys.argv[1:]):
         return expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
-    from components.launch.planned_mesh import BEST, requested_plans, sweep_values  # few commands need the planner
+    from components.launch.overrides import BEST, requested_plans, sweep_values  # few commands need the planner
 
     best = requested_plans(sys.argv[1:])
     if best is None:

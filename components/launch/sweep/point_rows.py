@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.config.metrics_log import MetricsLog
-from components.config.stored_run import RunNumbers, is_number, read_config, short_mesh
+from components.config.stored_run import MetricsLog, RunNumbers, is_number, read_config, short_mesh
 from components.launch.backend import Job, JobState
 from components.launch.clusters import job_of, jobs_by_id
 from components.launch.sweep.plan import Point, PointRecord, Sweep, is_running, read_record
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import describe_exit, is_out_of_memory
 from components.protocol.run_files import NONFINITE, RESULT, read_result
 

@@ -5,25 +5,33 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from components.config.errors import ConfigError
+from components.config.compose.sweep import override_of
 from components.config.schema.checks import raise_all
+from components.config.schema.cluster import Device
 from components.config.schema.parallelism import describe_processes
+from components.config.schema.recipes import RecipeConfig
+from components.kernel_counters import killed_for_memory
 from components.launch.clusters import job_of, jobs_by_id, stop
-from components.launch.sweep.early_stop import MedianRule, read_curve
+from components.launch.machine import RANKS_PER_CORE, usable_cores, visible_gpus
+from components.launch.rank import die_with
 from components.launch.sweep.plan import PLAN, Point, PointRecord, Sweep, is_running, locked, read_record, write_record
-from components.launch.sweep.point_process import PointProcess
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STATES, SweepRow, read_points
+from components.launch.sweep.ranking import MedianRule, read_curve
 from components.launch.sweep.report import report_command, report_now
-from components.launch.sweep.shares import share_of
 from components.launch.sweep.study import PointStudy, dimensions_of
 from components.launch.sweep.table import first_line
-from components.protocol.exit_codes import EXIT_INTERRUPTED
+from components.protocol.errors import EXIT_INTERRUPTED, ConfigError
+from components.protocol.role import without_ranks
+from components.protocol.run_files import PRIVATE, keep_only_folder, open_append
 from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
 from components.terminal import fit, print_text, terminal_width
 
@@ -35,6 +43,9 @@ POLL_JOBS = 5.0
 """Polling interval for submitted jobs, in seconds."""
 MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
+LAST_LINES = 15
+"""Lines of a point's output kept in its record."""
+GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 
 
 def run_points(sweep: Sweep, points: Sequence[Point]) -> list[int]:
@@ -298,3 +309,142 @@ def _end_line(row: SweepRow) -> str:
     if row.reason and row.state != "ok":
         parts.append(first_line(row.reason, 100))
     return ", ".join(parts)
+
+
+class PointProcess:
+    """The launcher of a point in a process group of its own, and the point's record, which it keeps up to date.
+
+    Args:
+        sweep: The sweep.
+        point: The point to start.
+        environment: Variables to set in addition to those of this process.
+    """
+
+    def __init__(self, sweep: Sweep, point: Point, environment: Mapping[str, str]) -> None:
+        self._sweep, self._point = sweep, point
+        self._killed_before = killed_for_memory()
+        self.record = PointRecord(time.time())
+        write_record(sweep, point, self.record)
+        keep_only_folder(sweep.run_dir(point))
+        with open_append(sweep.log(point), PRIVATE) as log:
+            self._log_start = log.tell()
+            sweep_process = os.getpid()
+            self._process = subprocess.Popen(
+                point_command(sweep, point),
+                cwd=sweep.folder,
+                env={**without_ranks(os.environ), **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # Ctrl-C then reaches only this process, which forwards it once
+                preexec_fn=lambda: die_with(sweep_process),  # noqa: PLW1509 (other threads are idle ones of BLAS)
+            )
+
+    def has_ended(self) -> bool:
+        """Return whether the launcher has exited; then its exit status and output are in the record."""
+        if self._process.poll() is None:
+            return False
+        if self.record.status is None:
+            self._conclude()
+        return True
+
+    def stop_early(self, reason: str) -> None:
+        """Record the reason, and request the ordinary stop, which saves a checkpoint."""
+        self.record = replace(self.record, stopped_early=reason)
+        write_record(self._sweep, self._point, self.record)
+        self.send(signal.SIGTERM)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the launcher, whose backend stops its ranks or job."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the launcher's process group; ranks are in other groups and end with their launcher."""
+        if self._process.returncode is not None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _conclude(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what the launcher may have left in its group
+        self.record = replace(
+            self.record,
+            status=self._process.returncode,
+            seconds=round(time.time() - self.record.started, 1),
+            message=_tail(self._sweep.log(self._point), self._log_start),
+            killed_for_memory=killed_for_memory() > self._killed_before,
+        )
+        write_record(self._sweep, self._point, self.record)
+
+
+def point_command(sweep: Sweep, point: Point) -> list[str]:
+    """Return the command that runs a point, as an argument list: no shell is involved."""
+    run_dir = override_of("run.dir", str(sweep.run_dir(point)))
+    return [sys.executable, str(sweep.file), *sweep.options, *point.overrides, run_dir]
+
+
+def _tail(log: Path, start: int) -> str:
+    """Return the last lines of a log from the offset `start`, without blank lines and the run directory line."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    kept = [line for line in lines if line.strip() and not line.startswith("run /")]
+    return "\n".join(kept[-LAST_LINES:])
+
+
+def share_problems(cfg: RecipeConfig, processes: int, parallel: int) -> list[str]:
+    """Return the problems of running that many local points like this one at the same time.
+
+    Args:
+        cfg: Config of a point.
+        processes: Its number of ranks, with its share of the GPUs.
+        parallel: sweep.parallel.
+    """
+    gpus = visible_gpus(os.environ)
+    if parallel == 1:
+        return []
+    if gpus and cfg.cluster.device != Device.cpu:
+        share = gpus // parallel
+        if gpus % parallel:
+            divisors = ", ".join(str(number) for number in range(1, gpus + 1) if gpus % number == 0)
+            return [
+                f"sweep.parallel={parallel}: the points share {gpus} visible GPUs, which must be divisible by it; set "
+                f"it to one of {divisors}, or change CUDA_VISIBLE_DEVICES"
+            ]
+        if share < processes <= gpus:  # more than all GPUs are rejected for any run
+            return [
+                f"sweep.parallel={parallel}: each point has {share} of the {gpus} visible GPUs, but it starts "
+                f"{processes} processes, and each needs its own GPU; lower sweep.parallel or cluster.procs_per_node"
+            ]
+        return []
+    limit, total = RANKS_PER_CORE * usable_cores(), parallel * processes
+    if total <= limit or processes > limit or cfg.cluster.oversubscribe:
+        return []
+    return [
+        f"sweep.parallel={parallel}: {parallel} points of {processes} processes are {total} on this machine; the limit "
+        f"is {RANKS_PER_CORE} per core, {limit} on {usable_cores()} usable cores; lower it, or set "
+        "cluster.oversubscribe=true"
+    ]
+
+
+def share_of(slot: int, parallel: int, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that limit a point to its share; none for a point that runs as a job of its own.
+
+    Args:
+        slot: Number of the share, less than `parallel`.
+        parallel: Number of shares.
+        point: The point.
+        environ: Variables of the sweep. OMP_NUM_THREADS is not changed if the user has set it.
+    """
+    if parallel == 1 or not point.runs_here:
+        return {}
+    variables = {}
+    if THREADS not in environ:
+        variables[THREADS] = str(max(usable_cores() // ((point.processes or 1) * parallel), 1))
+    size = visible_gpus(environ) // parallel
+    if size and visible_gpus(environ) % parallel == 0:
+        names = environ.get(GPUS, ",".join(map(str, range(size * parallel)))).split(",")
+        variables[GPUS] = ",".join(name.strip() for name in names[slot * size : (slot + 1) * size])
+    return variables

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.console import Console
 
-from components.console import markdown_table, new_table, number_text
-from components.launch.sweep.criterion import (
+from components.launch.sweep.plan import Sweep
+from components.launch.sweep.point_rows import SweepRow, read_points
+from components.launch.sweep.ranking import (
     ACCURACY,
     LOSS,
     SPEED,
+    Agreement,
     Criterion,
     choose_criterion,
+    compare_losses,
     judged_by_metric,
     missing_metric,
 )
-from components.launch.sweep.losses import Agreement, compare_losses
-from components.launch.sweep.plan import Sweep
-from components.launch.sweep.point_rows import SweepRow, read_points
-from components.terminal import fit, printable
+from components.terminal import fit, markdown_table, new_table, number_text, printable
 
 DISAGREES = "LOSS DISAGREES"
 TEXT_COLUMNS = ("run", "mesh", "status")

@@ -7,12 +7,13 @@ attach.py   add_adapters, and operations on all adapters of a model
 """
 
 from components.models.lora.attach import (
+    LoraExperts,
     adapted_layers,
     adapters_off,
     add_adapters,
+    expert_factors,
     initialize_adapters,
     quantized_layers,
     scaling_of,
 )
-from components.models.lora.experts import LoraExperts, expert_factors
 from components.models.lora.linear import ADAPTER_PARAMETERS, LoraLayer, row_norms

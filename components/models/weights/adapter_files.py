@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from components.config.model_files import GGUF_BASE, locate
 from components.config.schema.model import ModelConfig
-from components.config.schema.peft import PeftConfig
+from components.config.schema.run import PeftConfig
+from components.config.shape import GGUF_BASE, locate
 from components.exchange import broadcast_json, this_rank
 from components.models.anatomy import is_transposed, stores_transposed
 from components.models.build import IMAGE_TEXT
 from components.models.classifier import SCORE, TokenScores
+from components.models.layers import meta_copy
 from components.models.lora import ADAPTER_PARAMETERS, expert_factors, quantized_layers, row_norms, scaling_of
-from components.models.lora.experts import FACTORS
-from components.models.meta_copy import meta_copy
+from components.models.lora.attach import FACTORS
 from components.models.quantization.nf4 import transposed_reader, unpacked_reader
 from components.models.tokenizer import save_tokenizer
 from components.models.weights.gather import WRITER, gathered_tensors

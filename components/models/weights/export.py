@@ -12,19 +12,19 @@ import torch
 
 from components.chat_template import ChatTemplate
 from components.config.schema.model import ModelConfig
-from components.config.schema.peft import PeftConfig, PeftExport
+from components.config.schema.run import PeftConfig, PeftExport
 from components.exchange import broadcast_json, this_rank
 from components.models.anatomy import transformers_class
 from components.models.classifier import TokenScores
-from components.models.meta_copy import meta_copy
+from components.models.layers import meta_copy
 from components.models.tokenizer import save_tokenizer
 from components.models.weights.adapter_files import Merge, base_class, export_adapter
 from components.models.weights.gather import WRITER, gathered_tensors
-from components.models.weights.names import saved_tensors
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.shards import Index
 from components.models.weights.untrained import Untrained, find_untrained
 from components.models.weights.weight_files import WeightFiles, row_blocks
+from components.models.weights.weight_sources import saved_tensors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from components.dtypes import torch_dtype
 from components.exchange import all_gather_json, this_rank
-from components.models.weights.names import saved_tensors
 from components.models.weights.shards import Block, is_first_holder, local_blocks, local_part, local_shape
+from components.models.weights.weight_sources import saved_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

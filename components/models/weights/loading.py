@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from components.config.errors import ConfigError
-from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
-from components.models.anatomy import is_transposed
+from components.config.shape import locate
+from components.models.anatomy import is_transposed, plain_tensors
 from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
-from components.models.lora import initialize_adapters
-from components.models.meta_copy import meta_copy
-from components.models.quantization.nf4 import fill_or_pack, is_packed, packed_reader, transposed_reader
-from components.models.weights.gguf import GGUFTensors
-from components.models.weights.initialize import drawn_weight, initialize_weights
-from components.models.weights.names import saved_tensors, tied_names
-from components.models.weights.safetensors_files import SafetensorsTensors, find_safetensors, require_finite
+from components.models.layers import copy_with_buffers, meta_copy
+from components.models.lora import initialize_adapters, quantized_layers
+from components.models.quantization.nf4 import fill_or_pack, is_packed, level_pairs, packed_reader, transposed_reader
 from components.models.weights.shards import Index, local_blocks, local_part
+from components.models.weights.weight_sources import (
+    GGUFTensors,
+    SafetensorsTensors,
+    find_safetensors,
+    require_finite,
+    saved_tensors,
+    tied_names,
+)
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +41,6 @@ OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old versions of transformers stored, and that models compute today."""
 OLD_CONSTANTS = re.compile(r"(inv_freq|\b(attn|attention)\.(masked_)?bias|\bversion)$")
 """The same among the tensors that a class of transformers ignores: those of GPT-2, GPT-NeoX and BART too."""
-
 SHOWN = 8
 """Maximum number of tensors named in an error."""
 
@@ -308,3 +313,109 @@ def _listed(problem: str, names: list[str]) -> list[str]:
         return []
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return [f"{problem}: {', '.join(names[:SHOWN])}{more}"]
+
+
+@torch.no_grad()
+def initialize_weights(model: PreTrainedModel, seed: int, names: Collection[str] | None = None) -> None:
+    """Initialize every parameter by its transformers class, from a random state that depends on (`seed`, its name).
+
+    Each full parameter is drawn on the CPU in float32, one at a time, so values depend only on the seed, the name and
+    the global shape, not on the mesh or the dtype. Adapters are skipped. The global random state does not change.
+
+    Args:
+        names: Parameters to initialize; None: all.
+
+    Raises:
+        ConfigError: The class does not initialize one of its parameters.
+    """
+    meta_model = meta_copy(model, dtype=torch.float32)
+    initialized = dict(meta_model.named_parameters(remove_duplicate=False))
+    with torch.random.fork_rng(devices=[]):
+        for name, parameter in model.named_parameters():
+            if name in initialized and (names is None or name in names):
+                drawn = drawn_weight(meta_model, name, seed)
+                transposed = is_transposed(meta_model.get_submodule(name.rpartition(".")[0]))
+                fill_or_pack(parameter, name, drawn.__getitem__, drawn.shape, transposed=transposed)
+
+
+def drawn_weight(meta_model: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
+    """Return the full float32 value that `initialize_weights` gives a parameter; reseeds the global generator.
+
+    meta_model: From `meta_copy`, in float32. Raises ConfigError like `initialize_weights`.
+    """
+    values = _draw(meta_model, name, seed)
+    if values.isnan().any():
+        raise ConfigError(
+            f"model.init=random: {type(meta_model).__name__} has no initialization for {name}; set "
+            "model.init=pretrained"
+        )
+    return values
+
+
+def _draw(meta_model: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
+    """Materialize one parameter of the meta model, and run `_init_weights` of the modules that contain it."""
+    path, _, attribute = name.rpartition(".")
+    owner = meta_model.get_submodule(path)
+    placeholder = owner.get_parameter(attribute)
+    real = nn.Parameter(torch.full(placeholder.shape, float("nan"), dtype=torch.float32, device="cpu"))
+    owner.register_parameter(attribute, real)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    for model, module in _enclosing(meta_model, path):
+        # All other parameters are on the meta device, where initialization draws no random numbers.
+        model._init_weights(module)
+    owner.register_parameter(attribute, placeholder)
+    return real.detach()
+
+
+def _enclosing(meta_model: PreTrainedModel, path: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+    """Yield the module at `path` and those that contain it, innermost first, each with its nearest PreTrainedModel."""
+    from transformers import PreTrainedModel as Base
+
+    chain: list[tuple[PreTrainedModel, nn.Module]] = [(meta_model, meta_model)]
+    for name in path.split(".") if path else []:
+        module = chain[-1][1].get_submodule(name)
+        chain.append((module if isinstance(module, Base) else chain[-1][0], module))
+    yield from reversed(chain)
+
+
+@torch.no_grad()
+def materialize(model: PreTrainedModel, device: torch.device | str, *, offload: bool = False) -> None:
+    """Allocate every parameter on `device`, uninitialized, and set every buffer.
+
+    The model comes from `build_on_meta`, with or without tensor parallelism and `fully_shard`. Only this rank's shards
+    are allocated; modules of other pipeline stages may be missing. Buffers such as rotary frequencies are not in weight
+    files: they are computed by the model's constructor on the CPU, so that they are equal on every device. Tied
+    parameters stay tied.
+
+    Args:
+        offload: Allocate parameters in host memory, as FSDP2's CPU offloading requires; buffers still go to `device`.
+
+    Raises RuntimeError for a buffer that the constructor does not compute.
+    """
+    tied = tied_names(model)
+    model.to_empty(device="cpu" if offload else device)
+    for name, original in tied.items():
+        _set(model, name, model.get_parameter(original))
+    pairs = level_pairs(device)
+    for layer in quantized_layers(model).values():
+        layer.pairs = pairs
+    computed_model = copy_with_buffers(model)
+    computed = dict(computed_model.named_buffers(remove_duplicate=False))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        value = pairs if buffer is pairs else computed.get(name)
+        if value is None or value.is_meta:
+            raise RuntimeError(f"buffer {name} of {type(model).__name__} is not computed by its constructor")
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path)._buffers[attribute] = buffer.to(device).copy_(value)
+    # Some models store computed tensors as plain attributes, which `to_empty` does not move.
+    computed_modules = dict(computed_model.named_modules())
+    for name, module in model.named_modules():
+        attributes = plain_tensors(computed_modules[name]) if name in computed_modules else {}
+        for attribute in attributes.keys() & plain_tensors(module):
+            setattr(module, attribute, attributes[attribute].to(device))
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, attribute = name.rpartition(".")
+    model.get_submodule(path).register_parameter(attribute, parameter)

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from components.config.errors import ConfigError
-from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
+from components.config.shape import locate
 from components.exchange import this_rank
 from components.models.anatomy import encoder_parameters, kept_in_float32
 from components.models.build import BUILT_FROM, load_config
-from components.models.meta_copy import meta_copy
+from components.models.layers import meta_copy
 from components.models.weights.loading import LoadPlan, plan_loading
-from components.models.weights.safetensors_files import SafetensorsTensors, find_file, find_safetensors
 from components.models.weights.shards import local_part
+from components.models.weights.weight_sources import SafetensorsTensors, find_file, find_safetensors
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import torch
 
-from components.models.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
 from components.models.weights.shards import Index
+from components.models.weights.weight_sources import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
 
 BLOCK_BYTES = 4 * 1024**2

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from components.config.compose.frozen import from_yaml
-from components.config.errors import ConfigError
 from components.config.schema import recipes
-from components.planning.dry_run.dry_run_children import PROBLEMS, RESULT
+from components.planning.dry_run.played_run import PROBLEMS, RESULT
 from components.planning.dry_run.recipe_lines import import_recipe, read_lines
-from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.errors import EXIT_INVALID, ConfigError
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from components.config.errors import ConfigError
+from components.protocol.errors import ConfigError
 
 _DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _MODULE = "recipe_of_a_dry_run"

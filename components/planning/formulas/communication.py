@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from components.config.layouts import AttentionLayout, local_heads
+from components.config.mesh_names import AttentionLayout, local_heads
 from components.config.schema.model import Float8
 from components.config.schema.parallelism import MeshShape, Strategy
 from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.compute import LayerWork, uses_ulysses
 from components.planning.formulas.hardware import Hardware, NodeLinks
-from components.planning.formulas.implementation import Implementation
-from components.planning.formulas.workload import Workload
+from components.planning.formulas.workload import Implementation, Workload
 
 OVERLAP_LOSS = 0.5
 """Seconds by which computation slows down per second of communication beside it: collectives occupy multiprocessors and

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from components.config.layouts import local_heads, ulysses_divides
+from components.config.mesh_names import local_heads, ulysses_divides
 from components.config.schema.model import Float8, LossMethod, Qat
 from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
 from components.planning.formulas.architecture import Sharding
 from components.planning.formulas.hardware import Hardware
-from components.planning.formulas.implementation import MESHBOOK, Implementation
-from components.planning.formulas.workload import Workload
+from components.planning.formulas.workload import MESHBOOK, Implementation, Workload
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""

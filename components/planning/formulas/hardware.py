@@ -11,10 +11,9 @@ from typing import Any
 
 import yaml
 
-from components.config.errors import ConfigError
-from components.config.safe_yaml import load_yaml
 from components.project import PROJECT
-from components.protocol.safe_json import read_regular
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import load_yaml, read_regular
 
 PROJECT_CONF = PROJECT / "conf"
 CPU_NAME = "cpu"

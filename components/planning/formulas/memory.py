@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from components.config.layouts import stage_layers
+from components.config.mesh_names import stage_layers
 from components.config.schema.model import LossMethod
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, MuonConfig, SGDConfig
 from components.config.schema.parallelism import (
@@ -26,12 +26,10 @@ from components.config.schema.parallelism import (
     ActivationCheckpointing,
     Strategy,
 )
-from components.config.schema.peft import PeftConfig
-from components.planning.formulas.activations import layer_activations
+from components.config.schema.run import PeftConfig
 from components.planning.formulas.architecture import Architecture, Sharding, Weight
 from components.planning.formulas.hardware import chunk_logits
-from components.planning.formulas.term import Term, total
-from components.planning.formulas.workload import Workload
+from components.planning.formulas.workload import Term, Workload, layer_activations, total
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 """Logits of a chunk of the chunked loss if the device's memory is unknown; the figures of

@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from components.config.errors import ConfigError
-from components.config.micro_batches import batch_problems
-from components.config.rules.compute_rules import recompute_problems
+from components.config.compute_rules import recompute_problems
+from components.config.mesh_names import batch_problems
 from components.config.schema.model import LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
 from components.config.schema.recipes import TrainConfig
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.memory import MemoryEstimate, estimate_memory
-from components.planning.formulas.term import bytes_text
-from components.planning.formulas.workload import Workload, build_workload
+from components.planning.formulas.workload import Workload, build_workload, bytes_text
+from components.protocol.errors import ConfigError
 
 GIB = 2**30
 RESERVED_BYTES = 1.5 * GIB

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from components.config.layouts import stage_layers
+from components.config.mesh_names import stage_layers
 from components.config.schema.optimizer import MuonConfig, OptimizerKind, SGDConfig
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.config.schema.peft import PeftConfig
-from components.planning.formulas.activations import layer_activations
+from components.config.schema.run import PeftConfig
 from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.communication import (
     MeshGroups,
@@ -23,10 +22,8 @@ from components.planning.formulas.communication import (
 )
 from components.planning.formulas.compute import LayerWork, Matmul, head_work, layer_works, recomputed_share
 from components.planning.formulas.hardware import Hardware
-from components.planning.formulas.implementation import MESHBOOK, Implementation
 from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds, rank_seconds, send_hops
-from components.planning.formulas.term import Term, total
-from components.planning.formulas.workload import Workload
+from components.planning.formulas.workload import MESHBOOK, Implementation, Term, Workload, layer_activations, total
 
 LAUNCHES, FUSED_LAUNCHES, COMPILED_LAUNCHES = 121, 60, 45
 """Kernels that the host launches for the forward and backward of a dense layer: with transformers' own layers, with

@@ -1,10 +1,26 @@
-"""Work of one rank in an optimizer step: everything that the formulas of memory and time read."""
+"""Work of one rank in an optimizer step: everything that the formulas of memory and time read.
+
+Bytes that a decoder layer saves for the backward of one micro-batch.
+Counted from the operators of transformers' models: what autograd saves, not what a kernel could do without. A token of
+hidden size h with q query and k key-value features, f MLP features, elements of c bytes:
+
+- each norm: its input in float32 (4 h), the normalized states and the output (2 h c); fused, its input and output;
+- attention: queries, keys, values and the output ((2 q + 2 k) c), and a float32 per head;
+- eager attention, per head and key: the probabilities (c), below float32 also in float32 unless it has sinks; with
+  softcapping, the capped scores (c);
+- a gated MLP: gate, up, the activated gate and their product (4 f c), fused without the activated gate; without a gate
+  2 f c;
+- with model.qat, as counted with torchao 0.18: 2 c per weight and c per input of a linear layer (int8_int4), or 16 + c
+  per weight (int4_weight_only; 16 in float32).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from components.config.micro_batches import fitting_micro_batch
+from components.config.mesh_names import fitting_micro_batch, local_heads, ulysses_divides
 from components.config.schema.model import Attention, DType, Float8, LossMethod, ModelConfig, Qat
 from components.config.schema.objective import (
     DistillationConfig,
@@ -16,12 +32,17 @@ from components.config.schema.objective import (
     ScoreConfig,
 )
 from components.config.schema.optimizer import OptimizerConfig
-from components.config.schema.parallelism import MeshShape, ParallelismConfig, Strategy
-from components.config.schema.peft import PeftConfig
+from components.config.schema.parallelism import (
+    ActivationCheckpointing,
+    ContextAttention,
+    MeshShape,
+    ParallelismConfig,
+    Strategy,
+)
 from components.config.schema.recipes import TrainConfig, frozen_model, score_labels, section
+from components.config.schema.run import PeftConfig
 from components.config.shape import read_shape
-from components.planning.formulas.architecture import Architecture, read_architecture
-from components.planning.formulas.term import three_digits
+from components.planning.formulas.architecture import Architecture, QueryKeyNorm, Sharding, read_architecture
 
 BYTE_VOCABULARY = 264
 """Embeddings of a model from scratch with the byte tokenizer: 256 bytes and four special tokens, rounded up to 8."""
@@ -239,3 +260,163 @@ def _extra_forwards(cfg: TrainConfig) -> float:
         return 0.0
     adapters_off = isinstance(preference, DPOConfig | KTOConfig) and preference.reference is Reference.adapters_off
     return 1.0 + adapters_off
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """What a training program sends, recomputes and overlaps. Other values describe other programs."""
+
+    name: str = "Meshbook"
+    eager_hidden: float = 9.4
+    """Bytes that norms and residuals move uncompiled, relative to fused kernels. Meshbook's: the layers of Llama 3.2 1B
+    move 679 GB per 32,768 trained tokens, apart from matmuls and attention, by the sizes of all operators' tensors."""
+    adapter_passes: tuple[float, float] = (1.5, 3.4)
+    """Reads and writes of a linear layer's input and output for its adapter, forward and backward. Meshbook's: A and B
+    read the input and the output gradient twice; their products are added to the output and to the input gradient."""
+    tp_gathers: int = 2
+    """All-gathers of hidden states over tp in a layer's forward: one before attention, one before the MLP."""
+    float8_gathers: bool = False
+    """Whether float8 casts hidden states before tp gathers them."""
+    tp_overlap: float = 0.0
+    """Share of the tp communication that runs beside matmuls (asynchronous tensor parallelism)."""
+    shards_head: bool = True
+    """Whether tp shards the LM head over the vocabulary."""
+    gathers_logits: bool = False
+    """Whether the logits of a sharded head are all-gathered over tp for the loss."""
+    selective_matmuls: float = 0.0
+    """Share of the matmuls that activation_checkpointing=selective recomputes."""
+    compiles_recomputation: bool = False
+    """Whether the compiler sees the recomputation of a layer, and leaves out what the backward does not need: the last
+    matmul and its communication. Without a compiler, torch stops before them."""
+    gather_bytes: int | None = None
+    """Bytes per element of all-gathered parameters; None: those of activations."""
+    reduce_bytes: int = 4
+    """Bytes per element of reduced gradients."""
+    attention_speed: float = 1.0
+    """Speed of its attention kernel, relative to torch's flash attention."""
+    ring_attention: float = 0.0
+    """Speed of attention over cp with keys and values passed around a ring or gathered, relative to one kernel; 0: the
+    program follows parallelism.cp_attention."""
+    waits_for_routing: bool = True
+    """Whether the host waits for the routing of the tokens in each layer with expert parallelism."""
+    expert_imbalance: float = 1.15
+    """Tokens of the fullest ep rank, relative to the mean. 1 if the routing is forced to be even."""
+
+
+MESHBOOK = Implementation()
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of an estimate."""
+
+    name: str
+    value: float
+    """Bytes or seconds."""
+    formula: str
+    """The formula with its numbers: `4 B x 1,024 x 512`."""
+    source: str = ""
+    """Origin of the constants in the formula; empty if they follow from the definition."""
+
+
+def total(terms: Iterable[Term]) -> float:
+    """Return the sum of the values."""
+    return sum(each.value for each in terms)
+
+
+def three_digits(value: float) -> str:
+    """Return a number in three digits, more for those above 1,000."""
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 2
+    return f"{value:,.{max(0, digits)}f}"
+
+
+def bytes_text(value: float) -> str:
+    """Return bytes in the largest unit of which there is one."""
+    units = [(size, unit) for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if value >= size]
+    return f"{three_digits(value / units[0][0])} {units[0][1]}" if units else f"{value:,.0f} B"
+
+
+def seconds_text(value: float) -> str:
+    """Return a time in seconds or milliseconds."""
+    return f"{three_digits(value)} s" if value >= 1 else f"{three_digits(value * 1e3)} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes that one layer saves under each policy of activation checkpointing."""
+
+    none: float
+    selective: float
+    full: float
+    transient: float = 0.0
+    """Bytes that exist only during the layer's backward: gradients of the scores and probabilities of eager
+    attention, whatever the policy."""
+
+    def of(self, policy: ActivationCheckpointing) -> float:
+        """Return the bytes per layer under a policy; `auto` counts like `none`."""
+        if policy is ActivationCheckpointing.alternate:
+            return (self.none + self.full) / 2
+        return {
+            ActivationCheckpointing.selective: self.selective,
+            ActivationCheckpointing.full: self.full,
+        }.get(policy, self.none)
+
+
+def layer_activations(w: Workload) -> LayerActivations:
+    """Return the saved bytes of one layer on a rank."""
+    a, tp, sp, c = w.architecture, w.mesh.tp, w.sequence_shards, w.compute_bytes
+    tokens, hidden = w.local_tokens, a.hidden
+    heads, kv_heads = local_heads(a.heads, a.kv_heads, tp)
+    queries, keys = heads * a.head_dim, kv_heads * a.head_dim
+    # A norm in float32 saves its input once; computed in less, a float32 copy besides the normalized states.
+    # Normalized states are saved for the gradient of the norm's weight.
+    norm_bytes = c if w.fused else 4 + (0 if w.peft.adapts else c)
+    norm_inputs = a.family.norms * norm_bytes * hidden / sp
+    norm_outputs = 2 * c * hidden  # inputs of attention and MLP, gathered over tp under sequence parallel
+    attention = 2 * c * (queries + keys) + 4 * heads
+    if w.mesh.cp > 1 and _uses_ulysses(w, heads, kv_heads):
+        attention += c * queries  # the output before and after the all-to-all
+    if a.family.query_key_norm is not QueryKeyNorm.none:
+        attention += (c if w.fused else 4 + c) * (queries + keys)
+    scores = heads * w.seq_len if w.eager_attention else 0
+    widened = 4 if c < 4 and not a.family.sinks else 0
+    attention += scores * (c + widened + (c if a.family.softcap else 0))
+    mlp = _experts(w) if a.experts else (_gated(w) if a.family.gated else 2) * c * -(-a.mlp // tp)
+    none = tokens * (norm_inputs + norm_outputs + attention + mlp) + _fake_quantized(w)
+    layer_input = tokens * hidden * c / sp
+    matmuls = (2 * queries + 2 * keys + hidden / sp * 2) * c + 4 * heads
+    matmuls += (2 if a.family.gated else 1) * c * -(-a.mlp // tp) * (a.experts_per_token or 1)
+    transient = tokens * scores * (c + (widened or c))
+    return LayerActivations(none, selective=layer_input + tokens * matmuls, full=layer_input, transient=transient)
+
+
+def _gated(w: Workload) -> int:
+    """Return how many tensors of its width a gated MLP saves."""
+    return 3 if w.fused else 4
+
+
+def _fake_quantized(w: Workload) -> float:
+    """Return the bytes of a layer's fake-quantized weights, and under int8_int4 of its linear layers' inputs."""
+    if w.qat is Qat.none:
+        return 0.0
+    weights = [each for each in w.architecture.layer_weights() if each.is_matrix]
+    linear = [each for each in weights if each.sharding is not Sharding.experts]
+    c, values = w.compute_bytes, sum(each.size for each in linear)
+    if w.qat is Qat.int4_weight_only:  # torchao computes it in float32, and saves four results
+        return values * (16 + (c if c < 4 else 0))
+    return 2 * c * values + c * w.local_tokens * sum(each.width for each in linear)
+
+
+def _uses_ulysses(w: Workload, heads: int, kv_heads: int) -> bool:
+    """Return whether cp exchanges heads, rather than gathering keys and values."""
+    return w.parallelism.cp_attention is not ContextAttention.all_gather and ulysses_divides(heads, kv_heads, w.mesh.cp)
+
+
+def _experts(w: Workload) -> float:
+    """Return the bytes per token of a mixture of experts: its rows are copied to each expert of a token."""
+    a, c = w.architecture, w.compute_bytes
+    features = -(-a.mlp // w.mesh.tp)
+    routed = a.experts_per_token * c * (2 * a.hidden + 5 * features)
+    router = 3 * 4 * a.experts
+    shared = _gated(w) * c * -(-a.shared_mlp // w.mesh.tp)
+    return routed + router + shared

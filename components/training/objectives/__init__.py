@@ -12,8 +12,7 @@ loss_head.py        LM heads that take targets and return losses instead of logi
 """
 
 from components.training.objectives.contract import HeadOutput, Objective, RowScores, RowWeights, TokenLoss, Vocabulary
-from components.training.objectives.cross_entropy import CrossEntropy
-from components.training.objectives.next_token import PLAIN, NextToken
+from components.training.objectives.cross_entropy import PLAIN, CrossEntropy, NextToken
 
 __all__ = [
     "PLAIN",

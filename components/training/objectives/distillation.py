@@ -3,27 +3,32 @@
 Either the teacher runs on the same mesh, on the same shard of each row, and passes on its last hidden states; or the
 batches hold its most likely tokens at each position, which scripts/teacher.py stored. The loss head computes the logits
 of both models a chunk of tokens at a time, so neither model's logits exist as a whole.
+
+Divergence from the k most likely tokens of a teacher, whose other tokens count as one.
+The distributions of teacher and student are compared on k + 1 outcomes: each of the teacher's k most likely tokens, and
+any other token. This is the divergence of the full distributions if k is the size of the vocabulary, and never more
+than that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from components.batch import Batch
 from components.config.schema.data import IGNORED
-from components.config.schema.objective import DistillationConfig
-from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB
+from components.config.schema.objective import DistillationConfig, Divergence
+from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.batches import TokenValues
 from components.training.loss import count_targets
 from components.training.objectives.contract import NOT_SHARDED, RowScores, RowWeights, Vocabulary
-from components.training.objectives.cross_entropy import log_softmax, sum_over_shards
-from components.training.objectives.divergence import token_divergence
-from components.training.objectives.top_k import TopK, top_k_divergence
+from components.training.objectives.cross_entropy import log_mass_of_others, log_softmax, sum_over_shards
 
 HIDDEN = "teacher_hidden"
 """Name in `Batch.token_values` of the teacher's last hidden states (batch, seq, teacher's hidden)."""
@@ -196,3 +201,110 @@ class Distillation:
     def weights(self, scores: RowScores, step_sums: torch.Tensor | None = None) -> RowWeights:
         """Raise NotImplementedError: a sum of token losses has no row weights."""
         raise NotImplementedError("Distillation is a sum of token losses and has no row weights")
+
+
+def token_divergence(
+    kind: Divergence, log_p: torch.Tensor, log_q: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the divergence of each token (tokens,), and its gradient with respect to the student's logits.
+
+    Args:
+        log_p: Log-probabilities of the teacher, (tokens, this rank's vocabulary). Overwritten, to save memory.
+        log_q: Those of the student, overwritten too.
+        group: Process group that the vocabulary is sharded over; None if it is not sharded.
+
+    For a divergence with the derivative g by the student's probabilities q, the gradient is q (g - sum of q g).
+    """
+    match kind:
+        case Divergence.forward_kl:  # g = -p / q
+            p = log_p.exp()
+            value = sum_over_shards(log_p.sub_(log_q).mul_(p).sum(-1), group)
+            return value, log_q.exp_().sub_(p)
+        case Divergence.reverse_kl:  # g = log(q / p), up to a constant that the gradient does not depend on
+            q = log_q.exp()
+            weighted = log_q.sub_(log_p).mul_(q)
+            value = sum_over_shards(weighted.sum(-1), group)
+            return value, weighted.sub_(q.mul_(value[:, None]))
+        case Divergence.jensen_shannon:  # g = log(q / m) / 2
+            log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
+            p, q = log_p.exp(), log_q.exp()
+            weighted = log_q.sub_(log_m).mul_(q).div_(2)
+            of_teacher = log_p.sub_(log_m).mul_(p).div_(2).sum(-1)
+            of_both = sum_over_shards(torch.stack([of_teacher, weighted.sum(-1)]), group)
+            return of_both.sum(0), weighted.sub_(q.mul_(of_both[1][:, None]))
+
+
+class TopK(NamedTuple):
+    """A teacher's k most likely tokens at each position of a chunk."""
+
+    ids: torch.Tensor  # (tokens, k) int64
+    """Token ids."""
+    log_probs: torch.Tensor  # (tokens, k + 1)
+    """Their log-probabilities; the last entry is that of all other tokens together, -inf if there are none."""
+
+    @classmethod
+    def of_chunk(cls, values: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Self:
+        """Return the values of a chunk (see `TokenLoss.of_chunk`) with the log-probabilities in `dtype`, normalized."""
+        log_probs = values[LOG_PROBS].view(torch.float32).to(dtype)
+        return cls(values[TOKEN_IDS].long(), log_probs.log_softmax(-1))
+
+
+def find_top_k(log_p: torch.Tensor, k: int, vocabulary: Vocabulary) -> TopK:
+    """Return the k most likely tokens. A collective over the ranks that the vocabulary is sharded over.
+
+    Args:
+        log_p: Log-probabilities (tokens, this rank's vocabulary). Overwritten.
+    """
+    group = vocabulary.group
+    values, ids = log_p.topk(min(k, log_p.shape[1]))  # (tokens, k)
+    ids += vocabulary.first
+    if group is not None:
+        missing = k - values.shape[1]
+        both = [
+            torch.nn.functional.pad(values, (0, missing), value=-torch.inf),
+            torch.nn.functional.pad(ids, (0, missing)),
+        ]
+        values, ids = (torch.cat(_all_gather(each, group), dim=1) for each in both)  # (tokens, ranks x k)
+        values, order = values.topk(k)
+        ids = ids.gather(1, order)
+    rest = log_mass_of_others(log_p, *_positions(ids, vocabulary, log_p.shape[1]), group)
+    return TopK(ids, torch.cat([values, rest[:, None]], dim=1))
+
+
+def top_k_divergence(
+    kind: Divergence, teacher: TopK, log_q: torch.Tensor, vocabulary: Vocabulary
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the divergence of each token (tokens,), and its gradient with respect to the student's logits.
+
+    Args:
+        log_q: Log-probabilities of the student (tokens, this rank's vocabulary). Overwritten, to save memory.
+
+    The student's probability of all tokens outside of the k is the sum of theirs, q_rest. So with the gradient g of the
+    divergence on k + 1 outcomes, the gradient is g_j for a token j of the k, and g_rest x q_i / q_rest for another
+    token i.
+    """
+    size = log_q.shape[1]
+    index, is_local = _positions(teacher.ids, vocabulary, size)
+    of_k = sum_over_shards(log_q.gather(1, index).where(is_local, 0), vocabulary.group)  # (tokens, k)
+    if teacher.ids.shape[1] == (vocabulary.size or size):  # there are no other tokens
+        divergence, of_outcomes = token_divergence(kind, teacher.log_probs[:, :-1].contiguous(), of_k, None)
+        gradient = log_q.zero_()
+    else:
+        log_rest = log_mass_of_others(log_q, index, is_local, vocabulary.group)[:, None]  # (tokens, 1)
+        outcomes = torch.cat([of_k, log_rest], dim=1)  # (tokens, k + 1)
+        divergence, of_outcomes = token_divergence(kind, teacher.log_probs, outcomes, None)
+        of_outcomes, of_rest = of_outcomes[:, :-1], of_outcomes[:, -1:]
+        gradient = log_q.sub_(log_rest).exp_().mul_(of_rest)  # 0 for the k tokens
+    return divergence, gradient.scatter_add_(1, index, of_outcomes.where(is_local, 0))
+
+
+def _positions(ids: torch.Tensor, vocabulary: Vocabulary, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of token ids (tokens, k) in this rank's vocabulary, and which of them are there."""
+    index = ids - vocabulary.first
+    return index.clamp(0, size - 1), (index >= 0) & (index < size)
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from components.batch import HEAD_KEYWORDS
-from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
 from components.config.schema.model import LossMethod, ModelConfig
 from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig
@@ -30,6 +29,7 @@ from components.distributed.pipeline.stages import Stages, shallow_copy
 from components.distributed.tensor.tensor_parallel import as_replicated
 from components.dtypes import active_autocast_dtype
 from components.planning.formulas.hardware import chunk_logits
+from components.protocol.errors import ConfigError
 from components.training.objectives import PLAIN, CrossEntropy, HeadOutput, TokenLoss, Vocabulary
 from components.training.objectives.chunked_loss import (
     Head,

@@ -16,8 +16,6 @@ from safetensors.torch import save
 
 from components import data, models
 from components.batch import Batch
-from components.config.errors import ConfigError
-from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.objective import (
     DPOConfig,
@@ -27,11 +25,13 @@ from components.config.schema.objective import (
     Reference,
     SimPOConfig,
 )
-from components.config.schema.peft import PeftMethod
 from components.config.schema.recipes import DpoConfig
+from components.config.schema.run import PeftMethod
+from components.config.shape import locate
 from components.distributed.fsdp import reshard
 from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json, broadcast_json
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write
 from components.storage.stored_file import OpenFile, read_header
 from components.training.forward import local_batch, score_rows

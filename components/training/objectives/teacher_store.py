@@ -13,8 +13,7 @@ import torch
 
 from components import data, models
 from components.batch import bits_of
-from components.config.errors import ConfigError
-from components.config.rules.compute_rules import top_k_problem
+from components.config.compute_rules import top_k_problem
 from components.config.schema.data import IGNORED
 from components.config.schema.recipes import StoreTeacherConfig
 from components.config.teacher_files import (
@@ -33,6 +32,7 @@ from components.config.teacher_files import (
 )
 from components.distributed.collectives import all_gather
 from components.exchange import broadcast_json
+from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_file
 from components.safetensors_writer import SafetensorsWriter
 from components.storage.stored_file import BlockHashes
@@ -40,11 +40,9 @@ from components.training.evaluation import Interruptible
 from components.training.forward import last_hidden, local_batch
 from components.training.objectives.chunked_loss import chunk_tokens
 from components.training.objectives.cross_entropy import log_softmax, sum_over_shards
-from components.training.objectives.distillation import TeacherHead
+from components.training.objectives.distillation import TeacherHead, find_top_k
 from components.training.objectives.loss_head import vocabulary_of
-from components.training.objectives.stored_teacher import Rows, hash_of_vocabulary, value_problem
-from components.training.objectives.teacher import head_of, load_teacher
-from components.training.objectives.top_k import find_top_k
+from components.training.objectives.teacher import Rows, hash_of_vocabulary, head_of, load_teacher, value_problem
 from components.training.setup.prepared import Prepared
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from components.config.rules.compute_rules import torchao_problems
+from components.config.compute_rules import torchao_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.optimizer import AdamW8bitConfig
 from components.models.compile import remove_truncated_libraries

@@ -18,9 +18,8 @@ from torch import nn
 from components.config.schema.optimizer import MatrixScale, MuonConfig
 from components.dtypes import torch_dtype
 from components.models.anatomy import Anatomy, config_of
-from components.training.optimizers.fused_matrices import Runs, fused_matrices
 from components.training.optimizers.gradients import local_tensor
-from components.training.optimizers.owners import Matrix, MatrixExchange, Piece, Transfer
+from components.training.optimizers.owners import Matrix, MatrixExchange, Piece, Runs, Transfer, fused_matrices
 
 MOMENTUM = "momentum_buffer"
 """Name of the momentum in the optimizer's state, as in torch.optim.Muon."""

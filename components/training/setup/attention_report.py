@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from components.batch import Batch
-from components.config.errors import ConfigError
 from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8, ModelConfig
 from components.dtypes import torch_dtype
 from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.models.quantization.float8 import float8_layers, without_float8
+from components.protocol.errors import ConfigError
 from components.training.evaluation import evaluate
 from components.training.forward import forward_loss, local_batch
 from components.training.objectives import PLAIN, Objective
@@ -78,22 +78,22 @@ def _choose_attention(model: Prepared, cfg: ModelConfig, batch: Batch, state: Tr
     observed, first = _observe_attention(model, cfg, batch)
     lines: list[str] = []
     if cfg.attention == Attention.sdpa and _can_measure(model.settings.device):
-        from components.models import attention_choice
+        from components.models import attention
 
         choice, saved = None, state.attention_kernel
         default = next((each.kernel for each in observed if not each.masked), "")
-        if saved is not None and (saved == default or attention_choice.is_usable(saved)):
+        if saved is not None and (saved == default or attention.is_usable(saved)):
             choice = [saved, f"attention kernel: {saved}, that of the checkpoint", default]
         elif this_rank() == 0 and first is not None and not any(each.dropout for each in observed):
-            rates = attention_choice.measure_kernels(attention_choice.observed_call(*first), default)
-            choice = [*attention_choice.choose_kernel(rates, default), default]
+            rates = attention.measure_kernels(attention.observed_call(*first), default)
+            choice = [*attention.choose_kernel(rates, default), default]
         choice = broadcast_json(choice)
         if choice is not None:
             chosen, line, default = choice
             lines.append(line)
             state.attention_kernel = chosen
             if chosen != default:
-                attention_choice.use_kernel(chosen)
+                attention.use_kernel(chosen)
                 observed, _ = _observe_attention(model, cfg, batch)
     return [describe_attention(model.module, cfg, observed, batch.document_bounds is not None), *lines]
 

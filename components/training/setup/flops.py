@@ -18,7 +18,7 @@ from torch import nn
 
 from components.batch import Batch
 from components.config.schema.data import IGNORED
-from components.config.schema.logging import LoggingConfig
+from components.config.schema.run import LoggingConfig
 from components.distributed.mesh import Mesh
 from components.models.anatomy import FULL, SLIDING, Anatomy, encoder_parameters, read_anatomy
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from components import checkpoint, distributed, models
-from components.config.errors import ConfigError
-from components.config.rules.compute_rules import NO_DEVICE_MEMORY
+from components.config.compute_rules import NO_DEVICE_MEMORY
 from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.config.schema.objective import (
     DistillationConfig,
@@ -18,7 +17,6 @@ from components.config.schema.objective import (
     RewardConfig,
     ScoreConfig,
 )
-from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import (
     EvaluateConfig,
     RecipeConfig,
@@ -27,9 +25,11 @@ from components.config.schema.recipes import (
     section,
     with_section,
 )
+from components.config.schema.run import PeftConfig
 from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy
+from components.protocol.errors import ConfigError
 from components.training.objectives.loss_head import attach_loss_head
 from components.training.setup.flops import step_flops
 from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from components.config.errors import ConfigError
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.recipes import RecipeConfig, TrainConfig
 from components.config.shape import shape_of_built
@@ -27,6 +26,7 @@ from components.planning.formulas.memory_check import (
     policy_peaks,
 )
 from components.planning.formulas.workload import Workload, build_workload
+from components.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

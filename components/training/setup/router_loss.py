@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
-from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
 from components.config.schema.model import DOCUMENTS, ModelConfig, RouterAux
 from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy, read_anatomy
+from components.protocol.errors import ConfigError
 
 SEQUENCE_WEIGHTS = "router_sequence_weights"
 """Keyword argument that passes `sequence_weights` through the model's forward to its decoder layers."""

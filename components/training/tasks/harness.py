@@ -17,14 +17,14 @@ import torch
 
 from components import data, distributed
 from components.chat_template import ChatTemplate
-from components.checkpoint.random_state import random_state, set_random_state
-from components.config.errors import ConfigError
+from components.checkpoint.save import random_state, set_random_state
 from components.config.schema.checks import raise_all
 from components.config.schema.training import TasksConfig, TrainingTasksConfig
 from components.exchange import all_gather_json
+from components.protocol.errors import ConfigError
 from components.training.samples import GenerationRun
 from components.training.setup.prepared import Prepared
-from components.training.tasks.continuations import RequestBatches
+from components.training.tasks.mesh_lm import RequestBatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,0 +1,404 @@
+"""Validation of a whole config: applies components/config/rules/ to the sections that it has. Imports no torch.
+
+To add a rule that involves several sections, write a function in rules/ and call it below with `section(cfg, CLASS)`.
+A rule about one section alone belongs in its dataclass.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection
+from enum import StrEnum
+from typing import get_type_hints
+
+from components.config.compute_rules import (
+    async_tp_problems,
+    attention_problems,
+    compile_problems,
+    distillation_problems,
+    float8_problems,
+    loss_problems,
+    offload_problems,
+    precision_problems,
+    qat_problems,
+    recompute_problems,
+    rope_problems,
+    torch_problems,
+)
+from components.config.kinds import KINDS, kinds_of
+from components.config.mesh_names import batch_problems
+from components.config.mesh_rules import model_problems, quantized_problems, row_problems
+from components.config.schema.data import (
+    DataConfig,
+    DataKind,
+    LabelsDataConfig,
+    MixtureDataConfig,
+    PreferencesDataConfig,
+    RowsDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+)
+from components.config.schema.model import DType, LossMethod, ModelConfig, TeacherConfig
+from components.config.schema.objective import (
+    DistillationConfig,
+    DPOConfig,
+    KTOConfig,
+    PreferenceConfig,
+    Reference,
+    RewardConfig,
+    ScoreConfig,
+)
+from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig, Schedule
+from components.config.schema.parallelism import MeshShape
+from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, ProfileConfig, WandbMode
+from components.config.schema.training import EvaluationConfig, GenerationConfig, TasksConfig, TrainingConfig
+from components.config.shape import ModelShape
+from components.protocol.errors import ConfigError
+
+
+def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None = None) -> list[str]:
+    """Return all problems of `cfg` on `world_size` processes, each one sentence with value, rule and key.
+
+    Args:
+        cfg: Config of any recipe; a rule applies if the config has the sections that it involves.
+        world_size: Number of processes; None if a key that determines it was rejected. Without it, or if the mesh
+            cannot be resolved, rules that need the mesh are skipped.
+        shape: Sizes of the model that can be read without loading it; unknown sizes (None) are checked on rank 0 later.
+    """
+    mesh, shape, problems = MeshShape(), shape or ModelShape(), []
+    try:
+        if world_size is not None:
+            mesh = cfg.parallelism.resolve(world_size)
+    except ConfigError as error:
+        problems, world_size = error.problems, None
+    model, parallelism, device = cfg.model, cfg.parallelism, cfg.cluster.device
+    training, evaluation = section(cfg, TrainingConfig), section(cfg, EvaluationConfig)
+    checkpoint, peft = section(cfg, CheckpointConfig), section(cfg, PeftConfig)
+    preference, optimizer = section(cfg, PreferenceConfig), section(cfg, OptimizerConfig)
+    scores, tasks = section(cfg, ScoreConfig), section(cfg, TasksConfig) or TasksConfig()
+
+    problems += [
+        *model_problems(parallelism, mesh, shape),
+        *quantized_problems(peft, parallelism, mesh, shape),
+    ]
+    if training is not None:
+        problems += batch_problems(training, parallelism, mesh)
+        if checkpoint is not None:
+            problems += best_checkpoint_problems(checkpoint, training)
+        problems += profile_problems(cfg.logging.profile, training, world_size)
+        problems += row_problems("training.seq_len", training.seq_len, parallelism, mesh)
+        for number, (_, length) in enumerate(training.length_ramp):
+            problems += row_problems(f"training.seq_len_ramp[{number}].seq_len", length, parallelism, mesh)
+        problems += ramp_problems(training, cfg.data)
+    if evaluation is not None:
+        problems += row_problems("evaluation.seq_len", evaluation.seq_len, parallelism, mesh)
+        if peft is not None:
+            problems += adapter_problems(peft, evaluation)
+    if optimizer is not None:
+        problems += [*optimizer_problems(optimizer, model, peft), *decay_problems(optimizer, training)]
+    takes_pairs = preference is not None or scores is not None
+    problems += data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
+    if preference is not None:
+        problems += preference_problems(preference, cfg.data, model, peft)
+    if scores is not None:
+        problems += score_problems(scores, cfg.data, model, cfg.generation)
+    if section(cfg, DistillationConfig) is not None:
+        problems += distillation_problems(model, section(cfg, TeacherConfig), training)
+    problems += rope_problems(model, shape)
+    problems += precision_problems(model, parallelism, section(cfg, TeacherConfig))
+    problems += compile_problems(model, parallelism, mesh, shape)
+    problems += async_tp_problems(model, parallelism, device, packs=cfg.data.pack)
+    problems += loss_problems(model, parallelism, mesh, device, tasks)
+    problems += recompute_problems(model, parallelism, mesh)
+    problems += offload_problems(parallelism, mesh, device)
+    problems += attention_problems(
+        model, mesh, device, packs=cfg.data.pack, trains=training is not None, family=shape.family
+    )
+    problems += qat_problems(model, parallelism, mesh, adapts=peft is not None and peft.adapts)
+    problems += torch_problems(peft, parallelism, mesh)
+    problems += float8_problems(model, parallelism, mesh, device, adapts=peft is not None and peft.adapts)
+    return problems
+
+
+def legal_node_counts(cfg: RecipeConfig, shape: ModelShape | None = None) -> list[int]:
+    """Return the numbers of nodes in `cluster.nodes` whose ranks the mesh and the global batch allow, in order.
+
+    Args:
+        cfg: A config that is valid on the largest number of nodes.
+        shape: Sizes of the model, as in `validate`.
+    """
+    most = cfg.cluster.most_nodes
+    return [count for count in range(cfg.cluster.fewest_nodes, most) if not _problems_on(cfg, count, shape)] + [most]
+
+
+def node_count_problems(cfg: RecipeConfig, shape: ModelShape | None = None) -> list[str]:
+    """Return the problems of `cfg` on the smallest number of nodes in `cluster.nodes`, if that is a range."""
+    cluster = cfg.cluster
+    if cluster.fewest_nodes == cluster.most_nodes or not cluster.procs_per_node.isdecimal():
+        return []
+    on_most = _problems_on(cfg, cluster.most_nodes, shape)
+    return [
+        f"cluster.nodes={cluster.nodes}: on {cluster.fewest_nodes} nodes: {problem}"
+        for problem in _problems_on(cfg, cluster.fewest_nodes, shape)
+        if problem not in on_most
+    ]
+
+
+def _problems_on(cfg: RecipeConfig, nodes: int, shape: ModelShape | None) -> list[str]:
+    return validate(cfg, nodes * int(cfg.cluster.procs_per_node), shape)
+
+
+def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEnum]:
+    """Return the kinds of a section that a recipe accepts: those of its field, pairs only with an objective of pairs.
+
+    Labels are accepted only with an objective of labels. A field annotated with a class that is not in the registry of
+    kinds accepts every kind.
+    """
+    hints = get_type_hints(recipe)
+    kinds = set(kinds_of(hints.get(section)) or KINDS[section])
+    objective = hints.get("objective", object)
+    classes = [each for each in (objective, *kinds_of(objective).values()) if isinstance(each, type)]
+    if not any(issubclass(each, PreferenceConfig | RewardConfig) for each in classes):
+        kinds.discard(DataKind.preferences)
+    if not any(issubclass(each, ScoreConfig) for each in classes):
+        kinds.discard(DataKind.labels)
+    return kinds
+
+
+def data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = False) -> list[str]:
+    """Require a held-out split, weights only on sources of a mixture, and pairs or labels only if the recipe takes
+    them."""
+    problems = []
+    parts = {"data": data}
+    if isinstance(data, MixtureDataConfig):
+        parts |= {f"data.sources.{name}": source for name, source in data.sources.items()}
+    problems += [
+        f"{key}.kind={part.kind}: holds preference pairs, which this recipe does not train on; use recipes/dpo.py, "
+        f"or choose another option of {key}"
+        for key, part in parts.items()
+        if isinstance(part, PreferencesDataConfig) and not takes_pairs
+    ]
+    problems += [
+        f"{key}.kind={part.kind}: holds labeled texts, which this recipe does not train on; use recipes/classify.py, "
+        f"or choose another option of {key}"
+        for key, part in parts.items()
+        if isinstance(part, LabelsDataConfig) and not takes_labels
+    ]
+    if data.weight is not None:
+        problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; remove it")
+    sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}
+    if any(
+        each.eval_fraction
+        or each.eval_split is not None
+        or (isinstance(each, RowsDataConfig | TokensDataConfig) and each.eval_path)
+        for each in sources.values()
+    ):
+        return problems
+    rule = "nothing is held out, but every run evaluates at the end"
+    if isinstance(data, MixtureDataConfig):
+        problems.append(
+            f"data.sources: {', '.join(sources)} have eval_fraction=0: {rule}; set data.sources.NAME.eval_fraction of "
+            "one above 0, or its eval_split"
+        )
+    else:
+        other = "data.eval_split or data.eval_path" if isinstance(data, RowsDataConfig) else "data.eval_split"
+        other = "data.eval_path" if isinstance(data, TokensDataConfig) else other
+        problems.append(f"data.eval_fraction={data.eval_fraction}: {rule}; set it above 0, or set {other}")
+    return problems
+
+
+def ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
+    """Require plain text for a ramp of the length: a cut sample of another kind would lose its prompt."""
+    if not training.seq_len_ramp:
+        return []
+    sources = data.sources.values() if isinstance(data, MixtureDataConfig) else [data]
+    return [
+        f"training.seq_len_ramp={training.seq_len_ramp}: cuts rows into shorter ones, which would separate answers "
+        f"from their prompts under data.kind={each.kind}; use data=text or data=tokens, or remove the ramp"
+        for each in sources
+        if not isinstance(each, TextDataConfig | TokensDataConfig)
+    ]
+
+
+def preference_problems(
+    objective: PreferenceConfig, data: DataConfig, model: ModelConfig, peft: PeftConfig | None
+) -> list[str]:
+    """Require the data that a preference objective compares, and what its two forward passes and its reference need."""
+    kind, problems = objective.kind, []
+    label = data.label_column if isinstance(data, PreferencesDataConfig) else None
+    if isinstance(objective, KTOConfig) and label is None:
+        problems.append(
+            f"objective.kind={kind}: needs answers with a label; set data.label_column to the column with true and "
+            "false, and data.completion_column to that with the answers"
+        )
+    if not isinstance(objective, KTOConfig) and label is not None:
+        problems.append(
+            f"data.label_column={label}: objective.kind={kind} compares pairs of answers; remove it, or set "
+            "objective=kto"
+        )
+    adapts = peft is not None and peft.adapts
+    reference = objective.reference if isinstance(objective, DPOConfig | KTOConfig) else None
+    if reference is Reference.adapters_off and not adapts:
+        problems.append(
+            f"objective.reference={reference}: the model has no adapters; set objective.reference to precomputed or "
+            "frozen_copy, or peft=lora"
+        )
+    if reference is Reference.frozen_copy and adapts:
+        problems.append(
+            f"objective.reference={reference}: the model without its adapters already is the reference, without a "
+            "second copy; set objective.reference to adapters_off or precomputed"
+        )
+    if peft is not None and peft.adapts and peft.dropout:
+        problems.append(
+            f"peft.dropout={peft.dropout}: the two forward passes of objective.kind={kind} would drop different "
+            "values; set peft.dropout=0"
+        )
+    if model.loss == LossMethod.liger:
+        problems.append("model.loss=liger: liger-kernel does not support per-row weights; set model.loss=chunked")
+    return problems
+
+
+def score_problems(
+    objective: ScoreConfig, data: DataConfig, model: ModelConfig, generation: GenerationConfig
+) -> list[str]:
+    """Require the data that a score objective learns from, and reject settings that a score head does not have."""
+    kind, problems = objective.kind, []
+    if isinstance(objective, RewardConfig):
+        if not isinstance(data, PreferencesDataConfig):
+            problems.append(f"objective.kind={kind}: learns from pairs of answers; set data=preferences")
+        elif data.label_column is not None:
+            problems.append(
+                f"data.label_column={data.label_column}: objective.kind={kind} learns from pairs of answers; remove it"
+            )
+        elif data.pack:
+            problems.append(
+                f"data.pack=true: objective.kind={kind} compares the scores of neighboring rows with one answer each, "
+                "but a packed row holds several; set data.pack=false"
+            )
+    elif not isinstance(data, LabelsDataConfig):
+        problems.append(
+            f"data.kind={data.kind}: objective.kind={kind} learns from labeled texts; set data=labels, or "
+            "objective=reward for preference pairs"
+        )
+    if model.loss not in (LossMethod.auto, LossMethod.logits):
+        problems.append(
+            f"model.loss={model.loss}: there is no LM head; the loss of a score head needs few logits; set "
+            "model.loss=auto"
+        )
+    if generation.prompts or (generation.samples and generation != GenerationConfig()):
+        problems.append("generation: a model with a score head generates no text; remove generation.*")
+    return problems
+
+
+def best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> list[str]:
+    """Require an evaluation at every checkpoint step, so that each checkpoint has a loss to compare."""
+    if not checkpoint.keep_best:
+        return []
+    if training.eval_every == 0:
+        return [
+            "checkpoint.keep_best=true: needs the evaluation loss of each checkpoint, but training.eval_every=0; set "
+            "training.eval_every"
+        ]
+    if checkpoint.every == 0 or checkpoint.every % training.eval_every:
+        return [
+            f"checkpoint.keep_best=true: needs checkpoint.every={checkpoint.every} to be a multiple of "
+            f"training.eval_every={training.eval_every}, so that each checkpoint has an evaluation loss; change "
+            "checkpoint.every or training.eval_every"
+        ]
+    return []
+
+
+def profile_problems(profile: ProfileConfig, training: TrainingConfig, world_size: int | None) -> list[str]:
+    """Require profiled steps and ranks to exist; `world_size` is None if unknown."""
+    if not profile.enabled:
+        return []
+    problems = [] if training.max_steps is None else profile_end_problems(profile, training, training.max_steps)
+    if world_size is not None and (absent := [rank for rank in profile.ranks if rank >= world_size]):
+        problems.append(
+            f"logging.profile.ranks={profile.ranks}: rank {absent[0]} does not exist, ranks are 0 to "
+            f"{world_size - 1}; change logging.profile.ranks"
+        )
+    return problems
+
+
+def profile_end_problems(profile: ProfileConfig, training: TrainingConfig, steps: int) -> list[str]:
+    """Require the profiled steps to be among the run's `steps` optimizer steps."""
+    last = profile.start + profile.steps - 1
+    if not profile.enabled or last <= steps:
+        return []
+    return [
+        f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, after "
+        f"{training.length(steps)}; change logging.profile.start or logging.profile.steps"
+    ]
+
+
+def decay_problems(optimizer: OptimizerConfig, training: TrainingConfig | None, steps: int | None = None) -> list[str]:
+    """Require the final decay under wsd to begin after the warmup; `steps` None: training.max_steps, if it is set."""
+    steps = steps if training is None or steps is not None else training.max_steps
+    if training is None or steps is None or optimizer.schedule is not Schedule.wsd or not optimizer.decay_steps:
+        return []
+    longest = max(0, steps - optimizer.warmup_steps)
+    if optimizer.decay_steps <= longest:
+        return []
+    return [
+        f"optimizer.decay_steps={optimizer.decay_steps}: must fit, after optimizer.warmup_steps="
+        f"{optimizer.warmup_steps}, into {training.length(steps)}; set it to at most {longest}, or change the others"
+    ]
+
+
+def tracker_problems(logging: LoggingConfig) -> list[str]:
+    """Require the packages of the enabled trackers, which are optional, to be installed."""
+    needed = {}  # setting -> (package, command that installs it, value that disables it)
+    if logging.wandb.mode is not WandbMode.disabled:
+        needed[f"logging.wandb.mode={logging.wandb.mode}"] = ("wandb", "pip install 'meshbook[wandb]'", "disabled")
+    if logging.tensorboard:
+        needed["logging.tensorboard=true"] = ("tensorboard", "pip install 'meshbook[tensorboard]'", "false")
+    if logging.mlflow.enabled:
+        needed["logging.mlflow.enabled=true"] = ("mlflow", "pip install 'meshbook[mlflow]'", "false")
+    if logging.trackio.enabled:
+        needed["logging.trackio.enabled=true"] = ("trackio", "pip install 'meshbook[trackio]'", "false")
+    return [
+        f"{setting}: {package} is not installed; run {install}, or set it to {disabled}"
+        for setting, (package, install, disabled) in needed.items()
+        if importlib.util.find_spec(package) is None
+    ]
+
+
+def harness_problems(tasks: TasksConfig) -> list[str]:
+    """Require lm-eval, which is optional, to be installed if there are tasks."""
+    if not tasks.tasks or importlib.util.find_spec("lm_eval") is not None:
+        return []
+    return [
+        f"evaluation.tasks={tasks.tasks}: lm-eval is not installed; run pip install 'meshbook[evaluation]', or set it "
+        "to []"
+    ]
+
+
+def optimizer_problems(optimizer: OptimizerConfig, model: ModelConfig, peft: PeftConfig | None) -> list[str]:
+    """Reject 8-bit moments for float64 weights, and Muon for adapters.
+
+    torchao computes updates in float32. The product of two orthogonalized low-rank matrices is not an orthogonalized
+    update.
+    """
+    if isinstance(optimizer, AdamW8bitConfig) and model.dtype == DType.float64:
+        return [
+            f"optimizer.kind={optimizer.kind}: computes updates in float32, less exact than model.dtype={model.dtype}; "
+            "set optimizer=adamw, or model.dtype=float32"
+        ]
+    if peft is None or not peft.adapts or not isinstance(optimizer, MuonConfig):
+        return []
+    return [
+        f"optimizer.kind={optimizer.kind}: Muon orthogonalizes the update of whole matrices, not of the two factors of "
+        f"peft.method={peft.method}; set optimizer=adamw, or peft=none"
+    ]
+
+
+def adapter_problems(peft: PeftConfig, evaluation: EvaluationConfig) -> list[str]:
+    """Require a checkpoint to load the adapters from."""
+    if not peft.adapts or evaluation.checkpoint is not None:
+        return []
+    return [
+        f"peft.method={peft.method}: evaluation.checkpoint=null provides no trained adapters to evaluate; set "
+        "it to a checkpoint (.../checkpoints/step_N), or set peft=none"
+    ]

@@ -1,0 +1,343 @@
+"""Weights as they are stored: safetensors and GGUF files, read block by block, names of tensors, and errors of the hub.
+
+Config and tensors of models in GGUF files, read one tensor at a time, equal to what transformers loads.
+`AutoConfig` and `from_pretrained` use the gguf package, which takes 3 s to parse a vocabulary of 98,000 strings, and
+dequantize the complete model on every rank. This module uses transformers' own header reader (20 ms). Names, config
+values and dequantization still come from the tables of transformers and gguf.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from components.config.shape import ModelFiles
+from components.protocol.errors import ConfigError
+from components.protocol.safe_files import load_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Dtypes by their names in safetensors headers."""
+_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+logger = logging.getLogger(__name__)
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Supported architectures: their config is a renaming of the header, and their tensors map one to one."""
+ROTARY_FACTORS = "rope_freqs.weight"
+"""Tensor with the scaling of rotary frequencies, which transformers does not read from GGUF files."""
+
+
+class SafetensorsTensors:
+    """Tensors of safetensors files under their stored names."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        """Read the headers.
+
+        Raises ConfigError with the path of a file that is missing or damaged, or holds a tensor of another file.
+        """
+        self._path_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        for path in paths:
+            header = _read_header(path)
+            if repeated := sorted(header.keys() & self._path_of.keys()):
+                raise ConfigError(
+                    f"{path}: holds {repeated[0]}, which {self._path_of[repeated[0]].name} holds too; remove the file "
+                    "that is not the model's"
+                )
+            self._path_of |= dict.fromkeys(header, path)
+            self._shapes |= {name: shape for name, (shape, _) in header.items()}
+            self._dtypes |= {name: dtype for name, (_, dtype) in header.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return shapes by stored name."""
+        return self._shapes
+
+    def not_floats(self) -> dict[str, str]:
+        """Return the dtypes of the tensors that hold no floating-point numbers, as the files call them."""
+        return {name: dtype for name, dtype in self._dtypes.items() if dtype not in _FLOATS}
+
+    def on_meta(self, name: str) -> torch.Tensor:
+        """Return a tensor with the shape and the dtype of a stored one, without memory."""
+        return torch.empty(self._shapes[name], dtype=STORED_DTYPES[self._dtypes[name]], device="meta")
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a tensor in its stored dtype; only the block's bytes are read."""
+        from safetensors import safe_open
+
+        # Reopened for each block: while a file stays mapped, every page read counts towards this rank's memory.
+        with safe_open(self._path_of[name], framework="pt") as file:
+            return file.get_slice(name)[index].clone() if index else file.get_tensor(name).clone()
+
+
+def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
+    """Return the model's weight files from its folder, or from the hub after downloading them.
+
+    Raises:
+        ConfigError: There are no safetensors files, the index is invalid or names missing files, or the hub cannot be
+            reached.
+    """
+    single = find_file(files, SINGLE_FILE, revision)
+    if single is not None:
+        return [single]
+    index = find_file(files, INDEX_FILE, revision)
+    if index is None:
+        raise ConfigError(
+            f"model.path={files.name_or_folder}: has no {SINGLE_FILE} or {INDEX_FILE}; convert its weights to "
+            "safetensors, or set model.init=random to start from scratch"
+        )
+    try:
+        named = list(dict(load_json(index)["weight_map"]).values())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{index}: not a valid index of safetensors files: {error!r}") from error
+    if outside := [name for name in named if not _is_inside(name)]:
+        raise ConfigError(
+            f"{index}: lists {outside[0]!r}, but weight files must be inside the folder; correct the index, or do not "
+            "use a model from this source"
+        )
+    names = sorted(set(named))
+    paths = [find_file(files, name, revision) for name in names]
+    missing = [name for name, path in zip(names, paths, strict=True) if path is None]
+    if missing:
+        raise ConfigError(
+            f"model.path={files.name_or_folder}: {INDEX_FILE} lists files that do not exist: {', '.join(missing)}"
+        )
+    return [path for path in paths if path is not None]
+
+
+def _is_inside(name: object) -> bool:
+    """Return whether a name is a path inside the folder; links are allowed, as files in the hub's cache are links."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    is_short = all(len(part.encode()) <= 255 for part in path.parts)  # the limit of file systems
+    return is_short and not path.is_absolute() and ".." not in path.parts
+
+
+def find_file(files: ModelFiles, name: str, revision: str | None) -> Path | None:
+    """Return a file of the model's folder, or of the hub after downloading it; None if there is none."""
+    if files.is_local:
+        path = Path(files.name_or_folder) / name
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(files.name_or_folder, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError) as error:
+        raise explain_loading_error(error, files, "model.path", "weights") from error
+    return Path(found) if found else None
+
+
+def require_finite(values: torch.Tensor, where: str) -> torch.Tensor:
+    """Return `values`. Raises ConfigError if one is NaN or infinite; the sum takes 0.1 s per GiB."""
+    if values.is_floating_point():
+        summed = values if values.element_size() > 1 else values.float()  # no sum of float8
+        # A sum of finite values may overflow.
+        if not summed.sum(dtype=torch.float32).isfinite() and not summed.isfinite().all():
+            raise ConfigError(f"{where} holds NaN or infinite values; use weights from before they diverged")
+    return values
+
+
+def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shapes and dtypes, as safetensors calls them, by name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def read_config(path: Path, key: str = "model.path") -> dict[str, Any]:
+    """Return the values of the Hugging Face config that a GGUF file describes, including `model_type`.
+
+    Raises:
+        ConfigError: The file is not GGUF, or its architecture is not in `ARCHITECTURES`.
+    """
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    try:
+        metadata, tensors = read_gguf_metadata(str(path))
+    except (OSError, ValueError, LookupError, ArithmeticError, MemoryError, RecursionError, struct.error) as error:
+        raise ConfigError(f"{key}={path}: the GGUF file cannot be read: {error}") from error
+    architecture = metadata["general.architecture"]
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{key}={path}: GGUF files of architecture {architecture} are not supported (only "
+            f"{', '.join(ARCHITECTURES)}); set {key} to the model's safetensors folder or hub name"
+        )
+    if ROTARY_FACTORS in tensors:
+        logger.warning(
+            "%s scales its rotary frequencies, which transformers does not read from GGUF files; set the scaling "
+            "in model.config.rope_parameters, or use the model's safetensors folder",
+            path.name,
+        )
+    mapping: dict[str, Any] = GGUF_CONFIG_MAPPING
+    config: dict[str, Any] = {}
+    for name, value in metadata.items():
+        prefix, _, rest = name.partition(".")
+        config_key = mapping.get(prefix, {}).get(rest)
+        if config_key and not config_key.startswith("_"):
+            config[config_key] = value
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    config.setdefault("vocab_size", metadata["tokenizer.ggml.tokens"])  # the reader replaces arrays by their length
+    return config
+
+
+class GGUFTensors:
+    """Tensors of a GGUF file under the names of a model's parameters."""
+
+    def __init__(self, path: Path, meta_model: PreTrainedModel) -> None:
+        """`meta_model`: the unsharded model on the meta device, which provides the parameter names."""
+        from transformers.integrations.gguf import GgufHeader
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        self._path = path
+        header = GgufHeader.from_file(str(path))
+        self._start = header.data_start
+        # Reverts changes that the conversion to GGUF makes to values, such as the row order of Llama's attention.
+        self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(
+            config=meta_model.config.to_dict()
+        )
+        names = _model_names(header.architecture, meta_model)
+        self._infos = {names.get(info.name, info.name): info for info in header.tensors if info.name != ROTARY_FACTORS}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return shapes by the model's names, or by the file's name for a tensor that the model lacks."""
+        return {name: tuple(info.shape) for name, info in self._infos.items()}
+
+    def not_floats(self) -> dict[str, str]:
+        """Return the types of the tensors of integers, by name."""
+        from gguf import GGMLQuantizationType
+
+        kinds = {name: GGMLQuantizationType(info.ggml_type).name for name, info in self._infos.items()}
+        return {name: kind for name, kind in kinds.items() if kind in ("I8", "I16", "I32", "I64")}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a tensor in float32; this dequantizes the complete tensor."""
+        import numpy as np
+        from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
+
+        info = self._infos[name]
+        kind = GGMLQuantizationType(info.ggml_type)
+        data: np.ndarray = np.fromfile(self._path, dtype=np.uint8, count=info.nbytes, offset=self._start + info.offset)
+        if kind == GGMLQuantizationType.F32:
+            data = data.view(np.float32).reshape(info.shape)
+        elif kind == GGMLQuantizationType.F16:
+            data = data.view(np.float16).reshape(info.shape)
+        else:
+            data = data.reshape(quant_shape_to_byte_shape(info.shape, kind))
+        values = self._processor.process(dequantize(data, kind), info.name).weights
+        return torch.from_numpy(np.ascontiguousarray(values))[index]
+
+
+def _model_names(architecture: str, meta_model: PreTrainedModel) -> dict[str, str]:
+    """Return GGUF names -> the model's names, by the gguf package's table."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = get_tensor_name_map(kind, meta_model.config.num_hidden_layers)
+    names: dict[str, str] = {}
+    for name in meta_model.state_dict():
+        module, _, leaf = name.rpartition(".")
+        stored = table.get_name(module)
+        if stored is not None:
+            names[f"{stored}.{leaf}"] = name
+    return names
+
+
+def explain_loading_error(error: Exception, files: ModelFiles, key: str, what: str) -> ConfigError:
+    """Return the ConfigError for an exception that transformers raised while loading `what` from `files`.
+
+    Args:
+        key: Config key of the path.
+        what: "config", "tokenizer" or "weights".
+    """
+    given = f"{key}={files.name_or_folder}"
+    causes = _causes(error)
+    names = {type(cause).__name__ for cause in causes}
+    text = " ".join(str(cause) for cause in causes)
+    if "trust_remote_code" in text:
+        return ConfigError(
+            f"{given}: its {what} runs code from its repository; review that code, then set "
+            "model.trust_remote_code=true"
+        )
+    if names & {"GatedRepoError"}:
+        return ConfigError(
+            f"{given}: access is gated; accept its license on the hub and log in (hf auth login), or set {key} to a "
+            "local folder"
+        )
+    if names & {"RepositoryNotFoundError", "RevisionNotFoundError"}:
+        return ConfigError(f"{given}: the hub has no such model or revision; check {key} and model.revision")
+    if not files.is_local and (names & _UNREACHABLE or "offline" in text or "connect" in text.lower()):
+        return ConfigError(
+            f"{given}: its {what} is not in the local cache and the hub cannot be reached; set {key} to a local folder"
+        )
+    return ConfigError(f"{given}: the {what} cannot be read: {error_line(error)}")
+
+
+def error_line(error: Exception) -> str:
+    """Return the first line of an exception's message, with the next one after a colon; or the name of its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
+
+
+_UNREACHABLE = {
+    "ConnectError",
+    "ConnectionError",
+    "ConnectTimeout",
+    "LocalEntryNotFoundError",
+    "OfflineModeIsEnabled",
+    "ProxyError",
+    "ReadTimeout",
+}
+"""Exceptions of huggingface_hub and its HTTP client; by name, because the client library differs between versions."""
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers in the model's order, each once, under its first name.
+
+    `state_dict` also makes FSDP reshard parameters that a forward left unsharded.
+    """
+    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor
+    return tensors
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the additional names of shared parameters -> the first name of each."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        original = first.setdefault(id(parameter), name)
+        if original != name:
+            tied[name] = original
+    return tied
