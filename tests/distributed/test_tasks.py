@@ -31,8 +31,9 @@ from components.models.tokenizer import byte_tokenizer
 from components.parity.reference import compute_in_float64
 from components.protocol.errors import ConfigError
 from components.training.objectives import Vocabulary
+from components.training.tasks.continuations import SignedLogProbability
 from components.training.tasks.harness import TaskScores
-from components.training.tasks.mesh_lm import MeshLM, SignedLogProbability
+from components.training.tasks.mesh_lm import MeshLM
 from tests.harness import run_ranks
 from tests.lm_eval_tasks import NAMES, write_tasks
 from tests.tiny_models import SIZES

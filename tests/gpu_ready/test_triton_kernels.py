@@ -13,24 +13,25 @@ from tests.optional import need_triton
 
 NF4 = """
 import torch
-from components.models.quantization.nf4 import level_pairs, pack, unpack
-from components.models.quantization.nf4 import launch_unpack
+from components.models.quantization.nf4 import BLOCK, BLOCK_BYTES, level_pairs, pack, unpack
+from components.models.triton_kernels import launch_unpack
 
 torch.manual_seed(0)
 for rows, columns in ((5, 64), (3, 200), (2, 1100)):
     packed, pairs = pack(torch.randn(rows, columns)), level_pairs()
     for dtype in (torch.float32, torch.float16):
         expected = unpack(packed, columns, pairs, dtype)
-        assert torch.equal(launch_unpack(packed, columns, pairs, dtype), expected), (rows, columns, dtype)
+        assert torch.equal(launch_unpack(packed, columns, pairs, dtype, BLOCK, BLOCK_BYTES), expected), (rows, columns, dtype)
     # The interpreter truncates to bfloat16, where a GPU rounds: up to one unit in the last of 8 bits.
     exact = unpack(packed, columns, pairs, torch.float32)
-    assert torch.allclose(launch_unpack(packed, columns, pairs, torch.bfloat16).float(), exact, rtol=2**-7, atol=0)
+    rounded = launch_unpack(packed, columns, pairs, torch.bfloat16, BLOCK, BLOCK_BYTES)
+    assert torch.allclose(rounded.float(), exact, rtol=2**-7, atol=0)
 """
 
 SWIGLU = """
 import torch
 import torch.nn.functional as F
-from components.models.fused_layers import launch_swiglu, launch_swiglu_backward
+from components.models.triton_kernels import launch_swiglu, launch_swiglu_backward
 
 torch.manual_seed(0)
 for shape, dtype in (((2, 3, 1100), torch.float64), ((5, 64), torch.float32), ((0, 8), torch.float32)):
@@ -50,9 +51,10 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from components.models.quantization.nf4 import _unpack_blocks
-from components.models.fused_layers import _swiglu, _swiglu_backward
+from components.models.quantization.nf4 import BLOCK, BLOCK_BYTES
+from components.models.triton_kernels import _swiglu, _swiglu_backward, _unpack_blocks
 
+CONSTANTS = {"SIZE": BLOCK, "SIZE_BYTES": BLOCK_BYTES}
 INPUTS = {"packed": "*u8", "pairs": "*fp32"}
 SIZES = {"row_bytes", "blocks", "columns", "width", "stride"}
 ROUNDS = {"bf16": "cvt.rn.bf16", "fp16": "cvt.rn.f16"}  # to nearest
@@ -63,7 +65,8 @@ for kernel, dtypes in (
 ):
     for dtype in dtypes:
         names = {name: "i32" if name in SIZES else INPUTS.get(name, f"*{dtype}") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=names, constexprs={})
+        constants = {name: value for name, value in CONSTANTS.items() if name in names}
+        source = ASTSource(fn=kernel, signature=names | dict.fromkeys(constants, "constexpr"), constexprs=constants)
         compiled = compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
         assert compiled.asm["cubin"], (kernel, dtype)
         assert ROUNDS.get(dtype, "") in compiled.asm["ptx"], (kernel, dtype)

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from components.dtypes import cast_by_autocast
 from components.models.weights.shards import Index, fill, local_part
@@ -34,9 +32,6 @@ SCALE_BYTES = 2
 BLOCK_BYTES = SCALE_BYTES + BLOCK // 2
 PACKED_AT_ONCE = 2**20
 """Approximate number of values that are packed at a time, because temporaries are many times larger than the result."""
-TOGETHER = tl.constexpr(16)
-"""Blocks that one program unpacks."""
-SIZE, SIZE_BYTES, HEADER = (tl.constexpr(each) for each in (BLOCK, BLOCK_BYTES, SCALE_BYTES))
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -76,8 +71,9 @@ def unpack(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch
 @torch.library.custom_op("meshbook::unpack_nf4", mutates_args=(), device_types="cuda")
 def unpack_on_gpu(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Dequantize like `unpack`, in one kernel. An operator, so that torch.compile and fake tensors need no Triton."""
+    from components.models.triton_kernels import launch_unpack
 
-    return launch_unpack(packed, columns, pairs, dtype)
+    return launch_unpack(packed, columns, pairs, dtype, BLOCK, BLOCK_BYTES)
 
 
 @unpack_on_gpu.register_fake
@@ -185,39 +181,3 @@ class _NF4Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         packed, pairs = ctx.saved_tensors
         return grad @ unpack(packed, ctx.columns, pairs, grad.dtype), None, None
-
-
-def launch_unpack(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a packed matrix as (rows, columns) of `dtype`, equal to those of `nf4.unpack`.
-
-    Args:
-        packed: (rows, bytes) uint8.
-        pairs: (256, 2) float32, from `nf4.level_pairs`.
-    """
-    packed = packed.contiguous()
-    rows, row_bytes = packed.shape
-    blocks = row_bytes // BLOCK_BYTES
-    values = torch.empty(rows, columns, dtype=dtype, device=packed.device)
-    grid = (rows, triton.cdiv(blocks, TOGETHER.value))
-    _unpack_blocks[grid](packed, pairs, values, row_bytes, blocks, columns)
-    return values
-
-
-@triton.jit
-def _unpack_blocks(packed, pairs, values, row_bytes, blocks, columns):
-    """Write the values of `TOGETHER` blocks of one row: both 4-bit codes of a byte, times the block's scale."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)  # (TOGETHER,)
-    exists = block < blocks
-    header = packed + row * row_bytes + block * SIZE_BYTES
-    low = tl.load(header, mask=exists, other=0).to(tl.int16)
-    high = tl.load(header + 1, mask=exists, other=0).to(tl.int16)
-    scale = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)  # (TOGETHER,)
-    byte = tl.arange(0, SIZE // 2)[None, :]  # (1, SIZE / 2)
-    code = tl.load(header[:, None] + HEADER + byte, mask=exists[:, None], other=0).to(tl.int32)
-    first = tl.load(pairs + 2 * code) * scale[:, None]  # (TOGETHER, SIZE / 2)
-    second = tl.load(pairs + 2 * code + 1) * scale[:, None]
-    both = tl.reshape(tl.join(first, second), (TOGETHER, SIZE))
-    column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    target = values + row * columns + column
-    tl.store(target, both.to(values.dtype.element_ty), mask=column < columns)

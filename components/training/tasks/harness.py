@@ -24,7 +24,7 @@ from components.exchange import all_gather_json
 from components.protocol.errors import ConfigError
 from components.training.samples import GenerationRun
 from components.training.setup.prepared import Prepared
-from components.training.tasks.mesh_lm import RequestBatches
+from components.training.tasks.continuations import RequestBatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
