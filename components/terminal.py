@@ -1,4 +1,4 @@
-"""Text for terminals and logs: control characters escaped, secrets masked, tables and a Rich console."""
+"""Filters of text for terminals and logs: control characters are escaped, and secrets masked."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from components.protocol.secrets import masked
 
@@ -58,11 +54,8 @@ def print_text(
 
 
 _COMMAND = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S* )*(?:python|torchrun|meshbook|make|eval|echo|sbatch|srun) ")
-
 _WORD = re.compile(r"""(?:--[\w-]+ (?=[^\s-]))?(?:[^\s'"]|'[^']*'|"[^"]*"|['"])+""")
-
 _UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i?B|B|m?s|x)\b)|(?<=\dx) (?=\d)")
-
 _FIRST_COLUMNS = re.compile(r"(?:\S+(?: \S+){0,3} {2,}(?!->))+(?=\S)")
 
 
@@ -306,46 +299,3 @@ def _mask_output(stream: Any) -> None:
 
 def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     print_text("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr, flush=True)
-
-
-class PlainConsole(Console):
-    """Console that prints text literally: without markup and emoji codes, and with control characters escaped.
-
-    This includes the cells of tables, since rich passes every string through `render_str`.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, **settings)
-
-    def render_str(self, text: str, **settings: Any) -> Text:
-        """Convert a string to rich text, with control characters escaped."""
-        return super().render_str(printable(text), **settings)
-
-
-def new_table(header: Sequence[str], text_columns: Collection[int], *, wrap: bool = False) -> Table:
-    """Return a table without lines; columns of text, given by number, are aligned left, the others right.
-
-    Args:
-        wrap: Break long texts into lines instead of cutting them.
-    """
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for number, column in enumerate(header):
-        is_text = number in text_columns
-        table.add_column(
-            column,
-            justify="left" if is_text else "right",
-            no_wrap=is_text and not wrap,
-            overflow="fold" if wrap else "ellipsis",
-        )
-    return table
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table. The caller escapes control characters with `printable`."""
-    lines = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-
-
-def number_text(value: float | None, form: str) -> str:
-    """Return a formatted number; empty for None."""
-    return "" if value is None else format(value, form)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from components.config.schema.checks import raise_all
 from components.config.stored_run import StoredRun, flat_config, read_run
+from components.console import PlainConsole, markdown_table, new_table, number_text
 from components.figures import (
     LOSS,
     MISSING,
@@ -38,16 +39,7 @@ from components.launch.run_directory.lease import is_held
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CONFIG, RECORD, atomic_write, is_replaceable
-from components.terminal import (
-    HelpText,
-    PlainConsole,
-    exit_with,
-    markdown_table,
-    new_table,
-    number_text,
-    print_text,
-    printable,
-)
+from components.terminal import HelpText, exit_with, print_text, printable
 
 if TYPE_CHECKING:
     from rich.table import Table

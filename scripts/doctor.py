@@ -28,7 +28,7 @@ from typing import Callable, Iterator  # noqa: UP035  (so that an old Python can
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from components.terminal import HelpText, fit, guard_output, print_text, terminal_width  # only the standard library
+from components.terminal import HelpText, fit, guard_output, print_text, terminal_width
 from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, last_line, run_command, shorten
 from scripts._doctor.environment import INSTALL, check_packages, check_project, check_python, check_weights
 from scripts._doctor.kubernetes import check_k8s

@@ -47,7 +47,8 @@ from components.config.schema.run import is_same_checkpoint
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.models.weights.shards import local_part
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import LARGEST, load_json, load_yaml, parse_json, read_regular
+from components.protocol.safe_json import LARGEST, load_json, parse_json, read_regular
+from components.protocol.safe_yaml import load_yaml
 from components.storage.urls import is_url, shown_names
 from components.watch.faults import fault_point
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import xxhash
 
 from components.protocol.failures import StatedFailure
-from components.protocol.safe_files import LARGEST, parse_json, read_regular
+from components.protocol.safe_json import LARGEST, parse_json, read_regular
 from components.storage.urls import is_plain_name, shown_names
 
 if TYPE_CHECKING:

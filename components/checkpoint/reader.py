@@ -26,7 +26,7 @@ from components.checkpoint.stored_tensors import check_base_weights, find_checkp
 from components.checkpoint.tensors import AVERAGE, MODEL
 from components.models.weights.shards import Index
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import load_json
+from components.protocol.safe_json import load_json
 
 
 def choose_checkpoint(path: Path) -> Path:

@@ -17,7 +17,8 @@ from components.config.schema.checks import field_values, raise_all
 from components.config.schema.model import ModelConfig
 from components.project import PROJECT
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import load_json, load_yaml
+from components.protocol.safe_json import load_json
+from components.protocol.safe_yaml import load_yaml
 
 CONFIG_NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),

@@ -36,7 +36,8 @@ from components.protocol.run_files import (
     read_json,
     read_result,
 )
-from components.protocol.safe_files import load_yaml, parse_json, read_regular
+from components.protocol.safe_json import parse_json, read_regular
+from components.protocol.safe_yaml import load_yaml
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"

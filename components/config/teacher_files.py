@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from components.protocol.safe_files import parse_json
+from components.protocol.safe_json import parse_json
 from components.safetensors_writer import TensorEntry
 from components.storage.stored_file import BlockHashes, OpenFile, StoredTensor, read_header
 

@@ -39,7 +39,7 @@ from components.data.sources.split import (
 )
 from components.data.tokens import Tokens, flattened, read_tokens, remove_expired, write_tokens
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import parse_json
+from components.protocol.safe_json import parse_json
 from components.storage.stored_file import SUFFIX, KnownNumbers
 
 if TYPE_CHECKING:

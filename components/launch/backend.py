@@ -18,7 +18,7 @@ from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write
-from components.protocol.safe_files import read_regular
+from components.protocol.safe_json import read_regular
 from components.terminal import fit, print_text
 
 

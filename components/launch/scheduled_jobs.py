@@ -34,7 +34,7 @@ from components.protocol.run_files import (
     read_result,
     read_text,
 )
-from components.protocol.safe_files import read_regular
+from components.protocol.safe_json import read_regular
 
 if TYPE_CHECKING:
     from jinja2 import Environment

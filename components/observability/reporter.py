@@ -19,6 +19,7 @@ from rich.text import Text
 
 from components.config.schema.run import LoggingConfig
 from components.config.stored_run import MetricsLog
+from components.console import PlainConsole
 from components.observability.plot import TARGET_TOKEN, LossPlot
 from components.observability.result import Result, lost_work, record_first_step, record_start, summary
 from components.observability.trackers import Trackers, enabled_trackers
@@ -31,7 +32,7 @@ from components.protocol.run_files import (
     create_marker,
     disk_errors_named,
 )
-from components.terminal import PlainConsole, printable
+from components.terminal import printable
 
 LOG_WIDTH = 10_000
 """Width of output that is not a terminal, where lines are not wrapped."""

@@ -23,7 +23,8 @@ from components.protocol.run_files import (
     numbers_in,
     read_json,
 )
-from components.protocol.safe_files import load_yaml, read_regular
+from components.protocol.safe_json import read_regular
+from components.protocol.safe_yaml import load_yaml
 from components.protocol.secrets import secret_problems
 
 PROGRESS = "progress.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from components.protocol.failures import StatedFailure
-from components.protocol.safe_files import LARGEST
+from components.protocol.safe_json import LARGEST
 from components.storage.urls import name_of, scheme_of
 
 logger = logging.getLogger(__name__)

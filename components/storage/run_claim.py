@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import parse_json
+from components.protocol.safe_json import parse_json
 from components.storage.object_store import ObjectStore
 from components.storage.urls import join, shown_names
 

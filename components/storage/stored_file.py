@@ -26,7 +26,7 @@ import xxhash
 
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_write_json, read_json
-from components.protocol.safe_files import parse_json
+from components.protocol.safe_json import parse_json
 from components.safetensors_writer import ITEM_BYTES
 
 HASHED_BYTES = 1 << 20

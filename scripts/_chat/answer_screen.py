@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from rich.cells import cell_len
 
+from components.console import PlainConsole
 from components.protocol.errors import ConfigError
-from components.terminal import PlainConsole, escaped, print_text
+from components.terminal import escaped, print_text
 
 COMMANDS = "/reset   /system TEXT   /exit     Ctrl-C stops an answer, Ctrl-D exits"
 

@@ -59,7 +59,7 @@ def k8s_settings(user_yaml: str) -> dict[str, Any]:
     """Return cluster.k8s of the text of user.yaml; empty if it has none, or is not valid."""
     import yaml
 
-    from components.protocol.safe_files import load_yaml
+    from components.protocol.safe_yaml import load_yaml
 
     try:
         values = load_yaml(user_yaml)

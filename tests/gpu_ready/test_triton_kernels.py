@@ -21,7 +21,8 @@ for rows, columns in ((5, 64), (3, 200), (2, 1100)):
     packed, pairs = pack(torch.randn(rows, columns)), level_pairs()
     for dtype in (torch.float32, torch.float16):
         expected = unpack(packed, columns, pairs, dtype)
-        assert torch.equal(launch_unpack(packed, columns, pairs, dtype, BLOCK, BLOCK_BYTES), expected), (rows, columns, dtype)
+        values = launch_unpack(packed, columns, pairs, dtype, BLOCK, BLOCK_BYTES)
+        assert torch.equal(values, expected), (rows, columns, dtype)
     # The interpreter truncates to bfloat16, where a GPU rounds: up to one unit in the last of 8 bits.
     exact = unpack(packed, columns, pairs, torch.float32)
     rounded = launch_unpack(packed, columns, pairs, torch.bfloat16, BLOCK, BLOCK_BYTES)

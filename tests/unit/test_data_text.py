@@ -110,13 +110,13 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of documents tokenized by each call."""
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
     counted: list[int] = []
-    encode = cache.text.encode_documents
+    encode = cache.pydocs.encode_documents
 
     def count(tokenizer: object, documents: list[object], seq_len: int) -> object:
         counted.append(len(documents))
         return encode(tokenizer, documents, seq_len)
 
-    monkeypatch.setattr(cache.text, "encode_documents", count)
+    monkeypatch.setattr(cache.pydocs, "encode_documents", count)
     return counted
 
 

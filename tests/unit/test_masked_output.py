@@ -19,6 +19,7 @@ from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.typed import typed
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import LoggingConfig, WandbConfig, WandbMode
+from components.console import PlainConsole, new_table
 from components.launch.run_directory.directory import start_record
 from components.observability import Reporter
 from components.observability.trackers import Trackers
@@ -26,7 +27,7 @@ from components.protocol.errors import ConfigError
 from components.protocol.failures import Failure, error_file, print_failure, print_problems, write_report
 from components.protocol.run_files import log_file, record_result
 from components.protocol.secrets import masked
-from components.terminal import PlainConsole, guard_output, new_table, print_text
+from components.terminal import guard_output, print_text
 from tests.suites import in_torture
 from tests.unit.test_secrets import CONF, CREDENTIALS, HARMLESS, HEX_KEY, LINES
 

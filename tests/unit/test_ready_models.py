@@ -16,7 +16,7 @@ from components.models.anatomy import read_anatomy
 from components.models.build import build_on_meta, load_config, model_shape
 from components.planning.dry_run.played_run import buildable
 from components.planning.formulas.architecture import read_architecture
-from components.protocol.safe_files import load_yaml
+from components.protocol.safe_yaml import load_yaml
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
 
 BEYOND_SIZES: dict[str, dict[str, Any]] = {

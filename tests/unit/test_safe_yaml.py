@@ -14,7 +14,7 @@ import yaml
 
 from components.config.compose.sources import config_folders
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import YamlLimitError, load_yaml
+from components.protocol.safe_yaml import YamlLimitError, load_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ["a: &a [x, x, x, x, x, x, x, x, x, x]"] + [

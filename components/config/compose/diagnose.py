@@ -48,7 +48,7 @@ from components.config.rules import accepted_kinds
 from components.config.schema.data import DataKind
 from components.config.schema.recipes import RecipeConfig
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import load_yaml
+from components.protocol.safe_yaml import load_yaml
 
 _KIND = re.compile(r"/schema/\w+/(?P<header>\w+)@_here_|^kind: *(?P<key>\w+)", re.MULTILINE)
 """Where an option file states its kind: in its defaults list or by the key."""

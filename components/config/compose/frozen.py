@@ -26,7 +26,8 @@ from components.config.schema.checks import raise_all
 from components.config.schema.recipes import Config, RecipeConfig
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import CONFIG, LOGS, attempt_logs, numbers_in
-from components.protocol.safe_files import check_expansion, load_yaml, parse_json, read_regular
+from components.protocol.safe_json import parse_json, read_regular
+from components.protocol.safe_yaml import check_expansion, load_yaml
 from components.protocol.secrets import variable_problem
 
 Section = TypeVar("Section")

@@ -22,7 +22,7 @@ from components.config.compose.sources import Request, conf_resolvers
 from components.config.kinds import WITHOUT_KIND, kinds_of, type_hints
 from components.config.schema import recipes as schemas
 from components.project import PROJECT
-from components.protocol.safe_files import load_yaml
+from components.protocol.safe_yaml import load_yaml
 from components.terminal import fit
 
 _fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)

@@ -31,7 +31,8 @@ from components.config.schema.recipes import RecipeConfig
 from components.config.shape import ModelShape
 from components.project import PROJECT
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import YamlLimitError, check_expansion, load_yaml, read_regular
+from components.protocol.safe_json import read_regular
+from components.protocol.safe_yaml import YamlLimitError, check_expansion, load_yaml
 
 _LARGEST = 1 << 24  # bytes of a YAML file
 CONF = PROJECT / "conf"

@@ -36,7 +36,7 @@ from components.data.token_store.shards import (
     read_shard_header,
 )
 from components.protocol.run_files import atomic_file
-from components.protocol.safe_files import parse_json, read_regular
+from components.protocol.safe_json import parse_json, read_regular
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
 from components.storage.stored_file import BlockHashes, OpenFile
 

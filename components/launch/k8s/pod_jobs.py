@@ -16,7 +16,7 @@ from components.config.schema.kubernetes import Workload
 from components.launch.backend import Job, JobState, record_job, recorded_job
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import SUBMISSION, read_text
-from components.protocol.safe_files import parse_json
+from components.protocol.safe_json import parse_json
 
 _ID = re.compile(r"(?P<namespace>[a-z0-9-]+)/(?P<workload>job|jobset)/(?P<name>[a-z0-9.-]+)(@(?P<context>\S+))?")
 _GONE, _UNKNOWN = "gone", "unknown"

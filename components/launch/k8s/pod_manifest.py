@@ -19,7 +19,7 @@ from components.launch.scheduled_jobs import render_template
 from components.project import COMPONENTS, PROJECT
 from components.protocol.errors import EXIT_RESTART, ConfigError
 from components.protocol.role import JOB
-from components.protocol.safe_files import check_expansion
+from components.protocol.safe_yaml import check_expansion
 
 TEMPLATES = PROJECT / "k8s"
 ROOT = COMPONENTS.parent

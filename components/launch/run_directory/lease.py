@@ -26,7 +26,7 @@ from components.launch.clusters import jobs_by_id, stop_command
 from components.protocol.failures import RunDirectoryInUse
 from components.protocol.role import current_job, node_name
 from components.protocol.run_files import LEASE, keep_only_file, numbers_in, own_folder
-from components.protocol.safe_files import parse_json, read_regular
+from components.protocol.safe_json import parse_json, read_regular
 from components.terminal import print_text
 
 BEAT = 5.0

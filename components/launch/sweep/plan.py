@@ -15,7 +15,7 @@ from typing import Any
 from components.config.compose.sweep_keys import EVAL_LOSS, EarlyStop, Goal
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_write_json, own_folder, read_json, take_lock
-from components.protocol.safe_files import load_json
+from components.protocol.safe_json import load_json
 
 PLAN, POINTS, SWEEP_LOCK = "sweep.json", "points", ".lock"
 LONGEST_NAME = 48

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from components.config.compose.sources import CONF
 from components.config.stored_run import MetricsLog
+from components.console import PlainConsole
 from components.figures import (
     LOG_RATIO,
     MISSING,
@@ -32,7 +33,7 @@ from components.launch.sweep.ranking import SPEED, judged_by_metric, read_curve
 from components.launch.sweep.table import SweepReport, print_table, read_report, to_csv, to_markdown
 from components.protocol.errors import EXIT_INVALID
 from components.protocol.run_files import atomic_write, is_replaceable
-from components.terminal import PlainConsole, print_text
+from components.terminal import print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.console import Console
 
+from components.console import markdown_table, new_table, number_text
 from components.launch.sweep.plan import Sweep
 from components.launch.sweep.point_rows import SweepRow, read_points
 from components.launch.sweep.ranking import (
@@ -24,7 +25,7 @@ from components.launch.sweep.ranking import (
     judged_by_metric,
     missing_metric,
 )
-from components.terminal import fit, markdown_table, new_table, number_text, printable
+from components.terminal import fit, printable
 
 DISAGREES = "LOSS DISAGREES"
 TEXT_COLUMNS = ("run", "mesh", "status")

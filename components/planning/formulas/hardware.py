@@ -13,7 +13,8 @@ import yaml
 
 from components.project import PROJECT
 from components.protocol.errors import ConfigError
-from components.protocol.safe_files import load_yaml, read_regular
+from components.protocol.safe_json import read_regular
+from components.protocol.safe_yaml import load_yaml
 
 PROJECT_CONF = PROJECT / "conf"
 CPU_NAME = "cpu"
