@@ -13,7 +13,7 @@ from pathlib import Path
 from components.checkpoint.manifest import FOLDER, MANIFEST, TEMPORARY, Manifest, ManifestError, candidates, leftovers
 from components.config.schema.run import CheckpointConfig
 from components.protocol.errors import ConfigError
-from components.storage.urls import shown_names
+from components.storage.object_store import shown_names
 from components.watch.faults import fault_point
 
 logger = logging.getLogger(__name__)

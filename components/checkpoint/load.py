@@ -49,7 +49,7 @@ from components.models.weights.shards import local_part
 from components.protocol.errors import ConfigError
 from components.protocol.safe_json import LARGEST, load_json, parse_json, read_regular
 from components.protocol.safe_yaml import load_yaml
-from components.storage.urls import is_url, shown_names
+from components.storage.object_store import is_url, shown_names
 from components.watch.faults import fault_point
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import xxhash
 
 from components.protocol.failures import StatedFailure
 from components.protocol.safe_json import LARGEST, parse_json, read_regular
-from components.storage.urls import is_plain_name, shown_names
+from components.storage.object_store import is_plain_name, shown_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

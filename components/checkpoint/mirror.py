@@ -27,9 +27,8 @@ from components.checkpoint.manifest import (
 from components.config.schema.run import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.protocol.errors import ConfigError
-from components.storage.object_store import ObjectStore, StoredObject, upload_folder
+from components.storage.object_store import ObjectStore, StoredObject, join, name_of, shown_names, upload_folder
 from components.storage.run_claim import OWNER, RunClaim, check_claim, take_claim, write_claim
-from components.storage.urls import join, name_of, shown_names
 from components.watch.faults import fault_point
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from components.data.sources.rows import (
 from components.data.sources.split_files import files_of_split, object_problems
 from components.data.token_store.manifest import hash_of_files, read_manifest, shard_problems, vocabulary_problems
 from components.protocol.errors import ConfigError
-from components.storage.urls import is_url
+from components.storage.object_store import is_url
 
 _ROWS_CHECKED = 100  # rows at the beginning of a file that are read
 _PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file

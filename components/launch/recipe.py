@@ -59,7 +59,7 @@ def _run(described: Recipe) -> int:
 
         end_rank(run_worker(described))
     if role is Role.attached:
-        from components.launch.attached import run_attached
+        from components.launch.open_run import run_attached
         from components.launch.rank import end_rank
 
         end_rank(run_attached(described))

@@ -36,7 +36,7 @@ from components.launch.machine import determinism_problems
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import CHECKPOINTS, CONFIG
 from components.protocol.secrets import secret_problems
-from components.storage.urls import package_problems
+from components.storage.object_store import package_problems
 
 MESH_KEYS = frozenset(
     ["cluster.kind", "cluster.nodes", "cluster.procs_per_node", "cluster.device", "cluster.oversubscribe"]

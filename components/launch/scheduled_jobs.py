@@ -21,9 +21,9 @@ from components.config.schema.cluster import ClusterConfig
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.recipes import RecipeConfig, named_models
 from components.config.schema.slurm import RequeueConfig
+from components.kernel_counters import CpuLimitError, limited
 from components.launch.machine import visible_gpus
 from components.protocol.errors import ConfigError
-from components.protocol.limits import CpuLimitError, limited
 from components.protocol.run_files import (
     CHECKPOINTS,
     FIRST_STEP,

@@ -17,8 +17,7 @@ from components import lazy
 
 if TYPE_CHECKING:
     from components.observability.banner import BannerFacts, print_banner
-    from components.observability.plot import run_title
-    from components.observability.profile import StepProfile
+    from components.observability.plot import StepProfile, run_title
     from components.observability.reporter import Reporter
     from components.observability.result import Result, peak_memory_bytes, peak_reserved_bytes, render_model_card
 else:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from components.storage.object_store import ObjectStore, StoredObject
-from components.storage.urls import name_of
+from components.storage.object_store import ObjectStore, StoredObject, name_of
 
 FOLDER = "objects"
 """Folder below data.cache."""

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from components.protocol.errors import ConfigError
 from components.protocol.safe_json import parse_json
-from components.storage.object_store import ObjectStore
-from components.storage.urls import join, shown_names
+from components.storage.object_store import ObjectStore, join, shown_names
 
 OWNER = "run.json"
 _MANIFEST = re.compile(r"step_[0-9.]+/manifest\.json")

@@ -23,7 +23,7 @@ from components import lazy
 
 if TYPE_CHECKING:
     from components.training.attempt import EvaluationRun
-    from components.training.evaluation import Evaluation, evaluate
+    from components.training.evaluation import Evaluation, evaluate, show_generations
     from components.training.loss import count_targets, reduce_loss
     from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
     from components.training.objectives.contract import Vocabulary
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from components.training.optimizers.optim import build_optimizer, learning_rate, set_learning_rate
     from components.training.read_ahead import ReadAhead
     from components.training.run import Run, Step
-    from components.training.samples import show_generations
     from components.training.setup.attention_report import check_kernels
     from components.training.setup.flops import StepFlops, step_flops
     from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype

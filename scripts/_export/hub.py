@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.protocol.errors import ConfigError
-from components.storage.urls import shown_names
+from components.storage.object_store import shown_names
 
 _COMMIT = "Export of a Meshbook run"
 """Message of the commits, by which a repository with earlier exports is recognized."""

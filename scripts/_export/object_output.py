@@ -9,8 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from components.protocol.errors import ConfigError
-from components.storage.object_store import ObjectStore, describe, upload_folder
-from components.storage.urls import is_url, name_of, package_problems, url_problems
+from components.storage.object_store import (
+    ObjectStore,
+    describe,
+    is_url,
+    name_of,
+    package_problems,
+    upload_folder,
+    url_problems,
+)
 from components.terminal import print_text
 from scripts._export.options import new_folder
 

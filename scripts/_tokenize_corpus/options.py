@@ -14,7 +14,7 @@ from components.data.token_store.corpus import SHARD, InputFile
 from components.data.token_store.manifest import MANIFEST
 from components.launch.machine import usable_cores
 from components.protocol.errors import ConfigError
-from components.storage.urls import BACKENDS
+from components.storage.object_store import BACKENDS
 from components.terminal import HelpText
 
 _KEYS = {

@@ -77,7 +77,7 @@ def served() -> Iterator[Commands]:
 def _serve(folder: Path) -> None:
     from components.config.compose import command_line
     from components.config.schema import FinetuneConfig
-    from components.launch import attached, local, open_run  # noqa: F401  (needed by every command; imported once)
+    from components.launch import local, open_run  # noqa: F401  (needed by every command; imported once)
 
     sys.argv = ["warm-up"]  # fills the caches of Hydra and omegaconf, which the children inherit
     command_line.compose_from_command_line("finetune", FinetuneConfig, folder, lambda cfg, refused: [])

@@ -15,7 +15,7 @@ from components.config.schema.training import GenerationConfig
 from components.conversation import Prompt
 from components.distributed.fsdp import fsdp_units, param_groups
 from components.distributed.traffic import record_traffic
-from components.training import samples
+from components.training import evaluation
 from tests.distributed.test_pipeline import Run, start
 from tests.harness import run_ranks
 from tests.tiny_models import SIZES
@@ -56,7 +56,7 @@ def generated(run: Run, free: int, **sampling: Any) -> tuple[list[str], list[str
     prepared = training.Prepared(run.model, run.settings, run.replica, run.config)
     recorder, tokenizer = Recorder(run), models.load_tokenizer(CFG)
     tokenizer.chat_template = None
-    samples.free_memory = lambda device: free
+    evaluation.free_memory = lambda device: free
     prompts = [Prompt(text, models.encode_prompt(tokenizer, text)) for text in PROMPTS]
     cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS, **sampling)
     with record_traffic() as traffic:
@@ -133,8 +133,8 @@ def test_bytes_are_those_of_the_compute_dtype() -> None:
 
 def test_free_memory_of_a_cpu_is_a_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     used = torch.device("cpu")
-    monkeypatch.setattr(samples, "usable_memory", lambda: 2**44)
-    monkeypatch.setattr(samples, "get_local_world_size_preinit", lambda: 4)
-    assert 2**42 - 2**36 < samples.free_memory(used) < 2**42
-    monkeypatch.setattr(samples, "usable_memory", lambda: 2**20)
-    assert samples.free_memory(used) == 0
+    monkeypatch.setattr(evaluation, "usable_memory", lambda: 2**44)
+    monkeypatch.setattr(evaluation, "get_local_world_size_preinit", lambda: 4)
+    assert 2**42 - 2**36 < evaluation.free_memory(used) < 2**42
+    monkeypatch.setattr(evaluation, "usable_memory", lambda: 2**20)
+    assert evaluation.free_memory(used) == 0

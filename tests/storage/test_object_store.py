@@ -10,8 +10,7 @@ import pytest
 
 from components.storage import object_store
 from components.storage.node_cache import NodeCache
-from components.storage.object_store import ObjectStore, StorageError, StoredObject
-from components.storage.urls import package_problems, url_problems
+from components.storage.object_store import ObjectStore, StorageError, StoredObject, package_problems, url_problems
 from tests.distributed.disks import small_disk
 from tests.storage.conftest import S3, SECRET
 

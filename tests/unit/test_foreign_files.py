@@ -13,7 +13,7 @@ from components.config.schema.run import CheckpointConfig
 from components.data.token_store.corpus import check_folder, remove_leftovers
 from components.launch.sweep.plan import Point, Sweep
 from components.launch.sweep.report import report_now
-from components.models.weights.new_folder import NewFolder
+from components.models.weights.weight_files import NewFolder
 from components.protocol.errors import ConfigError
 from scripts import checkpoints, compare, gpu, plan, score
 from scripts._memory.options import read_options as memory_options

@@ -45,8 +45,7 @@ from components.models import (
 )
 from components.models.compile import is_truncated, remove_truncated_libraries
 from components.models.tokenizer import byte_tokenizer
-from components.models.weights.new_folder import NewFolder
-from components.models.weights.weight_files import WeightFiles
+from components.models.weights.weight_files import NewFolder, WeightFiles
 from components.protocol.errors import ConfigError
 from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
 

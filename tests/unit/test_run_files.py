@@ -23,7 +23,7 @@ from components.launch.run_directory.lease import take_lease
 from components.launch.scheduled_jobs import attempts_of_job
 from components.launch.slurm.jobs import adopt_submission
 from components.launch.slurm.snapshot import copy_code
-from components.models.weights.new_folder import NewFolder
+from components.models.weights.weight_files import NewFolder
 from components.observability import Reporter, Result
 from components.observability.result import lost_work
 from components.observability.trackers import TrackedRun

@@ -29,7 +29,7 @@ from components.config.schema.recipes import EvaluateConfig, PretrainConfig, Rec
 from components.data.sources.files import Location, columns_of
 from components.data.sources.split_files import files_of_split
 from components.protocol.errors import ConfigError
-from components.storage.urls import is_url
+from components.storage.object_store import is_url
 
 _ANY_MODEL = "smollm2_135m"
 """Option that sets nothing but a path and sizes, which are dropped with another path."""

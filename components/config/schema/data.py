@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
-from components.storage.urls import is_url, url_problems
+from components.storage.object_store import is_url, url_problems
 
 IGNORED = -100
 """Label or target of a position without loss: the `ignore_index` of PyTorch and Hugging Face."""

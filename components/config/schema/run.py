@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from components.config.schema.checks import above, at_least, field_values, raise_all, within
-from components.storage.urls import is_url, url_problems
+from components.storage.object_store import is_url, url_problems
 
 DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.batch_size_ramp", "training.seq_len",

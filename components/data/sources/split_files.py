@@ -17,8 +17,16 @@ from components.data.sources.files import (
 )
 from components.protocol.errors import ConfigError
 from components.storage.node_cache import FOLDER, NodeCache
-from components.storage.object_store import ObjectStore, StoredObject, describe
-from components.storage.urls import is_plain_name, is_url, join, package_problems, shown_names
+from components.storage.object_store import (
+    ObjectStore,
+    StoredObject,
+    describe,
+    is_plain_name,
+    is_url,
+    join,
+    package_problems,
+    shown_names,
+)
 
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
 _SAVED_DICT = "dataset_dict.json"  # written by `save_to_disk` of a datasets.DatasetDict, with a folder per split

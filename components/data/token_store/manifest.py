@@ -26,8 +26,7 @@ from components.config.shape import locate
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write, is_replaceable
 from components.protocol.safe_json import load_json, parse_json
-from components.storage.object_store import ObjectStore
-from components.storage.urls import is_url, join
+from components.storage.object_store import ObjectStore, is_url, join
 
 MANIFEST = "manifest.json"
 """File name of the manifest in the folder of a store."""

@@ -28,9 +28,8 @@ from components.data.token_store.manifest import Manifest, hash_of_tokenizer, re
 from components.data.token_store.shards import ShardFiles
 from components.protocol.errors import ConfigError
 from components.storage.node_cache import FOLDER, NodeCache
-from components.storage.object_store import ObjectStore, StoredObject
+from components.storage.object_store import ObjectStore, StoredObject, join
 from components.storage.stored_file import OpenFile
-from components.storage.urls import join
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -38,7 +38,7 @@ from components.launch.sweep.points import PointLoop, conclude, point_command, r
 from components.launch.sweep.ranking import choose_criterion, early_stop_problems, missing_metric, read_curve
 from components.launch.sweep.study import JOURNAL, MOST_REPEATS, PointStudy, space_of
 from components.protocol.errors import ConfigError
-from components.storage.urls import join
+from components.storage.object_store import join
 from components.terminal import print_text
 
 NOTHING_SWEPT = (

@@ -23,9 +23,8 @@ from components.models.lora.attach import FACTORS
 from components.models.quantization.nf4 import transposed_reader, unpacked_reader
 from components.models.tokenizer import save_tokenizer
 from components.models.weights.gather import WRITER, gathered_tensors
-from components.models.weights.new_folder import NewFolder
 from components.models.weights.shards import Index
-from components.models.weights.weight_files import write_file
+from components.models.weights.weight_files import NewFolder, write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

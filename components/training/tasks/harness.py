@@ -22,7 +22,7 @@ from components.config.schema.checks import raise_all
 from components.config.schema.training import TasksConfig, TrainingTasksConfig
 from components.exchange import all_gather_json
 from components.protocol.errors import ConfigError
-from components.training.samples import GenerationRun
+from components.training.evaluation import GenerationRun
 from components.training.setup.prepared import Prepared
 from components.training.tasks.continuations import RequestBatches
 

@@ -20,7 +20,7 @@ from components.chat_template import ChatTemplate
 from components.conversation import Conversation
 from components.models.generation import GenerationForward
 from components.protocol.errors import ConfigError
-from components.training.samples import GenerationRun, gathered_weights
+from components.training.evaluation import GenerationRun, gathered_weights
 from components.training.setup.prepared import Prepared
 from components.training.tasks.continuations import Continuation, RequestBatches, score_continuations
 
