@@ -104,7 +104,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
             # These need lm-eval or Optuna, which `make oldest` does not install, or compose QLoRA under FSDP2.
             *("-k", "not (evaluation.tasks or sweep.trials or evaluate_recipe_rejects or documented_commands)"),
         ],
-        "families": ["tests/distributed/test_family_plans.py"],
+        "families": ["tests/distributed/test_tp_plan.py"],
         "vocabulary": ["tests/distributed/test_odd_vocabulary.py"],
         "grid_2_4": [GRID, "-k", "full_grid and not [8-"],
         "grid_8_llama": _grid(8, "llama", "llama_tied"),

@@ -30,11 +30,11 @@ from tests.distributed import (
     packed,
     parity,
     test_expert,
-    test_family_plans,
     test_lora,
     test_lora_experts,
     test_packing,
     test_parity,
+    test_tp_plan,
 )
 from tests.fuzz import families as fuzz
 from tests.unit import test_packing as packing_in_one_process
@@ -136,17 +136,17 @@ def _grid(found: Evidence) -> None:
 
 def _families(found: Evidence) -> None:
     """Add families with plans of ours, those with special forwards, and those that are rejected."""
-    for values in test_family_plans.FAMILIES.values():
+    for values in test_tp_plan.FAMILIES.values():
         family = values["model_type"]
         for mesh in (test_parity.TP, {**test_parity.TP, **test_parity.SP}):
             found.add(Level.ci, FULL, family, [ONE, *columns_of(mesh)])
-        for mesh in test_family_plans.PRODUCTS:
+        for mesh in test_tp_plan.PRODUCTS:
             if "ep" not in mesh or "num_local_experts" in values:
                 found.add(Level.parity, FULL, family, columns_of(mesh))
-    for values in test_family_plans.TRANSFORMERS_PLANS.values():
+    for values in test_tp_plan.TRANSFORMERS_PLANS.values():
         family = values["model_type"]
         found.add(Level.ci, FULL, family, [ONE, *columns_of(test_parity.FSDP2_TP2)])
-        for mesh in (*test_family_plans.PRODUCTS, test_family_plans.WITH_CP):
+        for mesh in (*test_tp_plan.PRODUCTS, test_tp_plan.WITH_CP):
             if "ep" not in mesh:
                 found.add(Level.parity, FULL, family, columns_of(mesh))
     for family, (_, mesh) in test_parity.FAMILIES.items():

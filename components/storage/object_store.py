@@ -1,4 +1,4 @@
-"""Object stores: URLs, and reads and writes of objects, verified and repeated a bounded number of times if they fail."""
+"""Object stores: URLs, and reads and writes that are verified and repeated a bounded number of times if they fail."""
 
 from __future__ import annotations
 

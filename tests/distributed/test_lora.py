@@ -36,7 +36,7 @@ from components.models.lora import adapted_layers
 from components.parity.comparison import relative
 from components.parity.reference import _forward_in_float64
 from components.protocol.errors import ConfigError
-from tests.distributed import test_family_plans, test_parity
+from tests.distributed import test_parity, test_tp_plan
 from tests.distributed.adapted import (
     ATTENTION,
     DORA,
@@ -282,7 +282,7 @@ FAMILY_VALUES: dict[str, dict[str, Any]] = {
     **{name: fuzz.draw_config(random.Random(0), name, 97, 2, 64) for name in fuzz.DENSE | fuzz.SPARSE},
     **{
         name: {**SMALL, **values}
-        for table in (test_family_plans.FAMILIES, test_family_plans.VARIANTS, test_family_plans.TRANSFORMERS_PLANS)
+        for table in (test_tp_plan.FAMILIES, test_tp_plan.VARIANTS, test_tp_plan.TRANSFORMERS_PLANS)
         for name, values in table.items()
     },
 }

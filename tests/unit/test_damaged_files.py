@@ -50,7 +50,7 @@ from components.training.objectives.teacher import StoredTeacher
 from components.training.objectives.teacher_store import TargetSlots, write_file
 from tests.suites import TORTURE
 from tests.unit.test_preference_objectives import LOG_PROBS, Pairs, scored, with_reference  # noqa: F401
-from tests.unit.test_stored_teacher import blocks
+from tests.unit.test_teacher import blocks
 from tests.unit.token_shards import documents_of, store_of
 
 DRAWS = 1000 if TORTURE else 60

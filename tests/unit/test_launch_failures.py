@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,14 @@ from components.protocol.failures import (
     RankExit,
     RankReport,
     RunDirectoryInUse,
+    caller_code,
     describe_exit,
     first_failure,
     kind_of,
+    package_of,
     print_failure,
     read_reports,
+    thread_frames,
     write_report,
 )
 from components.protocol.run_files import log_file
@@ -189,3 +194,50 @@ def test_last_log_lines_of_a_rank_without_a_report_are_printed(
     assert printed[0] == "last lines of rank_1.log:"
     assert printed[1:16] == [f"line {number}" for number in range(25, 40)]
     assert printed[16:] == ["rank 1 was ended by SIGSEGV", f"logs: {tmp_path}"]
+
+
+def test_caller_code_returns_the_calling_function() -> None:
+    def inner(levels: int) -> object:
+        return caller_code(levels)
+
+    def outer(levels: int) -> object:
+        return inner(levels)
+
+    test = test_caller_code_returns_the_calling_function.__code__
+    assert inner(1) is test
+    assert (outer(1), outer(2)) == (outer.__code__, test)
+
+
+def test_thread_frames_start_with_the_innermost() -> None:
+    started, end = threading.Event(), threading.Event()
+
+    def wait_inside() -> None:
+        started.set()
+        end.wait()
+
+    def run() -> None:
+        wait_inside()
+
+    thread = threading.Thread(target=run)
+    assert thread_frames(thread.ident) == []
+    thread.start()
+    started.wait()
+    try:
+        codes = [frame.f_code for frame in thread_frames(thread.ident)]
+        assert codes.index(wait_inside.__code__) + 1 == codes.index(run.__code__)
+        assert {package_of(frame) for frame in thread_frames(thread.ident)} == {"threading", "tests"}
+    finally:
+        end.set()
+        thread.join()
+    assert thread_frames(thread.ident) == []
+
+
+def test_package_of_frame_follows_its_code() -> None:
+    packages: list[list[str]] = []
+
+    def hook(pairs: list[tuple[str, object]]) -> None:
+        packages.append([package_of(frame) for frame in thread_frames(threading.get_ident())])
+
+    json.loads("{}", object_pairs_hook=hook)
+    assert packages[0][0] == "components"
+    assert set(packages[0]) >= {"components", "tests", "json"}

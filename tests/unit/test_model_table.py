@@ -9,7 +9,7 @@ import pytest
 
 from tests import model_table
 from tests.config.ready import HUB_MODELS
-from tests.distributed import test_family_plans, test_lora
+from tests.distributed import test_lora, test_tp_plan
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("MESHBOOK_ALL_PARITY") == "1", reason="the lists of cases are then those of make parity"
@@ -25,11 +25,11 @@ def test_a_cell_is_empty_without_its_case() -> None:
     whole = model_table.collect()
     assert whole.levels["all parameters", "stablelm", "tp"] is model_table.Level.ci
     assert whole.levels["QLoRA", "llama", "dp_shard"] is model_table.Level.ci
-    others = {name: each for name, each in test_family_plans.FAMILIES.items() if each["model_type"] != "stablelm"}
+    others = {name: each for name, each in test_tp_plan.FAMILIES.items() if each["model_type"] != "stablelm"}
     lora = {
         world: [each for each in cases if not each.peft.quantizes] for world, cases in test_lora.DEFAULT_CASES.items()
     }
-    with mock.patch.object(test_family_plans, "FAMILIES", others), mock.patch.object(test_lora, "DEFAULT_CASES", lora):
+    with mock.patch.object(test_tp_plan, "FAMILIES", others), mock.patch.object(test_lora, "DEFAULT_CASES", lora):
         fewer = model_table.collect()
     assert fewer.levels["all parameters", "stablelm", "tp"] is model_table.Level.nothing
     assert fewer.levels["QLoRA", "llama", "dp_shard"] is model_table.Level.parity

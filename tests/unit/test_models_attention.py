@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
 
 from components import models, training
 from components.batch import Batch
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
-from components.config.schema.model import Attention, WeightInit
+from components.config.schema.model import CAUSAL_SDPA, Attention, WeightInit
+from components.models import attention
+from components.models.attention import FA3, causal_sdpa, choose_kernel, observed_call
 from components.protocol.errors import ConfigError
 from components.training import StepSettings
+from components.training.setup import attention_report
+from components.training.state import TrainState
 from components.varlen import supports_varlen
 from tests.distributed.packed import batches_of, packed
+from tests.harness import run_ranks
 from tests.tiny_models import SIZES, VOCAB
 
 CPU = torch.device("cpu")
+FLASH, CUDNN = "flash_attention", "cudnn_attention"
 
 
 def config(attention: str, **values: Any) -> ModelConfig:
@@ -37,7 +48,7 @@ def initialized_model(cfg: ModelConfig) -> Any:
     return model
 
 
-def attention_report(attention: str, compute: str = "float32", packed_rows: bool = False, **values: Any) -> str:
+def kernel_report(attention: str, compute: str = "float32", packed_rows: bool = False, **values: Any) -> str:
     cfg = FinetuneConfig(model=config(attention, **values), data=DocsDataConfig(pack=packed_rows))
     rows = torch.arange(3, 35).reshape(2, 16)
     batches = batches_of(packed()).at(0) if packed_rows else [Batch.from_labels(rows, rows)]
@@ -61,26 +72,26 @@ class KernelRecorder(TorchDispatchMode):
 
 def test_attention_kernel_is_reported_with_its_inputs() -> None:
     flash = "observed as torch's flash_attention for heads of 8"
-    assert attention_report("sdpa") == f"attention: sdpa, {flash} in float32 on cpu"
-    assert attention_report("sdpa_flash", "bfloat16") == f"attention: sdpa_flash, {flash} in bfloat16 on cpu"
+    assert kernel_report("sdpa") == f"attention: sdpa, {flash} in float32 on cpu"
+    assert kernel_report("sdpa_flash", "bfloat16") == f"attention: sdpa_flash, {flash} in bfloat16 on cpu"
     assert (
-        attention_report("sdpa", packed_rows=True)
+        kernel_report("sdpa", packed_rows=True)
         == f"attention: sdpa, {flash} in float32 on cpu with a mask for documents"
     )
     windows = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
-    assert attention_report("sdpa", **windows) == f"attention: sdpa, {flash} in float32 on cpu with a mask for windows"
-    both = attention_report("sdpa", **windows | {"max_window_layers": 1})
+    assert kernel_report("sdpa", **windows) == f"attention: sdpa, {flash} in float32 on cpu with a mask for windows"
+    both = kernel_report("sdpa", **windows | {"max_window_layers": 1})
     assert (
         both
         == f"attention: sdpa, {flash} in float32 on cpu, and {flash[12:]} in float32 on cpu with a mask for windows"
     )
-    assert attention_report("eager") == "attention: eager, transformers' own with its masks"
+    assert kernel_report("eager") == "attention: eager, transformers' own with its masks"
 
 
 def test_kernel_probe_runs_in_training_mode_and_has_no_side_effects() -> None:
     """Attention dropout, which is off in evaluation, affects the kernel choice. The RNG state is restored."""
     before = torch.get_rng_state()
-    assert attention_report("sdpa", attention_dropout=0.1).endswith(
+    assert kernel_report("sdpa", attention_dropout=0.1).endswith(
         "torch's math for heads of 8 in float32 on cpu with dropout 0.1"
     )
     torch.manual_seed(5)
@@ -129,8 +140,8 @@ def test_varlen_kernel_requires_half_precision_no_dropout_and_equal_head_dims() 
 
 def test_sdpa_flash_equals_the_kernel_that_torch_chooses() -> None:
     results = []
-    for attention in ("sdpa", "sdpa_flash"):
-        model = initialized_model(config(attention))
+    for method in ("sdpa", "sdpa_flash"):
+        model = initialized_model(config(method))
         with KernelRecorder() as recorder:
             loss = model(input_ids=torch.arange(32).reshape(2, 16) % VOCAB, use_cache=False).logits.square().mean()
             loss.backward()
@@ -146,7 +157,7 @@ def test_sdpa_flash_without_a_flash_kernel_is_rejected_and_never_falls_back() ->
     with pytest.raises(
         ConfigError, match=r"sdpa_flash: torch has no flash kernel for heads of 8 .* dropout 0.1; set mo"
     ):
-        attention_report("sdpa_flash", attention_dropout=0.1)
+        kernel_report("sdpa_flash", attention_dropout=0.1)
     model = initialized_model(config("sdpa_flash", attention_dropout=0.1))
     with pytest.raises(RuntimeError, match="No available kernel"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
@@ -166,7 +177,136 @@ def test_flex_attention_is_rejected_on_cpu() -> None:
     with pytest.raises(
         ConfigError, match=r"flex_attention: torch has no backward for it on CPUs; set model.attention=sd"
     ):
-        attention_report("flex_attention")
+        kernel_report("flex_attention")
     query = torch.randn(1, 2, 16, 8, requires_grad=True)
     with pytest.raises(NotImplementedError):
         flex_attention(query, query, query).sum().backward()
+
+
+@pytest.fixture(autouse=True)
+def _restored_interface() -> Iterator[None]:
+    yield
+    AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen", "reason"),
+    [
+        ({FLASH: 350.0, CUDNN: 560.0, FA3: "flash_attn_interface is not installed"}, CUDNN, "chosen by measurement"),
+        ({FLASH: 350.0, CUDNN: 360.0, FA3: 610.0}, FA3, "chosen by measurement"),
+        ({FLASH: 350.0, CUDNN: 360.0, FA3: "it needs a Hopper GPU"}, FLASH, "torch's default kept"),
+        ({FLASH: "out of memory", CUDNN: "No available kernel"}, FLASH, "torch's default kept"),
+    ],
+)
+def test_fastest_kernel_is_chosen_if_it_gains_five_percent(rates: Any, chosen: str, reason: str) -> None:
+    found, line = choose_kernel(rates, FLASH)
+    assert found == chosen
+    assert line.startswith(f"attention kernel: {chosen}, {reason} (flash_attention")
+    assert all((f"{name} {rate:,.0f}" if isinstance(rate, float) else f"{name}: {rate}") in line
+               for name, rate in rates.items())  # fmt: skip
+
+
+def test_flops_of_a_call_are_those_of_its_causal_part() -> None:
+    tensors = [torch.randn(2, 3, 8, 4)] * 3
+    call = observed_call(scaled_dot_product_attention, tensors, {"is_causal": True})
+    assert call.flops == 7 * 2 * 4 * (2 * 3) * (8 * 9 / 2)
+    assert call.attend(*tensors).equal(scaled_dot_product_attention(*tensors, is_causal=True))
+    rows = [torch.randn(tokens, heads, 4) for tokens, heads in ((6, 3), (14, 1), (14, 1))]
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32), torch.tensor([0, 10, 14], dtype=torch.int32)
+    call = observed_call(lambda *arguments: arguments[3:], (*rows, *ends, 4, 10), {})
+    pairs = (9 + 10) + (1 + 2 + 3 + 4)
+    assert call.flops == 7 * 2 * 4 * 3 * pairs
+    assert call.attend(*rows)[2:] == (4, 10)
+
+
+def orders_of(monkeypatch: pytest.MonkeyPatch, run: Any) -> list[tuple[bool, str]]:
+    """Return whether each attention call had a mask, and the kernel that torch tries first."""
+    seen, original = [], attention.sdpa_attention_forward
+
+    def observed(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append((mask is not None, SDPBackend(torch._C._get_sdp_priority_order()[0]).name))
+        return original(module, query, key, value, mask, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "sdpa_attention_forward", observed)
+        run()
+    return seen
+
+
+def test_preferred_kernel_is_tried_first_where_there_is_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
+              "use_sliding_window": True}  # fmt: skip
+    model = initialized_model(config("sdpa", **values))
+    tokens = torch.arange(3, 35).reshape(2, 16)
+    before = orders_of(monkeypatch, lambda: model(tokens))
+    expected = model(tokens).logits
+    attention.use_kernel(CUDNN)
+    assert orders_of(monkeypatch, lambda: model(tokens)) == [(True, before[0][1]), (False, "CUDNN_ATTENTION")]
+    assert before[1][1] != "CUDNN_ATTENTION"
+    assert model(tokens).logits.equal(expected)  # a CPU has no such kernel: the next one that supports the inputs
+    models.compile_layers(model, backend="aot_eager")  # without a graph break
+    torch.testing.assert_close(model(tokens).logits, expected)
+
+
+def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_report, "_can_measure", lambda device: True)
+    cfg = config("sdpa")
+    model = initialized_model(cfg)
+    rows = torch.arange(3, 35).reshape(2, 16)
+    prepared = training.Prepared(model, StepSettings(CPU))
+
+    def on_rank(rank: int) -> tuple[list[str], list[tuple[bool, str]]]:
+        rates = {FLASH: 300.0, CUDNN: 500.0 if rank == 0 else 100.0}
+        monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **rates})
+        lines = training.check_kernels(prepared, cfg, lambda step: [Batch.from_labels(rows, rows)])
+        return lines, orders_of(monkeypatch, lambda: model(rows))
+
+    ranks = run_ranks(2, on_rank)
+    assert ranks[0] == ranks[1]
+    lines, orders = ranks[0]
+    assert lines[0].startswith("attention: sdpa, observed as torch's")
+    assert lines[1].startswith("attention kernel: cudnn_attention, chosen by measurement (")
+    assert {order for _, order in orders} == {"CUDNN_ATTENTION"}
+
+
+@pytest.mark.parametrize(("saved", "used"), [(CUDNN, CUDNN), (FLASH, FLASH), (FA3, CUDNN), ("math", CUDNN)])
+def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch, saved: str, used: str) -> None:
+    """Unless this machine does not have it: then the kernels are measured again."""
+    monkeypatch.setattr(attention_report, "_can_measure", lambda device: True)
+    measured = {CUDNN: 500.0} if used != saved else {FLASH: 900.0, CUDNN: 1.0}
+    monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **measured})
+    cfg, rows = config("sdpa"), torch.arange(3, 35).reshape(2, 16)
+    model = initialized_model(cfg)
+    before = orders_of(monkeypatch, lambda: model(rows))
+    state = TrainState.from_dict(TrainState(step=5, attention_kernel=saved).to_dict())
+    run = SimpleNamespace(state=state, print=lambda *lines: None)
+    prepared = training.Prepared(model, StepSettings(CPU))
+    _, line = training.check_kernels(prepared, cfg, lambda step: [Batch.from_labels(rows, rows)], run)
+    reason = "that of the checkpoint" if used == saved else "chosen by measurement ("
+    assert line.startswith(f"attention kernel: {used}, {reason}")
+    assert state.attention_kernel == used
+    first = "CUDNN_ATTENTION" if used == CUDNN else "FLASH_ATTENTION"
+    assert {order for _, order in orders_of(monkeypatch, lambda: model(rows))} == {first}
+    assert {order for _, order in before} != {"CUDNN_ATTENTION"}
+
+
+def test_nothing_is_measured_without_a_gpu_or_in_deterministic_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not attention_report._can_measure(CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert attention_report._can_measure(torch.device("cuda"))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not attention_report._can_measure(torch.device("cuda"))
+
+
+def test_kernels_are_measured_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without synchronization: torch's own kernel has a rate, and cuDNN's a reason."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)]
+    call = observed_call(scaled_dot_product_attention, tensors, {"is_causal": True})
+    rates = attention.measure_kernels(call, FLASH)
+    assert isinstance(rates[FLASH], float)
+    assert rates[FLASH] > 0
+    assert isinstance(rates[CUDNN], str)
+    assert rates[FA3] == "flash_attn_interface is not installed"
+    with sdpa_kernel(SDPBackend.MATH):  # restored afterwards
+        assert isinstance(attention.measure_kernels(call, "math")["math"], float)

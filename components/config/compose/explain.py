@@ -2,7 +2,7 @@
 
 Patterns of the error messages of Hydra, omegaconf and PyYAML: the only place that depends on their wording.
 These libraries raise few exception classes and put the facts (key, file, rule) only into the message. Each pattern
-matches one message. `tests/config/test_hydra_messages.py` provokes all of them with the installed versions, so that a
+matches one message. `tests/config/test_explain.py` provokes all of them with the installed versions, so that a
 changed wording fails there by the name of the pattern.
 """
 

@@ -1,7 +1,7 @@
 """Tensor-parallel plans (module path -> style): reading, loading, adjusting and checking them.
 
 Tensor-parallel plans of families for which transformers has none, or one without their per-head parameters.
-To add a family: add a row, and a case in tests/distributed/test_family_plans.py.
+To add a family: add a row, and a case in tests/distributed/test_tp_plan.py.
 """
 
 from __future__ import annotations

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from components.training.optimizers.optim import AdamW, step_if_finite
 from tests.harness import run_ranks
+from tests.unit.test_optim import OPTIMIZERS, compare, matrices
 
 SHAPES_AND_PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [
     ((8, 6), [Shard(0), Shard(1)]),
@@ -21,6 +23,8 @@ SHAPES_AND_PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [
     ((9,), [Shard(0), Replicate()]),
     ((4,), [Replicate(), Replicate()]),
 ]
+PLAIN_ONLY = ("homemade", "sgd_fused")
+"""Optimizers that do not support DTensors."""
 
 
 class FusedArguments(TorchDispatchMode):
@@ -105,3 +109,31 @@ def test_plain_gradient_of_a_dtensor_is_an_error() -> None:
             optimizer.step()
 
     run_ranks(2, on_rank)
+
+
+def sharded() -> nn.Module:
+    """Build two matrices with uneven shards."""
+    model = matrices()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def fill_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        full = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = distribute_tensor(full, parameter.device_mesh, [Shard(0)], src_data_rank=None)
+
+
+def test_skipped_steps_leave_shards_unchanged() -> None:
+    """Only rank 0 has a non-finite gradient."""
+    names = [name for name in OPTIMIZERS if name not in PLAIN_ONLY]
+
+    def on_rank(rank: int) -> list[str]:
+        return [line for name in names for line in compare(name, sharded, fill_gradients, poisoned=rank == 0)]
+
+    problems = [line for lines in run_ranks(2, on_rank) for line in lines]
+    assert not problems, "\n".join(problems)

@@ -1,27 +1,42 @@
 """Rank variables and the rendezvous address, compared with NeMo AutoModel's init_utils and KempnerForge's setup.
 
 Each docstring names the published function and the weakness that the test covers.
+
+Network variables, seeds and eval shards, compared with NeMo AutoModel's utils and KempnerForge's setup.
+Each docstring names the published function and the weakness that the test covers.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import random
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from components import distributed
+from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.distributed import init, utils
+from components.distributed.process import environment as network
 from components.distributed.process.environment import (
     RankEnvironmentError,
+    bind_to_gpu,
     export_variables,
     read_lone_local_variables,
     read_rank_variables,
     restore_variables,
     tasks_on_node,
 )
+from components.distributed.process.groups import stream
 from components.distributed.process.rendezvous import master_address
 from components.protocol.errors import ConfigError
 from tests.distributed import published
@@ -41,6 +56,9 @@ STEP = {  # task 3 of a step of 4 on two nodes
     "SLURM_STEP_NODELIST": "n3,n4",
     "SLURM_JOB_NODELIST": "n[1-4]",
 }
+CUDA = torch.device("cuda", 3)
+SOCKETS = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}
+ALL = frozenset(range(16))
 
 
 def single(
@@ -347,3 +365,263 @@ def test_compressed_node_list_without_scontrol_is_rejected_on_several_nodes(tmp_
         master_address(read_rank_variables(environ), environ)
     one_node = {**environ, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
     assert master_address(read_rank_variables(one_node), one_node)[0] == "127.0.0.1"
+
+
+def alone(
+    implementation: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str
+) -> None:
+    """Run a check in one process whose only launcher variables are these."""
+    contrast(
+        implementation,
+        lambda rank, implementation: check(implementation),
+        ours,
+        published,
+        symptom=symptom,
+        world_size=1,
+        init=False,
+        env=alone(**variables),
+    )
+
+
+def _fake_ip(folder: Path, output: str, status: int = 0) -> str:
+    """Create a fake `ip` command that prints `output`; return a PATH that starts with its folder."""
+    command = folder / "ip"
+    command.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {status}\n")
+    command.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@both_implementations
+def test_ib_child_interface_is_returned_without_parent_suffix(implementation: str, tmp_path: Path) -> None:
+    """KempnerForge _detect_ib_interface: ib0.8001@ib0 was returned with its suffix."""
+    path = _fake_ip(
+        tmp_path, "lo UNKNOWN 127.0.0.1/8\nib1 DOWN\nib2 UP\nib0.8001@ib0 UP 10.0.0.1/24\neth0 UP 10.1.0.1/24"
+    )
+
+    def check(detect: Callable[[], Any]) -> None:
+        assert detect() == "ib0.8001"
+
+    alone(implementation, check, init._detect_ib_interface, published._detect_ib_interface, "ib0.8001@ib0", PATH=path)
+
+
+def test_roce_interface_is_detected() -> None:
+    """KempnerForge _detect_ib_interface: RoCE interfaces were missed."""
+    output = "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.1.0.1/24\nens9 UP 10.2.0.1/24\n\n"
+    assert network.first_rdma_interface(output, {"ens9"}) == "ens9"
+    assert network.first_rdma_interface(output + "ibp3 UP 10.3.0.1/24\n", {"ens9"}) == "ibp3"
+    assert network.first_rdma_interface(output, set()) is None
+
+
+def test_failing_ip_command_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KempnerForge _detect_ib_interface: all errors were swallowed."""
+    monkeypatch.setenv("PATH", _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24", status=2))
+    assert init._detect_ib_interface() is None
+    assert "`ip -br addr` failed" in caplog.text
+
+
+@both_implementations
+@pytest.mark.parametrize("interface", ["^lo,docker", "=lo"])
+def test_nccl_interface_syntax_is_not_passed_to_gloo(implementation: str, interface: str) -> None:
+    """KempnerForge _set_nccl_env: gloo failed with "Unable to find address for: ^lo"."""
+
+    def check(set_nccl_env: Callable[[], None]) -> None:
+        set_nccl_env()
+        assert os.environ["NCCL_SOCKET_IFNAME"] == interface
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    variables = {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": ""}
+    environment = alone(**variables)
+
+    def with_no_gloo_name(rank: int) -> dict[str, str | None]:
+        return {**environment(rank), "GLOO_SOCKET_IFNAME": None}
+
+    contrast(
+        implementation,
+        lambda rank, implementation: check(implementation),
+        init._set_nccl_env,
+        published._set_nccl_env,
+        symptom="(?i)unable to find address|interface",
+        world_size=1,
+        init=False,
+        env=with_no_gloo_name,
+    )
+
+
+@both_implementations
+def test_rdma_settings_require_an_rdma_interface(implementation: str, tmp_path: Path) -> None:
+    """KempnerForge _set_nccl_env: NCCL_NET_GDR_LEVEL was set even without InfiniBand."""
+    without_ib = _fake_ip(tmp_path, "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.0.0.1/24")
+
+    def check(set_nccl_env: Callable[[], None]) -> None:
+        set_nccl_env()
+        assert not {"NCCL_NET_GDR_LEVEL", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME"} & set(os.environ)
+        _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24")
+        set_nccl_env()
+        names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        assert [os.environ[name] for name in names] == ["ib0", "0", "2", "1"]
+
+    alone(implementation, check, init._set_nccl_env, published._set_nccl_env, "AssertionError", PATH=without_ib)
+
+
+def test_plain_interface_name_is_shared_with_gloo_and_set_values_are_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """KempnerForge _set_nccl_env: gloo gets the same interface; disabled NCCL error handling logs a warning."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")  # so that monkeypatch restores it
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    init._set_nccl_env()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert "a stuck collective hangs" in caplog.text
+
+
+def _network_address() -> str | None:
+    """Return a non-loopback address of this machine. A UDP connect sends no packet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize("over_the_network", [True, False])
+def test_recipe_ranks_get_nccl_settings_only_for_network_rendezvous(over_the_network: bool, tmp_path: Path) -> None:
+    """The contract of conf/network/auto.yaml. Ranks that rendezvous over loopback need no NCCL settings."""
+    address = _network_address() if over_the_network else "127.0.0.1"
+    if address is None:
+        pytest.skip("this machine has only a loopback address")
+    path = _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24")
+    names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+    def check(rank: int) -> list[str | None]:
+        distributed.start_process_group("cpu")
+        dist.barrier()
+        return [os.environ.get(name) for name in names]
+
+    def environment(rank: int) -> dict[str, str | None]:
+        return {"MASTER_ADDR": address, "PATH": path, "NCCL_NET_GDR_LEVEL": "5", **dict.fromkeys(names[:2])}
+
+    expected = ["ib0", "0", "5", "3"] if over_the_network else [None, None, "5", None]
+    assert run_ranks(2, check, init=False, env=environment) == [expected] * 2
+
+
+@both_implementations
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seed_invalid_for_numpy_leaves_torch_unseeded(implementation: str, seed: int) -> None:
+    """KempnerForge _set_seed: numpy raised ValueError after torch had already been seeded."""
+
+    def check(set_seed: Callable[..., None]) -> None:
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        with pytest.raises(ValueError):
+            set_seed(seed, rank=0)
+        assert torch.equal(torch.get_rng_state(), before), "torch was seeded"
+        with pytest.raises(ConfigError, match=f"run.seed={seed}: with pipeline rank 0 it must lie between 0"):
+            set_seed(seed, rank=0)
+
+    alone(implementation, check, init._set_seed, published._set_seed, "torch was seeded")
+
+
+def test_generators_agree_within_a_pipeline_stage_and_differ_between_stages() -> None:
+    """KempnerForge _set_seed."""
+
+    def draw(**ranks: int) -> tuple[float, float, float]:
+        init._set_seed(42, **ranks)
+        return torch.rand(()).item(), random.random(), float(np.random.random())
+
+    def check(rank: int) -> bool:
+        first = draw(rank=0)
+        assert first == draw(rank=5)
+        assert not set(first) & set(draw(rank=0, pp_rank=1))
+        return first == (torch.rand((), generator=torch.Generator().manual_seed(42)).item(), *first[1:])
+
+    assert run_ranks(1, check, init=False) == [True]
+
+
+def test_random_streams_differ_per_rank_coordinates() -> None:
+    """KempnerForge _set_seed: no distinct stream per rank, e.g. for augmentation over dp, dropout over tp."""
+
+    def draw(*coordinates: int) -> tuple[float, ...]:
+        return tuple(torch.rand(4, generator=stream(42, *coordinates)).tolist())
+
+    coordinates = [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (12, 3), (1, 23), (2**40,)]
+    assert len({draw(*each) for each in coordinates}) == len(coordinates)
+    assert draw(1, 0) == draw(1, 0)
+    assert draw(1) != tuple(torch.rand(4, generator=stream(43, 1)).tolist())
+
+
+@both_implementations
+def test_eval_shard_depends_on_strategy_not_on_config_class(implementation: str) -> None:
+    """NeMo AutoModel dp_eval_sample_shard: the decision was an isinstance check of a config class."""
+
+    @dataclass
+    class Foreign:
+        strategy: str = "ddp"
+
+    def check(shard: Callable[..., Any]) -> None:
+        ddp = ParallelismConfig(strategy=Strategy.ddp, dp_replicate=4, dp_shard=1)
+        assert shard(ddp, 3, 4) == (3, 4)
+        assert shard(Foreign(), 1, 2) == (1, 2)
+        assert shard(ddp, 0, 1) is None
+        assert shard(ParallelismConfig(strategy=Strategy.fsdp2), 3, 4) is None
+        for wrong in ((ddp, 4, 4), (object(), 0, 2)):
+            with pytest.raises(ConfigError):
+                shard(*wrong)
+
+    alone(implementation, check, utils.dp_eval_sample_shard, published.dp_eval_sample_shard, r"None == \(3, 4\)")
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
+    """CPUs of the main thread 10, of thread 11 and of thread 12, which is bound to one CPU already."""
+    threads: dict[int, set[int]] = {10: set(ALL), 11: set(ALL), 12: {2}}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: threads[thread or 10])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: threads.update({thread: set(cpus)}))
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    return threads
+
+
+def machine(root: Path, numa_node: int = 1) -> Path:
+    gpu = root / "sys/bus/pci/devices/0000:dc:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "numa_node").write_text(f"{numa_node}\n")
+    for node, cpus in SOCKETS.items():
+        folder = root / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    for thread in (10, 11, 12):
+        (root / f"proc/self/task/{thread}").mkdir(parents=True)
+    return root
+
+
+def test_all_threads_are_bound_to_the_node_of_the_gpu(tmp_path: Path, bound: dict[int, set[int]]) -> None:
+    assert "the 8 of NUMA node 1" in bind_to_gpu(CUDA, machine(tmp_path))
+    assert bound == {10: {4, 5, 6, 7, 12, 13, 14, 15}, 11: {4, 5, 6, 7, 12, 13, 14, 15}, 12: {2}}
+    assert bind_to_gpu(CUDA, tmp_path) == ""  # already within the node
+
+
+def test_cpus_that_the_job_may_not_use_are_left_out(tmp_path: Path, bound: dict[int, set[int]]) -> None:
+    bound[10] = bound[11] = {0, 1, 6, 7}
+    assert "the 2 of NUMA node 1" in bind_to_gpu(CUDA, machine(tmp_path))
+    assert bound[10] == {6, 7}
+
+
+def test_nothing_is_bound_without_a_gpu_or_a_node(
+    tmp_path: Path, bound: dict[int, set[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = dict(bound)
+    assert bind_to_gpu(torch.device("cpu"), machine(tmp_path / "cpu")) == ""
+    assert bind_to_gpu(CUDA, machine(tmp_path / "one", numa_node=-1)) == ""
+    assert bind_to_gpu(CUDA, tmp_path / "empty") == ""
+    assert bound == before
+    bound[10] = bound[11] = {0, 1}
+    with caplog.at_level(logging.WARNING):
+        assert bind_to_gpu(CUDA, machine(tmp_path / "elsewhere")) == ""
+    assert bound[10] == {0, 1}
+    assert "may not use any CPU of NUMA node 1, which GPU 0000:dc:00.0" in caplog.text
