@@ -367,22 +367,6 @@ def test_compressed_node_list_without_scontrol_is_rejected_on_several_nodes(tmp_
     assert master_address(read_rank_variables(one_node), one_node)[0] == "127.0.0.1"
 
 
-def alone(
-    implementation: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str
-) -> None:
-    """Run a check in one process whose only launcher variables are these."""
-    contrast(
-        implementation,
-        lambda rank, implementation: check(implementation),
-        ours,
-        published,
-        symptom=symptom,
-        world_size=1,
-        init=False,
-        env=alone(**variables),
-    )
-
-
 def _fake_ip(folder: Path, output: str, status: int = 0) -> str:
     """Create a fake `ip` command that prints `output`; return a PATH that starts with its folder."""
     command = folder / "ip"
@@ -401,7 +385,7 @@ def test_ib_child_interface_is_returned_without_parent_suffix(implementation: st
     def check(detect: Callable[[], Any]) -> None:
         assert detect() == "ib0.8001"
 
-    alone(implementation, check, init._detect_ib_interface, published._detect_ib_interface, "ib0.8001@ib0", PATH=path)
+    single(implementation, check, init._detect_ib_interface, published._detect_ib_interface, "ib0.8001@ib0", PATH=path)
 
 
 def test_roce_interface_is_detected() -> None:
@@ -462,7 +446,7 @@ def test_rdma_settings_require_an_rdma_interface(implementation: str, tmp_path: 
         names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
         assert [os.environ[name] for name in names] == ["ib0", "0", "2", "1"]
 
-    alone(implementation, check, init._set_nccl_env, published._set_nccl_env, "AssertionError", PATH=without_ib)
+    single(implementation, check, init._set_nccl_env, published._set_nccl_env, "AssertionError", PATH=without_ib)
 
 
 def test_plain_interface_name_is_shared_with_gloo_and_set_values_are_kept(
@@ -524,7 +508,7 @@ def test_seed_invalid_for_numpy_leaves_torch_unseeded(implementation: str, seed:
         with pytest.raises(ConfigError, match=f"run.seed={seed}: with pipeline rank 0 it must lie between 0"):
             set_seed(seed, rank=0)
 
-    alone(implementation, check, init._set_seed, published._set_seed, "torch was seeded")
+    single(implementation, check, init._set_seed, published._set_seed, "torch was seeded")
 
 
 def test_generators_agree_within_a_pipeline_stage_and_differ_between_stages() -> None:
@@ -573,7 +557,7 @@ def test_eval_shard_depends_on_strategy_not_on_config_class(implementation: str)
             with pytest.raises(ConfigError):
                 shard(*wrong)
 
-    alone(implementation, check, utils.dp_eval_sample_shard, published.dp_eval_sample_shard, r"None == \(3, 4\)")
+    single(implementation, check, utils.dp_eval_sample_shard, published.dp_eval_sample_shard, r"None == \(3, 4\)")
 
 
 @pytest.fixture
