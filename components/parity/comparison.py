@@ -27,7 +27,6 @@ from components.config.schema.model import RouterAux
 from components.config.schema.objective import NextTokenConfig
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.recipes import FinetuneConfig
-from components.distributed.mesh import Mesh
 from components.dtypes import torch_dtype
 from components.exchange import all_gather_json
 from components.models.weights.weight_files import write_file
@@ -166,15 +165,6 @@ def mesh_rank(send: Callable[[str, Any], None], comparison: Comparison, plans: l
             send(plan.name, row)
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Attributes of a run that `training.prepare_built` requires; without a checkpoint to resume from."""
-
-    mesh: Mesh
-    device: torch.device
-    resume_from: None = None
-
-
 def _run_mesh(
     comparison: Comparison, plan: MeshPlan, samples: tuple[int, int, Any], expected: Curve, folder: Path
 ) -> MeshResult:
@@ -193,7 +183,7 @@ def _run_mesh(
     if comparison.dtype == "float64":
         compute_in_float64(model)
     eager = replace(cfg, model=replace(cfg.model, compile="false"))
-    prepared = training.prepare_built(model, anatomy, eager, _Start(mesh, info.device))
+    prepared = training.prepare_built(model, anatomy, eager, training.RunContext(mesh, info.device))
     notes = [note for note in prepared.notes if isinstance(note, str)]  # about the mesh; the others are about the step
     row = MeshResult(plan.name, len(batches.at(0)), notes=notes)
     if comparison.gradients:

@@ -23,7 +23,8 @@ from components import lazy
 
 if TYPE_CHECKING:
     from components.training.attempt import EvaluationRun
-    from components.training.evaluation import Evaluation, evaluate, show_generations
+    from components.training.context import RunContext
+    from components.training.evaluation import Evaluation, TaskScores, evaluate, show_generations
     from components.training.loss import count_targets, reduce_loss
     from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
     from components.training.objectives.contract import Vocabulary
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     )
     from components.training.step import train_step
     from components.training.sync import get_sync_ctx
-    from components.training.tasks.harness import BenchmarkTasks, TaskScores, evaluate_tasks, load_tasks
+    from components.training.tasks.harness import BenchmarkTasks, evaluate_tasks, load_tasks
     from components.watch.gc import GarbageCollection
     from components.watch.stop_requests import StopRequest
     from components.watch.watchdog import StepTimeout, Watchdog

@@ -15,18 +15,19 @@ from components import checkpoint, data, distributed, observability
 from components.config.schema.cluster import NumaBinding
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.protocol.failures import caller_code, report_hang, report_left
-from components.training.evaluation import Evaluation
+from components.training.context import RunContext
+from components.training.evaluation import Evaluation, TaskScores
 from components.training.setup.precision import NOTE, deterministic_kernels
 from components.training.state import TrainState
 from components.watch.stop_requests import StopRequest
 from components.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from components.distributed.mesh import Mesh
     from components.training.setup.prepared import Prepared
-    from components.training.tasks.harness import TaskScores
 
 
-class Attempt:
+class Attempt(RunContext):
     """Base class of `Run` and `EvaluationRun`. A context manager.
 
     On exit without an exception it writes result.json; after an exception the launcher writes it.
@@ -40,27 +41,28 @@ class Attempt:
         """
         if cfg.run.dir is None:
             raise ValueError("cfg.run.dir is not set: call the recipe's main(), which chooses a run directory")
-        self.dir: str = cfg.run.dir
-        """The run directory."""
         self._started = time.perf_counter()
         info = distributed.start_process_group(
             cfg.cluster.device,
             rendezvous_timeout=cfg.cluster.startup_timeout,
             collective_timeout=cfg.cluster.collective_timeout,
         )
-        self.device: torch.device = info.device
-        """This rank's device."""
         self._cpus = distributed.bind_to_gpu(info.device) if cfg.cluster.numa_binding is NumaBinding.auto else ""
-        self.rank: int = info.rank
-        """Global rank."""
         self._world_size, self._is_main = info.world_size, info.is_main
         caller = caller_code(2)  # the recipe's main: the report of a hang names the call in it that does not return
         self._watch = Watchdog(step_timeout_seconds, report_hang, section, caller)
-        self.mesh = distributed.build_mesh(cfg.parallelism, self.device.type)
-        """The device mesh."""
-        distributed.seed_ranks(cfg.run.seed, self.mesh)
-        self.resume_from: Path | None = None
-        """Checkpoint to load weights from; None if there is none."""
+        mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
+        distributed.seed_ranks(cfg.run.seed, mesh)
+        self._stop = StopRequest(info.device)
+        super().__init__(
+            mesh=mesh,
+            device=info.device,
+            rank=info.rank,
+            dir=cfg.run.dir,
+            plan=self._plan(mesh, info.device),
+            resume_from=self._find_checkpoint(cfg.run.dir),
+            data=cfg.data,
+        )
         self.state = TrainState()
         """Counters of the run, summed over all its attempts."""
         self.eval_loss: float | None = None
@@ -69,7 +71,6 @@ class Attempt:
         self._task_scores: dict[str, float] = {}
         self._report: observability.Reporter
         self._model: Prepared
-        self._stop = StopRequest(self.device)
         self._is_deterministic = cfg.run.deterministic
         self._contexts = ExitStack()
         self._has_begun = False
@@ -87,6 +88,12 @@ class Attempt:
         elif isinstance(error, SystemExit) and not error.code:
             report_left(self.rank, self.state.step, error)
         self._contexts.__exit__(kind, error, traceback)
+
+    def _plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
+        raise NotImplementedError
+
+    def _find_checkpoint(self, folder: str) -> Path | None:
+        raise NotImplementedError
 
     @property
     def stopped(self) -> bool:
@@ -195,17 +202,22 @@ class EvaluationRun(Attempt):
 
     def __init__(self, cfg: EvaluateConfig) -> None:
         """Start the process group, build the mesh and divide batches over dp ranks. A collective."""
-        super().__init__(cfg, "evaluation", cfg.evaluation.step_timeout_seconds)
         self.cfg = cfg
-        rank, size, rows = self.mesh.rank("dp"), self.mesh.size("dp"), cfg.evaluation.micro_batch_size
-        padding = data.Padding.on(self.device, self.mesh.sequence_multiple, cfg.evaluation.seq_len)
-        self.plan = data.BatchPlan(
-            global_batch_size=rows * size, micro_batch_size=rows, dp_rank=rank, dp_size=size, padding=padding
+        super().__init__(cfg, "evaluation", cfg.evaluation.step_timeout_seconds)
+        if self.resume_from is not None:
+            self.state.step = checkpoint.Manifest.read(self.resume_from).step
+
+    def _plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
+        evaluation = self.cfg.evaluation
+        rows, size = evaluation.micro_batch_size, mesh.size("dp")
+        padding = data.Padding.on(device, mesh.sequence_multiple, evaluation.seq_len)
+        return data.BatchPlan(
+            global_batch_size=rows * size, micro_batch_size=rows, dp_rank=mesh.rank("dp"), dp_size=size, padding=padding
         )
-        """Assignment of rows to dp ranks."""
-        if cfg.evaluation.checkpoint is not None:
-            self.resume_from = folder = checkpoint.locate_checkpoint(cfg.evaluation.checkpoint)
-            self.state.step = checkpoint.Manifest.read(folder).step
+
+    def _find_checkpoint(self, folder: str) -> Path | None:
+        chosen = self.cfg.evaluation.checkpoint
+        return None if chosen is None else checkpoint.locate_checkpoint(chosen)
 
     def begin(self, model: Prepared, notes: Iterable[object] = ()) -> None:
         """Print the banner and start the watchdog and stop-signal handling. A collective."""

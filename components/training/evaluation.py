@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,9 +15,9 @@ from components.config.schema.data import DataConfig, MixtureDataConfig
 from components.config.schema.training import EvalWeights, GenerationConfig
 from components.conversation import Prompt
 from components.distributed.init import get_local_world_size_preinit
-from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json
 from components.kernel_counters import usable_memory
+from components.training.context import RunContext
 from components.training.forward import forward_loss, local_batch, score_for, weights_of_rows
 from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
 from components.training.objectives import PLAIN, Objective, RowScores
@@ -27,24 +27,6 @@ from components.training.setup.prepared import Prepared
 FREE_SHARE = 0.5
 """Maximum fraction of a rank's free memory for unsharded weights, so that generation does not set the run's peak."""
 GIB = 2**30
-
-
-class Interruptible(Protocol):
-    """Attributes of a run that a pass over data uses: the mesh, the progress bar and stop requests."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The device mesh."""
-
-    @property
-    def agreed_to_stop(self) -> Callable[[], bool]:
-        """Returns whether any rank has a stop request. A collective."""
-
-    def status(self, activity: str, total: int | None = None) -> AbstractContextManager[Callable[[], None]]:
-        """Return a context that shows a progress bar of an activity with `total` parts, if known.
-
-        It yields a function that advances the bar by one part.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +43,19 @@ class Evaluation:
     """Means over units of the objective's additional metrics."""
 
 
+@dataclass(frozen=True, slots=True)
+class TaskScores:
+    """Results of tasks; the same on every rank."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Values by TASK/METRIC, or TASK/METRIC/FILTER for a metric of processed answers."""
+    documents: Mapping[str, int | None] = field(default_factory=dict)
+    """Number of documents of each task outside of groups; None for a group."""
+
+
 @torch.no_grad()
 def evaluate(
-    model: Prepared, batches: Iterable[Batch], objective: Objective = PLAIN, run: Interruptible | None = None
+    model: Prepared, batches: Iterable[Batch], objective: Objective = PLAIN, run: RunContext | None = None
 ) -> Evaluation:
     """Return the mean loss per unit over the batches of all ranks; by default the plain cross-entropy.
 
@@ -84,7 +76,7 @@ def evaluate(
     return replace(measured, metrics={**measured.metrics, "loss_trained": trained.loss})
 
 
-def _evaluate(model: Prepared, batches: Iterable[Batch], objective: Objective, run: Interruptible | None) -> Evaluation:
+def _evaluate(model: Prepared, batches: Iterable[Batch], objective: Objective, run: RunContext | None) -> Evaluation:
     """Return the mean loss per unit under the weights that the module holds."""
     was_training = model.module.training
     model.module.eval()
@@ -115,7 +107,7 @@ def _counted(batches: Iterable[Batch], advance: Callable[[], None] | None) -> It
 
 
 def _sums(
-    model: Prepared, batches: Iterable[Batch], objective: Objective, run: Interruptible | None
+    model: Prepared, batches: Iterable[Batch], objective: Objective, run: RunContext | None
 ) -> tuple[torch.Tensor, bool]:
     """Return this rank's sums (loss, units, *metrics) in float64, and whether the pass was stopped."""
     settings = model.settings
@@ -142,22 +134,8 @@ def _sums(
     return sums, False
 
 
-class GenerationRun(Interruptible, Protocol):
-    """Attributes of a run that `show_generations` uses."""
-
-    @property
-    def cfg(self) -> Any:
-        """Config of the recipe, with the section data."""
-
-    def report_generations(self, generations: list[tuple[str, str]]) -> None:
-        """Print (prompt, answer) pairs on rank 0."""
-
-    def print(self, *lines: str) -> None:
-        """Print lines on rank 0."""
-
-
 def show_generations(
-    model: Prepared, tokenizer: Any, held_out: data.HasPrompts, cfg: GenerationConfig, run: GenerationRun
+    model: Prepared, tokenizer: Any, held_out: data.HasPrompts, cfg: GenerationConfig, run: RunContext
 ) -> None:
     """Generate and print answers to held-out prompts and to `generation.prompts`. A collective.
 
@@ -169,7 +147,7 @@ def show_generations(
     """
     prompts = []
     if not run.agreed_to_stop():
-        given = [Prompt(text, _encoded(tokenizer, text, run.cfg.data)) for text in cfg.prompts]
+        given = [Prompt(text, _encoded(tokenizer, text, run.data)) for text in cfg.prompts]
         prompts = [*data.sample_prompts(held_out, cfg.samples), *given]
     with (
         run.status("generating", len(prompts) * cfg.max_new_tokens) as advance,
@@ -188,7 +166,7 @@ def show_generations(
     run.report_generations(list(zip(texts, answers, strict=True)) if answers else [])
 
 
-def _encoded(tokenizer: Any, prompt: str, cfg: DataConfig) -> list[int]:
+def _encoded(tokenizer: Any, prompt: str, cfg: DataConfig | None) -> list[int]:
     """Return the tokens of a prompt, with the system message that all conversations of the data begin with."""
     sources = cfg.sources.values() if isinstance(cfg, MixtureDataConfig) else [cfg]
     systems = {getattr(source, "system_prompt", None) for source in sources}
@@ -208,7 +186,7 @@ def free_memory(device: torch.device) -> int:
     return max(0, share - observability.peak_memory_bytes(device))
 
 
-def gathered_weights(model: Prepared, run: GenerationRun) -> AbstractContextManager[None]:
+def gathered_weights(model: Prepared, run: RunContext) -> AbstractContextManager[None]:
     """Return a context in which FSDP2's weights are unsharded if they fit, the same on all ranks; report the choice."""
     if model.pipeline is not None:
         return nullcontext()  # copying tied weights between stages needs the shards

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from components.batch import Batch
-    from components.training.evaluation import Evaluation
+    from components.distributed.mesh import Mesh
+    from components.training.evaluation import Evaluation, TaskScores
     from components.training.setup.prepared import Prepared
     from components.training.step import StepNumbers
-    from components.training.tasks.harness import TaskScores
 
 LAG = {"cuda": 1}
 """Number of steps after which a step's metrics are read by device, so that the host does not wait for it; else 0."""
@@ -60,16 +60,10 @@ class Run(Attempt):
 
         A collective.
         """
-        super().__init__(cfg, "training", cfg.training.step_timeout_seconds)
         self.cfg = cfg
-        padding = data.Padding.on(self.device, self.mesh.sequence_multiple, cfg.training.seq_len)
-        self.plan = data.BatchPlan.of(cfg.training, self.mesh.rank("dp"), self.mesh.size("dp"), padding)
-        """Assignment of the global batch's rows to dp ranks and micro-batches."""
+        super().__init__(cfg, "training", cfg.training.step_timeout_seconds)
         self.total_steps = cfg.training.max_steps or 0
         """Optimizer steps of the whole run. With training.epochs it is 0 until `begin`, which reads the data."""
-        self._mirror = checkpoint.Mirror.open(cfg.checkpoint, self.dir)
-        self._damaged: list[Path] = []
-        self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume, self._mirror, self._damaged)
         self._step_contexts = ExitStack()
         self._comparison_is_due = False
         """Whether the replicas are still to be compared after the last step (checkpoint.check_replicas)."""
@@ -80,6 +74,15 @@ class Run(Attempt):
         self._longest_step = 0.0
         """Seconds of the longest step of this attempt but the first, which loads and compiles kernels."""
         self._lead_is_short = False
+
+    def _plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
+        padding = data.Padding.on(device, mesh.sequence_multiple, self.cfg.training.seq_len)
+        return data.BatchPlan.of(self.cfg.training, mesh.rank("dp"), mesh.size("dp"), padding)
+
+    def _find_checkpoint(self, folder: str) -> Path | None:
+        self._mirror = checkpoint.Mirror.open(self.cfg.checkpoint, folder)
+        self._damaged: list[Path] = []
+        return checkpoint.find_checkpoint(folder, self.cfg.run.resume, self._mirror, self._damaged)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -131,7 +134,6 @@ class Run(Attempt):
             if model.average is not None and not self._resumed_average:
                 model.average.restart()
         self.total_steps = self._count_steps(batches)  # from the cursor that was loaded
-        self.plan = replace(self.plan, steps=self.total_steps)
         self.state.optimizer = " and ".join(type(each).__name__ for each in checkpoint.list_optimizers(optimizer))
         self._resumed_at = self.state.step
         self._replicas = checkpoint.ReplicaCheck(
@@ -193,7 +195,7 @@ class Run(Attempt):
 
     def _print_start(self, model: Prepared, train_set: Any, held_out: data.EvalBatches | None) -> None:
         cfg = self.cfg
-        facts = self.plan.facts(train_set)
+        facts = replace(self.plan, steps=self.total_steps).facts(train_set)
         held_out_facts = None if held_out is None else held_out.facts
         each = {"pairs": "per answer"}.get(facts.batch_unit, "each")
         batch = f"{self.plan.describe(facts.batch_unit)}, up to {cfg.training.seq_len} tokens {each}"

@@ -17,7 +17,6 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.parallelism import Strategy
 from components.data.dataset import Facts
-from components.distributed.mesh import Mesh
 from components.models.lora import initialize_adapters
 from components.models.quantization.nf4 import BLOCK, BLOCK_BYTES, is_packed, pack
 from components.models.weights.shards import local_part
@@ -59,15 +58,6 @@ class _PadToken:
     """The only attribute of a tokenizer that a dataset reads."""
 
     pad_token_id = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Attributes of a run that `training.prepare` requires; without a checkpoint to resume from."""
-
-    mesh: Mesh
-    device: torch.device
-    resume_from: None = None
 
 
 @dataclass
@@ -157,7 +147,7 @@ def training_step(
     models.add_adapters(built, cfg.peft)
     if cfg.model.dtype is DType.float64:
         compute_in_float64(built)
-    prepared = training.prepare_built(built, anatomy, cfg, _Start(mesh, place), fill=draw_weights)
+    prepared = training.prepare_built(built, anatomy, cfg, training.RunContext(mesh, place), fill=draw_weights)
     plan = data.BatchPlan(
         global_batch_size=cfg.training.global_batch_size,
         micro_batch_size=shape.rows,

@@ -31,7 +31,6 @@ from components.config.schema.parallelism import (
 from components.config.schema.recipes import ClassifyConfig, DistillConfig, DpoConfig, FinetuneConfig, TrainConfig
 from components.config.schema.run import PeftConfig
 from components.config.schema.training import TrainingConfig
-from components.distributed.mesh import Mesh
 from components.distributed.traffic import record_traffic, traffic_table
 from components.planning.dry_run.fake_rank import SavedForBackward, local_bytes, parameters_in_use
 from components.planning.dry_run.play import build_objective, play, synthetic_batches
@@ -68,14 +67,6 @@ class Measured:
     """Peak of each measured step."""
     traffic: dict[tuple[str, str], tuple[int, int]]
     """(group, operation) -> (calls, bytes) of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _RealRun:
-    mesh: Mesh
-    rank: int
-    device: torch.device
-    resume_from: Path | None = None
 
 
 def finetune(
@@ -186,7 +177,7 @@ def play_ranks(cfg: TrainConfig, world: int, ranks: list[int]) -> list[DryRun]:
 def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:
     cfg = fit_micro_batches(cfg, world)
     mesh = distributed.build_mesh(cfg.parallelism, "cpu")
-    run: Any = _RealRun(mesh, rank, torch.device("cpu"))
+    run = training.RunContext(mesh, torch.device("cpu"), rank)
     vocabulary = cfg.model.config["vocab_size"]
     model = training.prepare(cfg, run, vocabulary)
     with allocations() as second:

@@ -144,7 +144,7 @@ def test_a_run_reduces_gradients_as_auto_chose(monkeypatch: pytest.MonkeyPatch, 
     cfg = replace(config(), parallelism=ParallelismConfig(strategy=Strategy.single, dp_shard=1))
 
     def on_rank(rank: int) -> tuple[bool, list[str]]:
-        run = prepare_file._NewRun(distributed.build_mesh(cfg.parallelism, "cpu"), CPU)
+        run = training.RunContext(distributed.build_mesh(cfg.parallelism, "cpu"), CPU)
         prepared = training.prepare(cfg, run, 97)
         return prepared.settings.defer_grad_sync, [str(note) for note in prepared.notes]
 

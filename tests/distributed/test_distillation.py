@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -347,17 +345,10 @@ def store(teacher: Any, axes: dict[str, Any], temperature: float, micro_batch: i
     """Store the 9 most likely tokens on a mesh, and read them on every rank."""
     folder.mkdir(exist_ok=True)
     known = prepared(teacher, axes, trains=False)
-    run = SimpleNamespace(
-        dir=str(folder),
-        rank=this_rank(),
-        device=CPU,
-        plan=plan_of(known.settings.mesh, GLOBAL_BATCH, micro_batch),
-        agreed_to_stop=lambda: False,
-        status=lambda activity: nullcontext(),
-        print=lambda *lines: None,
-    )
+    mesh = known.settings.mesh
+    run = training.RunContext(mesh, CPU, this_rank(), str(folder), plan_of(mesh, GLOBAL_BATCH, micro_batch))
     header = TeacherHeader(samples="", tokenizer="", vocabulary=97, top_k=9, temperature=temperature, teacher="")
-    TeacherStore(known, header, run).store(samples(), "train")  # type: ignore[arg-type]
+    TeacherStore(known, header, run).store(samples(), "train")
     all_gather_json(None)  # rank 0 has written the file
     return StoredTeacher(teacher_file(str(folder), "train"))
 

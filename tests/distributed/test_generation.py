@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,17 +31,13 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 }
 
 
-class Recorder:
-    """The part of a run that `show_generations` uses."""
+class Recorder(training.RunContext):
+    """A run that keeps what it would print."""
 
     def __init__(self, run: Run) -> None:
-        self.mesh, self.lines, self.pairs = run.mesh, [], []
-
-    def status(self, activity: str, total: int | None = None) -> Any:
-        return nullcontext(lambda: None)
-
-    def agreed_to_stop(self) -> bool:
-        return False
+        super().__init__(run.mesh, run.settings.device)
+        self.lines: list[str] = []
+        self.pairs: list[tuple[str, str]] = []
 
     def print(self, *lines: str) -> None:
         self.lines += lines

@@ -20,7 +20,6 @@ from components.config.schema.training import TrainingConfig
 from components.planning.dry_run.fake_rank import local_bytes
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.workload import build_workload
-from components.training.setup import prepare as prepare_file
 from tests.distributed.test_memory import LLAMA
 from tests.harness import run_ranks
 
@@ -77,7 +76,7 @@ def test_estimate_counts_frozen_models_and_averages_as_they_are_sharded(tmp_path
 
 def held(cfg: TrainConfig) -> tuple[int, int]:
     """Return the bytes on this rank of the average and of the second model."""
-    run = prepare_file._NewRun(distributed.build_mesh(cfg.parallelism, "cpu"), CPU)
+    run = training.RunContext(distributed.build_mesh(cfg.parallelism, "cpu"), CPU)
     average = training.prepare(cfg, run, VOCABULARY).average
     frozen = training.prepare_frozen(cfg, run, VOCABULARY, frozen_model(cfg))
     return average.local_bytes, local_bytes(frozen.module.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,25 +66,23 @@ if PARITY:
     ]
 
 
-class Recorder:
-    """The part of a run that tasks use."""
+class Recorder(training.RunContext):
+    """A run that keeps what it would print and report."""
 
     def __init__(self, cfg: EvaluateConfig, stops_after: int | None = None) -> None:
-        self.mesh, self.device = distributed.build_mesh(cfg.parallelism, "cpu"), torch.device("cpu")
-        self.resume_from, self.lines, self.scores, self.asked = None, [], TaskScores(), 0
-        self.stops_after = stops_after
-        rows, size = cfg.evaluation.micro_batch_size, self.mesh.size("dp")
-        padding = data.Padding.on(self.device, self.mesh.sequence_multiple, cfg.evaluation.seq_len)
-        self.plan = data.BatchPlan(
+        mesh, device = distributed.build_mesh(cfg.parallelism, "cpu"), torch.device("cpu")
+        rows, size = cfg.evaluation.micro_batch_size, mesh.size("dp")
+        padding = data.Padding.on(device, mesh.sequence_multiple, cfg.evaluation.seq_len)
+        plan = data.BatchPlan(
             global_batch_size=rows * size,
             micro_batch_size=rows,
-            dp_rank=self.mesh.rank("dp"),
+            dp_rank=mesh.rank("dp"),
             dp_size=size,
             padding=padding,
         )
-
-    def status(self, activity: str) -> AbstractContextManager[None]:
-        return nullcontext()
+        super().__init__(mesh, device, plan=plan)
+        self.lines: list[str] = []
+        self.scores, self.asked, self.stops_after = TaskScores(), 0, stops_after
 
     def agreed_to_stop(self) -> bool:
         self.asked += 1

@@ -104,11 +104,7 @@ def build(name: str, cfg: ModelConfig, model: training.Prepared, teacher: traini
         return training.Reward(RewardConfig(center_weight=0.1), mesh)
     if name in PREFERENCES:
         recipe = DpoConfig(model=cfg, data=PreferencesDataConfig(path="pairs.jsonl"), objective=PREFERENCES[name])
-        return training.build_preference(recipe, _NoRun(), model, vocabulary)  # type: ignore[arg-type]
+        return training.build_preference(
+            recipe, training.RunContext(mesh, model.settings.device, rank=1), model, vocabulary
+        )
     return training.PLAIN
-
-
-class _NoRun:
-    """A rank that stores nothing, of a run without other attributes: only frozen copies of the reference need them."""
-
-    rank = 1

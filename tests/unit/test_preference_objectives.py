@@ -13,11 +13,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from components import training
 from components.config.schema import DpoConfig
 from components.config.schema.data import PreferencesDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig, PairLoss, SimPOConfig
+from components.config.schema.parallelism import MeshShape
 from components.data.pairs import DESIRABLE
+from components.distributed.mesh import Mesh
 from components.protocol.errors import ConfigError
 from components.training import DPO, KTO, ORPO, SimPO
 from components.training.objectives import RowScores, reference_model
@@ -173,11 +176,12 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def with_reference(folder: Path, *, resumes: bool, weights: str = "w", pairs: Pairs | None = None) -> torch.Tensor:
-    run = SimpleNamespace(dir=str(folder), resume_from=folder if resumes else None, rank=0, plan=None)
+    mesh = Mesh(None, MeshShape())
+    run = training.RunContext(mesh, torch.device("cpu"), dir=str(folder), resume_from=folder if resumes else None)
     preference = DPO(DPOConfig())
     preference.load_reference, preference.reference_weights = lambda: None, weights
     model: Any = SimpleNamespace(module=None)
-    found: Any = reference_model.with_reference(model, pairs or Pairs(), preference, run)  # type: ignore[arg-type]
+    found: Any = reference_model.with_reference(model, pairs or Pairs(), preference, run)
     return found.values[REFERENCE]
 
 

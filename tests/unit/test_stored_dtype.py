@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,6 @@ def test_planned_memory_follows_the_dtype_of_frozen_weights() -> None:
     assert (cpu["parameters"].value, gpu["parameters"].value) == (4 * frozen + 4 * trained, 2 * frozen + 4 * trained)
 
 
-@dataclass
-class Start:
-    """What `prepare` uses of a run."""
-
-    mesh: Mesh
-    device: torch.device
-    resume_from: Path | None
-
-
 @pytest.mark.parametrize(
     ("saved", "expected"),
     [
@@ -97,11 +88,12 @@ def test_a_resumed_run_keeps_the_dtype_of_its_checkpoint(saved: dict[str, Any], 
     (tmp_path / "state.json").write_text(json.dumps(saved))
     assert (stored_dtype_of(tmp_path) or "float32") == expected
     for resume_from, dtype in ((tmp_path, expected), (None, "float32")):
-        prepared = prepare(config(), Start(Mesh(None, MeshShape()), CPU, resume_from), 264)  # type: ignore[arg-type]
+        run = training.RunContext(Mesh(None, MeshShape()), CPU, resume_from=resume_from)
+        prepared = prepare(config(), run, 264)
         weight, adapter = prepared.module.lm_head.weight, prepared.module.model.layers[0].mlp.up_proj.lora_A
         assert (str(weight.dtype), adapter.dtype) == (f"torch.{dtype}", torch.float32)
         assert prepared.stored_dtype == dtype
-        explicit = prepare(config(dtype="float32"), Start(Mesh(None, MeshShape()), CPU, resume_from), 264)  # type: ignore[arg-type]
+        explicit = prepare(config(dtype="float32"), run, 264)
         assert explicit.module.lm_head.weight.dtype == torch.float32
 
 

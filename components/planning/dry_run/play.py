@@ -69,16 +69,6 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 """Phases of a step; the gradient norm and clipping, before the update, count as forward."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PlayedRun:
-    """The attributes of a run that `training.prepare` and the objectives use."""
-
-    mesh: Mesh
-    rank: int
-    device: torch.device
-    resume_from: None = None
-
-
 @dataclass(slots=True)
 class _PlayedModel:
     """What a recipe builds before its first step, on fake tensors."""
@@ -127,7 +117,7 @@ def play(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = No
     eager = torch.compiler.set_stance("force_eager") if isinstance(cfg.optimizer, AdamW8bitConfig) else nullcontext()
     with fake_process_group(rank, world), _chunks_of(on_gpu), eager:
         mesh = distributed.build_mesh(cfg.parallelism, CPU.type)
-        played = _build(cfg, _PlayedRun(mesh, rank, CPU), fake, tracker, lines)
+        played = _build(cfg, training.RunContext(mesh, CPU, rank), fake, tracker, lines)
         if on_gpu and cfg.parallelism.cpu_offload:
             tracker.leave_out(played.parameters)
         _step(played, fake, tracker)
@@ -160,7 +150,7 @@ def build_objective(cfg: TrainConfig, run: Any, model: training.Prepared, vocabu
 
 
 def _build(
-    cfg: TrainConfig, run: _PlayedRun, fake: FakeRank, tracker: StorageTracker, lines: RecipeLines | None
+    cfg: TrainConfig, run: training.RunContext, fake: FakeRank, tracker: StorageTracker, lines: RecipeLines | None
 ) -> _PlayedModel:
     """Build the model, the objective, the optimizer and the micro-batches in the order of a recipe."""
     batches = synthetic_batches(cfg, run.mesh)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -29,11 +29,11 @@ from components.config.schema.recipes import DpoConfig
 from components.config.schema.run import PeftMethod
 from components.config.shape import locate
 from components.distributed.fsdp import reshard
-from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json, broadcast_json
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write
 from components.storage.stored_file import OpenFile, read_header
+from components.training.context import RunContext
 from components.training.forward import local_batch, score_rows
 from components.training.loss import sum_over_ranks
 from components.training.objectives.preference import (
@@ -63,26 +63,7 @@ _SAMPLES, _SAMPLE_BYTES = 1024, 4096
 _ROUNDING = 1e-2
 
 
-class ReferenceRun(Protocol):
-    """Attributes of a run that the functions below use."""
-
-    dir: str
-    """The run directory."""
-    resume_from: Path | None
-    """Checkpoint whose weights are loaded afterwards; None for a new run."""
-    rank: int
-    """Global rank."""
-    device: torch.device
-    """This rank's device."""
-    mesh: Mesh
-    """The device mesh."""
-
-    @property
-    def plan(self) -> data.BatchPlan:
-        """Assignment of rows to dp ranks."""
-
-
-def build_preference(cfg: DpoConfig, run: ReferenceRun, model: Prepared, vocabulary: int) -> Preference:
+def build_preference(cfg: DpoConfig, run: RunContext, model: Prepared, vocabulary: int) -> Preference:
     """Return the objective of a config. A collective if objective.reference=frozen_copy, which loads a second model.
 
     Args:
@@ -104,7 +85,7 @@ def build_preference(cfg: DpoConfig, run: ReferenceRun, model: Prepared, vocabul
     return preference
 
 
-def _preference_of(cfg: DpoConfig, run: ReferenceRun, vocabulary: int) -> Preference:
+def _preference_of(cfg: DpoConfig, run: RunContext, vocabulary: int) -> Preference:
     match cfg.objective:
         case SimPOConfig() as objective:
             return SimPO(objective)
@@ -117,7 +98,7 @@ def _preference_of(cfg: DpoConfig, run: ReferenceRun, vocabulary: int) -> Prefer
     raise TypeError(f"build_preference: there is no objective for {type(cfg.objective).__name__}")
 
 
-def _scorer(method: Reference, cfg: DpoConfig, run: ReferenceRun, vocabulary: int) -> ReferenceScorer | None:
+def _scorer(method: Reference, cfg: DpoConfig, run: RunContext, vocabulary: int) -> ReferenceScorer | None:
     """Return the function that scores each step's rows; None if the log-probabilities are computed before training."""
     match method:
         case Reference.precomputed:
@@ -143,7 +124,7 @@ def score_and_reshard(model: Prepared, batches: Sequence[Batch]) -> torch.Tensor
 
 
 def with_reference(
-    model: Prepared, pairs: data.PairedRows, preference: Preference, run: ReferenceRun
+    model: Prepared, pairs: data.PairedRows, preference: Preference, run: RunContext
 ) -> data.PairedRows | data.PackedPairs:
     """Return pairs with the log-probabilities of both answers under the reference, in packed rows under data.pack.
 

@@ -36,12 +36,13 @@ from components.distributed.fsdp import reshard
 from components.exchange import this_rank
 from components.protocol.errors import ConfigError
 from components.storage.stored_file import VerifiedFile
+from components.training.context import RunContext
 from components.training.forward import last_hidden
 from components.training.objectives.chunked_loss import Head
 from components.training.objectives.contract import Vocabulary
 from components.training.objectives.distillation import Distillation, TeacherHead, TeacherHidden
 from components.training.objectives.loss_head import local_head, vocabulary_of
-from components.training.setup.prepare import MeshRun, frozen_config, prepare_frozen
+from components.training.setup.prepare import frozen_config, prepare_frozen
 from components.training.setup.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _ROUNDING = 1e-3  # of float32 sums over a vocabulary
 
 
 def build_distillation(
-    cfg: DistillConfig, run: MeshRun, model: Prepared, tokenizer: PreTrainedTokenizerBase | None
+    cfg: DistillConfig, run: RunContext, model: Prepared, tokenizer: PreTrainedTokenizerBase | None
 ) -> Distillation:
     """Return the objective of a config. A collective unless teacher.stored is set: it loads the teacher.
 
@@ -74,7 +75,7 @@ def build_distillation(
 
 
 def load_teacher(
-    cfg: DistillConfig, run: MeshRun, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
+    cfg: DistillConfig, run: RunContext, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
 ) -> Prepared:
     """Load the teacher on the mesh of the run. A collective.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_file
 from components.safetensors_writer import SafetensorsWriter
 from components.storage.stored_file import BlockHashes
-from components.training.evaluation import Interruptible
+from components.training.context import RunContext
 from components.training.forward import last_hidden, local_batch
 from components.training.objectives.chunked_loss import chunk_tokens
 from components.training.objectives.cross_entropy import log_softmax, sum_over_shards
@@ -52,25 +52,7 @@ SLOT = "slot"
 """Name in `Batch.token_values` of the number of each target token, while a teacher is stored."""
 
 
-class StoringRun(Interruptible, Protocol):
-    """Attributes of a run that `TeacherStore` uses."""
-
-    dir: str
-    """The run directory."""
-    rank: int
-    """Global rank."""
-    device: torch.device
-    """This rank's device."""
-    plan: data.BatchPlan
-    """Assignment of rows to dp ranks."""
-    resume_from: Path | None
-    """Checkpoint to load weights from; None: there is none."""
-
-    def print(self, *lines: str) -> None:
-        """Print lines on rank 0."""
-
-
-def build_teacher_store(cfg: StoreTeacherConfig, run: StoringRun, tokenizer: PreTrainedTokenizerBase) -> TeacherStore:
+def build_teacher_store(cfg: StoreTeacherConfig, run: RunContext, tokenizer: PreTrainedTokenizerBase) -> TeacherStore:
     """Load the teacher on the mesh of the run, and return the store that writes to the run directory. A collective.
 
     Args:
@@ -101,7 +83,7 @@ class TeacherStore:
         header: Description of the files, without the fingerprint of the samples.
     """
 
-    def __init__(self, teacher: Prepared, header: TeacherHeader, run: StoringRun) -> None:
+    def __init__(self, teacher: Prepared, header: TeacherHeader, run: RunContext) -> None:
         self.teacher = teacher
         self._header, self._run = header, run
 

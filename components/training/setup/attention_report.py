@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,22 +23,14 @@ from components.training.state import TrainState
 
 if TYPE_CHECKING:
     from components.models.attention import ObservedAttention
-
-
-class RunLog(Protocol):
-    """Attributes of a run that `check_kernels` uses."""
-
-    state: TrainState
-
-    def print(self, *lines: str) -> None:
-        """Print lines on rank 0."""
+    from components.training.run import Run
 
 
 def check_kernels(
     model: Prepared,
     cfg: ModelConfig,
     micro_batches: Callable[[int], Sequence[Batch]],
-    run: RunLog | None = None,
+    run: Run | None = None,
     objective: Objective = PLAIN,
 ) -> list[str]:
     """Print and return the attention kernel in use, and the loss with and without float8. Call it on all ranks.

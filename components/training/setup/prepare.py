@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from components import checkpoint, distributed, models
 from components.config.compute_rules import NO_DEVICE_MEMORY
@@ -27,9 +25,9 @@ from components.config.schema.recipes import (
 )
 from components.config.schema.run import PeftConfig
 from components.config.schema.training import EvaluationConfig, TrainingConfig
-from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy
 from components.protocol.errors import ConfigError
+from components.training.context import RunContext
 from components.training.objectives.loss_head import attach_loss_head
 from components.training.setup.flops import step_flops
 from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype
@@ -38,26 +36,10 @@ from components.training.setup.recompute_policy import choose_grad_sync, choose_
 from components.training.setup.router_loss import attach_router_loss
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 
-class MeshRun(Protocol):
-    """Attributes of a run that `prepare` uses."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The device mesh."""
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-
-    @property
-    def resume_from(self) -> Path | None:
-        """Checkpoint whose weights are loaded afterwards; None for a new run."""
-
-
-def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
+def prepare(cfg: RecipeConfig, run: RunContext, vocabulary: int) -> Prepared:
     """Build a model on meta, parallelize it, and load this rank's shards. A collective: call it on all ranks.
 
     Adapters are added before sharding, so that they are sharded like their layers; `prepare_built` does the rest.
@@ -78,7 +60,7 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
     return prepare_built(model, anatomy, cfg, run)
 
 
-def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun, fill: Any = None) -> Prepared:
+def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunContext, fill: Any = None) -> Prepared:
     """Parallelize a model that is on meta, with its adapters, and load this rank's shards. A collective.
 
     The order matters. The loss head and the activation-checkpointing policy are chosen on meta, before memory is
@@ -160,7 +142,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun,
     return prepared if training is None else prepared.with_average(training)
 
 
-def _stored_dtype(cfg: RecipeConfig, run: MeshRun) -> DType:
+def _stored_dtype(cfg: RecipeConfig, run: RunContext) -> DType:
     """Return the dtype of the model's parameters: with model.dtype=auto that of the checkpoint, if there is one.
 
     Adapters belong to base weights of one dtype, whichever device continues or evaluates them.
@@ -187,7 +169,7 @@ def _model_config(cfg: RecipeConfig) -> ModelConfig:
     return cfg.model if section(cfg, DistillationConfig) is None else replace(cfg.model, loss=LossMethod.chunked)
 
 
-def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int, model: ModelConfig | None = None) -> Prepared:
+def prepare_frozen(cfg: TrainConfig, run: RunContext, vocabulary: int, model: ModelConfig | None = None) -> Prepared:
     """Build a model that is not trained, on the same mesh. A collective.
 
     Args:
@@ -195,7 +177,7 @@ def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int, model: Model
         model: The model; None: the config's model before training, also in a run that resumes.
     """
     model = model or replace(cfg.model, dtype=_stored_dtype(cfg, run))
-    prepared = prepare(frozen_config(cfg, model), _NewRun(run.mesh, run.device), vocabulary)
+    prepared = prepare(frozen_config(cfg, model), RunContext(run.mesh, run.device), vocabulary)
     prepared.module.requires_grad_(False).eval()
     return prepared
 
@@ -216,15 +198,6 @@ def frozen_config(cfg: TrainConfig, model: ModelConfig) -> EvaluateConfig:
             step_timeout_seconds=rows.step_timeout_seconds,
         ),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _NewRun:
-    """A run that does not resume."""
-
-    mesh: Mesh
-    device: torch.device
-    resume_from: None = None
 
 
 def _adapters(cfg: RecipeConfig) -> PeftConfig:

@@ -8,9 +8,9 @@ import random
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,34 +22,21 @@ from components.config.schema.checks import raise_all
 from components.config.schema.training import TasksConfig, TrainingTasksConfig
 from components.exchange import all_gather_json
 from components.protocol.errors import ConfigError
-from components.training.evaluation import GenerationRun
+from components.training.context import RunContext
+from components.training.evaluation import TaskScores
 from components.training.setup.prepared import Prepared
 from components.training.tasks.continuations import RequestBatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from components.training.attempt import Attempt
     from components.training.run import Step
 
 FEWSHOT_SEED = 1234
 """Seed of lm-eval's choice of examples, and of numpy and torch; Python's is 0, as with lm-eval's own command."""
 PLAIN_FILTER = "none"
 """Name of the filter of tasks that do not process answers."""
-
-
-class TasksRun(GenerationRun, Protocol):
-    """Attributes of a run that tasks use."""
-
-    @property
-    def plan(self) -> data.BatchPlan:
-        """Assignment of rows to dp ranks."""
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-
-    def report_tasks(self, scores: TaskScores) -> None:
-        """Log scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +53,9 @@ class BenchmarkTasks:
         every = self.cfg.every if isinstance(self.cfg, TrainingTasksConfig) else 0
         return bool(self.loaded) and every > 0 and step.number % every == 0 and step.number < step.run.total_steps
 
-    def evaluate(self, model: Prepared, run: TasksRun) -> None:
+    def evaluate(self, model: Prepared, run: Attempt) -> None:
         """Evaluate the tasks, and report their scores; nothing without tasks or once a stop request arrives."""
         run.report_tasks(evaluate_tasks(model, self, run))
-
-
-@dataclass(frozen=True, slots=True)
-class TaskScores:
-    """Results of tasks; the same on every rank."""
-
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Values by TASK/METRIC, or TASK/METRIC/FILTER for a metric of processed answers."""
-    documents: Mapping[str, int | None] = field(default_factory=dict)
-    """Number of documents of each task outside of groups; None for a group."""
 
 
 def load_tasks(cfg: TasksConfig, tokenizer: PreTrainedTokenizerBase) -> BenchmarkTasks:
@@ -112,7 +89,7 @@ def load_tasks(cfg: TasksConfig, tokenizer: PreTrainedTokenizerBase) -> Benchmar
     return BenchmarkTasks(cfg, tokenizer, loaded)
 
 
-def evaluate_tasks(model: Prepared, tasks: BenchmarkTasks, run: TasksRun) -> TaskScores:
+def evaluate_tasks(model: Prepared, tasks: BenchmarkTasks, run: RunContext) -> TaskScores:
     """Return the scores of the tasks; none without tasks, or if any rank has a stop request. A collective.
 
     Weights are those of held-out losses: the averaged ones if training.eval_weights selects them. Every rank builds
@@ -206,7 +183,7 @@ def _check_task(name: str, task: Any) -> None:
 
 
 def _sizes(
-    cfg: TasksConfig, model: Prepared, tokenizer: PreTrainedTokenizerBase, run: TasksRun
+    cfg: TasksConfig, model: Prepared, tokenizer: PreTrainedTokenizerBase, run: RunContext
 ) -> tuple[RequestBatches, int]:
     """Return how requests are divided, and the model's context length in tokens."""
     from lm_eval.models.utils import resolve_max_length

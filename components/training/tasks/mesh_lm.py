@@ -20,7 +20,8 @@ from components.chat_template import ChatTemplate
 from components.conversation import Conversation
 from components.models.generation import GenerationForward
 from components.protocol.errors import ConfigError
-from components.training.evaluation import GenerationRun, gathered_weights
+from components.training.context import RunContext
+from components.training.evaluation import gathered_weights
 from components.training.setup.prepared import Prepared
 from components.training.tasks.continuations import Continuation, RequestBatches, score_continuations
 
@@ -51,7 +52,7 @@ class MeshLM(TemplateLM):
         tokenizer: PreTrainedTokenizerBase,
         batches: RequestBatches,
         max_length: int,
-        run: GenerationRun,
+        run: RunContext,
     ) -> None:
         """Wrap a model in evaluation mode.
 
