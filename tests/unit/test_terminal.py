@@ -121,7 +121,7 @@ def test_log_messages_and_uncaught_exceptions_are_escaped() -> None:
 
 OUTPUT = r"""
 import argparse, os, sys
-from components.terminal import PlainConsole, new_table
+from components.console import PlainConsole, new_table
 from components.terminal import exit_with, keep_running, print_text
 
 def main(arguments):
