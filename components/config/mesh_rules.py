@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from components.config.mesh_names import AttentionLayout, attention_layout, local_heads, ulysses_divides
+from components.config.layouts import AttentionLayout, attention_layout, local_heads, ulysses_divides
 from components.config.schema.parallelism import ContextAttention, MeshShape, ParallelismConfig, UnevenHeads
 from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.config.shape import PLANNED_MLP, ModelShape

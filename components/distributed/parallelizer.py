@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from components.config.mesh_names import local_heads
+from components.config.layouts import local_heads
 from components.config.mesh_rules import model_problems
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from components.config.mesh_names import stage_layers
+from components.config.layouts import stage_layers
 from components.config.mesh_rules import quantized_inputs_problem
 from components.distributed.expert import holds_dtensors
 from components.distributed.tensor.tensor_parallel import (

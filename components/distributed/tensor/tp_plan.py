@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from components.config.mesh_names import AttentionLayout, attention_layout
+from components.config.layouts import AttentionLayout, attention_layout
 from components.distributed.expert import ExpertParallel
 from components.distributed.tensor.tensor_parallel import (
     KVHeadSlice,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config.compose.frozen import to_yaml
-from components.config.mesh_names import fit_micro_batches
+from components.config.layouts import fit_micro_batches
 from components.config.schema.checks import raise_all
 from components.config.schema.model import Attention, DType, Float8, Fused, LossMethod, ModelConfig, Qat, WeightInit
 from components.config.schema.optimizer import AdamW8bitConfig
