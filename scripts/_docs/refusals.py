@@ -19,13 +19,13 @@ from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 
 GROUPS = (
     ("The command line", ("config/compose",)),
-    ("Keys of one section", ("config/schema", "config/schema/schedulers")),
-    ("Several sections, the mesh and the model", ("config/rules", "config")),
+    ("Keys of one section", ("config/schema",)),
+    ("Several sections, the mesh and the model", ("config", "protocol/secrets")),
     (
         "This machine, the run directory and sweeps",
-        ("launch", "launch/run_directory", "launch/sweep", "config/secrets"),
+        ("launch", "launch/run_directory", "launch/sweep", "protocol/secrets"),
     ),
-    ("Slurm and Kubernetes", ("launch/schedulers",)),
+    ("Slurm and Kubernetes", ("launch/scheduled_jobs",)),
     ("Slurm", ("launch/slurm",)),
     ("Kubernetes", ("launch/k8s",)),
     ("Data", ("data", "data/sources")),
