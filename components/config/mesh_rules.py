@@ -1,5 +1,4 @@
-"""Rules about what the mesh must divide (attention heads, MLP features, layers, experts, rows), and about models whose
-forward rules out an axis."""
+"""Rules about what the mesh must divide (heads, layers, experts, rows, ...), and about axes that a model excludes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Validation of a whole config: applies components/config/rules/ to the sections that it has. Imports no torch.
+"""Validation of a whole config: all rules, applied to the sections that it has. Imports no torch.
 
-To add a rule that involves several sections, write a function in rules/ and call it below with `section(cfg, CLASS)`.
-A rule about one section alone belongs in its dataclass.
+To add a rule that involves several sections, write a function here, in mesh_rules.py or in compute_rules.py, and call
+it in `validate` with `section(cfg, CLASS)`. A rule about one section alone belongs in its dataclass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Parallelizing a model over the mesh: expert, tensor and context parallelism, pipeline stages, then FSDP2.
 
 Recipes call `parallelize`. The other exported functions have the signatures of NeMo AutoModel's
-components.distributed.parallelizer and use the same building blocks.
+components.distributed.parallelizer and use the same building blocks; `nvfsdp_strategy_parallelize` needs Megatron-FSDP
+(PyPI megatron-fsdp, formerly nvFSDP), which the optional extra `megatron` installs.
 """
 
 from __future__ import annotations

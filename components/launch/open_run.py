@@ -1,6 +1,7 @@
 """Compose and validate the config, then create, lock and populate the run directory.
 
-Nothing is written until validation passes.
+Nothing is written until validation passes. Under the user's own torchrun or srun, rank 0 does this and broadcasts the
+config, and every rank runs main.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The picture of a mesh, for a row of scripts/plan.py and for a run's mesh.svg."""
+"""Picture of a mesh for a row of scripts/plan.py or for a run's mesh.svg: ranks, pipeline schedule, memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dry runs of a whole run: its ranks whose memory differs, and a summary in lines of text. Imports no torch."""
+"""Dry runs of a whole run: its ranks whose memory differs, each in a child process, and a summary. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates that fit the device, the fastest first."""
+"""Legal candidates for a run on N ranks: those that fit the device, the fastest first, and why others are left out."""
 
 from __future__ import annotations
 
