@@ -2,6 +2,7 @@
 
 setup/         prepare: build, parallelize and fill a model from a config
 run.py         Run: resume, the step loop, reports and saves of a training run
+context.py     RunContext: what preparation, objectives, evaluation and generation need of a run
 attempt.py     what training and evaluation runs share: process group, signals, watchdog, result
 read_ahead.py  ReadAhead: batches assembled by a thread one step ahead
 step.py        train_step: one optimizer step, normalized by the global number of units
