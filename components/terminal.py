@@ -1,4 +1,4 @@
-"""Filters of text for terminals and logs: control characters are escaped, and secrets masked."""
+"""Text for terminals and logs: control characters are escaped, secrets masked, and lines fitted to the terminal."""
 
 from __future__ import annotations
 

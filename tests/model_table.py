@@ -4,7 +4,7 @@
     python -m tests.model_table --write    # write docs/models.md
 
 A cell is the strongest evidence for a family on a mesh axis. Nothing is run: the cases are those that the tests train
-and compare with one process, and a rejection is one that a test or a rule of components/config/rules states.
+and compare with one process, and a rejection is one that a test or a rule of the config states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from components.config.mesh_names import RECOMPUTE, layout_of
+from components.config.layouts import RECOMPUTE, layout_of
 from components.config.mesh_rules import NO_TP_PLAN, model_problems
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.config.shape import DENSE, ModelShape

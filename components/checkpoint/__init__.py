@@ -1,20 +1,15 @@
 """Checkpoints that survive a kill at any moment, resume bit for bit, and can be loaded on another mesh.
 
-save.py              save_checkpoint: write to a temporary folder, publish by one rename, apply the retention policy
-saver.py             Saver: the saves of a run, synchronous or in the background
-replica_check.py     ReplicaCheck: ranks with the same data must hold the same bits, or one of them computes wrongly
-load.py              find_checkpoint, locate_checkpoint, load_checkpoint, load_model_weights, stored_dtype_of, verify
-reader.py            choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
-manifest.py          the manifest: files, sizes and hashes; written last
-listing.py           the checkpoints of a run directory, the retention policy and safe removal, without torch
-tensors.py           model and optimizer state as named tensors, stored as safetensors by torch.distributed.checkpoint
-planners.py          the blocks of each tensor that a rank writes
-stored_tensors.py    the tensors of a checkpoint's files, whichever mesh wrote them, read block by block
-remote/              Mirror: copies of the checkpoints in an object store (checkpoint.remote)
-base_fingerprint.py  fingerprint of the base weights of a LoRA run, which are not saved
-random_state.py      random number generator states as JSON
-folders.py           names in run_dir/checkpoints
-checkpoint_error.py  CheckpointError, raised on all ranks if one of them fails
+save.py            save_checkpoint: write to a temporary folder, publish by one rename, apply the retention policy
+saver.py           Saver: the saves of a run, synchronous or in the background
+replica_check.py   ReplicaCheck: ranks with the same data must hold the same bits, or one of them computes wrongly
+load.py            find_checkpoint, locate_checkpoint, load_checkpoint, load_model_weights, stored_dtype_of, verify
+reader.py          choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
+manifest.py        the manifest: files, sizes and hashes, written last; names in run_dir/checkpoints; CheckpointError
+listing.py         the checkpoints of a run directory, the retention policy and safe removal, without torch
+tensors.py         model and optimizer state as named tensors, and the blocks of each that a rank saves
+stored_tensors.py  the tensors of a checkpoint's files, read block by block; fingerprint of a LoRA run's base weights
+mirror.py          Mirror: copies of the checkpoints in an object store (checkpoint.remote)
 
 Files are safetensors and JSON: nothing is ever unpickled. Names are imported at first use, so that scripts can inspect
 checkpoints without torch.

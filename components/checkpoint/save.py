@@ -1,4 +1,4 @@
-"""Write a checkpoint to a temporary folder, then publish it by one rename."""
+"""Write a checkpoint to a temporary folder, then publish it by one rename; random states of a rank as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The tensors of a checkpoint's files, whichever mesh wrote them: shapes and blocks, read block by block."""
+"""The tensors of a checkpoint's files, read block by block, and the fingerprint of base weights that it does not store.
+
+Any mesh may have written the files. A checkpoint of a LoRA run stores the fingerprint in place of the base weights.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Model and optimizer state as named tensors, stored in safetensors files.
+"""Model and optimizer state as named tensors, stored in safetensors files, and the blocks of each that a rank saves.
 
 A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
 of the parameter's shape or with one value per block of its rows, `counter/<quantity>/<parameter>` for scalars such as
 AdamW's step, `number/<quantity>/<parameter>` for those that are Python numbers, `average/<parameter>` for the moving
 average of the weights. The mesh is not part of the format, so a checkpoint can be loaded on any mesh. Ranks of
 different pipeline stages hold different names: where all names are needed, the ranks exchange them, and each rank reads
-only its own tensors. torch.distributed.checkpoint saves the blocks (planners.py). Its Hugging Face storage writes
-safetensors only; its default storage would write a pickled metadata file.
+only its own tensors.
 
-The blocks of each tensor that a rank holds, and the planner and writer that save them.
-torch's default planner assumes one block per rank. That fails for fused projections under tensor parallelism, where a
-rank holds several blocks, and for FSDP over an uneven tensor-parallel shard, where it computes wrong offsets.
+torch.distributed.checkpoint saves the blocks. Its Hugging Face storage writes safetensors only; its default storage
+would write a pickled metadata file. Its default planner assumes one block per rank. That fails for fused projections
+under tensor parallelism, where a rank holds several blocks, and for FSDP over an uneven tensor-parallel shard, where it
+computes wrong offsets.
 """
 
 from __future__ import annotations

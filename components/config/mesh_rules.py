@@ -1,11 +1,10 @@
-"""Rules about what the mesh must divide (attention heads, MLP features, layers, experts, rows), and about models whose
-forward rules out an axis."""
+"""Rules about what the mesh must divide (heads, layers, experts, rows, ...), and about axes that a model excludes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from components.config.mesh_names import AttentionLayout, attention_layout, local_heads, ulysses_divides
+from components.config.layouts import AttentionLayout, attention_layout, local_heads, ulysses_divides
 from components.config.schema.parallelism import ContextAttention, MeshShape, ParallelismConfig, UnevenHeads
 from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.config.shape import PLANNED_MLP, ModelShape

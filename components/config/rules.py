@@ -1,7 +1,7 @@
-"""Validation of a whole config: applies components/config/rules/ to the sections that it has. Imports no torch.
+"""Validation of a whole config: all rules, applied to the sections that it has. Imports no torch.
 
-To add a rule that involves several sections, write a function in rules/ and call it below with `section(cfg, CLASS)`.
-A rule about one section alone belongs in its dataclass.
+To add a rule that involves several sections, write a function here, in mesh_rules.py or in compute_rules.py, and call
+it in `validate` with `section(cfg, CLASS)`. A rule about one section alone belongs in its dataclass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from components.config.compute_rules import (
     torch_problems,
 )
 from components.config.kinds import KINDS, kinds_of
-from components.config.mesh_names import batch_problems
+from components.config.layouts import batch_problems
 from components.config.mesh_rules import model_problems, quantized_problems, row_problems
 from components.config.schema.data import (
     DataConfig,

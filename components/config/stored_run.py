@@ -3,10 +3,9 @@
 run = read_run(Path("outputs/finetune/RUN"))
 print(run.recipe, run.model, run.steps, run.eval_loss)
 
-metrics.jsonl: one strict JSON object per line, with a checksum that detects damage.
-The last field of a line, `check`, is the line number and the CRC-32 of that number and the text before the field. It
-detects modified lines, and missing lines between two others. NaN and infinite values are stored as null; the field
-`nonfinite` maps their keys to the values.
+metrics.jsonl has one strict JSON object per line. The last field of a line, `check`, is the line number and the CRC-32
+of that number and the text before the field. It detects modified lines, and missing lines between two others. NaN and
+infinite values are stored as null; the field `nonfinite` maps their keys to the values.
 """
 
 from __future__ import annotations

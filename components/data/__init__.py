@@ -2,12 +2,13 @@
 
 loading.py    build_dataset: tokenized samples for the `data` section of a config
 sources/      readers of files, hub datasets, documentation and text; rows to conversations and documents
-cache.py      tokenize: the tokens of a split, cached on disk; tokens.py stores them in flat arrays or files
-examples.py   Example: token ids and labels with the loss mask; chat_template.py renders conversations
+cache.py      tokenize: the tokens of a split, cached on disk
+tokens.py     storage of tokenized samples in flat arrays, in memory or in a file
+examples.py   Example: token ids and labels with the loss mask; keys that a chat template does not render
 dataset.py    Dataset: samples of one split in memory or in the token cache, and their statistics (Facts)
 packing.py    PackedDataset: several samples per row, and the planning of rows
 labels.py     LabeledTexts, ScoredPairs: texts and pairs with a target at their last token
-pairs.py      PairDataset: a chosen and a rejected answer to each prompt; packed_pairs.py: several pairs per row
+pairs.py      PairDataset: a chosen and a rejected answer to each prompt; PackedPairs: several pairs per row
 token_store/  TokenRows: rows of a corpus that was tokenized before, in many shards that a manifest lists
 mixture.py    MixtureDataset: several sources, sampled by weight
 order.py      SampleOrder, BlockOrder: shuffles that are pure functions of (seed, position)

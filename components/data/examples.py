@@ -1,4 +1,4 @@
-"""Conversations to token ids and labels, with the loss mask on the assistant's turns."""
+"""Conversations to token ids and labels, with the loss mask on the assistant's turns; keys that are not rendered."""
 
 from __future__ import annotations
 

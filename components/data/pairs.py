@@ -1,4 +1,4 @@
-"""Preference pairs, a chosen and a rejected answer to the same prompt, and labeled answers."""
+"""Preference pairs, a chosen and a rejected answer to the same prompt, also packed into rows; and labeled answers."""
 
 from __future__ import annotations
 

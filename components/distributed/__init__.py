@@ -1,24 +1,22 @@
 """Process groups, the device mesh, and sharding a model over it.
 
 Modules that keep the names and signatures of published libraries
-    init.py            starting and ending a run (NeMo AutoModel init_utils, KempnerForge setup)
-    utils.py           helpers that also work in a single process (NeMo AutoModel utils, OLMo-core utils)
-    parallelizer.py    parallelize, and NeMo AutoModel's parallelizer functions
+    init.py              starting and ending a run (NeMo AutoModel init_utils, KempnerForge setup)
+    utils.py             helpers that also work in a single process (NeMo AutoModel utils, OLMo-core utils)
+    parallelizer.py      parallelize, and NeMo AutoModel's parallelizer functions, with FSDP2 and Megatron-FSDP
 Folders
-    process/           start-up and shutdown, ranks, groups, barriers, ordering
-    tensor/            tensor parallelism: plans and styles
-    pipeline/          pipeline parallelism: stages under torch's schedules
+    process/             start-up and shutdown, ranks, groups, barriers, ordering
+    tensor/              tensor parallelism: plans and styles
+    pipeline/            pipeline parallelism: stages under torch's schedules
 One axis or concern each
-    mesh.py            build_mesh: six axes, a process group per axis larger than 1, flattened views on first use;
-                       groups_of_mesh: the process groups and their purposes, for the banner
-    replicas.py        wrap_replicas, unsharded_rows: the callables for training and generation
+    mesh.py              build_mesh: six axes, a process group per axis larger than 1, flattened views on first use;
+                         groups_of_mesh: the process groups and their purposes, for the banner
+    replicas.py          wrap_replicas, unsharded_rows: the callables for training and generation
     context_parallel.py  sequences sharded over cp, attention over full sequences
-    expert.py          expert parallelism: sharded experts, tokens exchanged by all-to-all
-    fsdp.py            FSDP2 units, precision, prefetching; megatron.py: Megatron-FSDP
-    gradient_sync.py   get_sync_ctx: deferred gradient reduction under gradient accumulation
-    numa.py            bind_to_gpu: a rank's threads on the CPUs near its GPU
-    collectives.py     collectives on scalars, ragged tensors and objects
-    traffic.py         record_traffic, StepTraffic: calls and bytes of every collective, by process group
+    expert.py            expert parallelism: sharded experts, tokens exchanged by all-to-all
+    fsdp.py              FSDP2 units, precision, prefetching; get_sync_ctx: deferred gradient reduction
+    collectives.py       collectives on scalars, ragged tensors and objects, which compare types and shapes first
+    traffic.py           record_traffic, StepTraffic: calls and bytes of every collective, by process group
 
 `init_distributed` exists in `utils` (OLMo-core) and `mesh` (KempnerForge), `_barrier_with_timeout` in `utils`
 (NeMo AutoModel) and `init` (KempnerForge), with different signatures, so import them from those modules. The other

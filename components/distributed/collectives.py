@@ -1,13 +1,12 @@
 """Collectives on values and objects that also work in a single process (as in OLMo-core's distributed.utils).
 
-Numbers are exact (float64, int64), arguments are never modified, and `src` is a rank *within the group*. Mismatched
-types or shapes raise MismatchError on every rank instead of hanging or aborting. Before `init_process_group` each
-function returns the single-process result.
+Numbers are exact (float64, int64), arguments are never modified, and `src` is a rank *within the group*. Before
+`init_process_group` each function returns the single-process result.
 
-Fixed-size header with kind, dtype and shape of a value, exchanged before a collective on the value.
 gloo aborts the process if ranks pass tensors of different dtypes, and reads garbage if one rank sends an int and
-another a float of the same width. Ranks therefore exchange headers first: int64 vectors of the same size on all ranks.
-A number is contained in its header, as 64 bits.
+another a float of the same width. Ranks therefore exchange headers first: int64 vectors of the same size on all ranks,
+with kind, dtype and shape of the value. A number is contained in its header, as 64 bits. Mismatched types or shapes
+raise MismatchError on every rank instead of hanging or aborting.
 """
 
 from __future__ import annotations

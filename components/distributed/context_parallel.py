@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from components.batch import Batch
-from components.config.mesh_names import ulysses_divides
+from components.config.layouts import ulysses_divides
 from components.config.schema.model import CAUSAL_EAGER, CAUSAL_SDPA, DOCUMENTS
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh

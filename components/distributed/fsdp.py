@@ -1,4 +1,4 @@
-"""FSDP2: choice of units, mixed precision, prefetching and gradient reduction."""
+"""FSDP2: choice of units, mixed precision, prefetching, and gradient reduction under gradient accumulation."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ They are NeMo AutoModel's components.distributed.init_utils and KempnerForge's d
 are in process/.
 
     ranks         get_rank_safe get_world_size_safe get_local_rank_preinit get_local_world_size_preinit
-                  get_world_info is_rank_zero                       (ranks.py)
+                  get_world_info is_rank_zero                       (groups.py)
     start-up      initialize_distributed DistInfo                   (process_group.py)
-                  _set_nccl_env _detect_ib_interface _set_seed      (network.py, seeding.py)
+                  _set_nccl_env _detect_ib_interface _set_seed      (environment.py, groups.py)
                   _barrier_with_timeout                             (barriers.py)
-    shutdown      destroy_global_state destroy_distributed          (shutdown.py)
+    shutdown      destroy_global_state destroy_distributed          (process_group.py)
 
 KempnerForge's `init_distributed` also builds the mesh and is in components.distributed.mesh.
 """

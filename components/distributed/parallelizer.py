@@ -1,7 +1,8 @@
 """Parallelizing a model over the mesh: expert, tensor and context parallelism, pipeline stages, then FSDP2.
 
 Recipes call `parallelize`. The other exported functions have the signatures of NeMo AutoModel's
-components.distributed.parallelizer and use the same building blocks.
+components.distributed.parallelizer and use the same building blocks; `nvfsdp_strategy_parallelize` needs Megatron-FSDP
+(PyPI megatron-fsdp, formerly nvFSDP), which the optional extra `megatron` installs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from components.config.mesh_names import local_heads
+from components.config.layouts import local_heads
 from components.config.mesh_rules import model_problems
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config

@@ -4,15 +4,15 @@ They are NeMo AutoModel's components.distributed.utils and OLMo-core's distribut
 process/.
 
 ranks         get_rank get_global_rank get_local_rank get_fs_local_rank get_world_size
-              get_local_world_size get_num_nodes validate_env_vars             (ranks.py)
+              get_local_world_size get_num_nodes validate_env_vars             (groups.py)
 values        synchronize_value synchronize_flag all_reduce_value broadcast_object
               all_gather all_gather_object reduce_loss                         (collectives.py)
-gradients     get_sync_ctx                                                     (gradient_sync.py)
+gradients     get_sync_ctx                                                     (fsdp.py)
 barriers      barrier barrier_and_log _barrier_with_timeout _create_gloo_group (barriers.py)
 ordering      FirstRankPerNode do_n_at_a_time                                  (ordering.py)
 start-up      init_distributed                                                 (process_group.py)
 other         dp_eval_sample_shard get_mesh_coordinates
-              backend_supports_cpu backend_supports_cuda                       (backends.py)
+              backend_supports_cpu backend_supports_cuda                       (groups.py)
 """
 
 from __future__ import annotations

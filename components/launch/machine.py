@@ -1,4 +1,7 @@
-"""CPU cores and GPUs of this machine, and the number of ranks of a run."""
+"""CPU cores and GPUs of this machine, the number of ranks of a run, and the variables that run.deterministic sets.
+
+Libraries read these variables once, when CUDA starts.
+"""
 
 from __future__ import annotations
 

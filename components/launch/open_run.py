@@ -1,6 +1,7 @@
 """Compose and validate the config, then create, lock and populate the run directory.
 
-Nothing is written until validation passes.
+Nothing is written until validation passes. Under the user's own torchrun or srun, rank 0 does this and broadcasts the
+config, and every rank runs main.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.frozen import from_yaml, to_yaml
-from components.config.mesh_names import fit_micro_batches
+from components.config.layouts import fit_micro_batches
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, LoggingConfig

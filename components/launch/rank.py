@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from components.config.compose.frozen import read_frozen
-from components.config.mesh_names import fit_micro_batches
+from components.config.layouts import fit_micro_batches
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import Recipe
 from components.launch.machine import set_deterministic_variables

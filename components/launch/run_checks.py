@@ -1,7 +1,6 @@
 """Checks of a run before it starts, which all backends share: files, hub access, and the estimated memory.
 
-Check that the Hugging Face models and datasets of a run are cached, or that the hub is reachable.
-Checked before ranks start: the hub's own client retries for most of a minute, in every process.
+Hub access is checked here, because the hub's own client retries for most of a minute, in every process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What jobs of both schedulers need: the record of their attempts, checks of nodes and paths, and templates.
+"""Shared parts of the Slurm and Kubernetes backends: attempts of a job, checks of nodes and paths, and templates.
 
 An attempt makes progress if it publishes a checkpoint.
 """

@@ -1,21 +1,20 @@
 """Hugging Face causal LMs and score models: built on the meta device, loaded shard by shard, run, and exported.
 
-build.py         build_on_meta: config from the hub, a folder, a GGUF file or given values; model_shape
-anatomy.py       read_anatomy: structure of a model (layers, experts, heads), as a value that every mesh axis uses
-attention.py     use_causal_sdpa: attention without masks and host syncs; documents.py: attention in packed rows
-attention_choice.py  the fastest installed kernel, by measurement on a GPU
-classifier.py    TokenScores: a score head instead of the LM head
-lora/            add_adapters: LoRA, DoRA and QLoRA on linear layers, LoRA on fused experts
-quantization/    4-bit weights (NF4), and linear layers that compute in float8
-layers.py        decoder_layers, checkpoint_activations, count_parameters
-activations/     selective activation checkpointing; saved activations in host memory
-fused_layers.py  fuse_layers: norms, rotary embeddings and SwiGLUs in fewer kernels; swiglu_kernel.py: SwiGLU's on a GPU
-rope.py          scale_rope: extended context of rotary position embeddings
-compile.py       compile_layers, and removal of truncated files from torch's compile cache
-generation.py    generate, stream_tokens: greedy or sampled answers
-tokenizer.py     load_tokenizer, including one token per byte
-meta_copy.py     copies of an unsharded model without memory for its parameters
-weights/         loading, initializing, gathering and exporting weights
+build.py               build_on_meta: config from the hub, a folder, a GGUF file or given values; scaled RoPE
+anatomy.py             read_anatomy: structure of a model (layers, experts, heads), as a value that every mesh axis uses
+attention.py           use_causal_sdpa: attention without masks and host syncs; the fastest kernel, by measurement
+documents.py           attention within the documents of packed rows
+classifier.py          TokenScores: a score head instead of the LM head
+lora/                  add_adapters: LoRA, DoRA and QLoRA on linear layers, LoRA on fused experts
+quantization/          4-bit weights (NF4), and linear layers that compute in float8 or with fake-quantized weights
+layers.py              decoder_layers, count_parameters, meta_copy; full and selective activation checkpointing
+activation_offload.py  saved activations in host memory
+fused_layers.py        fuse_layers: norms, rotary embeddings and SwiGLUs in fewer kernels
+triton_kernels.py      kernels of SwiGLU and of NF4's unpacking, imported on a GPU only
+compile.py             compile_layers, and removal of truncated files from torch's compile cache
+generation.py          generate, stream_tokens: greedy or sampled answers
+tokenizer.py           load_tokenizer, including one token per byte
+weights/               loading, initializing, gathering and exporting weights
 
 Names are imported at first use. transformers is imported only by the modules that need it.
 """

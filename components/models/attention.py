@@ -4,6 +4,8 @@ To build its masks, transformers checks on the device whether rows hold packed d
 forward. Training rows here need no such mask: a row holds one sample with padding on the right, and causality keeps
 earlier tokens from attending to the padding. The kernels implement causality; a sliding window is a band mask made from
 indices. For packed rows, the document bounds reach attention as a keyword that the decoder layers pass on.
+
+On a GPU the installed kernels are timed on a call of the run itself, and the fastest is used.
 """
 
 from __future__ import annotations

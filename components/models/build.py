@@ -1,4 +1,4 @@
-"""Models built on the meta device, without memory or weights, from any source of their config."""
+"""Models built on the meta device, without memory or weights, from any source of their config; scaled RoPE."""
 
 from __future__ import annotations
 

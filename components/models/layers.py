@@ -1,11 +1,10 @@
-"""Decoder layers of a model: finding and checkpointing them; and parameter counts.
+"""Decoder layers of a model: finding them, activation checkpointing, parameter counts; and copies without memory.
 
 Under pipeline parallelism, placeholders without parameters replace the layers of other stages. They keep their index in
 the list and are left unchanged.
 
-Copies of a model as transformers builds it: same class and config, unsharded, without memory for parameters.
-Tensor parallelism and FSDP replace a model's parameters and class. A copy still provides the original names, global
-shapes, initialization rules and buffer values.
+Tensor parallelism and FSDP replace a model's parameters and class. A copy of the model as transformers builds it still
+provides the original names, global shapes, initialization rules and buffer values.
 """
 
 from __future__ import annotations

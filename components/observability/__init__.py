@@ -1,12 +1,10 @@
 """Console output, metrics and reports of a run.
 
-banner.py      the start banner: versions, mesh, ranks, batch arithmetic, parameters
-reporter.py    one line per log step, the progress bar, metrics.jsonl
-trackers/      wandb, TensorBoard, MLflow and trackio; their failures never stop a run
-plot.py        loss.png
-result.py      result.json, the summary at the end, peak memory
-profile.py     torch.profiler traces of a few steps
-model_card.py  render_model_card: how a model was trained, for the README.md next to its weights
+banner.py    the start banner: versions, mesh, ranks, batch arithmetic, parameters
+reporter.py  one line per log step, the progress bar, metrics.jsonl
+trackers.py  wandb, TensorBoard, MLflow and trackio; their failures never stop a run
+plot.py      loss.png, and torch.profiler traces of a few steps
+result.py    result.json, the summary at the end, peak memory, work lost by restarts, the model card
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ReportedStep(Protocol):
 
 
 class TrafficNumbers(Protocol):
-    """Bytes and calls of one collective over one process group in a step, as `components.distributed.TrafficRow`."""
+    """Bytes and calls of one collective over a group in a step, as `components.distributed.traffic.TrafficRow`."""
 
     @property
     def group(self) -> str: ...

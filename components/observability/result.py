@@ -1,4 +1,7 @@
-"""result.json: how a run ended, as numbers for sweeps and scripts; the summary; peak memory."""
+"""result.json: how a run ended, as numbers for sweeps and scripts; summary, peak memory, lost work, and model card.
+
+Restarts lose work: steps that are taken again, and the time until training goes on.
+"""
 
 from __future__ import annotations
 

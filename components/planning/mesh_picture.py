@@ -1,4 +1,4 @@
-"""The picture of a mesh, for a row of scripts/plan.py and for a run's mesh.svg."""
+"""Picture of a mesh for a row of scripts/plan.py or for a run's mesh.svg: ranks, pipeline schedule, memory and time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from components.config.mesh_names import fitting_micro_batch
+from components.config.layouts import fitting_micro_batch
 from components.config.schema.parallelism import MeshShape, ParallelismConfig
 from components.config.schema.recipes import TrainConfig
 from components.planning.formulas.hardware import Hardware

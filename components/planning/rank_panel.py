@@ -1,4 +1,4 @@
-"""Nodes with their ranks, and the table of the mesh axes."""
+"""Nodes with their ranks, and the table of the mesh axes, of the picture of a mesh."""
 
 from __future__ import annotations
 

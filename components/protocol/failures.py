@@ -1,8 +1,8 @@
 """Error reports of failed ranks, the choice of the root cause among them, and its printing at the end of the output.
 
-Frames of running Python code; no other module inspects frames.
 The report of a hung rank contains the location of its main thread, and a thread that is inside a collective must be
 found before exit. Python has no public interface for either: `sys._getframe` and `sys._current_frames` are CPython's.
+No other module inspects frames.
 """
 
 from __future__ import annotations

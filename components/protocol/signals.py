@@ -1,4 +1,7 @@
-"""Signals that request a save and a stop: recorded until the training loop handles them, collected by a launcher."""
+"""Signals that request a save and a stop: recorded until the training loop handles them, collected by a launcher.
+
+Also reserves a port of the loopback interface, for the store of ranks that run on this machine.
+"""
 
 from __future__ import annotations
 

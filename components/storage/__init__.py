@@ -1,6 +1,7 @@
 """Object stores (s3://, gs://, az://, hf://) through fsspec. Imports neither torch nor numpy.
 
-urls.py          which strings are URLs of object stores, and what is wrong with one
-object_store.py  ObjectStore: verified reads and writes, repeated a bounded number of times if they fail
+object_store.py  ObjectStore: verified reads and writes, repeated a bounded number of times if they fail; URLs
 node_cache.py    NodeCache: objects and parts of objects on this node's disk, below a limit in bytes
+run_claim.py     run.json: the run that a URL belongs to
+stored_file.py   read-only files of tensors whose content is verified; numbers known about unchanged files
 """

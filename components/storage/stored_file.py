@@ -1,11 +1,12 @@
-"""Read-only files of tensors whose headers are checked and whose content is verified as it is read. Imports no numpy.
+"""Read-only files of tensors, verified as they are read, and numbers that are known about unchanged files.
 
-Token shards, stored teachers, reference log-probabilities and the token cache are files of this kind.
+Token shards, stored teachers, reference log-probabilities and the token cache are such files of tensors. Imports no
+numpy.
 
-Cache on disk of numbers computed from files, such as hashes, so that a start need not read unchanged files again.
-It is next to the token cache. A number is valid while size, inode and time of modification of its file do not change. A
-change within the resolution of the clock of a file system would be missed, so numbers about a file that was modified in
-the last seconds are not kept. Damage of a disk that changes none of them is not noticed either.
+Numbers computed from files, such as hashes, are kept on disk next to the token cache, so that a start need not read
+unchanged files again. A number is valid while size, inode and time of modification of its file do not change. A change
+within the resolution of the clock of a file system would be missed, so numbers about a file that was modified in the
+last seconds are not kept. Damage of a disk that changes none of them is not noticed either.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """The training step and the machinery around it. When to log, evaluate, save and stop is up to the recipe.
 
 setup/         prepare: build, parallelize and fill a model from a config
-run.py         Run: resume, the step loop, reports and saves of a training run; attempt.py: what evaluation runs share
+run.py         Run: resume, the step loop, reports and saves of a training run
+context.py     RunContext: what preparation, objectives, evaluation and generation need of a run
+attempt.py     what training and evaluation runs share: process group, signals, watchdog, result
 read_ahead.py  ReadAhead: batches assembled by a thread one step ahead
 step.py        train_step: one optimizer step, normalized by the global number of units
-evaluation.py  evaluate: one pass over held-out data; forward.py: the forward that both use
-samples.py     show_generations: sample answers to prompts
+forward.py     the forward of a micro-batch, in training and evaluation
+evaluation.py  evaluate: one pass over held-out data; show_generations: sample answers to prompts
 objectives/    loss functions, and LM heads that return losses instead of logits
 optimizers/    AdamW, learning-rate schedules, gradient norm and clipping, updates that skip non-finite gradients
-metrics.py     step metrics, copied to the host asynchronously and read a fixed number of steps later
-state.py       counters saved with every checkpoint, and the timer of time-based saves
+state.py       counters saved with every checkpoint, the timer of saves, and metrics that are read some steps later
 loss.py        count_targets; re-exports reduce_loss (distributed/collectives.py)
-sync.py        re-exports get_sync_ctx (distributed/gradient_sync.py)
+sync.py        re-exports get_sync_ctx (distributed/fsdp.py)
 tasks/         load_tasks, evaluate_tasks: benchmark tasks of lm-eval
 """
 

@@ -1,4 +1,7 @@
-"""Counters of a run, saved with every checkpoint, and the timer of time-based saves."""
+"""Counters of a run, saved with every checkpoint, the timer of time-based saves, and the metrics of a step.
+
+Metrics are copied to the host asynchronously and read a fixed number of steps later on every rank.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Detection of hung runs, stop requests, and fault injection.
 
 watchdog.py       ends a run that makes no progress; reports the missing rank, all stacks and the last collectives
-heartbeat.py      periodic status of each rank in the store, and the ranks that the others wait for
-device_progress.py  collectives that the devices have completed, by NCCL's flight recorder
-frames.py         frames of running Python code, for the report of a hung rank
+heartbeat.py      periodic status of each rank in the store, and the ranks and devices that the others wait for
 stop_requests.py  StopRequest: stop signals, agreed on by all ranks
 gc.py             Python's garbage collection between steps
 faults.py         named points at which a test can kill or fail a save or a load, or flip a bit
-bit_flips.py      flipped bits in one rank's gradients, weights or optimizer state, for tests
 """

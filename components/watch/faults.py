@@ -10,10 +10,8 @@ A fault is KIND:POINT, optionally followed by the rank (rankN or all, the defaul
 from 1, the default, or * for every one). Points are those of POINTS, of which only rank 0 reaches those from
 before_manifest to while_pruning, of REMOTE_POINTS, and of STEP_POINTS, which are reached once per step. Kinds:
 kill (SIGKILL), stop (SIGSTOP), enospc, eio, erofs (the errors of a full, a failing and a read-only disk), slow=SECONDS,
-and at the points of STEP_POINTS flip=SEED, a bit drawn at random.
-
-Injected bit flips in one rank's tensors, which simulate silent data corruption.
-For tests of the comparison of replicas. MESHBOOK_FAULT names the point, the rank and the step: see faults.py.
+and at the points of STEP_POINTS flip=SEED, a bit drawn at random, which simulates silent data corruption for tests of
+the comparison of replicas.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Heartbeats of all ranks through the rendezvous store, and the ranks that a hung run waits for.
+"""Heartbeats of all ranks through the rendezvous store, and the ranks and devices that a hung run waits for.
 
 A thread of every rank periodically posts the rank's status over a separate connection to the store, so that it depends
 neither on the main thread nor on collectives. One shared counter records progress of any rank. A beat therefore takes
 two store operations regardless of the number of ranks; a rank reads the posts of the others only once it suspects a
 hang.
 
-How far the device of each rank is in the collectives of each process group, by NCCL's flight recorder.
 Hosts run ahead of their devices, up to the step's metrics that they wait for. If a device or a link is stuck, all hosts
-have enqueued the same collectives, so their counts name no rank. The recorder also counts the collectives that devices
-have completed, and, with TORCH_NCCL_ENABLE_TIMING=1, started.
+have enqueued the same collectives, so their counts name no rank. NCCL's flight recorder also counts the collectives of
+each process group that devices have completed, and, with TORCH_NCCL_ENABLE_TIMING=1, started.
 """
 
 from __future__ import annotations

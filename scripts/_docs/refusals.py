@@ -20,7 +20,7 @@ from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 GROUPS = (
     ("The command line", ("config/compose",)),
     ("Keys of one section", ("config/schema",)),
-    ("Several sections, the mesh and the model", ("config",)),
+    ("Several sections, the mesh and the model", ("config", "protocol/secrets")),
     (
         "This machine, the run directory and sweeps",
         ("launch", "launch/run_directory", "launch/sweep", "protocol/secrets"),
@@ -40,9 +40,9 @@ GROUPS = (
         ),
     ),
 )
-"""Heading of the page -> folders and modules below components/ whose messages it lists."""
-WITHOUT_RAISE = ("config", "protocol")
-"""Top folders whose functions return messages; elsewhere they must be raised, or returned by a function of problems."""
+"""Heading of the page -> folders below components/ whose messages it lists."""
+WITHOUT_RAISE = ("config",)
+"""Top folder whose functions return messages; elsewhere they must be raised, or returned by a function of problems."""
 ERRORS = ("ConfigError", "RunDirectoryInUse", "CheckpointError")
 RANGES = {
     "at_least": "must be at least {}",
@@ -83,8 +83,7 @@ class Refusal:
 def refusals(folder: str) -> list[Refusal]:
     """Return the messages of the files in components/FOLDER (not below it), or of the module components/FOLDER.py."""
     path = ROOT / "components" / folder
-    own_groups = {ROOT / "components" / f"{each}.py" for _, parts in GROUPS for each in parts}
-    files = sorted(set(path.glob("*.py")) - own_groups) if path.is_dir() else [path.with_suffix(".py")]
+    files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     found = [
         Refusal(template, str(file.relative_to(ROOT)))
         for file in files

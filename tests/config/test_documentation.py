@@ -41,6 +41,24 @@ WRITTEN = [page for page in PAGES if not page.startswith("reference/")]
 CODE = re.compile(r"(`+)(.+?)\1")
 TOP_FOLDERS = "recipes|conf|components|meshbook|scripts|tests|slurm|k8s|docs|examples"
 SECTIONS = "|".join(sections())
+TEXTS = ("*.md", "docs/*.md", "docs/coming_from/*.md", "examples/*/*.md", "slurm/*.md", "k8s/*.md", "tests/*/*.md")
+SOURCES = ("components/**/*.py", "meshbook/*.py", "recipes/*.py", "scripts/**/*.py", "examples/*/*.py")
+OTHER_FILES = {
+    "nemo_automodel/components/distributed/init_utils.py",
+    "nemo_automodel/components/distributed/utils.py",
+    "distributed/setup.py",
+    "torch/numa/binding.py",
+    "torch/version.py",
+    "litgpt/pretrain.py",
+    "train_ft.py",
+    "lora_finetune_single_device.py",
+    "version.py",
+    "tokenize.py",
+    "mine.py",
+    "my_data.py",
+    "/my_project/mine.py",
+}
+"""Files of other projects, of Python and of a reader that texts and sources name."""
 COMING_FROM = sorted(str(file.relative_to(DOCS)) for file in DOCS.glob("coming_from/*.md"))
 
 
@@ -145,6 +163,27 @@ def test_paths_modules_and_keys_in_code_font_exist(page: str) -> None:
         for key in re.findall(rf"(?<![\w./$])(?:{SECTIONS})(?:\.[a-z]\w*)+(?![\w(])", text):
             known = key in all_keys() or key.startswith(free_sections())
             assert known or is_member(key) or key.endswith((".yaml", ".jsonl", ".steps", ".py")), (page, key)
+
+
+def test_python_files_and_modules_that_texts_and_sources_name_exist() -> None:
+    """A file may be named by the end of its path; the changelog also names files of earlier versions."""
+    files = [
+        file.relative_to(REPOSITORY)
+        for folder in TOP_FOLDERS.split("|")
+        for file in REPOSITORY.glob(f"{folder}/**/*.py")
+    ]
+    existing = {"/".join(file.parts[start:]) for file in files for start in range(len(file.parts))}
+    modules = set[str]()
+    for file in (file for pattern in (*TEXTS, *SOURCES) for file in REPOSITORY.glob(pattern)):
+        if file.name == "CHANGELOG.md":
+            continue
+        text = file.read_text()
+        named = {name for name in re.findall(r"[\w./-]*\w\.py\b", text) if "NAME" not in name and "FOLDER" not in name}
+        assert named - existing - OTHER_FILES == set(), file
+        folders = re.findall(r"(?<![\w/.-])components(?:/[a-z]\w*)+(?![\w.])", text)
+        assert [name for name in folders if not (REPOSITORY / name).is_dir()] == [], file
+        modules.update(re.findall(r"(?<![\w/.])components(?:\.[a-z_]\w*)+(?![\w(])", text))
+    assert [name for name in sorted(modules) if not is_importable(name)] == []
 
 
 def is_importable(name: str) -> bool:

@@ -13,7 +13,7 @@ from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
 from components.config.compose.frozen import Config, from_container, from_yaml, to_yaml
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.compose.typed import free_keys, known_keys
-from components.config.mesh_names import fit_micro_batches
+from components.config.layouts import fit_micro_batches
 from components.config.rules import validate
 from components.config.schema import (
     AdamWConfig,

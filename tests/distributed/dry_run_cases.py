@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import distributed, training
 from components.batch import Batch
 from components.checkpoint.tensors import list_optimizers
-from components.config.mesh_names import fit_micro_batches
+from components.config.layouts import fit_micro_batches
 from components.config.schema.cluster import Device, LocalClusterConfig
 from components.config.schema.data import DocsDataConfig, LabelsDataConfig, PreferencesDataConfig
 from components.config.schema.model import LossMethod, ModelConfig, TeacherConfig, WeightInit

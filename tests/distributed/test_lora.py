@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from components import distributed, models
 from components.checkpoint.stored_tensors import base_fingerprint
-from components.config.mesh_names import layout_of
+from components.config.layouts import layout_of
 from components.config.mesh_rules import SPLIT_INPUTS, quantized_problems
 from components.config.schema import ActivationCheckpointing, ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import MeshShape

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.config.mesh_names import layout_of
+from components.config.layouts import layout_of
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import AXES
 from components.distributed import context_parallel as context

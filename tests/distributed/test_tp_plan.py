@@ -1,4 +1,4 @@
-"""Families whose tensor-parallel plan is in family_plans.py, and others, against plain transformers in one process.
+"""Families whose tensor-parallel plan is in tp_plan.py, and others, against plain transformers in one process.
 
 float64: the gradient of every parameter in the first step, within 1e-10 relative. `make parity` adds five steps in
 float32, 4 ranks, and meshes with other axes.

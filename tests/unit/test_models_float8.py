@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.mesh_names import layout_of
+from components.config.layouts import layout_of
 from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, Qat, WeightInit

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models
-from components.config.mesh_names import layout_of
+from components.config.layouts import layout_of
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
 from components.models.quantization.nf4 import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -15,6 +16,18 @@ LAZY = sorted(
     f"components.{init.parent.name}" for init in COMPONENTS.glob("*/__init__.py") if "lazy.attach(" in init.read_text()
 )
 ALL = [*LAZY, "meshbook"]
+PACKAGES = sorted(str(init.parent.relative_to(COMPONENTS.parent)) for init in COMPONENTS.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstring_of_a_package_lists_its_files_and_folders(package: str) -> None:
+    """One line for each, which begins with its name."""
+    folder = COMPONENTS.parent / package
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    listed = re.findall(r"^ *(\w+(?:\.py|/)) ", docstring, re.MULTILINE)
+    files = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
+    folders = [f"{init.parent.name}/" for init in folder.glob("*/__init__.py")]
+    assert sorted(listed) == sorted(files + folders)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from components import distributed, models, training
-from components.config.mesh_names import layout_of
+from components.config.layouts import layout_of
 from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, LossMethod, WeightInit

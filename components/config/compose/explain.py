@@ -1,9 +1,9 @@
 """Errors of Hydra and omegaconf as config errors: the value, the rule, the key, and the nearest existing name.
 
-Patterns of the error messages of Hydra, omegaconf and PyYAML: the only place that depends on their wording.
-These libraries raise few exception classes and put the facts (key, file, rule) only into the message. Each pattern
-matches one message. `tests/config/test_explain.py` provokes all of them with the installed versions, so that a
-changed wording fails there by the name of the pattern.
+Hydra, omegaconf and PyYAML raise few exception classes and put the facts (key, file, rule) only into the message. Each
+pattern below matches one message; no other file depends on the wording of these libraries.
+`tests/config/test_explain.py` provokes all of them with the installed versions, so that a changed wording fails there
+by the name of the pattern.
 """
 
 from __future__ import annotations

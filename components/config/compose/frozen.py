@@ -1,7 +1,7 @@
-"""Frozen config: the validated config as YAML and back, so that every rank runs it unchanged. Needs no Hydra.
+"""Frozen config: the validated config as YAML and back, and the resolution of its interpolations. Needs no Hydra.
 
-Resolution of the interpolations (${...}) of a composed config, one by one.
-All failures are reported, and environment variables that could hold a secret are not copied into the config.
+Every rank runs the frozen config unchanged. Interpolations (${...}) are resolved one by one: all failures are reported,
+and environment variables that could hold a secret are not copied into the config.
 """
 
 from __future__ import annotations

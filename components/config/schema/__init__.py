@@ -4,19 +4,18 @@
 `main(cfg: FinetuneConfig)`. Each field is documented by the docstring below it. The YAML files in `conf/` only set
 values of these fields.
 
-checkpoint.py   save intervals, retention policy, export
-checks.py       range checks that the sections share
-cluster.py      nodes, processes, devices, timeouts
-data.py         sources, splits, columns; one class per kind
-logging.py      console, plot, profiler, trackers
+recipes.py      config classes of the recipes
+run.py          `run`, `checkpoint`, `logging`, `peft`: directory, seed, resume policy, saves, trackers, adapters
 model.py        model, precision, kernels
-objective.py    training loss; one class per kind
-optimizer.py    update rule and learning-rate schedule
-parallelism.py  device mesh and sharding
-peft.py         adapters
-run.py          directory, seed, resume policy
-schedulers/     parts of `cluster` for Slurm and Kubernetes jobs
+data.py         sources, splits, columns; one class per kind
 training.py     `training`, `evaluation`, `generation`: batch sizes, intervals, limits
+objective.py    training loss; one class per kind
+optimizer.py    update rule and learning-rate schedule; one class per kind
+parallelism.py  device mesh and sharding
+cluster.py      nodes, processes, devices, timeouts; one class per kind
+slurm.py        parts of `cluster` for Slurm jobs
+kubernetes.py   parts of `cluster` for Kubernetes jobs
+checks.py       range checks that the sections share
 """
 
 from components.config.schema.cluster import (

@@ -1,8 +1,10 @@
 """Data sources: readers of rows and their conversion to conversations or documents.
 
-split.py     SourceSplit: one split (train or held-out) of a source, streamed rather than loaded
-rows.py      conversion of rows to conversations or documents
-files.py     JSON, CSV, Parquet and Arrow files; hub_rows.py: hub datasets
-split_files.py: the files of a split, in a folder or an object store (objects.py)
-pydocs.py    questions about Python's documentation; text.py: plain text
+split.py            SourceSplit: one split (train or held-out) of a source, streamed; rows of hub datasets
+split_files.py      the files of a split, in a folder or copied from an object store
+files.py            JSON, CSV, Parquet and Arrow files
+rows.py             conversion of rows to conversations or documents
+preference_rows.py  conversion of rows to pairs of answers, or to labeled answers
+column_hints.py     settings that fit a source's columns, for messages about missing ones
+pydocs.py           Python's standard library: questions from docstrings, and its sources as documents
 """

@@ -1,8 +1,8 @@
 """The manifest of a token store: everything that a start needs, without opening a shard. Imports no numpy.
 
-Hash of a tokenizer's vocabulary: two tokenizers with the same one give an id the same meaning. Imports no numpy.
-The hash covers the tokens of tokenizer.json's model and their ids. Added tokens are left out: a chat model often
-renames reserved ids of its base model, and may be trained on the base model's tokens.
+It holds the hash of the tokenizer's vocabulary: two tokenizers with the same hash give an id the same meaning. The hash
+covers the tokens of tokenizer.json's model and their ids. Added tokens are left out: a chat model often renames
+reserved ids of its base model, and may be trained on the base model's tokens.
 """
 
 from __future__ import annotations

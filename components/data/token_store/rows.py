@@ -1,4 +1,8 @@
-"""Rows of a token store: `seq_len` consecutive tokens of a shard and the token after them, by shard and offset."""
+"""Rows of a token store: `seq_len` consecutive tokens of a shard and the token after them, by shard and offset.
+
+Shards are on disk or in an object store. Parts of those in an object store are kept on the node, and fetched before
+they are needed.
+"""
 
 from __future__ import annotations
 

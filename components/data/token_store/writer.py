@@ -1,4 +1,7 @@
-"""Writing of shards in Meshbook's format, and of the manifest of existing shards, also of other programs."""
+"""Writing of shards in Meshbook's format, and of the manifest of existing shards, also of other programs.
+
+The other programs are Megatron, nanoGPT, llm.c, OLMo (.npy) and datatrove.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Surroundings of this process: rank and node from environment variables, network interfaces, and CPUs near its GPU.
+"""Rank and node of this process from environment variables, network interfaces, and the CPUs near its GPU.
 
 A process is a rank if torchrun, or another launcher with the same variables, has set RANK and WORLD_SIZE, or if it is
 a task of a Slurm step with several tasks (SLURM_STEP_ID is set, or SLURM_PROCID is above 0). A batch shell and `salloc`
 also set SLURM_PROCID=0 and SLURM_NTASKS, but run no ranks. torchrun's and Slurm's variables are never mixed. An empty
 variable counts as unset.
 
-Binding of a rank's threads to the CPUs near its GPU.
-Copies between a GPU and host memory of another NUMA node cross the link between the sockets. `torchrun --numa-binding`
-(torch/numa/binding.py) does the same for its own workers, but needs numactl; here a rank binds itself, whoever started
-it, within the CPUs that Slurm or the user allowed.
+Copies between a GPU and host memory of another NUMA node cross the link between the sockets, so a rank's threads are
+bound to the CPUs near its GPU. `torchrun --numa-binding` (torch/numa/binding.py) does the same for its own workers, but
+needs numactl; here a rank binds itself, whoever started it, within the CPUs that Slurm or the user allowed.
 """
 
 from __future__ import annotations

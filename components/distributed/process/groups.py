@@ -1,8 +1,7 @@
 """Ranks and groups: rank and world size before and with a process group, members, backends, and random seeds.
 
-Rank, world size, local rank and node count of this process: before, with and after a process group.
-Each function follows the one of the same name in NeMo AutoModel (nemo_automodel/components/distributed/init_utils.py),
-KempnerForge (distributed/setup.py) or OLMo-core (distributed/utils.py), as its docstring states.
+Functions named after one of NeMo AutoModel (nemo_automodel/components/distributed/init_utils.py), KempnerForge
+(distributed/setup.py) or OLMo-core (distributed/utils.py) follow it, as their docstrings state.
 """
 
 from __future__ import annotations

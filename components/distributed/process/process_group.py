@@ -2,6 +2,8 @@
 
 Recipes call `start_process_group`. `initialize_distributed` (components.distributed.init) and the two
 `init_distributed` (components.distributed.utils and .mesh) are thin wrappers around the same code.
+
+The end frees DeepEP's buffers first and waits for queued CUDA work next, without interruption by Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Rendezvous of the ranks: the address of rank 0, and the TCPStore through which every start-up goes.
+"""Rendezvous of the ranks: the address of rank 0, and authenticated access to the TCPStore that it serves.
 
-Authenticated access to the rendezvous store from other nodes: a gateway on rank 0, a local proxy on the other ranks.
 A TCPStore has no authentication: any client that reaches its port can list, read, change and delete every key. The
 store therefore listens only on the loopback interface of rank 0's node. Rank 0 also runs a gateway on an address that
 other nodes can reach. The gateway forwards a connection to the store only after a mutual handshake (HMAC-SHA256 with
 fresh nonces) with a secret that rank 0 writes to a file which only the user can read. Every other rank runs a proxy on
 a loopback port, which accepts connections of its own process only and forwards them to the gateway. torch's client
-connects to this port as if it were the store.
-
-Imports no torch. Gateway and proxy each run an event loop in a daemon thread.
+connects to this port as if it were the store. Gateway and proxy each run an event loop in a daemon thread.
 """
 
 from __future__ import annotations
@@ -154,7 +151,7 @@ def _is_one_node() -> bool:
 
 
 def _open_store_by_file(variables: RankVariables, timeout: timedelta) -> dist.Store:
-    """Return the store that rank 0 serves on its loopback interface behind a gateway (relay.py)."""
+    """Return the store that rank 0 serves on its loopback interface behind a gateway."""
     file, rank, world_size = Path(os.environ[STORE_FILE]), variables.rank, variables.world_size
     key = (str(file), 0)
     if key in _open_stores():

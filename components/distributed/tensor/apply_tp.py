@@ -1,7 +1,7 @@
 """Applying a tensor-parallel plan: modules get their styles, and all other parameters are replicated.
 
-Tensor parallelism of linear layers that torch's styles cannot shard: with LoRA adapters, or Conv1D (GPT-2).
-The adapter is sharded like its layer and adds no collective to the forward. Column-wise, W and B are sharded by output
+torch's styles cannot shard a linear layer with a LoRA adapter, or Conv1D (GPT-2); styles for these are here. The
+adapter is sharded like its layer and adds no collective to the forward. Column-wise, W and B are sharded by output
 features and A is replicated; row-wise, W and A are sharded by input features, B is replicated, and one reduction sums
 the outputs of layer and adapter. The gradient of the replicated matrix is a partial sum on each rank, which is summed
 over tp once, when FSDP reduces gradients.
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from components.config.mesh_names import stage_layers
+from components.config.layouts import stage_layers
 from components.config.mesh_rules import quantized_inputs_problem
 from components.distributed.expert import holds_dtensors
 from components.distributed.tensor.tensor_parallel import (

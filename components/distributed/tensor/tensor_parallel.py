@@ -1,4 +1,4 @@
-"""Parallel styles that torch does not have, and helpers for DTensors on the tp axis.
+"""Parallel styles that torch does not have, also for parameters per attention head, and helpers for DTensors on tp.
 
 Parameters are DTensors on the tp axis, so that FSDP2 and checkpoints can read their global shape. Together with torch's
 ColwiseParallel and RowwiseParallel, the styles implement Megatron's tensor parallelism (Shoeybi et al. 2019) and

@@ -1,7 +1,7 @@
 """Tensor-parallel plans (module path -> style): reading, loading, adjusting and checking them.
 
-Tensor-parallel plans of families for which transformers has none, or one without their per-head parameters.
-To add a family: add a row, and a case in tests/distributed/test_tp_plan.py.
+`FAMILY_PLANS` holds the plans of families for which transformers has none, or one without their per-head parameters. To
+add a family: add a row, and a case in tests/distributed/test_tp_plan.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from components.config.mesh_names import AttentionLayout, attention_layout
+from components.config.layouts import AttentionLayout, attention_layout
 from components.distributed.expert import ExpertParallel
 from components.distributed.tensor.tensor_parallel import (
     KVHeadSlice,
@@ -55,7 +55,7 @@ TORCH_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "per_head_norms": PerHeadNorms,
     "replicated_convolution": ReplicatedConvolution,
 }
-"""Style name of transformers, or of family_plans.py -> constructor of the style."""
+"""Style name of transformers or of `FAMILY_PLANS` -> constructor of the style."""
 TRANSFORMERS_STYLES = (
     "packed_colwise",
     "packed_rowwise",

@@ -1,4 +1,8 @@
-"""The run directory of one attempt: what a start writes into it, and what is removed if the start is rejected."""
+"""The run directory of one attempt: what a start writes into it, and what is removed if the start is rejected.
+
+A start writes config.yaml and environment.json: versions, git state, command and host. environment.json lists no
+environment variables, which may hold secrets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Open a run directory: choose its path, lock it, and validate what an earlier run left in it."""
+"""Open a run directory: choose its path, lock it, and validate what an earlier run left in it.
+
+Config changes of a resumed run are reported, or rejected if they would silently change what it computes.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """Before the ranks of an attempt start: `python -m components.launch.slurm.attempt_start RUN_DIR ATTEMPT COUNT...`.
 
-Checks the limits on attempts, since Slurm requeues a job by itself if its node failed or its grace time was too short.
+Checks the limits on requeues, crashes, hangs, corruption and attempts without progress, since Slurm requeues a job by
+itself if its node failed or its grace time was too short; `conclude` applies the same limits at the end of an attempt.
 Then chooses the nodes: those of the job without the ones that failed in two attempts, as many as the largest COUNT, the
 numbers of nodes that the run can use. If too few are left, the marker RUN_DIR/requeue requests other nodes. Exits with
 status 1 if the job must end.
-
-Requeue policy of a Slurm job: limits on requeues, crashes, hangs, corruption and attempts without progress.
-`conclude` applies it at the end of an attempt, `attempt_start` at the start of the next one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Slurm jobs: the job of a run directory, job states, and cancelling."""
+"""Slurm jobs and commands: the job of a run directory, job states, and cancelling.
+
+Commands run in an environment without the variables of a surrounding job.
+"""
 
 from __future__ import annotations
 

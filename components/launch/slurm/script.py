@@ -1,4 +1,4 @@
-"""Rendering of the batch script from slurm/train.sbatch.j2 or the user's own template."""
+"""Rendering of the batch script from slurm/train.sbatch.j2 or the user's own template; options of sbatch and srun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Execution of a sweep's points, each by an ordinary launcher in a child process."""
+"""Execution of a sweep's points, each by an ordinary launcher in a child process.
+
+Points that run at the same time (sweep.parallel) get shares of this machine's GPUs and CPU threads.
+"""
 
 from __future__ import annotations
 

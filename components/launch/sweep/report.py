@@ -1,4 +1,4 @@
-"""Report of a sweep: the table on the console and in files, a plot, and the exit status."""
+"""Report of a sweep: the table on the console and in files, sweep.png, and the exit status."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Low-rank adapters: parameters added to frozen layers, which keep their names and weights.
 
-linear.py   LoRA, DoRA and QLoRA on linear layers
-product.py  the product of an adapter's factors, added to the layer's output
-experts.py  LoRA on the fused matrices of experts
-attach.py   add_adapters, and operations on all adapters of a model
+linear.py  LoRA, DoRA and QLoRA on linear layers, and the matmuls of an adapter's factors
+attach.py  add_adapters, operations on all adapters of a model, and LoRA on the fused matrices of experts
 """
 
 from components.models.lora.attach import (

@@ -1,10 +1,10 @@
-"""Adding adapters to a model, and operations on all of its adapters.
+"""Adding adapters to a model, operations on all of its adapters, and LoRA on the fused matrices of experts.
 
-LoRA on the fused matrices of experts: each expert has its own pair of factors, as PEFT's `target_parameters` define.
-A module of experts keeps its class's forward, which reads its matrices as attributes in whichever implementation
-transformers selected. So the forward runs with the adapted matrices, W + scaling B A, in place of the parameters. They
-are computed once per forward, and need as much memory as the frozen ones while the layer runs. The factors' first dim
-is that of the experts, so expert and tensor parallelism and FSDP2 shard them like the experts they belong to.
+Each expert has its own pair of factors, as PEFT's `target_parameters` define. A module of experts keeps its class's
+forward, which reads its matrices as attributes in whichever implementation transformers selected. So the forward runs
+with the adapted matrices, W + scaling B A, in place of the parameters. They are computed once per forward, and need as
+much memory as the frozen ones while the layer runs. The factors' first dim is that of the experts, so expert and tensor
+parallelism and FSDP2 shard them like the experts they belong to.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Linear layers with float8 GEMMs by torchao; weights, gradients and all other operations keep their dtype.
+"""Linear layers that compute in float8 or with fake-quantized weights (QAT), by torchao; parameters keep their dtype.
 
-tensorwise: one scale per operand, the fastest. rowwise: one scale per row and column, numerically closer to bfloat16.
-Scaling is dynamic: scales are computed from the operands of each GEMM.
+float8: GEMMs have float8 operands, gradients and all other operations keep their dtype. tensorwise: one scale per
+operand, the fastest. rowwise: one scale per row and column, numerically closer to bfloat16. Scaling is dynamic: scales
+are computed from the operands of each GEMM.
 
-Quantization-aware training: linear layers of the decoder compute with fake-quantized weights, by torchao.
-The forward rounds weights, and under int8_int4 activations, to the values that they have after quantization; the
-backward passes gradients through the rounding. Parameters keep their dtype and names, so checkpoints and exports hold
-ordinary weights, which torchao quantizes with the same config (`quantized_config`).
+Quantization-aware training: the forward rounds weights, and under int8_int4 activations, to the values that they have
+after quantization; the backward passes gradients through the rounding. Parameters keep their names too, so checkpoints
+and exports hold ordinary weights, which torchao quantizes with the same config (`quantized_config`).
 """
 
 from __future__ import annotations

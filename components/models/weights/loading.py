@@ -1,4 +1,8 @@
-"""Loading of weights into a model on any mesh: every rank reads its own shards, one tensor at a time."""
+"""Weights of a model on any mesh: loaded from files, each rank its own shards, or drawn from a seed.
+
+Files are read one tensor at a time. Drawn weights are identical on every mesh. A model is built on the meta device;
+`materialize` allocates its parameters and computes its buffers.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Weights as they are stored: safetensors and GGUF files, read block by block, names of tensors, and errors of the hub.
+"""Weights as they are stored: safetensors and GGUF files, read block by block, and the names of a model's tensors.
 
-Config and tensors of models in GGUF files, read one tensor at a time, equal to what transformers loads.
-`AutoConfig` and `from_pretrained` use the gguf package, which takes 3 s to parse a vocabulary of 98,000 strings, and
-dequantize the complete model on every rank. This module uses transformers' own header reader (20 ms). Names, config
-values and dequantization still come from the tables of transformers and gguf.
+GGUF: `AutoConfig` and `from_pretrained` use the gguf package, which takes 3 s to parse a vocabulary of 98,000 strings,
+and dequantize the complete model on every rank. This module uses transformers' own header reader (20 ms) and reads one
+tensor at a time. Names, config values and dequantization still come from the tables of transformers and gguf, so the
+weights equal those that transformers loads.
 """
 
 from __future__ import annotations

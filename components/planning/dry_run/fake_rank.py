@@ -1,4 +1,4 @@
-"""A rank without peers and without memory: fake process group, fake tensors.
+"""A rank without peers and without memory: fake process group, fake tensors, and the bytes that they would take.
 
 The only file of the dry run that uses private parts of torch; tests/unit/test_fake_rank.py names each that is gone.
 """

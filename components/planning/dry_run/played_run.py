@@ -1,4 +1,4 @@
-"""Dry runs of a whole run: its ranks whose memory differs, and a summary in lines of text. Imports no torch."""
+"""Dry runs of a whole run: its ranks whose memory differs, each in a child process, and a summary. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config.compose.frozen import to_yaml
-from components.config.mesh_names import fit_micro_batches
+from components.config.layouts import fit_micro_batches
 from components.config.schema.checks import raise_all
 from components.config.schema.model import Attention, DType, Float8, Fused, LossMethod, ModelConfig, Qat, WeightInit
 from components.config.schema.optimizer import AdamW8bitConfig

@@ -1,4 +1,4 @@
-"""Candidates that fit the device, the fastest first."""
+"""Legal candidates for a run on N ranks: those that fit the device, the fastest first, and why others are left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from components.config.compute_rules import attention_problems, compile_problems, recompute_problems, torch_problems
-from components.config.mesh_names import batch_problems, mesh_shapes
+from components.config.layouts import batch_problems, mesh_shapes
 from components.config.mesh_rules import model_problems, quantized_problems, row_problems
 from components.config.rules import validate
 from components.config.schema.checks import field_values

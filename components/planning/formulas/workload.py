@@ -1,8 +1,8 @@
 """Work of one rank in an optimizer step: everything that the formulas of memory and time read.
 
-Bytes that a decoder layer saves for the backward of one micro-batch.
-Counted from the operators of transformers' models: what autograd saves, not what a kernel could do without. A token of
-hidden size h with q query and k key-value features, f MLP features, elements of c bytes:
+A layer's activations are counted from the operators of transformers' models: what autograd saves for the backward of
+one micro-batch, not what a kernel could do without. A token of hidden size h with q query and k key-value features, f
+MLP features, elements of c bytes:
 
 - each norm: its input in float32 (4 h), the normalized states and the output (2 h c); fused, its input and output;
 - attention: queries, keys, values and the output ((2 q + 2 k) c), and a float32 per head;
@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from components.config.mesh_names import fitting_micro_batch, local_heads, ulysses_divides
+from components.config.layouts import fitting_micro_batch, local_heads, ulysses_divides
 from components.config.schema.model import Attention, DType, Float8, LossMethod, ModelConfig, Qat
 from components.config.schema.objective import (
     DistillationConfig,

@@ -1,14 +1,15 @@
 """Objectives: loss functions that map the model's outputs and a batch to a loss sum and a count of units.
 
 contract.py         Objective and TokenLoss: the interface to train_step, evaluate, pipelines and LM heads
-cross_entropy.py    CrossEntropy: the loss of a target token; vocab-parallel and chunked
-next_token.py       NextToken: mean cross-entropy with label smoothing and z-loss
-preference.py       Preference: DPO; reference_model.py: log-probabilities under the reference model, computed once
-distillation.py     Distillation: divergence from a teacher's distribution; teacher.py: the teacher on the same mesh
-divergence.py       KL and Jensen-Shannon divergences; top_k.py: from the most likely tokens only
-stored_teacher.py   StoredDistillation: from files, which teacher_store.py writes
+cross_entropy.py    NextToken, CrossEntropy: label smoothing and z-loss; vocab-parallel and chunked
+preference.py       Preference: DPO, SimPO, ORPO and KTO
+reference_model.py  log-probabilities under the reference model, computed once
+distillation.py     Distillation: divergence from a teacher's distribution, or from its most likely tokens only
+teacher.py          the teacher on the same mesh; StoredDistillation: from files
+teacher_store.py    writing of these files
 sequence.py         Classification, Reward: losses of a score head at the last token of each row
-loss_head.py        LM heads that take targets and return losses instead of logits; chunked_loss.py: chunked matmuls
+loss_head.py        LM heads that take targets and return losses instead of logits
+chunked_loss.py     the LM head's matmuls and losses, one chunk of tokens at a time
 """
 
 from components.training.objectives.contract import HeadOutput, Objective, RowScores, RowWeights, TokenLoss, Vocabulary

@@ -1,4 +1,4 @@
-"""Cross-entropy of target tokens, with label smoothing and z-loss."""
+"""Cross-entropy of target tokens, with label smoothing and z-loss, for pretraining and supervised fine-tuning."""
 
 from __future__ import annotations
 

@@ -4,10 +4,9 @@ Either the teacher runs on the same mesh, on the same shard of each row, and pas
 batches hold its most likely tokens at each position, which scripts/teacher.py stored. The loss head computes the logits
 of both models a chunk of tokens at a time, so neither model's logits exist as a whole.
 
-Divergence from the k most likely tokens of a teacher, whose other tokens count as one.
-The distributions of teacher and student are compared on k + 1 outcomes: each of the teacher's k most likely tokens, and
-any other token. This is the divergence of the full distributions if k is the size of the vocabulary, and never more
-than that.
+With the k most likely tokens only, teacher and student are compared on k + 1 outcomes: each of these tokens, and any
+other token. This is the divergence of the full distributions if k is the size of the vocabulary, and never more than
+that.
 """
 
 from __future__ import annotations

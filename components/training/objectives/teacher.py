@@ -1,4 +1,7 @@
-"""Objective of recipes/distill.py with its teacher, a second model on the same mesh unless it is stored."""
+"""Objective of recipes/distill.py with its teacher: a second model on the same mesh, or tokens that it stored before.
+
+scripts/teacher.py stores a teacher's most likely tokens for each target token.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Optimizers of a config, learning-rate schedules as pure functions, and updates that skip non-finite gradients.
 
-Optimizer step for any optimizer that is undone on the device if the gradients are not finite.
-Weights and state on the device are copied before the step and restored by a mask after it. State on the host (step
-counters on the CPU, Python numbers, state that the step created) is restored once the host reads the decision: before
-the next step, or before the optimizer's state dict is read. By then the device has computed the decision, so the host
-does not wait.
+A step of any optimizer is undone on the device if the gradients are not finite. Weights and state on the device are
+copied before the step and restored by a mask after it. State on the host (step counters on the CPU, Python numbers,
+state that the step created) is restored once the host reads the decision: before the next step, or before the
+optimizer's state dict is read. By then the device has computed the decision, so the host does not wait.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 An optimizer such as Muon computes a function of whole matrices. If every rank gathered each matrix and computed all of
 them, n ranks would do n times the arithmetic. Here each matrix has one owner among the ranks that shard it: an
 all-to-all sends it the other ranks' shards, and a second one returns the results. Replicas (dp_replicate) form groups
-of their own, each of which computes everything.
+of their own, each of which computes everything. A fused projection consists of several matrices: queries, keys and
+values, or gate and up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compute dtype of a run, and autocast."""
+"""Compute dtype of a run, autocast, and deterministic kernels (run.deterministic)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic of a mesh: all meshes of N processes and their names, shares of heads and layers, and micro-batches."""
+"""Layouts of a run over its processes: all meshes of N processes, shares of heads and layers, and micro-batches."""
 
 from __future__ import annotations
 
