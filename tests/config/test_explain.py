@@ -1,4 +1,4 @@
-"""Every pattern of `hydra_messages` matches errors raised by the installed Hydra, omegaconf and PyYAML."""
+"""Every pattern of library messages in `explain` matches errors raised by the installed Hydra, omegaconf and PyYAML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from components.config.compose import explain
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.schema import FinetuneConfig
 
-PATTERNS = {name: value for name, value in vars(explain).items() if isinstance(value, re.Pattern)}
+OURS = ("HOME", "SWEEP_FUNCTION")
+"""Patterns of the user's command line, not of a library's message."""
+PATTERNS = {name: each for name, each in vars(explain).items() if isinstance(each, re.Pattern) and name not in OURS}
 
 
 @dataclass
