@@ -86,22 +86,21 @@ def launch_unpack(
         block: Values of a block; block_bytes: bytes of its scale and its 4-bit codes.
     """
     packed = packed.contiguous()
-    rows, row_bytes = packed.shape
-    blocks = row_bytes // block_bytes
+    rows, blocks = packed.shape[0], packed.shape[1] // block_bytes
     values = torch.empty(rows, columns, dtype=dtype, device=packed.device)
     grid = (rows, triton.cdiv(blocks, TOGETHER.value))
-    _unpack_blocks[grid](packed, pairs, values, row_bytes, blocks, columns, block, block_bytes)
+    _unpack_blocks[grid](packed, pairs, values, blocks, columns, block, block_bytes)
     return values
 
 
 @triton.jit
-def _unpack_blocks(packed, pairs, values, row_bytes, blocks, columns, SIZE: tl.constexpr, SIZE_BYTES: tl.constexpr):
+def _unpack_blocks(packed, pairs, values, blocks, columns, SIZE: tl.constexpr, SIZE_BYTES: tl.constexpr):
     """Write the values of `TOGETHER` blocks of one row: both 4-bit codes of a byte, times the block's scale."""
     scale_bytes: tl.constexpr = SIZE_BYTES - SIZE // 2
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)  # (TOGETHER,)
     exists = block < blocks
-    header = packed + row * row_bytes + block * SIZE_BYTES
+    header = packed + (row * blocks + block) * SIZE_BYTES
     low = tl.load(header, mask=exists, other=0).to(tl.int16)
     high = tl.load(header + 1, mask=exists, other=0).to(tl.int16)
     scale = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)  # (TOGETHER,)

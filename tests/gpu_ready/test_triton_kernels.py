@@ -57,7 +57,7 @@ from components.models.triton_kernels import _swiglu, _swiglu_backward, _unpack_
 
 CONSTANTS = {"SIZE": BLOCK, "SIZE_BYTES": BLOCK_BYTES}
 INPUTS = {"packed": "*u8", "pairs": "*fp32"}
-SIZES = {"row_bytes", "blocks", "columns", "width", "stride"}
+SIZES = {"blocks", "columns", "width", "stride"}
 ROUNDS = {"bf16": "cvt.rn.bf16", "fp16": "cvt.rn.f16"}  # to nearest
 for kernel, dtypes in (
     (_unpack_blocks, ("bf16", "fp16", "fp32")),
