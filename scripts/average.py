@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from components.checkpoint.manifest import FOLDER
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import CHECKPOINTS
 from components.terminal import HelpText, exit_with
 from scripts._export.object_output import output_folder, removed_on, upload_output
 from scripts._export.options import add_output_options, check_output_options, run_export
@@ -87,17 +87,17 @@ def _shares(weights: Sequence[float] | None, paths: Sequence[Path]) -> list[floa
 def _default_folder(paths: Sequence[Path]) -> Path:
     """Return the folder in the run directory of all checkpoints. Raises ConfigError if there is more than one run."""
     parents = {path.parent for path in paths}
-    if len(parents) > 1 or paths[0].parent.name != FOLDER:
+    if len(parents) > 1 or paths[0].parent.name != CHECKPOINTS:
         raise ConfigError("--out: needed, because the weights are not those of one run; give a new folder")
     return paths[0].parent.parent / f"average-{paths[0].name}-{paths[-1].name}"
 
 
 def _card(paths: Sequence[Path], weights: Sequence[float]) -> str:
     """Return the section of the model card that lists the averaged weights, in Markdown."""
-    rows = [
-        f"| {path.parent.parent.name if path.parent.name == FOLDER else path.parent.name}/{path.name} | {weight:.6g} |"
-        for path, weight in zip(paths, weights, strict=True)
-    ]
+    rows = []
+    for path, weight in zip(paths, weights, strict=True):
+        source = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+        rows.append(f"| {source.name}/{path.name} | {weight:.6g} |")
     return "\n".join(["## Averaged weights", "", "| weights | share |", "|---|---|", *rows])
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.checkpoint.manifest import FOLDER, MANIFEST, TEMPORARY, Manifest, ManifestError, candidates, leftovers
+from components.checkpoint.manifest import Manifest, ManifestError
 from components.config.schema.run import CheckpointConfig
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import (
+    CHECKPOINT_MANIFEST,
+    CHECKPOINTS,
+    TEMPORARY,
+    checkpoint_folders,
+    temporary_name,
+    unfinished_checkpoints,
+)
 from components.storage.object_store import shown_names
 from components.watch.faults import fault_point
 
@@ -34,7 +41,7 @@ class ListedCheckpoint:
 
 def list_checkpoints(run_dir: Path, policy: CheckpointConfig) -> list[ListedCheckpoint]:
     """Return an entry for each checkpoint folder, oldest first; only the sizes of files are checked."""
-    entries = [_entry(path) for path in candidates(run_dir / FOLDER)]
+    entries = [_entry(path) for path in checkpoint_folders(run_dir / CHECKPOINTS)]
     entries.sort(key=lambda entry: (entry.manifest.serial if entry.manifest else 0, entry.path.name))
     apply_policy(entries, policy)
     return entries
@@ -51,7 +58,8 @@ def newest_complete(run_dir: Path) -> tuple[Path, list[str]]:
     if not complete:
         found = f"; {'; '.join(incomplete)}" if incomplete else ""
         raise ConfigError(
-            f"{run_dir}: no complete checkpoint in {FOLDER}/{found}; wait for the run's first save, or give another run"
+            f"{run_dir}: no complete checkpoint in {CHECKPOINTS}/{found}; wait for the run's first save, or give "
+            "another run"
         )
     return complete[-1], incomplete
 
@@ -112,7 +120,7 @@ def removable(run_dir: Path, policy: CheckpointConfig) -> tuple[list[ListedCheck
         if entry.manifest and not check_contents(entry):
             break
     apply_policy(entries, policy)
-    return [e for e in entries if not e.problems and not e.reasons], leftovers(run_dir / FOLDER)
+    return [e for e in entries if not e.problems and not e.reasons], unfinished_checkpoints(run_dir / CHECKPOINTS)
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -124,17 +132,15 @@ def remove(paths: Iterable[Path]) -> None:
     renamed = []
     for path in paths:
         if TEMPORARY not in path.name:
-            path = path.rename(path.with_name(f"{path.name}{TEMPORARY}{secrets.token_hex(4)}"))
+            path = path.rename(path.with_name(temporary_name(path.name)))
         renamed.append(path)
     for path in renamed:
         fault_point("while_pruning")
         if path.is_symlink() or not path.is_dir():
             path.unlink()
         elif manifest := _manifest_with_strangers(path):
-            for name in (
-                *manifest.files,
-                MANIFEST,
-            ):  # the manifest last: the next removal needs it if this one is killed
+            # The manifest last: the next removal needs it if this one is killed.
+            for name in (*manifest.files, CHECKPOINT_MANIFEST):
                 (path / name).unlink(missing_ok=True)
             kept, again = path.with_name(f"{path.name.partition(TEMPORARY)[0]}.others"), 1
             while os.path.lexists(kept):

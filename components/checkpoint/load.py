@@ -14,11 +14,8 @@ from torch import nn
 from components.checkpoint.listing import newest_complete
 from components.checkpoint.manifest import (
     BASE_FINGERPRINT,
-    FOLDER,
-    STATE,
     Manifest,
     ManifestError,
-    candidates,
     fail_together,
     may_be_intact,
     random_file,
@@ -47,6 +44,7 @@ from components.config.schema.run import is_same_checkpoint
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
 from components.models.weights.shards import local_part
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import CHECKPOINT_STATE, CHECKPOINTS, checkpoint_folders
 from components.protocol.safe_json import LARGEST, load_json, parse_json, read_regular
 from components.protocol.safe_yaml import load_yaml
 from components.storage.object_store import is_url, shown_names
@@ -86,7 +84,7 @@ def find_checkpoint(
     """
     if resume == NEVER:
         resume, mirror = AUTO, None  # the copies may be of an earlier run
-    folder = Path(run_dir) / FOLDER
+    folder = Path(run_dir) / CHECKPOINTS
     found: list[str] = []
     damaged: list[str] = []
     with fail_together(f"the checkpoints of {run_dir} could not be listed"):
@@ -127,7 +125,7 @@ def locate_checkpoint(path: Path | str) -> Path:
     Raises ConfigError on every rank if the run has no complete checkpoint.
     """
     path, problem = Path(path).expanduser(), None
-    if this_rank() == 0 and (path / FOLDER).is_dir():
+    if this_rank() == 0 and (path / CHECKPOINTS).is_dir():
         try:
             path, incomplete = newest_complete(path)
         except ConfigError as error:
@@ -196,7 +194,7 @@ def load_checkpoint(
         manifest = Manifest.read(path)
         if problems := manifest.check_sizes(path, this_rank(), world_size()):
             raise ManifestError("; ".join(problems))
-        saved = load_json(path / STATE)
+        saved = load_json(path / CHECKPOINT_STATE)
     stored = find_checkpoint_tensors(path, manifest)
     parameters = model_tensors(model)
     _check_model(path, parameters, stored.by_name)
@@ -238,7 +236,7 @@ def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = F
     parameters = model_tensors(model)
     with fail_together(f"checkpoint {path} could not be read"):
         manifest = Manifest.read(path)
-        fingerprint = load_json(path / STATE).get(BASE_FINGERPRINT)
+        fingerprint = load_json(path / CHECKPOINT_STATE).get(BASE_FINGERPRINT)
     stored = find_checkpoint_tensors(path, manifest)
     _check_model(path, parameters, stored.by_name)
     check_base_weights(path, fingerprint, base_fingerprint(model))
@@ -262,7 +260,7 @@ def stored_dtype_of(path: Path | str) -> str | None:
     Older runs recorded it in their config only.
     """
     try:
-        state = load_json(Path(path).expanduser() / STATE)
+        state = load_json(Path(path).expanduser() / CHECKPOINT_STATE)
         found = state["extra"].get(STORED_DTYPE) or load_yaml(state["config"] or "")["model"]["dtype"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return None
@@ -281,10 +279,10 @@ def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tu
     """
     usable: list[tuple[int, bool, str]] = []
     damaged: list[str] = []
-    for path in candidates(folder):
+    for path in checkpoint_folders(folder):
         try:
             serial = Manifest.read(path).serial
-            if resume == AUTO or is_same_checkpoint(_began_from(_content(path / STATE)), resume):
+            if resume == AUTO or is_same_checkpoint(_began_from(_content(path / CHECKPOINT_STATE)), resume):
                 usable.append((serial, True, str(path)))
         except ManifestError as error:
             _warn(path, _problems_of(error))
@@ -295,7 +293,9 @@ def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tu
                 _warn(each.url, [each.damage])
                 damaged += [each.url] * (mirror is not None and mirror.has_written(each.name))
             continue
-        state = b"" if resume == AUTO or STATE not in each.objects else mirror.store.read(each.objects[STATE].url)
+        state = b""
+        if resume != AUTO and CHECKPOINT_STATE in each.objects:
+            state = mirror.store.read(each.objects[CHECKPOINT_STATE].url)
         if resume == AUTO or is_same_checkpoint(_began_from(state), resume):
             usable.append((each.manifest.serial, False, each.url))
     return [place for _, _, place in sorted(usable, reverse=True)], damaged

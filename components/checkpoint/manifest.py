@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -19,13 +18,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import xxhash
 
 from components.protocol.failures import StatedFailure
+from components.protocol.run_files import CHECKPOINT_MANIFEST, checkpoint_folders
 from components.protocol.safe_json import LARGEST, parse_json, read_regular
 from components.storage.object_store import is_plain_name, shown_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MANIFEST = "manifest.json"
 FORMAT = 2
 BLOCK_BYTES = 64 * 1024**2
 """Bytes per hash, and the unit in which ranks share the work of verifying."""
@@ -34,15 +33,8 @@ READ_BYTES = 1024**2
 _DAMAGE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG}
 """Errors of opening a path that is no file. After others (EIO, ESTALE, EACCES) the file may be intact."""
 _Bytes = bytes  # within the class, `bytes` is a property
-FOLDER = "checkpoints"
-STATE = "state.json"
 BASE_FINGERPRINT = "frozen"
 """Key in state.json of the fingerprint of a LoRA run's base weights, which are neither trained nor saved."""
-TEMPORARY = ".tmp-"
-"""Part of the name of a folder that is being written or removed."""
-PUBLISHED = re.compile(r"step_[0-9]{1,18}(\.[0-9]{1,9})?")
-"""step_40, or step_40.1 for a step that was saved a second time."""
-_LEFTOVER = re.compile(f"{PUBLISHED.pattern}{re.escape(TEMPORARY)}[0-9a-f]+")
 
 
 class ManifestError(ValueError):
@@ -88,7 +80,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write the manifest to `folder` and fsync it."""
         body = {"format": FORMAT, **self.body()}
-        write_json(folder / MANIFEST, {"sha256": _digest(body), "body": body})
+        write_json(folder / CHECKPOINT_MANIFEST, {"sha256": _digest(body), "body": body})
 
     def body(self) -> dict[str, Any]:
         """Return the fields as JSON values; `from_body` is the inverse."""
@@ -104,12 +96,12 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read and validate the manifest of `folder`. Raises ManifestError."""
         try:
-            text = read_regular(folder / MANIFEST, LARGEST)
+            text = read_regular(folder / CHECKPOINT_MANIFEST, LARGEST)
         except FileNotFoundError as error:
-            missing = f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
+            missing = f"{CHECKPOINT_MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
             raise ManifestError(missing) from error
         except OSError as error:
-            raise ManifestError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+            raise ManifestError(f"{CHECKPOINT_MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
         return cls.parse(text)
 
     @classmethod
@@ -119,21 +111,21 @@ class Manifest:
             written = parse_json(text)
             body = written["body"]
             if written["sha256"] != _digest(body):
-                raise ManifestError(f"{MANIFEST} does not match its own hash")
+                raise ManifestError(f"{CHECKPOINT_MANIFEST} does not match its own hash")
             if body.pop("format") != FORMAT:
-                raise ManifestError(f"{MANIFEST} has a format that this version of Meshbook cannot read")
+                raise ManifestError(f"{CHECKPOINT_MANIFEST} has a format that this version of Meshbook cannot read")
             manifest = cls.from_body(body)
             manifest._check_values()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ManifestError):
                 raise
-            raise ManifestError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+            raise ManifestError(f"{CHECKPOINT_MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
         return manifest
 
     def _check_values(self) -> None:
         """Raise ManifestError for names of files elsewhere, and ValueError for values that no save writes."""
-        if strange := [name for name in self.files if not is_plain_name(name) or name == MANIFEST]:
-            raise ManifestError(f"{MANIFEST} lists what no save writes: {shown_names(strange)}")
+        if strange := [name for name in self.files if not is_plain_name(name) or name == CHECKPOINT_MANIFEST]:
+            raise ManifestError(f"{CHECKPOINT_MANIFEST} lists what no save writes: {shown_names(strange)}")
         sizes = {"step": self.step, "serial": self.serial, **self.mesh}
         sizes |= {name: record.bytes for name, record in self.files.items()}
         if wrong := [name for name, size in sizes.items() if type(size) is not int or not 0 <= size < 1 << 63]:
@@ -164,7 +156,7 @@ class Manifest:
 
     def strangers(self, folder: Path) -> list[str]:
         """Return the names in `folder` that are not of the checkpoint; nothing reads them."""
-        return sorted(path.name for path in folder.iterdir() if path.name not in {MANIFEST, *self.files})
+        return sorted(path.name for path in folder.iterdir() if path.name not in {CHECKPOINT_MANIFEST, *self.files})
 
     def check_hashes(self, folder: Path, rank: int, world: int) -> list[str]:
         """Return the damaged files of `folder`; verify every `world`-th block, starting at block `rank`.
@@ -291,24 +283,12 @@ def random_file(rank: int) -> str:
 def published(folder: Path) -> list[tuple[Path, Manifest]]:
     """Return the checkpoints of a folder that have a valid manifest; the files it lists are not checked."""
     found = []
-    for path in candidates(folder):
+    for path in checkpoint_folders(folder):
         try:
             found.append((path, Manifest.read(path)))
         except ManifestError:
             continue
     return found
-
-
-def leftovers(folder: Path) -> list[Path]:
-    """Return the temporary folders of saves and removals that were killed."""
-    return sorted(path for path in folder.glob(f"*{TEMPORARY}*") if _LEFTOVER.fullmatch(path.name))
-
-
-def candidates(folder: Path) -> list[Path]:
-    """Return the paths that are named like a published checkpoint; Manifest.read rejects those that are not one."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if PUBLISHED.fullmatch(path.name))
 
 
 class CheckpointError(StatedFailure, RuntimeError):

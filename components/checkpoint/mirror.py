@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,18 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 from components.checkpoint.listing import reasons_to_keep
-from components.checkpoint.manifest import (
-    MANIFEST,
-    PUBLISHED,
-    TEMPORARY,
-    Manifest,
-    ManifestError,
-    fail_together,
-    sync_folder,
-)
+from components.checkpoint.manifest import Manifest, ManifestError, fail_together, sync_folder
 from components.config.schema.run import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import CHECKPOINT_MANIFEST, checkpoint_name, checkpoint_step, temporary_name
 from components.storage.object_store import ObjectStore, StoredObject, join, name_of, shown_names, upload_folder
 from components.storage.run_claim import OWNER, RunClaim, check_claim, take_claim, write_claim
 from components.watch.faults import fault_point
@@ -100,7 +92,7 @@ class Mirror:
         def finish() -> None:
             if not is_copied:
                 fault_point("before_remote_manifest")
-                self.store.write(join(url, MANIFEST), (path / MANIFEST).read_bytes())
+                self.store.write(join(url, CHECKPOINT_MANIFEST), (path / CHECKPOINT_MANIFEST).read_bytes())
                 fault_point("after_remote_manifest")
             self._prune(url)
 
@@ -183,14 +175,15 @@ class Mirror:
             if found.manifest == manifest:
                 return found.url, True
             own = self._claim.folders.get(name, [])
-            if MANIFEST not in found.objects and not set(found.objects).difference(own):
+            if CHECKPOINT_MANIFEST not in found.objects and not set(found.objects).difference(own):
                 self.store.remove(each.url for each in found.objects.values())
                 break
             again += 1
-            name = f"{path.name.partition('.')[0]}.{again}"
-        for removed in [each for each in self._claim.folders if PUBLISHED.fullmatch(each) and each not in by_name]:
-            del self._claim.folders[removed]
-        self._record(name, [*manifest.files, MANIFEST])
+            name = checkpoint_name(manifest.step, again)
+        for each in list(self._claim.folders):
+            if checkpoint_step(each) is not None and each not in by_name:  # removed
+                del self._claim.folders[each]
+        self._record(name, [*manifest.files, CHECKPOINT_MANIFEST])
         return join(self.url, name), False
 
     def _prune(self, newest: str) -> None:
@@ -208,11 +201,11 @@ class Mirror:
             ]
             reasons = reasons_to_keep([manifest for _, manifest in complete], self._policy)
             removed = [each for (each, _), why in zip(complete, reasons, strict=True) if not why]
-            removed += [each for each in found.values() if MANIFEST not in each.objects]
+            removed += [each for each in found.values() if CHECKPOINT_MANIFEST not in each.objects]
             for each in removed:
                 if each.url != newest:
                     own = self._claim.folders[each.name]
-                    names = sorted(each.objects.keys() & own, key=lambda name: name != MANIFEST)
+                    names = sorted(each.objects.keys() & own, key=lambda name: name != CHECKPOINT_MANIFEST)
                     self.store.remove(each.objects[name].url for name in names)
         except OSError as error:
             logger.warning("old checkpoints in %s could not be removed: %s", self.url, error)
@@ -239,7 +232,7 @@ class RemoteCheckpoint:
     def problems(self) -> list[str]:
         """A line for each file of the manifest that is missing or has another size; empty if all are there."""
         if self.manifest is None:
-            return [self.damage or f"{MANIFEST} is missing"]
+            return [self.damage or f"{CHECKPOINT_MANIFEST} is missing"]
         found = {name: each.bytes for name, each in self.objects.items()}
         return [
             f"{name} is missing" if name not in found else f"{name} has {found[name]} bytes instead of {record.bytes}"
@@ -250,7 +243,7 @@ class RemoteCheckpoint:
     @property
     def strangers(self) -> list[str]:
         """Names of the objects that are not of this checkpoint."""
-        own = {MANIFEST} if self.manifest is None else {MANIFEST, *self.manifest.files}
+        own = {CHECKPOINT_MANIFEST} if self.manifest is None else {CHECKPOINT_MANIFEST, *self.manifest.files}
         return [name for name in self.objects if name not in own]
 
 
@@ -262,7 +255,7 @@ def list_remote(store: ObjectStore, url: str) -> tuple[list[RemoteCheckpoint], l
     for each in store.list(url):
         names.append(each.url.removeprefix(prefix))
         folder, _, name = names[-1].partition("/")
-        if PUBLISHED.fullmatch(folder) and name:
+        if checkpoint_step(folder) is not None and name:
             folders.setdefault(folder, {})[name] = each
     return [_checkpoint(store, join(url, name), found) for name, found in folders.items()], names
 
@@ -275,15 +268,15 @@ def find_remote(store: ObjectStore, url: str) -> RemoteCheckpoint:
 
 def _checkpoint(store: ObjectStore, url: str, objects: dict[str, StoredObject]) -> RemoteCheckpoint:
     manifest, damage = None, ""
-    if MANIFEST in objects:
+    if CHECKPOINT_MANIFEST in objects:
         try:
-            manifest = Manifest.parse(store.read(objects[MANIFEST].url))
+            manifest = Manifest.parse(store.read(objects[CHECKPOINT_MANIFEST].url))
         except FileNotFoundError:  # removed since it was listed
             pass
         except ManifestError as error:
             damage = str(error)
         except ValueError as error:
-            damage = f"{MANIFEST} cannot be read: {error}"
+            damage = f"{CHECKPOINT_MANIFEST} cannot be read: {error}"
     return RemoteCheckpoint(url, objects, manifest, damage)
 
 
@@ -306,7 +299,7 @@ def fetch_checkpoint(
             repeat steps.
     """
     failure = f"checkpoint {url} could not be copied to {folder}"
-    tmp = folder / broadcast_json(f"{name_of(url)}{TEMPORARY}{secrets.token_hex(4)}")
+    tmp = folder / broadcast_json(temporary_name(name_of(url)))
     final = folder / name_of(url)
     listed: list[StoredObject] = []
     problems: list[str] = []
@@ -318,7 +311,7 @@ def fetch_checkpoint(
                 if copy.strangers:
                     logger.warning("checkpoint %s: not of it, and left there: %s", url, shown_names(copy.strangers))
                 tmp.mkdir(parents=True)
-                listed = [copy.objects[name] for name in (MANIFEST, *copy.manifest.files)]
+                listed = [copy.objects[name] for name in (CHECKPOINT_MANIFEST, *copy.manifest.files)]
     listed, problems = broadcast_json([listed, problems])
     if problems:
         return None, problems

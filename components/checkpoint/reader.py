@@ -10,22 +10,19 @@ from typing import Any
 import torch
 
 from components.checkpoint.load import SHOWN, compare_names, verify
-from components.checkpoint.manifest import (
-    BASE_FINGERPRINT,
-    FOLDER,
-    MANIFEST,
-    PUBLISHED,
-    STATE,
-    TEMPORARY,
-    CheckpointError,
-    Manifest,
-    ManifestError,
-    candidates,
-)
+from components.checkpoint.manifest import BASE_FINGERPRINT, CheckpointError, Manifest, ManifestError
 from components.checkpoint.stored_tensors import check_base_weights, find_checkpoint_tensors, fingerprint_by_blocks
 from components.checkpoint.tensors import AVERAGE, MODEL
 from components.models.weights.shards import Index
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import (
+    CHECKPOINT_MANIFEST,
+    CHECKPOINT_STATE,
+    CHECKPOINTS,
+    TEMPORARY,
+    checkpoint_folders,
+    checkpoint_step,
+)
 from components.protocol.safe_json import load_json
 
 
@@ -39,15 +36,16 @@ def choose_checkpoint(path: Path) -> Path:
         raise ConfigError(f"{path}: no such folder; give a run directory, or a checkpoint: RUN_DIR/checkpoints/step_N")
     if TEMPORARY in path.name:
         raise ConfigError(f"{path}: an unfinished save; give a complete checkpoint: RUN_DIR/checkpoints/step_N")
-    if (path / MANIFEST).exists() or PUBLISHED.fullmatch(path.name):
+    if (path / CHECKPOINT_MANIFEST).exists() or checkpoint_step(path.name) is not None:
         return path
-    if not (path / FOLDER).is_dir():
+    if not (path / CHECKPOINTS).is_dir():
         raise ConfigError(
-            f"{path}: neither a checkpoint (no {MANIFEST}) nor a run directory (no {FOLDER}/); give one of them"
+            f"{path}: neither a checkpoint (no {CHECKPOINT_MANIFEST}) nor a run directory (no {CHECKPOINTS}/); give "
+            "one of them"
         )
     serials: dict[Path, int] = {}
     problems = []
-    for candidate in candidates(path / FOLDER):
+    for candidate in checkpoint_folders(path / CHECKPOINTS):
         try:
             serials[candidate] = Manifest.read(candidate).serial
         except ManifestError as error:
@@ -55,7 +53,7 @@ def choose_checkpoint(path: Path) -> Path:
     if problems:
         raise ConfigError(problems)
     if not serials:
-        raise ConfigError(f"{path}: no complete checkpoint in {FOLDER}/; give a run directory that has one")
+        raise ConfigError(f"{path}: no complete checkpoint in {CHECKPOINTS}/; give a run directory that has one")
     return max(serials, key=lambda candidate: serials[candidate])
 
 
@@ -75,7 +73,7 @@ class StoredWeights:
         if problems:
             raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}")
         self.manifest = Manifest.read(path)
-        state = load_json(path / STATE)
+        state = load_json(path / CHECKPOINT_STATE)
         self.extra: dict[str, Any] = state["extra"]
         self._base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
         self._path = path

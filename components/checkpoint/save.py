@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import random
-import secrets
 import shutil
 import sys
 from collections.abc import Collection
@@ -27,13 +26,9 @@ from torch.distributed.tensor import DTensor
 from components.checkpoint.listing import reasons_to_keep, remove
 from components.checkpoint.manifest import (
     BASE_FINGERPRINT,
-    FOLDER,
-    STATE,
-    TEMPORARY,
     FileRecord,
     Manifest,
     fail_together,
-    leftovers,
     published,
     random_file,
     sync_folder,
@@ -50,7 +45,14 @@ from components.checkpoint.tensors import (
 )
 from components.config.schema.run import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
-from components.protocol.run_files import CONFIG
+from components.protocol.run_files import (
+    CHECKPOINT_STATE,
+    CHECKPOINTS,
+    CONFIG,
+    checkpoint_name,
+    temporary_name,
+    unfinished_checkpoints,
+)
 from components.watch.faults import fault_point
 
 logger = logging.getLogger(__name__)
@@ -153,8 +155,8 @@ def write_snapshot(
             collectives of two threads in one group could start in a different order on each rank.
         damaged: Checkpoints that the policy does not count, and that are not removed.
     """
-    folder = Path(run_dir) / FOLDER
-    tmp = folder / broadcast_json(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
+    folder = Path(run_dir) / CHECKPOINTS
+    tmp = folder / broadcast_json(temporary_name(checkpoint_name(snapshot.step)), group=group)
     failure = partial(_write_failure, tmp, snapshot.tensors, group)
     try:
         with fail_together(failure, group):
@@ -223,7 +225,7 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord], afte
     state = {"step": step, "extra": snapshot.extra, "config": config.read_text("utf-8") if config.is_file() else None}
     if snapshot.base_fingerprint is not None:
         state[BASE_FINGERPRINT] = snapshot.base_fingerprint
-    records |= write_json(tmp / STATE, state)
+    records |= write_json(tmp / CHECKPOINT_STATE, state)
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,
@@ -239,10 +241,10 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord], afte
     manifest.write(tmp)
     fault_point("after_manifest")
     sync_folder(tmp)
-    final, again = tmp.parent / f"step_{step}", 0
+    final, again = tmp.parent / checkpoint_name(step), 0
     while os.path.lexists(final):  # not exists(): a broken symlink occupies the name too
         again += 1
-        final = tmp.parent / f"step_{step}.{again}"
+        final = tmp.parent / checkpoint_name(step, again)
     fault_point("before_rename")
     os.rename(tmp, final)
     fault_point("after_rename")
@@ -264,7 +266,7 @@ def _prune(folder: Path, policy: CheckpointConfig, damaged: Collection[Path] = (
         ]
         reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
         remove(path for (path, _), why in zip(complete, reasons, strict=True) if not why)
-        remove(leftovers(folder))
+        remove(unfinished_checkpoints(folder))
     except OSError as error:
         logger.warning("old checkpoints in %s could not be removed: %s", folder, error)
 

@@ -24,10 +24,13 @@ from typing import Any, TypeGuard
 import yaml
 
 from components.protocol.run_files import (
+    CHECKPOINTS,
     CONFIG,
     NONFINITE,
     RECORD,
     atomic_file,
+    checkpoint_folders,
+    checkpoint_step,
     disk_errors_named,
     finite,
     keep_only_file,
@@ -300,7 +303,8 @@ class MetricsLog:
 
     def _has_saved(self, step: int) -> bool:
         """Return whether this run itself, and not the run of a checkpoint that it started from, saved this step."""
-        return step > 0 and any(self.path.parent.glob(f"checkpoints/step_{step}*"))
+        saved = (checkpoint_step(each.name) for each in checkpoint_folders(self.path.parent / CHECKPOINTS))
+        return step > 0 and step in saved
 
 
 def _encode(text: str, number: int) -> bytes:

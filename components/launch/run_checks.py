@@ -33,7 +33,7 @@ from components.data.preflight import check_files, check_token_stores
 from components.data.sources.files import is_hub_name
 from components.launch.machine import determinism_problems
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import CHECKPOINTS, CONFIG
+from components.protocol.run_files import CHECKPOINT_MANIFEST, CHECKPOINTS, CONFIG, checkpoint_folders
 from components.protocol.secrets import secret_problems
 from components.storage.object_store import package_problems
 
@@ -46,7 +46,6 @@ MODEL_KEYS = frozenset(["model.config", *(f"model.{each.name}" for each in field
 """Keys that determine the shape of the model."""
 _ABSOLUTE = re.compile(r"[\w.]+=(/.*?): ")
 """Beginning of a problem of a key whose value is an absolute path."""
-_MANIFEST = "manifest.json"
 """File that every published checkpoint contains."""
 OFFLINE = "HF_HUB_OFFLINE"
 """Variable that restricts Hugging Face libraries to their local cache."""
@@ -177,19 +176,19 @@ def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
     """Check that the named checkpoints exist, before a job is queued. Their contents are checked by the ranks."""
     problems = []
     resume = cfg.run.resume
-    if resume not in ("auto", "never") and not Path(os.path.expanduser(resume), _MANIFEST).is_file():
+    if resume not in ("auto", "never") and not Path(os.path.expanduser(resume), CHECKPOINT_MANIFEST).is_file():
         problems.append(f"run.resume={resume}: no such checkpoint; set it to auto, never or RUN/checkpoints/step_N")
     evaluation = section(cfg, EvaluationConfig)
     checkpoint = evaluation.checkpoint if evaluation is not None else None
     if checkpoint is not None:
         path = Path(os.path.expanduser(checkpoint))
         if (path / CONFIG).is_file():
-            if not any(path.glob(f"{CHECKPOINTS}/step_*/{_MANIFEST}")):
+            if not any((each / CHECKPOINT_MANIFEST).is_file() for each in checkpoint_folders(path / CHECKPOINTS)):
                 problems.append(
                     f"evaluation.checkpoint={checkpoint}: the run has no complete checkpoint; wait for its first save, "
                     "or give another run"
                 )
-        elif not (path / _MANIFEST).is_file():
+        elif not (path / CHECKPOINT_MANIFEST).is_file():
             problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; set it to RUN/checkpoints/step_N")
     return problems
 

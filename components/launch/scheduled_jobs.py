@@ -6,7 +6,6 @@ An attempt makes progress if it publishes a checkpoint.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -29,6 +28,7 @@ from components.protocol.run_files import (
     FIRST_STEP,
     LOGS,
     attempt_logs,
+    checkpoint_step,
     current_config,
     names_in,
     read_result,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 JOB, CHECKPOINTS_BEFORE = "job", "checkpoints"
 """Files in an attempt's logs: the job id, and the entries of checkpoints/ at the start. Slurm's batch script or the
 first pod writes them."""
-_PUBLISHED = re.compile(r"step_\d+(\.\d+)?")
 NEEDED_SHARED_MEMORY = 64 * 2**20
 """Minimum free bytes of /dev/shm, which data workers and NCCL use."""
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
@@ -145,7 +144,7 @@ def cluster_of(run_dir: Path) -> ClusterConfig | None:
 
 def _published(names: list[str]) -> set[str]:
     """Return the names of published checkpoints, without temporary folders."""
-    return {name for name in names if _PUBLISHED.fullmatch(name)}
+    return {name for name in names if checkpoint_step(name) is not None}
 
 
 def _lines(file: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files of a run directory: names, atomic writes, locks, and renaming of damaged files.
+"""Files of a run directory: names, also those of checkpoints, atomic writes, locks, and renaming of damaged files.
 
 Temporary files have unpredictable names and are opened with O_EXCL, final names with O_NOFOLLOW, and a folder of a run
 is never a link, so that a link that another user plants in a shared directory is never written, listed or removed
@@ -37,7 +37,9 @@ MESH_PICTURE = "mesh.svg"
 LOGS = "logs"
 """Folder of the logs, with one folder per attempt."""
 CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints."""
+"""Folder of the checkpoints; `checkpoint_name` returns the name of the folder of each."""
+CHECKPOINT_MANIFEST, CHECKPOINT_STATE = "manifest.json", "state.json"
+"""Files of a checkpoint: its manifest, written last, and the JSON state of the run, which contains the run's config."""
 START = ".start"
 """Folder with config.yaml and environment.json of a start of an existing run that has not taken its first step, and in
 its folder `BEFORE` what the start replaces already."""
@@ -46,7 +48,7 @@ LOCK, LEASE = ".lock", ".lease"
 """The launcher's lock file, and the folder of rank 0's lease."""
 CODE, SCRIPT, JOB_ID = "code", "job.sbatch", "job_id"
 """Files of a submitted run: the copy of the code, the batch script, and the job id."""
-MANIFEST = "job.yaml"
+JOB_MANIFEST = "job.yaml"
 """Objects of a run submitted to Kubernetes."""
 SUBMISSION = ".submission"
 """Tag of a submission that has not been confirmed."""
@@ -63,11 +65,11 @@ PRIVATE, BY_UMASK = 0o600, 0o666
 """Modes of new files: owner only, or limited by the umask."""
 NONFINITE = "nonfinite"
 """Key of a JSON object with its NaN and infinite values, which are null at their own keys: strict JSON has neither."""
-_TEMPORARY = ".tmp-"
-_LEFT_FILE = re.compile(
-    rf"\..+{re.escape(_TEMPORARY)}[0-9a-f]{{16}}|\.(config\.yaml|(environment|result)\.json|job\.sbatch|job_id)\.tmp"
-)
-"""Names of temporary files; the second kind is of earlier versions."""
+TEMPORARY = ".tmp-"
+"""Part of the names of temporary files, and of checkpoints that are being written or removed."""
+_LEFT_FILE = re.compile(rf"\..+{re.escape(TEMPORARY)}[0-9a-f]{{16}}")
+_CHECKPOINT = re.compile(r"step_([0-9]{1,18})(?:\.([0-9]{1,9}))?")
+_UNFINISHED = re.compile(f"{_CHECKPOINT.pattern}{re.escape(TEMPORARY)}[0-9a-f]+")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -79,6 +81,41 @@ def attempt_logs(run_dir: Path, attempt: int) -> Path:
 def log_file(logs: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return logs / f"rank_{rank}.log"
+
+
+def checkpoint_name(step: int, again: int = 0) -> str:
+    """Return the name of a checkpoint's folder: step_40, or step_40.1 for a step that is saved a second time.
+
+    Args:
+        step: Optimizer steps completed.
+        again: Number of earlier saves of the same step.
+    """
+    return f"step_{step}.{again}" if again else f"step_{step}"
+
+
+def checkpoint_step(name: str) -> int | None:
+    """Return the step in the name of a published checkpoint's folder; None if it is no such name."""
+    parsed = _CHECKPOINT.fullmatch(name)
+    return None if parsed is None else int(parsed[1])
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the paths in `RUN_DIR/checkpoints` that are named like a published checkpoint, ordered by step.
+
+    Their contents are not checked. Raises OSError if the folder exists and cannot be listed.
+    """
+    parsed = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    return [path for *_, path in sorted((int(name[1]), int(name[2] or 0), path) for name, path in parsed if name)]
+
+
+def unfinished_checkpoints(folder: Path) -> list[Path]:
+    """Return the temporary folders in `RUN_DIR/checkpoints` that killed saves and removals left, sorted by name."""
+    return sorted(path for path in folder.glob(f"*{TEMPORARY}*") if _UNFINISHED.fullmatch(path.name))
+
+
+def temporary_name(name: str) -> str:
+    """Return an unpredictable name for a checkpoint that is being written or removed."""
+    return f"{name}{TEMPORARY}{token_hex(4)}"
 
 
 def current_config(run_dir: Path) -> Path:
@@ -181,7 +218,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     For functions that take a path, such as those that create a link; the content is not synced to disk. Use
     `atomic_file` otherwise.
     """
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}{token_hex(8)}")
+    temporary = path.with_name(f".{path.name}{TEMPORARY}{token_hex(8)}")
     try:
         yield temporary
         if path.is_dir() and not path.is_symlink():

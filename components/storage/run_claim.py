@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import CHECKPOINT_MANIFEST, checkpoint_step
 from components.protocol.safe_json import parse_json
 from components.storage.object_store import ObjectStore, join, shown_names
 
 OWNER = "run.json"
-_MANIFEST = re.compile(r"step_[0-9.]+/manifest\.json")
 _SETTLE_SECONDS = 1.0
 """Time between a claim and its check, in which the claim of another start at the same time becomes visible."""
 
@@ -81,7 +80,7 @@ def problem_before_launch(url: str, run: str) -> str | None:
         claim = read_claim(store, url)
         prefix = join(url, "")
         names = [] if claim is not None else [each.url.removeprefix(prefix) for each in store.list(url)]
-        if any(_is_manifest(store, join(url, name)) for name in names if _MANIFEST.fullmatch(name)):
+        if any(_is_manifest(store, join(url, name)) for name in names if _is_named_manifest(name)):
             names = []
     except ConfigError as error:
         return str(error)
@@ -125,6 +124,11 @@ def write_claim(store: ObjectStore, url: str, mine: RunClaim) -> None:
     """Store a claim whose folders have changed, after `check_claim`. Raises ConfigError like it, and StorageError."""
     check_claim(store, url, mine)
     store.write(join(url, OWNER), _encode(mine))
+
+
+def _is_named_manifest(name: str) -> bool:
+    folder, _, file = name.partition("/")
+    return file == CHECKPOINT_MANIFEST and checkpoint_step(folder) is not None
 
 
 def _is_manifest(store: ObjectStore, url: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.checkpoint.listing import newest_complete
-from components.checkpoint.manifest import MANIFEST, PUBLISHED, Manifest, ManifestError
+from components.checkpoint.manifest import Manifest, ManifestError
 from components.config.compose.frozen import read_optional_section, read_section
 from components.config.schema import ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig, WeightInit
 from components.config.schema.checks import raise_all
@@ -17,7 +17,7 @@ from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.training import EvalWeights, TrainingConfig
 from components.config.shape import GGUF_BASE, check_weights, locate
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import CONFIG
+from components.protocol.run_files import CHECKPOINT_MANIFEST, CONFIG, checkpoint_step
 from components.protocol.safe_json import load_json
 
 EXPORT_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -88,15 +88,15 @@ def find_source(given: Path, *, trust_remote_code: bool = False) -> ChatSource:
         raise ConfigError(f"{given}: no such folder; give a run directory, a checkpoint, an export or an adapter")
     if (path / ADAPTER_CONFIG).is_file():
         return _adapter(path, trust_remote_code)
-    if (path / MANIFEST).is_file() or PUBLISHED.fullmatch(path.name):
+    if (path / CHECKPOINT_MANIFEST).is_file() or checkpoint_step(path.name) is not None:
         return _checkpoint(path, trust_remote_code)
     if (path / EXPORT_CONFIG).is_file():
         return _export(path, trust_remote_code)
     if (path / CONFIG).is_file():
         return _of_run(path, trust_remote_code)
     raise ConfigError(
-        f"{given}: neither a run directory (no {CONFIG}), a checkpoint (no {MANIFEST}), an export (no {EXPORT_CONFIG}) "
-        f"nor an adapter (no {ADAPTER_CONFIG}); give one of them"
+        f"{given}: neither a run directory (no {CONFIG}), a checkpoint (no {CHECKPOINT_MANIFEST}), an export (no "
+        f"{EXPORT_CONFIG}) nor an adapter (no {ADAPTER_CONFIG}); give one of them"
     )
 
 
@@ -111,7 +111,7 @@ def _of_run(run_dir: Path, trusts: bool) -> ChatSource:
         if exported is None:
             raise
         return _export(export, trusts)
-    if exported is not None and exported >= (_written(checkpoint / MANIFEST) or 0):
+    if exported is not None and exported >= (_written(checkpoint / CHECKPOINT_MANIFEST) or 0):
         return _export(export, trusts)
     return _checkpoint(checkpoint, trusts, notes)
 

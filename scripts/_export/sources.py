@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.checkpoint.manifest import FOLDER, MANIFEST, Manifest, ManifestError, candidates
+from components.checkpoint.manifest import Manifest, ManifestError
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import CHECKPOINT_MANIFEST, CHECKPOINTS, checkpoint_folders
 from scripts._export.checkpoints import OpenCheckpoint, read_run
 
 if TYPE_CHECKING:
@@ -60,15 +61,15 @@ def find_sources(given: Sequence[Path], steps: Sequence[int]) -> list[Path]:
         path = path.expanduser().resolve()
         if not path.is_dir():
             problems.append(f"{path}: no such folder; give a run directory, a checkpoint or an export")
-        elif (path / FOLDER).is_dir():
+        elif (path / CHECKPOINTS).is_dir():
             try:
                 found += _checkpoints_of(path, steps)
             except ConfigError as error:
                 problems += error.problems
-        elif not (path / MANIFEST).exists() and not (path / EXPORT_CONFIG).exists():
+        elif not (path / CHECKPOINT_MANIFEST).exists() and not (path / EXPORT_CONFIG).exists():
             problems.append(
-                f"{path}: neither a run directory (no {FOLDER}/), a checkpoint (no {MANIFEST}) nor an export (no "
-                f"{EXPORT_CONFIG}); give one of them"
+                f"{path}: neither a run directory (no {CHECKPOINTS}/), a checkpoint (no {CHECKPOINT_MANIFEST}) nor an "
+                f"export (no {EXPORT_CONFIG}); give one of them"
             )
         elif steps:
             problems.append(f"--steps: selects checkpoints of run directories, but {path} is not one; leave it out")
@@ -86,7 +87,7 @@ def _checkpoints_of(run_dir: Path, steps: Sequence[int]) -> list[Path]:
     """Return the checkpoints of a run; of a step that was saved twice the newer one. Raises ConfigError."""
     saved: dict[int, tuple[int, Path]] = {}
     problems = []
-    for path in candidates(run_dir / FOLDER):
+    for path in checkpoint_folders(run_dir / CHECKPOINTS):
         try:
             manifest = Manifest.read(path)
         except ManifestError as error:
@@ -97,7 +98,7 @@ def _checkpoints_of(run_dir: Path, steps: Sequence[int]) -> list[Path]:
         kept = f"those of {_numbers(sorted(saved))}" if saved else "none"
         problems.append(f"--steps: {run_dir} has no checkpoint of {_numbers(missing)}; it keeps {kept}")
     elif not saved and not problems:
-        problems.append(f"{run_dir}: no complete checkpoint in {FOLDER}/; give a run directory that has one")
+        problems.append(f"{run_dir}: no complete checkpoint in {CHECKPOINTS}/; give a run directory that has one")
     if problems:
         raise ConfigError(problems)
     return [saved[step][1] for step in steps or sorted(saved)]
@@ -107,7 +108,7 @@ def open_sources(paths: Sequence[Path], *, trust_remote_code: bool) -> list[Sour
     """Open all sources and compare them with the first. Raises ConfigError for another architecture or shapes."""
     sources: list[Source] = []
     for path in paths:
-        source = (_open_checkpoint if (path / MANIFEST).exists() else _open_export)(path, trust_remote_code)
+        source = (_open_checkpoint if (path / CHECKPOINT_MANIFEST).exists() else _open_export)(path, trust_remote_code)
         if sources and (problem := _difference(sources[0], source)):
             raise ConfigError(f"{path}: cannot be averaged with {paths[0]}: {problem}")
         sources.append(source)

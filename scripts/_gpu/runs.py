@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from components.launch.machine import usable_cores
+from components.protocol.run_files import CHECKPOINTS, checkpoint_name
 from scripts._gpu.several import last_line, metrics, run_recipe
 from scripts._gpu.verdict import Line, at_most, control, failed
 
@@ -85,12 +86,12 @@ def killed(device: str, small: bool) -> Iterator[Line]:
                 f"cluster.device={device}", "cluster.procs_per_node=1", "checkpoint.every=4", "run.deterministic=true",
             ]  # fmt: skip
             if kill:
-                _kill_at_checkpoint(command, run_dir / "checkpoints" / "step_4")
+                _kill_at_checkpoint(command, run_dir / CHECKPOINTS / checkpoint_name(4))
             ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder)
             if ended.returncode:
                 yield failed(f"{name} run", (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1])
                 return
-            finals.append(_weights_digest(run_dir / "checkpoints" / f"step_{STEPS}"))
+            finals.append(_weights_digest(run_dir / CHECKPOINTS / checkpoint_name(STEPS)))
             seconds = json.loads((run_dir / "result.json").read_text()).get("step_seconds")
             yield Line(f"{name} run: seconds of a step", f"{seconds:.3g}" if seconds else "-")
         yield at_most("weights that differ after kill and resume", float(finals[0] != finals[1]), 0)

@@ -194,7 +194,8 @@ def measure(method: str, world: int) -> dict[str, object]:
 
 def manifest_costs(files: int) -> dict[str, float]:
     """Return bytes and milliseconds of a manifest with this many files of 512 MiB: one file per process."""
-    from components.checkpoint.manifest import BLOCK_BYTES, MANIFEST, FileRecord, Manifest
+    from components.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest
+    from components.protocol.run_files import CHECKPOINT_MANIFEST
 
     blocks = 8
     records = {
@@ -210,7 +211,7 @@ def manifest_costs(files: int) -> dict[str, float]:
         written = time.perf_counter()
         Manifest.read(folder)
         read = time.perf_counter()
-        size = (folder / MANIFEST).stat().st_size
+        size = (folder / CHECKPOINT_MANIFEST).stat().st_size
     return {"bytes": size, "write": 1e3 * (written - began), "read": 1e3 * (read - written)}
 
 

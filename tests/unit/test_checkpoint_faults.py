@@ -72,7 +72,7 @@ def test_faults_module_does_not_import_torch() -> None:
 
 def test_run_directory_with_only_a_temporary_config_file_counts_as_fresh(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".config.yaml.tmp").write_text("run:\n  di")
+    (tmp_path / "run" / ".config.yaml.tmp-0123456789abcdef").write_text("run:\n  di")
     directory = start(config(str(tmp_path / "run")))
     assert directory.fresh
     end(directory)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from components.checkpoint.listing import list_checkpoints, remove
-from components.checkpoint.manifest import FileRecord, Manifest, ManifestError, candidates, leftovers
+from components.checkpoint.manifest import FileRecord, Manifest, ManifestError
 from components.config.schema.run import CheckpointConfig
+from components.protocol.run_files import checkpoint_folders, unfinished_checkpoints
 
 HASH = "0" * 32
 BODY = {
@@ -91,11 +92,11 @@ def test_odd_names_and_files_beside_checkpoints_are_named_or_left(tmp_path: Path
     os.mkfifo(folder / "step_6" / "manifest.json")
     (folder / "step_7").mkdir()
     (folder / "step_7" / "manifest.json").write_text('{"mine": 1}')
-    assert [path.name for path in candidates(folder)] == [f"step_{number}" for number in (1, 2, 4, 5, 6, 7)]
+    assert [path.name for path in checkpoint_folders(folder)] == [f"step_{number}" for number in (1, 2, 4, 5, 6, 7)]
     entries = list_checkpoints(tmp_path, CheckpointConfig(keep=1))
     assert [entry.path for entry in entries if not entry.problems] == kept
     assert all("manifest.json" in problem or "no such folder" in problem for e in entries for problem in e.problems)
-    assert leftovers(folder) == []
+    assert unfinished_checkpoints(folder) == []
     for name in ("extra.json", "more.safetensors", ".DS_Store"):
         (kept[1] / name).write_text("{}")
     os.mkfifo(kept[1] / "pipe.json")

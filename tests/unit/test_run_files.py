@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -29,7 +31,17 @@ from components.observability.result import lost_work
 from components.observability.trackers import TrackedRun
 from components.protocol.errors import ConfigError
 from components.protocol.failures import read_reports, write_report
-from components.protocol.run_files import create_marker, keep_only_folder, own_folder, remove_own
+from components.protocol.run_files import (
+    checkpoint_folders,
+    checkpoint_name,
+    checkpoint_step,
+    create_marker,
+    keep_only_folder,
+    own_folder,
+    remove_own,
+    temporary_name,
+    unfinished_checkpoints,
+)
 from tests.suites import TORTURE
 from tests.unit.test_launch_run_directory import config, end, start, take_step
 
@@ -340,3 +352,73 @@ def test_names_with_other_digits_are_no_numbers_of_a_run(tmp_path: Path) -> None
     assert second.attempt == 1
     assert lost_work(run).restarts == 0
     assert len(os.listdir(run / ".lease")) == 6
+
+
+@pytest.mark.parametrize(("step", "again"), [(0, 0), (40, 0), (40, 1), (10**17, 12)])
+def test_step_of_a_checkpoints_name_is_parsed(step: int, again: int) -> None:
+    assert checkpoint_step(checkpoint_name(step, again)) == step
+
+
+@pytest.mark.parametrize(
+    "name", ["step_", "step_x", "step_4.", "step_4.1.2", "step_-1", "step_4.others", "step_4.tmp-0a"]
+)
+def test_names_that_are_not_of_a_published_checkpoint(name: str) -> None:
+    assert checkpoint_step(name) is None
+
+
+def test_checkpoint_folders_are_ordered_by_step(tmp_path: Path) -> None:
+    names = ["step_2", "step_10", "step_10.1", "step_10.10", "step_100"]
+    left = [temporary_name(name) for name in names[:2]]
+    for name in (*names[::-1], *left, "notes"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoint_folders(tmp_path)] == names
+    assert [path.name for path in unfinished_checkpoints(tmp_path)] == sorted(left)
+    assert checkpoint_folders(tmp_path / "missing") == unfinished_checkpoints(tmp_path / "missing") == []
+
+
+CHECKPOINT_NAMES = re.compile(r"step_([\d\\(\[*?]|$)|^(checkpoints|state\.json)$|manifest\\?\.json|^checkpoints/")
+"""Text of code that builds or parses names of checkpoints; step_N in messages is neither."""
+OTHER_FILES = {
+    "components/protocol/run_files.py": "defines the names",
+    "components/data/token_store/manifest.py": "manifest.json of a token store",
+    "components/config/compose/short_forms.py": "manifest.json of a token store",
+    "components/data/sources/split_files.py": "state.json of a dataset that the datasets library saved",
+    "components/launch/scheduled_jobs.py": "the file `checkpoints` in the logs of an attempt",
+}
+
+
+def checkpoint_literals(text: str) -> list[str]:
+    """Return the string constants of Python code, docstrings aside, that build or parse names of checkpoints."""
+    nodes = list(ast.walk(ast.parse(text)))
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in documentation]
+    return [each.value for each in constants if isinstance(each.value, str) and CHECKPOINT_NAMES.search(each.value)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'path.glob("step_*")',
+        'f"step_{step}"',
+        'f"checkpoints/step_{step}*"',
+        're.compile(r"step_\\d+")',
+        're.compile(r"step_[0-9]+/manifest\\.json")',
+        'run_dir / "checkpoints" / "step_4"',
+        'path / "state.json"',
+        'name.startswith("step_")',
+    ],
+)
+def test_literals_of_checkpoint_names_are_found(line: str) -> None:
+    assert checkpoint_literals(line)
+    assert not checkpoint_literals('"set it to RUN/checkpoints/step_N"; cfg.step_timeout; "step_seconds"')
+
+
+def test_names_of_checkpoints_are_built_and_parsed_in_one_file() -> None:
+    root = Path(__file__).resolve().parents[2]
+    found = {
+        str(file.relative_to(root)): literals
+        for folder in ("components", "scripts", "meshbook")
+        for file in (root / folder).rglob("*.py")
+        if (literals := checkpoint_literals(file.read_text()))
+    }
+    assert found.keys() == OTHER_FILES.keys(), {name: found[name] for name in found.keys() - OTHER_FILES.keys()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,15 @@ from components.config.compose.typed import literal, typed, yaml_with_texts
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import Config, RecipeConfig
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import CONFIG, LOGS, attempt_logs, numbers_in
+from components.protocol.run_files import (
+    CHECKPOINT_STATE,
+    CHECKPOINTS,
+    CONFIG,
+    LOGS,
+    attempt_logs,
+    checkpoint_folders,
+    numbers_in,
+)
 from components.protocol.safe_json import parse_json, read_regular
 from components.protocol.safe_yaml import check_expansion, load_yaml
 from components.protocol.secrets import variable_problem
@@ -116,7 +124,9 @@ def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
     """Return path and text of the newest intact copy of a run's config, from the logs of an attempt or a checkpoint."""
     logs = [attempt_logs(run_dir, number) for number in sorted(numbers_in(run_dir / LOGS, "attempt_"), reverse=True)]
     attempts = [each / CONFIG for each in logs if not each.is_symlink()]
-    states = sorted((run_dir / "checkpoints").glob("step_*/state.json"), key=_number, reverse=True)
+    states = []
+    with suppress(OSError):  # a folder that cannot be listed
+        states = [each / CHECKPOINT_STATE for each in reversed(checkpoint_folders(run_dir / CHECKPOINTS))]
     for path in (*attempts, *states):
         try:
             content = read_regular(path).decode()
@@ -153,12 +163,6 @@ def frozen_text(cfg: RecipeConfig) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _number(path: Path) -> tuple[int, str]:
-    """Return a sort key: the number in the name of the folder, and the name."""
-    digits = path.parent.name.partition("_")[2].partition(".")[0]
-    return (int(digits) if digits.isdecimal() else -1, path.parent.name)
 
 
 def _unreadable(path: Path, why: object) -> ConfigError:

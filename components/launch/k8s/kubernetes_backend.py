@@ -47,7 +47,7 @@ from components.launch.k8s.pod_manifest import (
 from components.launch.run_checks import affects
 from components.project import PROJECT
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import JOB_ID, LOGS, MANIFEST, PRIVATE, SUBMISSION, atomic_write
+from components.protocol.run_files import JOB_ID, JOB_MANIFEST, LOGS, PRIVATE, SUBMISSION, atomic_write
 from components.terminal import print_text
 
 TRIES, PAUSE = 3, 2.0
@@ -76,8 +76,8 @@ class KubernetesBackend:
         try:
             manifest = _manifest(run)
             text = render(manifest)
-            atomic_write(directory.path / MANIFEST, text, PRIVATE)
-            _create_job(directory.path, manifest.job, objects_in(text, MANIFEST), cfg.cluster)
+            atomic_write(directory.path / JOB_MANIFEST, text, PRIVATE)
+            _create_job(directory.path, manifest.job, objects_in(text, JOB_MANIFEST), cfg.cluster)
         except UnknownSubmission as error:
             print_text(error, file=sys.stderr, flush=True)
             return 1

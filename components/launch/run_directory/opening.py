@@ -29,6 +29,7 @@ from components.launch.run_directory.directory import RunDirectory, check_writab
 from components.launch.run_directory.lease import take_lease
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import (
+    CHECKPOINT_STATE,
     CHECKPOINTS,
     CONFIG,
     JOB_ID,
@@ -38,7 +39,7 @@ from components.protocol.run_files import (
     RECORD,
     RESULT,
     atomic_write,
-    names_in,
+    checkpoint_folders,
     numbers_in,
     read_json,
     set_aside,
@@ -51,8 +52,6 @@ from components.terminal import print_text
 
 LONGEST_PROBLEM = 200
 """Maximum characters quoted per problem of a stored config, whose contents are arbitrary."""
-_STATE = "state.json"
-"""File of a checkpoint that contains the config it was saved with."""
 _PER_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
 """Keys that may differ between starts without a message: they do not change what the run computes."""
 _WITHOUT_EFFECT = ("checkpoint.", "cluster.", "logging.", "parallelism.", "training.micro_batch_size")
@@ -253,7 +252,7 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
     # torchrun restarts its ranks with the same command line: the checkpoints are then those of this start.
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if cfg.run.resume == "never" and not is_restart:
-        if any(name.startswith("step_") and ".tmp" not in name for name in names_in(checkpoints)):
+        if checkpoint_folders(checkpoints):
             raise ConfigError(
                 f"run.resume=never: run.dir={path} contains checkpoints, which would mix with those of a new run; "
                 "choose another run.dir, or remove it"
@@ -335,7 +334,7 @@ def check_source(cfg: RecipeConfig) -> None:
         _check_adapters(peft, evaluation.checkpoint)
     if cfg.run.resume in ("auto", "never"):
         return
-    file = Path(cfg.run.resume).expanduser() / _STATE
+    file = Path(cfg.run.resume).expanduser() / CHECKPOINT_STATE
     try:
         before = load_json(file)["config"]
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -353,7 +352,7 @@ def check_second_start(path: Path, cfg: RecipeConfig) -> None:
     if cfg.run.resume in ("auto", "never"):
         return
     now = _flat(load_yaml(to_yaml(cfg)))
-    for file in sorted((path / CHECKPOINTS).glob(f"step_*/{_STATE}")):
+    for file in (folder / CHECKPOINT_STATE for folder in checkpoint_folders(path / CHECKPOINTS)):
         try:
             then = {**_defaults(cfg), **_flat(load_yaml(load_json(file)["config"]))}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
@@ -379,7 +378,7 @@ def _check_adapters(peft: PeftConfig, checkpoint: str) -> None:
     try:
         path = Path(checkpoint).expanduser()
         of_run = path / CONFIG
-        stored = of_run.read_text("utf-8") if of_run.is_file() else load_json(path / _STATE)["config"]
+        stored = of_run.read_text("utf-8") if of_run.is_file() else load_json(path / CHECKPOINT_STATE)["config"]
         then = _flat({"peft": asdict(PeftConfig()), **load_yaml(stored)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return  # loading the checkpoint reports the problem
