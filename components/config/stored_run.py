@@ -334,9 +334,6 @@ def _take(parsed: _Parsed, raw: bytes, unseen: int) -> int:
     `unseen` is that number before this line; a damaged line accounts for one missing line number.
     """
     values, text = _values_of(raw), raw.decode(errors="replace")
-    if values is not None and CHECK not in values and not parsed.number:  # an earlier version wrote no checksums
-        parsed.lines.append(_Line(json.dumps(finite(values), allow_nan=False)[:-1], values))
-        return 0
     found = _CHECK.search(text)
     number, text = (int(found[1]), text[: found.start()]) if found else (0, text)
     if values is None or found is None or found[2] != _checksum(text, number) or number <= parsed.number:

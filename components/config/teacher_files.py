@@ -59,7 +59,7 @@ class TeacherFile(NamedTuple):
     content: OpenFile
     tensors: dict[str, StoredTensor]
     hashes: dict[str, str]
-    """Hashes of the blocks of each tensor; empty if an earlier version of Meshbook wrote the file."""
+    """Hashes of the blocks of each tensor."""
 
 
 def entries_of(header: TeacherHeader, targets: int, rows: int) -> dict[str, TensorEntry]:
@@ -79,7 +79,7 @@ def read_teacher_file(file: Path) -> TeacherFile:
     stored = read_header(content)
     try:
         header = TeacherHeader(**parse_json(stored.metadata[METADATA]))
-        hashes = parse_json(stored.metadata.get(HASHES, "{}"))
+        hashes = parse_json(stored.metadata[HASHES])
         targets, rows = stored.tensors[TARGET_LOG_PROB].shape[0], stored.tensors[STARTS].shape[0] - 1
     except (LookupError, TypeError) as error:
         raise ValueError("it was not written by scripts/teacher.py") from error
@@ -94,7 +94,7 @@ def read_teacher_file(file: Path) -> TeacherFile:
     if {name: TensorEntry(*each[:2]) for name, each in stored.tensors.items()} != expected:
         raise ValueError(f"its tensors are not those of top_k {header.top_k} and {targets:,} targets")
     lengths = {name: len(BlockHashes.placeholder(each.bytes)) for name, each in expected.items()}
-    if hashes and {name: isinstance(each, str) and len(each) for name, each in hashes.items()} != lengths:
+    if {name: isinstance(each, str) and len(each) for name, each in hashes.items()} != lengths:
         raise ValueError("its hashes are not those of its tensors")
     return TeacherFile(header, content, stored.tensors, hashes)
 

@@ -314,8 +314,7 @@ class TrainBatches:
         if problems:
             raise ConfigError(problems)
         self._sample = state["sample"]
-        # Checkpoints of earlier versions have no step; their runs had no ramp.
-        self._step = state.get("step", self._sample // self._plan.global_batch_size)
+        self._step = state["step"]
 
     def _assembled(self, sample: int, steps: range) -> Iterator[list[Batch]]:
         remote = self.dataset if isinstance(self.dataset, ItemSequence) and self.dataset.is_remote else None

@@ -205,7 +205,7 @@ def seed_ranks(seed: int, mesh: Mesh) -> None:
     applies its shard of a common mask (`ShardedDropout`). Raises ConfigError for a seed out of range.
     """
     index = 0
-    for axis in ("pp", "cp", "dp"):  # dp innermost: a dp-only mesh keeps the streams of earlier versions
+    for axis in ("pp", "cp", "dp"):  # dp innermost: a rank's stream is dp_rank's on a mesh of dp alone
         index = index * mesh.size(axis) + mesh.rank(axis)
     _set_seed((seed + 1_000_003 * index) % 2**32, rank=dist.get_rank(), pp_rank=0)
 

@@ -240,8 +240,6 @@ class MlflowTracker:
         from mlflow import MlflowClient
 
         stored, folder = run.stored_id("mlflow"), run.directory / _MLFLOW_FOLDER
-        if stored is not None and not folder.exists() and Path(_MLFLOW_FOLDER).is_dir():
-            folder = Path.cwd() / _MLFLOW_FOLDER  # where earlier versions stored the run
         server = os.environ.get("MLFLOW_TRACKING_URI")
         uri = server or own_folder(folder).as_uri()
         # Unlike mlflow.start_run, the client records no user, git state or URL of the repository.
@@ -344,9 +342,8 @@ class TrackioTracker:
     def start(self, run: TrackedRun) -> str:
         """Start the trackio run, or continue it. Raises RuntimeError if another run has its name."""
         variables, folder = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_DIR"), run.directory / _TRACKIO_FOLDER
-        # Earlier versions used trackio's cache. The variable is read on import.
-        if not any(map(os.environ.get, variables)) and (run.stored_id("trackio") is None or folder.is_dir()):
-            os.environ["TRACKIO_DIR"] = str(own_folder(folder))
+        if not any(map(os.environ.get, variables)):
+            os.environ["TRACKIO_DIR"] = str(own_folder(folder))  # read when trackio is imported
         # trackio looks into the loaded matplotlib at each value, and drops the value while another thread imports it.
         with suppress(ImportError):
             import matplotlib.figure  # noqa: F401

@@ -44,7 +44,7 @@ class TrainState:
     first_eval_loss: float | None = None
     """Held-out loss before the first step; None if it was not evaluated."""
     optimizer: str | None = None
-    """Class name of the optimizer, for the model card; None in checkpoints of earlier versions."""
+    """Class names of the optimizers, for the model card; None before the run begins."""
     attention_kernel: str | None = None
     """Attention kernel chosen by measurement, which a resumed run keeps; None: none was measured."""
     best_eval_loss: float | None = None

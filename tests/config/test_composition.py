@@ -13,7 +13,7 @@ import yaml
 from components.config.compose.command_line import addable, compose_from_command_line
 from components.config.compose.diagnose import diagnose
 from components.config.compose.explain import nearest_key
-from components.config.compose.frozen import from_container, from_yaml, read_frozen, to_yaml
+from components.config.compose.frozen import from_container, from_yaml, frozen_text, read_frozen, to_yaml
 from components.config.compose.sources import CONF, Request, option_groups, register_schemas
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.kinds import KINDS
@@ -107,7 +107,7 @@ def test_every_option_composes_and_is_restored_from_yaml(tmp_path: Path, name: s
     needed += ["optimizer.factory=my_optimizer:build"] if choice == "optimizer=custom" else []
     cfg = compose(name, choice, *(needed or REQUIRED.get(name, [])))
     assert type(cfg) is RECIPES[name]
-    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    (tmp_path / "config.yaml").write_text(frozen_text(cfg))
     again = read_frozen(tmp_path / "config.yaml", RECIPES[name])
     assert again == cfg
     assert type(again.data) is type(cfg.data)

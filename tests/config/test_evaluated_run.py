@@ -18,6 +18,7 @@ from components.launch.overrides import evaluated_run
 from scripts._export.checkpoints import read_run
 from tests.config.commands import REPOSITORY, Commands
 from tests.config.test_composition import compose
+from tests.frozen import frozen
 
 SOURCES = (
     "data=mixture",
@@ -72,7 +73,7 @@ def test_run_of_an_own_recipe_has_neither_objective_nor_adapters(
 ) -> None:
     trained = write_run(tmp_path / "run", "finetune", "model=tiny")
     sections = {name: each for name, each in asdict(trained).items() if name not in ("objective", "peft")}
-    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(literal(sections))))
+    (tmp_path / "run" / "config.yaml").write_text(frozen(OmegaConf.to_yaml(OmegaConf.create(literal(sections)))))
     cfg = compose_evaluation(monkeypatch, f"run={tmp_path}/run")
     assert (cfg.model, cfg.peft) == (trained.model, PeftConfig())
     read = read_run(tmp_path / "run", trust_remote_code=False)

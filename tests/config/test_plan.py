@@ -20,6 +20,7 @@ from components.config.schema.parallelism import AXES
 from components.models.build import load_config
 from components.planning.formulas.workload import BYTE_VOCABULARY
 from tests.config.commands import REPOSITORY, Commands
+from tests.frozen import frozen
 
 PLAN = REPOSITORY / "scripts" / "plan.py"
 LLAMA_8B = ["model=llama3_1_8b", "cluster=slurm_8node", "cluster.gpu=h100_80", "training.global_batch_size=128"]
@@ -320,7 +321,7 @@ def test_a_run_that_resumes_keeps_the_mesh_of_parallelism_auto(commands: Command
     recipe, folder = REPOSITORY / "recipes" / "finetune.py", tmp_path / "run"
     began = commands.run(recipe, [*AUTO, "parallelism=fsdp2_tp2", "parallelism.dp_shard=2", "--cfg", "job"], tmp_path)
     folder.mkdir()
-    folder.joinpath("config.yaml").write_text(began.output.replace("${unless_epochs:40}", "40"))
+    folder.joinpath("config.yaml").write_text(frozen(began.output.replace("${unless_epochs:40}", "40")))
     resumed = commands.run(recipe, [*AUTO, "parallelism=auto", f"run.dir={folder}"], tmp_path)
     assert "parallelism=auto: keeps dp_shard2_tp2, as " in resumed.errors
     on_two = [each.replace("local_4proc", "local_2proc") for each in AUTO]

@@ -27,6 +27,7 @@ from components.checkpoint.listing import remove
 from components.checkpoint.manifest import Manifest
 from components.config.schema.run import CheckpointConfig
 from scripts import checkpoints
+from tests.frozen import frozen
 from tests.harness import run_ranks
 from tests.tiny_models import tiny_config
 
@@ -169,7 +170,9 @@ def run_dir(tmp_path: Path) -> Path:
     """A run directory that kept every checkpoint although its config has a stricter retention policy."""
     created = tmp_path / "run"
     save_all(created, CheckpointConfig(keep=9))
-    (created / "config.yaml").write_text("checkpoint:\n  keep: 1\n  every: 2\n  keep_every: 4\n  keep_best: true\n")
+    (created / "config.yaml").write_text(
+        frozen("checkpoint:\n  keep: 1\n  every: 2\n  keep_every: 4\n  keep_best: true\n")
+    )
     return created
 
 
@@ -249,7 +252,7 @@ def test_prune_is_a_dry_run_without_yes(run_dir: Path, call: Callable[..., tuple
 
 
 def test_prune_keeps_the_newest_undamaged_checkpoint(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
-    (run_dir / "config.yaml").write_text("checkpoint:\n  keep: 1\n")
+    (run_dir / "config.yaml").write_text(frozen("checkpoint:\n  keep: 1\n"))
     for name in ("step_8", "step_9"):  # one flipped bit each: file sizes stay right
         flip(next((run_dir / "checkpoints" / name).glob("*.safetensors")))
     assert call("prune", "--yes")[0] == 0
@@ -289,7 +292,7 @@ def test_invalid_config_is_reported_without_a_traceback(run_dir: Path, call: Cal
         ("checkpoint: [", "cannot be read as the config of a run"),
         ("model: {}\n", "has no section checkpoint"),
     ):
-        (run_dir / "config.yaml").write_text(text)
+        (run_dir / "config.yaml").write_text(frozen(text))
         status, output = call("list")
         assert status == 2
         assert expected in output

@@ -20,13 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components import checkpoint, distributed, models
 from components.batch import Batch
-from components.config.compose.frozen import to_yaml
+from components.config.compose.frozen import frozen_text
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
 from components.config.schema.run import CheckpointConfig
+from components.config.stored_run import MetricsLog
 from components.models.weights.weight_files import WeightFiles, write_file
 from scripts.export import main
+from tests.frozen import frozen
 from tests.harness import run_ranks
 from tests.tiny_models import FAMILIES, LLAMA3_ROPE, SIZES, logits
 
@@ -55,15 +57,16 @@ def run_config(run_dir: Path, name: str, **model: Any) -> FinetuneConfig:
     )
     cfg.run.dir = str(run_dir)
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    (run_dir / "config.yaml").write_text(frozen_text(cfg))
     record = {
         "command": "recipes/finetune.py data.path='a|b' X_TOKEN=hf_abcdefghijklmnopqrstuvwx",
         "versions": {"torch": "2.0"},
         "git": {"commit": "c0ffee" * 6 + "beef", "dirty": True},
     }
     (run_dir / "environment.json").write_text(json.dumps(record))
-    evaluations = [{"step": step, "eval_loss": 6.0 - step} for step in (0, 2, 4)]
-    (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, evaluations)))
+    log = MetricsLog(run_dir)
+    for step in (0, 2, 4):
+        log.append({"step": step, "eval_loss": 6.0 - step})
     return cfg
 
 
@@ -175,8 +178,12 @@ def test_model_card_describes_the_training_and_contains_no_secret(plain: Path, t
     assert "hf_abc" not in card
 
 
-def edit_file(name: str, old: str, new: str) -> Callable[[Path], None]:
-    return lambda run_dir: (run_dir / name).write_text((run_dir / name).read_text().replace(old, new)) and None
+def edit_config(old: str, new: str) -> Callable[[Path], None]:
+    def edit(run_dir: Path) -> None:
+        file = run_dir / "config.yaml"
+        file.write_text(frozen(file.read_text().partition("\n")[2].replace(old, new)))
+
+    return edit
 
 
 def flip_bit(path: Path) -> None:
@@ -193,9 +200,9 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "removed": lambda run_dir: (run_dir / WEIGHTS).unlink(),
     "no manifest": lambda run_dir: (run_dir / NEWEST / "manifest.json").unlink(),
     "no config": lambda run_dir: (run_dir / "config.yaml").unlink(),
-    "another model": edit_file("config.yaml", "num_hidden_layers: 2", "num_hidden_layers: 3"),
-    "another shape": edit_file("config.yaml", "intermediate_size: 48", "intermediate_size: 64"),
-    "code": edit_file("config.yaml", "trust_remote_code: false", "trust_remote_code: true"),
+    "another model": edit_config("num_hidden_layers: 2", "num_hidden_layers: 3"),
+    "another shape": edit_config("intermediate_size: 48", "intermediate_size: 64"),
+    "code": edit_config("trust_remote_code: false", "trust_remote_code: true"),
     "unfinished": lambda run_dir: (run_dir / NEWEST).rename(run_dir / f"{NEWEST}.tmp-1234"),
 }
 ARGUMENTS: dict[str, list[str]] = {

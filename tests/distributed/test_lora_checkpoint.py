@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from components import checkpoint, distributed, models, training
 from components.checkpoint.stored_tensors import base_fingerprint
-from components.config.compose.frozen import to_yaml
+from components.config.compose.frozen import frozen_text
 from components.config.layouts import layout_of
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
@@ -149,7 +149,7 @@ def config(tmp_path: Path, method: str, family: str) -> FinetuneConfig:
     )
     cfg.run.dir = str(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(cfg))
+    (tmp_path / "run" / "config.yaml").write_text(frozen_text(cfg))
     return cfg
 
 

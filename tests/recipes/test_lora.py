@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from components.config.compose.frozen import from_container, to_yaml
+from components.config.compose.frozen import from_container, frozen_text
 from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.schema import EvaluateConfig, FinetuneConfig, RecipeConfig
 from recipes import evaluate, finetune
@@ -28,7 +28,7 @@ def run(recipe: Any, schema: type[RecipeConfig], run_dir: Path, *overrides: str)
     request = Request(name, schema, (CONF,), (*JOB, *overrides, f"run.dir={run_dir}"))
     cfg = from_container(request.compose(request.overrides), schema)
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    (run_dir / "config.yaml").write_text(frozen_text(cfg))
     run_ranks(1, lambda rank: recipe.main.__wrapped__(cfg), init=False, timeout=120)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components import checkpoint, models
-from components.config.compose.frozen import to_yaml
+from components.config.compose.frozen import frozen_text
 from components.config.schema import FinetuneConfig, ModelConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
@@ -35,7 +35,7 @@ def save_run(run_dir: Path, config: dict[str, Any], steps: tuple[int, ...] = STE
     )
     cfg.run.dir = str(run_dir)
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    (run_dir / "config.yaml").write_text(frozen_text(cfg))
     model = models.build_on_meta(cfg.model)
     models.add_adapters(model, cfg.peft)
     models.materialize(model, "cpu")

@@ -13,6 +13,7 @@ import pytest
 
 from components.checkpoint.manifest import write_json
 from components.config.schema.run import LoggingConfig, WandbConfig, WandbMode
+from components.config.stored_run import MetricsLog
 from components.observability import Reporter
 from components.observability.result import record_start
 from components.protocol.errors import ConfigError
@@ -79,11 +80,11 @@ def test_run_directory_with_only_a_temporary_config_file_counts_as_fresh(tmp_pat
 
 
 def test_truncated_line_of_metrics_is_dropped_on_resume(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(
-        '{"step": 0, "eval_loss": 2.5}\n{"step": 1, "loss": 2.0}\n{"step": 1, "eval_loss": 0.5}\n'
-        '{"step": 2, "loss": 1.0}\n{"step": 3, "lo'
-    )
+    metrics, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path)
+    for step, name, loss in ((0, "eval_loss", 2.5), (1, "loss", 2.0), (1, "eval_loss", 0.5), (2, "loss", 1.0)):
+        log.append({"step": step, name: loss})
+    with metrics.open("a") as file:
+        file.write('{"step": 3, "lo')
     reporter = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
     assert [line["step"] for line in reporter.read()] == [0, 1, 1, 2]
     reporter.continue_from(1)

@@ -34,7 +34,13 @@ from components.config.shape import ModelFiles, read_shape
 from components.config.stored_run import MetricsLog, StoredRun, read_run
 from components.config.teacher_files import TeacherHeader, check_stored_teacher
 from components.data.examples import Example
-from components.data.token_store.manifest import read_manifest, shard_problems, vocabulary_problems, write_manifest
+from components.data.token_store.manifest import (
+    _checksum,
+    read_manifest,
+    shard_problems,
+    vocabulary_problems,
+    write_manifest,
+)
 from components.data.token_store.rows import TokenRows
 from components.data.token_store.writer import read_entry
 from components.data.tokens import flattened, read_tokens, write_tokens
@@ -333,7 +339,8 @@ def signed(value: Any) -> Any:
         digest = hashlib.sha256(json.dumps(value["body"], sort_keys=True).encode()).hexdigest()
         return value | {"sha256": digest}
     if isinstance(value, dict):
-        value.pop("checksum", None)
+        values = {name: each for name, each in value.items() if name != "checksum"}
+        return values | ({"checksum": _checksum(values)} if "checksum" in value else {})
     return value
 
 

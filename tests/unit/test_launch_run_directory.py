@@ -36,6 +36,7 @@ from components.launch.run_directory.opening import (
 )
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import accept_start, attempt_logs, current_config
+from tests.frozen import frozen
 
 RECORD = {"recipe": "finetune"}
 
@@ -354,7 +355,7 @@ def test_run_of_another_recipe_is_rejected_by_name() -> None:
 
 def test_config_that_does_not_fit_the_recipe_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.yaml").write_text("lr: 3\n")
+    (tmp_path / "mine" / "config.yaml").write_text(frozen("lr: 3\n"))
     with pytest.raises(ConfigError, match=r"its config.yaml does not fit this recipe \(lr=3: no such key"):
         open_run_directory(config("mine"), "finetune")
 
@@ -363,7 +364,7 @@ def test_invalid_config_file_is_quoted_only_in_part(tmp_path: Path) -> None:
     """It may be a link to another file of the run, with long content and many lines."""
     (tmp_path / "mine").mkdir()
     other = {"step": 2, "config": "a line\n" * 500, "more": [1]}
-    (tmp_path / "mine" / "config.yaml").write_text(yaml.safe_dump(other, sort_keys=False))
+    (tmp_path / "mine" / "config.yaml").write_text(frozen(yaml.safe_dump(other, sort_keys=False)))
     with pytest.raises(ConfigError) as caught:
         open_run_directory(config("mine"), "finetune")
     (problem,) = caught.value.problems

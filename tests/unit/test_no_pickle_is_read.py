@@ -23,7 +23,8 @@ import torch
 from components.checkpoint import StoredWeights, choose_checkpoint, find_checkpoint, load_checkpoint, load_model_weights
 from components.checkpoint.listing import check_contents, list_checkpoints
 from components.checkpoint.manifest import FileRecord, HashedFile, Manifest
-from components.config.compose import read_frozen, to_yaml
+from components.config.compose import read_frozen
+from components.config.compose.frozen import frozen_text
 from components.config.schema import FinetuneConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import CheckpointConfig, LoggingConfig, WandbConfig, WandbMode
@@ -132,7 +133,7 @@ def create_files(kind: str, folder: Path) -> None:
         tiny_folder(folder, "llama")
         byte_tokenizer().save_pretrained(folder)
     elif kind == "run":
-        (folder / "config.yaml").write_text(to_yaml(config(str(folder))))
+        (folder / "config.yaml").write_text(frozen_text(config(str(folder))))
 
 
 def replace_file(kind: str, folder: Path, name: str, payload: bytes) -> None:

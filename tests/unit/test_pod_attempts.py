@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from components.launch.k8s.pod import run_pod
+from tests.frozen import frozen
 
 JOB = "train/job/mine-1"
 POD = {"JOB_COMPLETION_INDEX": "0", "MESHBOOK_POD_UID": "new", "MESHBOOK_JOB": JOB}
@@ -35,7 +36,7 @@ POD = {"JOB_COMPLETION_INDEX": "0", "MESHBOOK_POD_UID": "new", "MESHBOOK_JOB": J
 def test_pod_refuses_another_attempt_without_progress(
     tmp_path: Path, attempts: int, stepped: bool, message: str
 ) -> None:
-    (tmp_path / "config.yaml").write_text("cluster: {kind: k8s, procs_per_node: '1', device: cpu}")
+    (tmp_path / "config.yaml").write_text(frozen("cluster: {kind: k8s, procs_per_node: '1', device: cpu}"))
     for number in range(attempts):
         logs = tmp_path / "logs" / f"attempt_{number}"
         logs.mkdir(parents=True)

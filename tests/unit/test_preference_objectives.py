@@ -208,7 +208,7 @@ DAMAGES = {
 def test_damaged_reference_log_probs_are_computed_again(
     damage: str, keeps_hash: bool, tmp_path: Path, scored: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a hash, as in files of earlier versions, even intact ones are computed again."""
+    """Without a hash, even intact ones are computed again."""
     assert torch.equal(with_reference(tmp_path, resumes=False), LOG_PROBS)
     (file,) = tmp_path.iterdir()
     assert torch.equal(load_file(file)[REFERENCE], LOG_PROBS)

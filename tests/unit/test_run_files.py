@@ -161,6 +161,22 @@ def test_rank_rejects_damaged_config_and_reports_the_intact_copy(tmp_path: Path)
         read_frozen(first.path / "config.yaml", FinetuneConfig)
 
 
+def test_config_without_a_checksum_is_refused_and_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = started(tmp_path / "run")
+    file = first.path / "config.yaml"
+    text = file.read_text()
+    file.write_text(text.partition("\n")[2])
+    with pytest.raises(ConfigError) as refused:
+        read_frozen(file, FinetuneConfig)
+    assert str(refused.value) == (
+        f"{file}: cannot be read as the config of a run: damaged, or edited by hand (its first line must be the "
+        f"checksum of the lines below it); an intact copy is in {first.logs}/config.yaml"
+    )
+    started(tmp_path / "run")
+    assert f"restored from {first.logs}/config.yaml: it was damaged or edited by hand" in capsys.readouterr().err
+    assert file.read_text() == text
+
+
 @pytest.mark.parametrize("name", ["environment.json", "result.json", "logs", "logs/attempt_0"])
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 def test_damaged_files_without_training_state_do_not_stop_a_run(name: str, kind: str, tmp_path: Path) -> None:

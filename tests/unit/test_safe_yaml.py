@@ -15,6 +15,7 @@ import yaml
 from components.config.compose.sources import config_folders
 from components.protocol.errors import ConfigError
 from components.protocol.safe_yaml import YamlLimitError, load_yaml
+from tests.frozen import frozen
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ["a: &a [x, x, x, x, x, x, x, x, x, x]"] + [
@@ -71,7 +72,7 @@ def run_python(command: list[str], folder: Path) -> subprocess.CompletedProcess[
 
 @pytest.mark.slow
 def test_alias_bomb_in_run_directory_is_rejected_within_seconds(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(BOMB)
+    (tmp_path / "config.yaml").write_text(frozen(BOMB))
     (tmp_path / "state.json").write_text(json.dumps({"config": BOMB}))
     process = run_python(["-c", READERS, str(tmp_path)], tmp_path)
     assert process.returncode == 0, process.stderr

@@ -18,6 +18,7 @@ from components.launch.slurm.conclude import conclude
 from components.launch.slurm.jobs import CommandResult, clean_environment, run_slurm
 from components.protocol.errors import ConfigError
 from components.protocol.failures import CorruptRank, HungRun, write_report
+from tests.frozen import frozen
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -138,7 +139,9 @@ def test_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys: 
 
 def test_requeue_limits_are_read_from_the_config_of_the_run(run_dir: Path) -> None:
     last = job_of_attempts(run_dir, STEP)
-    (run_dir / "config.yaml").write_text("cluster: {kind: slurm, procs_per_node: '1', requeue: {without_progress: 1}}")
+    (run_dir / "config.yaml").write_text(
+        frozen("cluster: {kind: slurm, procs_per_node: '1', requeue: {without_progress: 1}}")
+    )
     (run_dir / "result.json").write_text(json.dumps(STOPPED))
     (run_dir / "requeue").touch()
     assert conclude(run_dir, last, 0, cancelled=False) == 1
@@ -260,7 +263,9 @@ def test_cancelled_job_and_template_without_restarts_end_after_a_crash(
 def test_crash_near_the_time_limit_requeues_the_job(run_dir: Path, left: str, marker: str) -> None:
     """The signal that comes before the time limit might arrive before the ranks can handle it."""
     last = job_of_attempts(run_dir, STEP)
-    (run_dir / "config.yaml").write_text("cluster: {kind: slurm, procs_per_node: '1', signal_lead_seconds: 100}")
+    (run_dir / "config.yaml").write_text(
+        frozen("cluster: {kind: slurm, procs_per_node: '1', signal_lead_seconds: 100}")
+    )
     conclude(run_dir, last, 137, restart_if_left=left)
     assert [name for name in ("requeue", "restart") if (run_dir / name).exists()] == [marker]
 

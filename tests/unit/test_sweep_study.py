@@ -85,7 +85,7 @@ def test_points_of_whole_number_keys_are_valid(monkeypatch: pytest.MonkeyPatch, 
         finish(study, number)
     assert opened(tmp_path, request).values == study.values
     assert dimensions_of(space_of(request.space))[0].range == Range(10, 100, log=False, whole=True)
-    assert space_of(request.space)["optimizer.lr"] == {"low": 0, "high": 1, "log": False}  # as in older sweeps
+    assert space_of(request.space)["optimizer.lr"] == {"low": 0, "high": 1, "log": False, "whole": False}
 
 
 def test_interrupted_study_chooses_the_points_of_one_that_was_not(

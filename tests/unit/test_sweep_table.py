@@ -371,8 +371,11 @@ def test_state_of_local_point_combines_note_and_result(
 def test_running_point_reports_its_progress(tmp_path: Path) -> None:
     files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2"))
     files.finish(0, record=PointRecord(time.time() + 60), status="failed")  # result of an earlier start
-    metrics = files.sweep.run_dir(files.sweep.points[0]) / "metrics.jsonl"
-    metrics.write_text('{"step": 7, "loss": 3.25, "tokens_per_second": 1234.5}\n{"step": 7, "eval_loss": 3}\n{"st')
+    log = MetricsLog(files.sweep.run_dir(files.sweep.points[0]))
+    log.append({"step": 7, "loss": 3.25, "tokens_per_second": 1234.5})
+    log.append({"step": 7, "eval_loss": 3})
+    with log.path.open("a") as file:
+        file.write('{"st')
     with locked(files.sweep.directory):
         running, waiting = files.rows()
         assert (running.state, running.reason) == ("running", "step 7, loss 3.2500, 1,234 tokens/s")

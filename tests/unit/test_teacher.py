@@ -31,6 +31,7 @@ from components.config.teacher_files import (
 from components.data.dataset import Facts
 from components.protocol.errors import ConfigError
 from components.storage import stored_file
+from components.storage.stored_file import BlockHashes
 from components.training.objectives.contract import NOT_SHARDED
 from components.training.objectives.distillation import DistillationLoss, TopK, find_top_k, top_k_divergence
 from components.training.objectives.teacher import StoredTeacher
@@ -150,11 +151,17 @@ def test_damage_is_reported(tmp_path: Path) -> None:
         open_before.of_row(1)
 
 
-def as_written_before(file: Path, **changed: np.ndarray) -> None:
-    """Replace tensors, and remove the hashes, as in a file of an earlier version."""
+def rewrite(file: Path, *, hashed: bool = True, **changed: np.ndarray) -> None:
+    """Replace tensors, and write the hashes of the new values or none."""
     with safe_open(file, "np") as opened:
-        metadata = opened.metadata()
-    save_file(load_file(file) | changed, file, {"teacher": metadata["teacher"]})
+        metadata = {"teacher": opened.metadata()["teacher"]}
+    tensors = load_file(file) | changed
+    hashes = {name: BlockHashes() for name in tensors}
+    for name, each in hashes.items():
+        each.update(tensors[name].tobytes())
+    if hashed:
+        metadata["hashes"] = json.dumps({name: each.hexdigest() for name, each in hashes.items()})
+    save_file(tensors, file, metadata)
 
 
 def test_every_flipped_bit_of_the_values_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,15 +202,27 @@ VALUES = {
 
 @pytest.mark.parametrize("case", VALUES)
 def test_values_that_no_teacher_returns_are_refused(case: str, tmp_path: Path) -> None:
-    """In a file of an earlier version, which has no hashes."""
+    """In a file whose hashes are those of the values."""
     name, change, message = VALUES[case]
     file, slots = tmp_path / "top_k_train.safetensors", TargetSlots(np.asarray([0, 4, 4, 13], np.int64))
     write_file(file, header(), slots, blocks(13))
-    as_written_before(file)
+    rewrite(file)
     assert len(read_all(file)) == 3
-    as_written_before(file, **{name: change(load_file(file)[name]).copy()})
+    rewrite(file, **{name: change(load_file(file)[name]).copy()})
     with pytest.raises(ValueError, match=message):
         read_all(file)
+
+
+def test_a_file_without_hashes_is_refused(tmp_path: Path) -> None:
+    slots, expected = TargetSlots(np.asarray([0, 13], np.int64)), header()
+    for split in ("train", "eval"):
+        write_file(tmp_path / f"top_k_{split}.safetensors", expected, slots, blocks(13))
+    assert check_stored_teacher(str(tmp_path), expected.temperature, expected.vocabulary) == []
+    rewrite(tmp_path / "top_k_train.safetensors", hashed=False)
+    assert check_stored_teacher(str(tmp_path), expected.temperature, expected.vocabulary) == [
+        f"teacher.stored={tmp_path}: top_k_train.safetensors cannot be read (it was not written by "
+        "scripts/teacher.py); remove it, and run scripts/teacher.py again"
+    ]
 
 
 def test_a_teacher_that_returns_no_probabilities_leaves_no_file(tmp_path: Path) -> None:

@@ -15,15 +15,15 @@ from safetensors.numpy import load_file, save_file
 
 from components.data.token_store.manifest import (
     DENSEST_WINDOWS,
-    Manifest,
     ShardEntry,
     ShardFormat,
+    _checksum,
     read_manifest,
     shard_problems,
     write_manifest,
 )
 from components.data.token_store.shards import Shard, ShardFiles
-from components.data.token_store.writer import densest_windows, layout_of, read_entry, with_hashes, write_shard
+from components.data.token_store.writer import densest_windows, layout_of, read_entry, write_shard
 from components.protocol.errors import ConfigError
 from components.storage import stored_file
 from tests.unit.token_shards import (
@@ -263,30 +263,51 @@ ENDS = {
 
 
 @pytest.mark.parametrize("ends", ENDS)
-def test_ends_and_ids_are_checked_in_stores_without_hashes(ends: str, tmp_path: Path) -> None:
-    """An earlier version of Meshbook wrote the manifest."""
+def test_ends_and_ids_are_checked_in_shards_whose_hashes_fit(ends: str, tmp_path: Path) -> None:
     path, _ = write(tmp_path, "ours2")
-    entry = replace(scanned(path), hashes="", index_hashes="")
-    assert Manifest([entry], None, None, tmp_path).is_hashed is False
+    entry = scanned(path)
     with safe_open(path, "np") as file:
         metadata = file.metadata()
     tensors = load_file(path)
     for changed in ({"ids": tensors["ids"] * 0 + 60_000}, {"ends": ENDS[ends](tensors["ends"]).copy()}):
         save_file({**tensors, **changed}, path, metadata)
         with pytest.raises(ConfigError, match=r"token shard damaged: (it holds the id 60,000|.* documen?t?s? ends?)"):
-            read_all(Shard(entry, path, EOS))
+            read_all(Shard(replace(entry, hashes=hashes_of(path)), path, EOS))
 
 
-def test_shards_of_an_earlier_version_are_read_once_when_the_manifest_is_written_again(tmp_path: Path) -> None:
+def hashes_of(path: Path) -> str:
+    """Return the hashes of all tensors of a shard in Meshbook's format."""
+    hashes = stored_file.BlockHashes()
+    content = path.read_bytes()
+    hashes.update(content[8 + int.from_bytes(content[:8], "little") :])
+    return hashes.hexdigest()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_shards_and_manifests_without_hashes_are_refused(format: str, tmp_path: Path) -> None:
+    path, id_bytes = write(tmp_path, format)
+    entry = scanned(path, id_bytes)
+    assert sum(read_all(Shard(entry, path, EOS))[0])
+    with pytest.raises(ConfigError, match=r"token shard damaged: .* and 0 hashes of them; restore the file, or write"):
+        Shard(replace(entry, hashes=""), path, EOS)
+    file = write_manifest(manifest_of([entry], tmp_path))
+    values = json.loads(file.read_text())
+    del values["checksum"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="is damaged or was edited: it does not match its checksum; docs/data.md"):
+        check_store(tmp_path)
+
+
+def test_a_shard_whose_header_has_no_hashes_is_refused(tmp_path: Path) -> None:
     path, _ = write(tmp_path, "ours2")
-    entry = scanned(path)
-    old = replace(entry, hashes="")
-    assert with_hashes(old) == entry
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: its ids are not those that were written"):
-        with_hashes(old)
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    (key,) = (name for name, text in metadata.items() if "hashes" in text)
+    numbers = json.loads(metadata[key])
+    del numbers["hashes"]
+    save_file(load_file(path), path, {**metadata, key: json.dumps(numbers)})
+    with pytest.raises(ValueError, match=r"is not a shard in Meshbook's format \(KeyError\('hashes'\)\)"):
+        read_entry(path)
 
 
 MANIFESTS: dict[str, dict[str, Any]] = {
@@ -299,21 +320,22 @@ MANIFESTS: dict[str, dict[str, Any]] = {
     "more ids than bytes": {"tokens": 10**9},
     "huge": {"densest": [10**30] * len(DENSEST_WINDOWS)},
     "hashes no text": {"hashes": [1]},
+    "no hashes": {"hashes": ""},
     "device": {"path": "/dev/zero", "bytes": 0, "offset": 0, "tokens": 0},
     "pipe": {"path": "pipe", "bytes": 0, "offset": 0, "tokens": 0},
 }
 
 
-@pytest.mark.parametrize("has_checksum", [True, False])
+@pytest.mark.parametrize("checksum_fits", [True, False])
 @pytest.mark.parametrize("damage", MANIFESTS)
-def test_damaged_manifests_are_refused(damage: str, has_checksum: bool, tmp_path: Path) -> None:
+def test_damaged_manifests_are_refused(damage: str, checksum_fits: bool, tmp_path: Path) -> None:
     path, _ = write(tmp_path, "ours2")
     os.mkfifo(tmp_path / "pipe")
     file = write_manifest(manifest_of([scanned(path)], tmp_path))
     values = json.loads(file.read_text())
     values["shards"][0] |= MANIFESTS[damage]
-    if not has_checksum:
-        del values["checksum"]
+    if checksum_fits:
+        values["checksum"] = _checksum({name: each for name, each in values.items() if name != "checksum"})
     file.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=r"is damaged or|is damaged:|not a regular file"):
         check_store(tmp_path)

@@ -59,7 +59,7 @@ def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
 
 
 def read_frozen(path: Path, schema: type[Config]) -> Config:
-    """Return the config that `frozen_text` or `to_yaml` wrote to `path`, typed and validated again.
+    """Return the config that `frozen_text` wrote to `path`, typed and validated again.
 
     Raises ConfigError if the file cannot be read, is damaged or does not hold a config of `schema`.
     """
@@ -106,18 +106,10 @@ def read_intact(path: Path) -> str:
 
 
 def damage_of(text: str) -> str:
-    """Return the damage of the text of a frozen config, found by its checksum; empty if it is intact.
-
-    Text without a checksum, written by earlier versions, must be a YAML mapping.
-    """
+    """Return the damage of the text of a frozen config, found by its checksum; empty if it is intact."""
     first, _, below = text.partition("\n")
-    if first.startswith(_CHECKSUM):
-        by_hand = "damaged, or edited by hand (then remove its first line, the checksum)"
-        return "" if first.removeprefix(_CHECKSUM) == _digest(below) else by_hand
-    try:
-        return "" if isinstance(load_yaml(text), dict) else "it holds no keys"
-    except yaml.YAMLError as error:
-        return str(error)
+    is_intact = first == f"{_CHECKSUM}{_digest(below)}"
+    return "" if is_intact else "damaged, or edited by hand (its first line must be the checksum of the lines below it)"
 
 
 def intact_copy(run_dir: Path) -> tuple[Path, str] | None:

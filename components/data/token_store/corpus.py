@@ -20,7 +20,7 @@ from components.data.sources.rows import BadRowReport, each_document, train_loca
 from components.data.sources.split import rows_of
 from components.data.token_store.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, Vocabulary
 from components.data.token_store.manifest import hash_of_tokenizer as hash_of_vocabulary
-from components.data.token_store.writer import read_entry, with_hashes, write_shard
+from components.data.token_store.writer import read_entry, write_shard
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import is_replaceable, temporaries
 
@@ -188,10 +188,7 @@ def manifest_of(folder: Path) -> Manifest:
                 f"{folder}: {first[0].name} was written with {', and '.join(different)} as {path.name} was; remove the "
                 "shards that do not belong to the store"
             )
-        try:
-            entries.append(replace(with_hashes(entry), path=path.name))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        entries.append(replace(entry, path=path.name))
     if first is None:
         raise ConfigError(f"{folder}: has no shards of a tokenized corpus; tokenize into this folder first")
     vocabulary = first[1].vocabulary

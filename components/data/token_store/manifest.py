@@ -73,11 +73,10 @@ class ShardEntry:
     """xxh3_128 of the bytes of all ids, then of all document ends as int64."""
     densest: Sequence[int]
     """Largest number of document ends in any window of each length in `DENSEST_WINDOWS`."""
-    hashes: str = ""
-    """Hashes of the blocks of the file's tensors, or of its ids if it is of another program (`BlockHashes`); "": an
-    earlier version of Meshbook wrote the manifest."""
-    index_hashes: str = ""
-    """Hashes of the blocks of the .idx or .index file."""
+    hashes: str
+    """Hashes of the blocks of the file's tensors, or of its ids if it is of another program (`BlockHashes`)."""
+    index_hashes: str
+    """Hashes of the blocks of the .idx or .index file; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +102,6 @@ class Manifest:
     """Folder that relative paths of shards start from."""
     url: str | None = None
     """URL of the folder, in an object store; None: it is on disk."""
-
-    @property
-    def is_hashed(self) -> bool:
-        """Whether damage of every shard is detected as it is read."""
-        return all(shard.hashes or not shard.tokens for shard in self.shards)
 
     @property
     def tokens(self) -> int:
@@ -163,7 +157,7 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
                 f"{key}={path}: {file.name} is a {stored['format']!r} of version {stored['version']}; this version of "
                 f"Meshbook reads a {FORMAT!r} of version {_VERSION}"
             )
-        if stored.pop("checksum", None) not in (None, _checksum(stored)):
+        if stored.pop("checksum", None) != _checksum(stored):
             raise ConfigError(f"{key}={path}: {file} is damaged or was edited: it does not match its checksum; {write}")
         shards = [entry_of(values) for values in stored["shards"]]
         vocabulary = None if stored["vocabulary"] is None else Vocabulary(**stored["vocabulary"])
@@ -221,12 +215,13 @@ def write_manifest(manifest: Manifest) -> Path:
 
 def entry_of(values: dict[str, Any]) -> ShardEntry:
     """Return a manifest entry from its JSON values. Raises ValueError, LookupError or TypeError if they are invalid."""
-    names = {each.name for each in fields(ShardEntry)} - {"hashes", "index_hashes"}
-    hashes = {name: values[name] for name in ("hashes", "index_hashes") if name in values}
-    entry = ShardEntry(**{name: values[name] for name in names} | {"format": ShardFormat(values["format"])}, **hashes)
+    names = [each.name for each in fields(ShardEntry)]
+    entry = ShardEntry(**{name: values[name] for name in names} | {"format": ShardFormat(values["format"])})
     texts = (entry.path, entry.hash, entry.hashes, entry.index_hashes)
     if not all(isinstance(text, str) for text in texts) or not entry.path or "\0" in entry.path:
         raise ValueError(f"invalid path or hashes of shard {entry.path!r}")
+    if entry.tokens and not entry.hashes:
+        raise ValueError(f"no hashes of shard {entry.path!r}")
     sizes = (entry.bytes, entry.offset, entry.id_bytes, entry.tokens, entry.documents, entry.max_id, *entry.densest)
     if (
         not all(map(_is_size, sizes))

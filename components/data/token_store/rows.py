@@ -120,8 +120,6 @@ class StoreFacts(Facts):
     """Documents of the store."""
     shuffle: str = ""
     """Description of the order of the rows."""
-    is_hashed: bool = True
-    """Whether damaged shards are detected as they are read."""
 
     def __str__(self) -> str:
         shards = f"{self.shards:,} shard{'' if self.shards == 1 else 's'}"
@@ -133,8 +131,6 @@ class StoreFacts(Facts):
             parts.append(f"documents do not attend to each other (at most {self.max_documents:,} in a row)")
         parts += [self.shuffle] if self.shuffle else []
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
-        if not self.is_hashed:
-            parts.append("its manifest has no hashes, so damaged ids are not detected; write it again")
         return "; ".join(parts)
 
 
@@ -193,7 +189,6 @@ class TokenRows(ItemSequence[PackedRow]):
             store_tokens=manifest.tokens,
             store_documents=manifest.documents,
             shuffle="" if split.is_eval else self._describe_order(),
-            is_hashed=manifest.is_hashed,
         )
 
     def __len__(self) -> int:

@@ -193,7 +193,7 @@ class Shard:
 
         def open_index(path: Path) -> OpenFile:
             index = open(path)
-            return VerifiedFile(index, 0, index.size, entry.index_hashes) if entry.index_hashes else index
+            return VerifiedFile(index, 0, index.size, entry.index_hashes)
 
         try:
             begin, end = entry.offset, entry.offset + entry.tokens * entry.id_bytes
@@ -202,8 +202,7 @@ class Shard:
                 if (header.ids_at, header.id_bytes, header.tokens) != (entry.offset, entry.id_bytes, entry.tokens):
                     raise ValueError("the ids of its header are not those of the manifest")
                 begin, end = header.data_at, file.size
-            if entry.hashes:
-                file = VerifiedFile(file, begin, end, entry.hashes)
+            file = VerifiedFile(file, begin, end, entry.hashes)
             self._ends = open_ends(entry.format, path, file, entry.tokens, open_index)
         except ConfigError:
             raise

@@ -147,28 +147,6 @@ def scan_shard(
     return entry_of(summary.numbers(ends) | where | blocks)
 
 
-def with_hashes(entry: ShardEntry) -> ShardEntry:
-    """Return the entry of a shard in Meshbook's format with the hashes of its blocks.
-
-    A shard of an earlier version, whose header has none, is read once. Raises ValueError if it is damaged, or OSError.
-    """
-    if entry.hashes or not entry.tokens:
-        return entry
-    scanned = scan_shard(
-        Path(entry.path),
-        format=entry.format,
-        offset=entry.offset,
-        id_bytes=entry.id_bytes,
-        tokens=entry.tokens,
-        document_end=None,
-    )
-    if scanned.hash != entry.hash:
-        raise ValueError(
-            f"{entry.path}: is damaged: its ids are not those that were written; remove it and write it again"
-        )
-    return scanned
-
-
 def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = None, id_bytes: int | None = None) -> Path:
     """Write the manifest of the shards in a folder, sorted by name, and return its file. Reads every shard once.
 
@@ -186,7 +164,7 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
     for file in sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES):
         if file.suffix == ".safetensors":
             stored = read_entry(file)
-            entry = None if stored is None else with_hashes(stored[0])
+            entry = None if stored is None else stored[0]
         else:
             entry = scan_shard(file, **layout_of(file, id_bytes)._asdict(), document_end=document_end)
         if entry is not None:
@@ -270,7 +248,7 @@ def read_entry(path: Path) -> tuple[ShardEntry, dict[str, object]] | None:
     header = read_shard_header(file, path)
     try:
         numbers, settings = (parse_json(header.metadata[name]) for name in (_ENTRY, _SETTINGS))
-        where = {"path": str(path), "format": ShardFormat.meshbook, "bytes": file.size}
+        where = {"path": str(path), "format": ShardFormat.meshbook, "bytes": file.size, "index_hashes": ""}
         return entry_of({**numbers, **where, "offset": header.ids_at, "id_bytes": header.id_bytes}), settings
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: is not a shard in Meshbook's format ({error!r})") from error

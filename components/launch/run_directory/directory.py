@@ -134,7 +134,7 @@ class RunDirectory:
     def _keep_last_attempt(self) -> None:
         """Archive config.yaml, environment.json and result.json of the previous attempt in its logs."""
         before = own_folder(attempt_logs(self.path, self.attempt - 1))
-        if not os.path.lexists(before / RECORD):  # the logs were lost, or are of an earlier version
+        if not os.path.lexists(before / RECORD):  # the logs were lost
             for name in (CONFIG, RECORD):
                 if not os.path.lexists(before / name) and (self.path / name).is_file():
                     atomic_write(before / name, read_regular(self.path / name), PRIVATE)

@@ -125,7 +125,7 @@ class PointStudy:
 
 def space_of(dimensions: Sequence[Dimension]) -> dict[str, Any]:
     """Return the search space as it is stored in sweep.json."""
-    return {each.key: list(each.choices) if each.range is None else _stored(each.range) for each in dimensions}
+    return {each.key: list(each.choices) if each.range is None else asdict(each.range) for each in dimensions}
 
 
 def dimensions_of(space: Mapping[str, Any]) -> list[Dimension]:
@@ -136,11 +136,6 @@ def dimensions_of(space: Mapping[str, Any]) -> list[Dimension]:
         else Dimension(key, key, tuple(values), None)
         for key, values in space.items()
     ]
-
-
-def _stored(span: Range) -> dict[str, Any]:
-    """Return a range as older versions stored it, unless it has whole numbers, so that their studies continue."""
-    return {name: value for name, value in asdict(span).items() if name != "whole" or value}
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:

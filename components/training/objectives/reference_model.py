@@ -253,7 +253,7 @@ def _read(file: Path, pairs: data.PairedRows, weights: str) -> tuple[torch.Tenso
     except FileNotFoundError:
         return None, "missing"
     except (OSError, ValueError, LookupError) as error:
-        return None, f"damaged, or of an earlier version without a hash ({type(error).__name__}: {error})"
+        return None, f"damaged ({type(error).__name__}: {error})"
     if hashed != _hash_of(stored, content):
         return None, "damaged, as its hash shows"
     if stored.get(_PAIRS) != pairs.fingerprint or (tensor.dtype, tensor.shape) != ("F64", (len(pairs), 2)):

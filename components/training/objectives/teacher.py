@@ -6,7 +6,6 @@ scripts/teacher.py stores a teacher's most likely tokens for each target token.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,6 @@ from components.config.teacher_files import (
 )
 from components.data.tokens import StoredColumn
 from components.distributed.fsdp import reshard
-from components.exchange import this_rank
 from components.protocol.errors import ConfigError
 from components.storage.stored_file import VerifiedFile
 from components.training.context import RunContext
@@ -51,7 +49,6 @@ from components.training.setup.prepared import Prepared
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
 Rows = data.Dataset | data.PackedDataset | data.TokenRows | data.MixtureDataset
 _DTYPES: dict[str, type[np.generic]] = {"I32": np.int32, "F32": np.float32, "I64": np.int64}
 _ROUNDING = 1e-3  # of float32 sums over a vocabulary
@@ -188,12 +185,10 @@ class StoredTeacher:
     def __init__(self, file: Path) -> None:
         """Open a file. Raises OSError or ValueError if it cannot be read."""
         self.header, content, tensors, hashes = read_teacher_file(file)
-        self.is_hashed = bool(hashes)
-        """Whether damage is detected as it is read."""
 
         def column(name: str) -> StoredColumn:
             dtype, shape, begin, end = tensors[name]
-            part = VerifiedFile(content, begin, end, hashes[name]) if hashes else content
+            part = VerifiedFile(content, begin, end, hashes[name])
             return StoredColumn(part, _DTYPES[dtype], begin, math.prod(shape))
 
         self._content, self._columns = content, {name: column(name) for name in tensors}
@@ -280,13 +275,6 @@ class StoredDistillation(Distillation):
             )
         if problems:
             raise ConfigError(problems)
-        if not stored.is_hashed and this_rank() == 0:
-            logger.warning(
-                "teacher.stored=%s: %s was written by an earlier version without hashes; only the range and the sums "
-                "of its values are checked",
-                folder,
-                file.name,
-            )
         return stored
 
 
