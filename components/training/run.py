@@ -376,7 +376,7 @@ class Run(Attempt):
         saves = bool(cfg.checkpoint.every) and step.number % cfg.checkpoint.every == 0
         arrived = self._reader.push(step.number, numbers, step.began, drain=evaluates or saves)
         self._record(arrived)
-        if self._stop.update(arrived):
+        if self._stop.update((each.preempt, each.interrupt) for each in arrived):
             return
         by_time = any(each.must_save for each in arrived)
         if by_time:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from components.protocol.role import LAUNCHER_PID, current_rank
 from components.protocol.signals import CTRL_C_MESSAGE, STOP_SIGNALS, RecordedSignals, set_handler
-from components.training.state import StepMetrics
 
 
 class StopRequest:
@@ -62,10 +61,10 @@ class StopRequest:
         """Whether all ranks have agreed to stop; the same on every rank."""
         return self.status != "ok"
 
-    def update(self, steps: Iterable[StepMetrics]) -> bool:
-        """Record the requests reduced over all ranks in `steps`; return whether the run stops."""
-        for step in steps:
-            self._record(step.preempt, step.interrupt)
+    def update(self, steps: Iterable[tuple[bool, bool]]) -> bool:
+        """Record the (preempt, interrupt) requests of steps, reduced over all ranks; return whether the run stops."""
+        for preempt, interrupt in steps:
+            self._record(preempt, interrupt)
         return self.stopped
 
     def agreed(self, *, wait: bool = False) -> bool:
