@@ -23,7 +23,7 @@ from components.checkpoint.manifest import (
 from components.checkpoint.mirror import Mirror, fetch_checkpoint
 from components.checkpoint.save import mesh_of, set_random_state
 from components.checkpoint.stored_tensors import (
-    StoredTensor,
+    CheckpointTensor,
     base_fingerprint,
     check_base_weights,
     find_checkpoint_tensors,
@@ -340,7 +340,7 @@ def compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, A
     ]
 
 
-def _check_model(path: Path, local: Tensors, stored: Mapping[str, StoredTensor]) -> None:
+def _check_model(path: Path, local: Tensors, stored: Mapping[str, CheckpointTensor]) -> None:
     """Compare the stored names, shapes and dtypes with the tensors of all ranks; every rank raises the same error."""
     tensors = merge_over_ranks({name: (list(tensor.shape) or [1], str(tensor.dtype)) for name, tensor in local.items()})
     saved = {name: described for name, described in stored.items() if name.startswith(MODEL)}
@@ -359,7 +359,7 @@ def _check_model(path: Path, local: Tensors, stored: Mapping[str, StoredTensor])
         raise ConfigError(sorted(problems)[:SHOWN])
 
 
-def _check_average(path: Path, local: Tensors, stored: Mapping[str, StoredTensor]) -> None:
+def _check_average(path: Path, local: Tensors, stored: Mapping[str, CheckpointTensor]) -> None:
     """Require the stored average to have the parameters of all ranks; every rank raises the same error."""
     if not holds_average(stored):
         raise ConfigError(

@@ -25,10 +25,10 @@ from components.storage.object_store import is_plain_name, shown_names
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FORMAT = 2
+_FORMAT = 2
 BLOCK_BYTES = 64 * 1024**2
 """Bytes per hash, and the unit in which ranks share the work of verifying."""
-READ_BYTES = 1024**2
+_READ_BYTES = 1024**2
 """Bytes per read while verifying."""
 _DAMAGE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG}
 """Errors of opening a path that is no file. After others (EIO, ESTALE, EACCES) the file may be intact."""
@@ -79,7 +79,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest to `folder` and fsync it."""
-        body = {"format": FORMAT, **self.body()}
+        body = {"format": _FORMAT, **self.body()}
         write_json(folder / CHECKPOINT_MANIFEST, {"sha256": _digest(body), "body": body})
 
     def body(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Manifest:
             body = written["body"]
             if written["sha256"] != _digest(body):
                 raise ManifestError(f"{CHECKPOINT_MANIFEST} does not match its own hash")
-            if body.pop("format") != FORMAT:
+            if body.pop("format") != _FORMAT:
                 raise ManifestError(f"{CHECKPOINT_MANIFEST} has a format that this version of Meshbook cannot read")
             manifest = cls.from_body(body)
             manifest._check_values()
@@ -257,9 +257,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def _hash_of(file: BinaryIO, count: int) -> str:
-    """Hash the next `count` bytes, or fewer at the end of the file, READ_BYTES at a time."""
+    """Hash the next `count` bytes, or fewer at the end of the file, _READ_BYTES at a time."""
     digest = xxhash.xxh3_128()
-    while count and (chunk := file.read(min(count, READ_BYTES))):
+    while count and (chunk := file.read(min(count, _READ_BYTES))):
         digest.update(chunk)
         count -= len(chunk)
     return digest.hexdigest()

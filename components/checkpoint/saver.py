@@ -28,7 +28,7 @@ from components.protocol.failures import thread_frames
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 5.0
 """How long a run that ends with an error waits for the checkpoint that is being written."""
 COLLECTIVE_SECONDS = 20.0
 """How much longer it waits if the writing thread is in a collective."""
@@ -92,7 +92,7 @@ class Saver:
         if error is None:
             self.wait()
         elif self._writing is not None:
-            self._writing.abandon(GRACE_SECONDS if isinstance(error, Exception) else 0)
+            self._writing.abandon(_GRACE_SECONDS if isinstance(error, Exception) else 0)
 
     def save(self, step: int, extra: dict[str, Any], mark: Mark | None = None, *, last: bool = False) -> Path | None:
         """Save the current state, between two optimizer steps; other arguments and errors as in `save_checkpoint`.

@@ -32,17 +32,17 @@ from components.models.weights.weight_files import row_blocks
 from components.models.weights.weight_sources import saved_tensors
 from components.protocol.errors import ConfigError
 
-SUFFIX = ".safetensors"
+_SUFFIX = ".safetensors"
 Kind = tuple[str, str, int, int]
 """Name, dtype, number of dims and number of blocks of a tensor in some of the files."""
 Headers = tuple[list[Kind], list[int]]
-"""The tensors in some of the files, and the rows of `StoredTensor.blocks` of all of them, one after the other."""
+"""The tensors in some of the files, and the rows of `CheckpointTensor.blocks` of all of them, one after the other."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes per element -> integer dtype of that size, to reinterpret the bits."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class CheckpointTensor:
     """Global shape, dtype and blocks of a tensor."""
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class CheckpointTensors:
     folder: Path
     files: list[str]
     """Names of its safetensors files, in the order of their numbers."""
-    by_name: dict[str, StoredTensor]
+    by_name: dict[str, CheckpointTensor]
 
     def fill(self, targets: Iterable[tuple[str, Index, torch.Tensor]]) -> None:
         """Fill tensors with blocks of stored tensors; each file is opened once.
@@ -115,7 +115,7 @@ def find_checkpoint_tensors(folder: Path, manifest: Manifest) -> CheckpointTenso
     equal part of the files, and they exchange what they found. Raises CheckpointError on every rank if one of them
     could not read.
     """
-    files = sorted(name for name in manifest.files if name.endswith(SUFFIX))
+    files = sorted(name for name in manifest.files if name.endswith(_SUFFIX))
     first, last = (len(files) * rank // world_size() for rank in (this_rank(), this_rank() + 1))
     with fail_together(f"checkpoint {folder} could not be read"):
         mine = read_headers(folder, files, range(first, last))
@@ -140,7 +140,7 @@ def read_headers(folder: Path, files: Sequence[str], numbers: Iterable[int]) -> 
     return kinds, rows
 
 
-def merge_headers(parts: Iterable[Headers]) -> dict[str, StoredTensor]:
+def merge_headers(parts: Iterable[Headers]) -> dict[str, CheckpointTensor]:
     """Return the tensors of which `parts` hold the blocks, by name.
 
     Most ranks save a block of each tensor, so most parts list the same tensors. Their rows are merged as one array: a
@@ -162,10 +162,10 @@ def merge_headers(parts: Iterable[Headers]) -> dict[str, StoredTensor]:
     return {name: _tensor(dtypes[name], np.concatenate(found)) for name, found in blocks.items()}
 
 
-def _tensor(dtype: torch.dtype, blocks: NDArray[np.int64]) -> StoredTensor:
+def _tensor(dtype: torch.dtype, blocks: NDArray[np.int64]) -> CheckpointTensor:
     dims = blocks.shape[1] // 2
     shape = (blocks[:, 1 : 1 + dims] + blocks[:, 1 + dims :]).max(axis=0)
-    return StoredTensor(tuple(shape.tolist()), dtype, blocks)
+    return CheckpointTensor(tuple(shape.tolist()), dtype, blocks)
 
 
 class _Files(FileSystem):

@@ -45,14 +45,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.manifest import CheckpointError, FileRecord, HashedFile
-from components.checkpoint.stored_tensors import CheckpointTensors, StoredTensor
+from components.checkpoint.stored_tensors import CheckpointTensor, CheckpointTensors
 from components.exchange import all_gather_json, this_rank
 from components.models.lora import adapted_layers
 from components.models.weights.shards import Index, local_blocks, local_part, zeros_sharded_like
 from components.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
+_T = TypeVar("_T")
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COUNTER = "counter/"
@@ -78,9 +78,9 @@ FILE_BYTES = 512 * 1024**2
 Tensors = dict[str, torch.Tensor]
 
 
-def merge_over_ranks(entries: dict[str, T], group: dist.ProcessGroup | None = None) -> dict[str, T]:
+def merge_over_ranks(entries: dict[str, _T], group: dist.ProcessGroup | None = None) -> dict[str, _T]:
     """Return the union of all ranks' entries, as JSON values; the lowest rank wins for equal names. A collective."""
-    union: dict[str, T] = {}
+    union: dict[str, _T] = {}
     for by_name in all_gather_json(entries, group):
         for name, entry in by_name.items():
             union.setdefault(name, entry)
@@ -169,13 +169,15 @@ def read_tensors(stored: CheckpointTensors, tensors: Tensors) -> None:
     """Fill this rank's shards of `tensors` in place. Raises OSError."""
     with torch.no_grad():
         stored.fill(
-            (name, index_of(chunk), values)
+            (name, _index_of(chunk), values)
             for name, shard in local_shards(tensors).items()
             for chunk, values in zip(shard.chunks, shard.values, strict=True)
         )
 
 
-def make_optimizer_state(optimizers: Optimizers, parameters: Tensors, stored: Mapping[str, StoredTensor]) -> Tensors:
+def make_optimizer_state(
+    optimizers: Optimizers, parameters: Tensors, stored: Mapping[str, CheckpointTensor]
+) -> Tensors:
     """Allocate the stored optimizer state of this rank's parameters and return it by stored name; a collective.
 
     Stepping the optimizers would allocate it too, but also change the parameters. State that an optimizer does not use,
@@ -326,7 +328,7 @@ def local_shards(tensors: Tensors) -> dict[str, LocalShard]:
     return shards
 
 
-def index_of(chunk: ChunkStorageMetadata) -> Index:
+def _index_of(chunk: ChunkStorageMetadata) -> Index:
     """Return the index of a block in the global tensor."""
     return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+_FORMAT = 3
 """Version of the file layout; increment it when the layout changes."""
 WORTH_BYTES = 1_000_000
 """Size of the smallest source that is cached; a smaller one is tokenized in about a second at every start."""
@@ -210,7 +210,7 @@ def _key(inputs: list[Any], cfg: DataConfig) -> str:
     versions = [version(package) for package in ("transformers", "tokenizers", "jinja2")]
     files = [file for name in CODE for file in sorted((_COMPONENTS / name).rglob("*.py")) or [_COMPONENTS / name]]
     code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return xxhash.xxh3_128(json.dumps([FORMAT, *inputs, selected, versions, code]).encode()).hexdigest()
+    return xxhash.xxh3_128(json.dumps([_FORMAT, *inputs, selected, versions, code]).encode()).hexdigest()
 
 
 def _tokenize(encoder: _Encoder, entry: Path | None = None, content: str = "") -> TokenizedSplit:

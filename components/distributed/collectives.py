@@ -26,11 +26,11 @@ from components.distributed.process.groups import is_distributed, require_member
 from components.dtypes import torch_dtypes
 
 Scalar = bool | int | float
-WIDTH = 16
+_WIDTH = 16
 _DIMS_AT = 4
 _SCALARS: tuple[type, ...] = (bool, int, float)
 _TENSOR = len(_SCALARS)
-T = TypeVar("T")
+_T = TypeVar("_T")
 Value = TypeVar("Value", bound=Scalar | torch.Tensor)
 
 
@@ -51,7 +51,7 @@ def synchronize_value(
     if not is_distributed():
         return value
     require_member(group)
-    message = torch.zeros(WIDTH, dtype=torch.int64, device=device)
+    message = torch.zeros(_WIDTH, dtype=torch.int64, device=device)
     root = dist.get_rank(group) == src
     if root:
         message = encode(value, device)
@@ -144,7 +144,7 @@ def reduce_loss(
     return packed[:1], packed[1:2].to(torch.int64)
 
 
-def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+def broadcast_object(obj: _T, src: int = 0, group: dist.ProcessGroup | None = None) -> _T:
     """Broadcast a pickled object to all ranks of the process group. `src` is a rank within `group`.
 
     Unpickling executes code sent by a peer: use `components.exchange.broadcast_json` for JSON-serializable values.
@@ -183,7 +183,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
     return [row[:size].view(header.shape) for row, size, header in zip(rows, sizes, headers, strict=True)]
 
 
-def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(obj: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """All-gather pickled objects from all ranks of a process group into a list, in rank order.
 
     Unpickling executes code sent by a peer: use `components.exchange.all_gather_json` for JSON-serializable values.
@@ -284,10 +284,10 @@ def encode(value: Scalar | torch.Tensor, device: torch.device) -> torch.Tensor:
         OverflowError: `value` is an int of more than 64 bits.
         ValueError: `value` is a tensor with more dims than the header has room for.
     """
-    fields = [0] * WIDTH
+    fields = [0] * _WIDTH
     if isinstance(value, torch.Tensor):
-        if value.dim() > WIDTH - _DIMS_AT:
-            raise ValueError(f"a tensor of {value.dim()} dims: at most {WIDTH - _DIMS_AT} are supported")
+        if value.dim() > _WIDTH - _DIMS_AT:
+            raise ValueError(f"a tensor of {value.dim()} dims: at most {_WIDTH - _DIMS_AT} are supported")
         fields[:_DIMS_AT] = [_TENSOR, _dtypes().index(value.dtype), value.dim(), int(value.requires_grad)]
         fields[_DIMS_AT : _DIMS_AT + value.dim()] = value.shape
     elif type(value) in _SCALARS:

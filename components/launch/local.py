@@ -45,7 +45,7 @@ from components.protocol.signals import (
 )
 from components.terminal import print_text
 
-POLL = 0.05
+_POLL = 0.05
 """Polling interval for the ranks' processes, in seconds."""
 REPORTS_EVERY = 1.0
 """Polling interval for failure reports, in seconds: a rank that failed may hang before its process exits."""
@@ -182,7 +182,7 @@ class RankProcesses:
                 self.end_requested = True
                 self._send(self.plan.popleft()[1])
                 self._schedule()
-            time.sleep(POLL)
+            time.sleep(_POLL)
 
     def kill(self) -> None:
         """Kill all remaining ranks and the processes that they started."""

@@ -44,7 +44,8 @@ AUTO = "parallelism=auto"
 BEST = re.compile(r"parallelism=plan:(\d+)")
 ANSWERED_WITHOUT_CONFIG = ("--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
 TAKE_A_VALUE = ("--cfg", "-c", "--package", "-p")
-MESH_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy", "sequence_parallel", "pp_schedule"))
+_LAYOUT_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy", "sequence_parallel", "pp_schedule"))
+"""Keys that an option of conf/parallelism sets."""
 Section = TypeVar("Section")
 KEY = "run="
 OPTION = "of_run"
@@ -111,7 +112,7 @@ def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
     """Return the keys that a command line sets; an option of conf/parallelism sets the whole mesh."""
     keys = {override_parts(each)[0] for each in overrides}
     if "parallelism" in keys:
-        keys |= set(MESH_KEYS)
+        keys |= set(_LAYOUT_KEYS)
     return frozenset(keys)
 
 

@@ -46,7 +46,6 @@ MODEL_KEYS = frozenset(["model.config", *(f"model.{each.name}" for each in field
 """Keys that determine the shape of the model."""
 _ABSOLUTE = re.compile(r"[\w.]+=(/.*?): ")
 """Beginning of a problem of a key whose value is an absolute path."""
-"""File that every published checkpoint contains."""
 OFFLINE = "HF_HUB_OFFLINE"
 """Variable that restricts Hugging Face libraries to their local cache."""
 _TRUE = ("1", "on", "yes", "true")

@@ -46,7 +46,7 @@ NEEDED_SHARED_MEMORY = 64 * 2**20
 """Minimum free bytes of /dev/shm, which data workers and NCCL use."""
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
 """Types of file systems that other machines cannot access, unless this one exports them."""
-LARGEST = 1 << 20
+_LARGEST = 1 << 20
 """Most bytes of a template, and of what it renders to; Slurm accepts scripts of 4 MiB."""
 CPU_SECONDS = 5
 """Most CPU time that a template may take; the built-in ones take milliseconds."""
@@ -220,7 +220,7 @@ def render_template(environment: Environment, file: Path, values: Mapping[str, A
 
     what = f"cluster.template={file}: cannot be rendered"
     try:
-        source = read_regular(file, LARGEST).decode()
+        source = read_regular(file, _LARGEST).decode()
         with limited(CPU_SECONDS, MEMORY):
             text = environment.from_string(source).render(values)
     except CpuLimitError as error:
@@ -230,6 +230,6 @@ def render_template(environment: Environment, file: Path, values: Mapping[str, A
     except Exception as error:  # a template can raise anything: ZeroDivisionError, SecurityError
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ConfigError(f"{what}{line}: {str(error)[:1000]}") from error
-    if len(text) > LARGEST:
-        raise ConfigError(f"{what}: it renders to more than {LARGEST:,} characters")
+    if len(text) > _LARGEST:
+        raise ConfigError(f"{what}: it renders to more than {_LARGEST:,} characters")
     return text

@@ -50,7 +50,7 @@ FALLBACKS = (
 """torch's kernels, in the order in which they are tried where a preferred one does not support the inputs."""
 NO_KERNEL = ("No available kernel", "No viable backend")
 """Beginnings of torch's errors when none of the enabled kernels supports the inputs."""
-BACKENDS = {"flash_attention": SDPBackend.FLASH_ATTENTION, "cudnn_attention": SDPBackend.CUDNN_ATTENTION}
+_BACKENDS = {"flash_attention": SDPBackend.FLASH_ATTENTION, "cudnn_attention": SDPBackend.CUDNN_ATTENTION}
 """Fused kernels of scaled_dot_product_attention that need no mask, by the name that the banner reports."""
 FA3 = "FlashAttention 3"
 """torch dispatches its flash and varlen operators to this package instead of its own kernels."""
@@ -360,7 +360,7 @@ def observed_call(function: Callable[..., Any], arguments: Any, options: dict[st
 def measure_kernels(call: AttentionCall, default: str) -> dict[str, float | str]:
     """Return TFLOP/s of the kernels that compute a call, or why one cannot, by name; `default` is torch's choice."""
     rates: dict[str, float | str] = {default: _rate(call)}
-    for name, backend in BACKENDS.items():
+    for name, backend in _BACKENDS.items():
         if not call.is_varlen and name != default:
             with sdpa_kernel(backend):
                 rates[name] = _rate(call)
@@ -393,14 +393,14 @@ def choose_kernel(rates: dict[str, float | str], default: str) -> tuple[str, str
 
 def is_usable(name: str) -> bool:
     """Return whether `use_kernel` accepts a kernel here; one that a checkpoint names may need a missing package."""
-    return name in BACKENDS or (name == FA3 and find_spec(FA3_MODULE) is not None)
+    return name in _BACKENDS or (name == FA3 and find_spec(FA3_MODULE) is not None)
 
 
 def use_kernel(name: str) -> None:
     """Compute mask-free attention by a kernel of `measure_kernels` from now on, wherever it supports the inputs."""
     if name == FA3:
         torch.nn.attention.activate_flash_attention_impl("FA3")
-    backend = BACKENDS["flash_attention" if name == FA3 else name]
+    backend = _BACKENDS["flash_attention" if name == FA3 else name]
     AttentionInterface.register(CAUSAL_SDPA, partial(causal_sdpa, prefer=backend))
 
 

@@ -23,7 +23,7 @@ ROTARY = "apply_rotary_pos_emb"
 NORM_TOLERANCE = 1e-6
 """Largest relative difference of two norms in float64; transformers' norms compute in float32."""
 ROTARY_TOLERANCE = SWIGLU_TOLERANCE = 1e-12
-WIDTH = 8
+_WIDTH = 8
 """Features of the random values."""
 CANNOT_COMPUTE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of a model's own code on the random values: it needs other inputs, and computes something else."""
@@ -131,8 +131,8 @@ def _fused_norm(norm: nn.Module, eps: float) -> type | None:
     probe: Any = copy.copy(norm)
     generator = torch.Generator().manual_seed(0)
     with unset_fake_temporarily(), torch.no_grad():
-        weight = torch.rand(WIDTH, generator=generator, dtype=torch.float64) + 0.5
-        hidden = 3 * torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+        weight = torch.rand(_WIDTH, generator=generator, dtype=torch.float64) + 0.5
+        hidden = 3 * torch.randn(4, _WIDTH, generator=generator, dtype=torch.float64)
         probe._parameters = {"weight": nn.Parameter(weight)}
     if not _agree(lambda: kind.forward(probe, hidden), lambda: rms_norm(hidden, weight, eps), NORM_TOLERANCE):
         return None
@@ -170,8 +170,8 @@ def _rotates_halves(own: Callable[..., Any]) -> bool:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     with unset_fake_temporarily():
-        heads = draw(2, 3, 5, WIDTH), draw(2, 1, 5, WIDTH)
-        whole, part = ((*heads, draw(2, 5, width), draw(2, 5, width)) for width in (WIDTH, WIDTH // 2))
+        heads = draw(2, 3, 5, _WIDTH), draw(2, 1, 5, _WIDTH)
+        whole, part = ((*heads, draw(2, 5, width), draw(2, 5, width)) for width in (_WIDTH, _WIDTH // 2))
     if not _agree(lambda: own(*whole), lambda: rotate(*whole), ROTARY_TOLERANCE):
         return False
     # A function that cannot rotate a part of a head is never called so.
@@ -220,11 +220,11 @@ def _is_swiglu(mlp: nn.Module, base: type[nn.Module]) -> bool:
     with unset_fake_temporarily(), torch.no_grad():
         probe._modules = dict(mlp._modules)
         for name in sorted(linear_names):
-            outputs = 2 * WIDTH if name == "gate_up_proj" else WIDTH
-            linear = nn.Linear(WIDTH, outputs, bias=False, dtype=torch.float64, device="cpu")
-            linear.weight.copy_(torch.randn(outputs, WIDTH, generator=generator, dtype=torch.float64))
+            outputs = 2 * _WIDTH if name == "gate_up_proj" else _WIDTH
+            linear = nn.Linear(_WIDTH, outputs, bias=False, dtype=torch.float64, device="cpu")
+            linear.weight.copy_(torch.randn(outputs, _WIDTH, generator=generator, dtype=torch.float64))
             probe._modules[name] = linear
-        hidden = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+        hidden = torch.randn(4, _WIDTH, generator=generator, dtype=torch.float64)
     return _agree(lambda: kind.forward(probe, hidden), lambda: base.forward(probe, hidden), SWIGLU_TOLERANCE)
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(1024)
+_COLUMNS = tl.constexpr(1024)
 """Values of a row that one program computes."""
 TOGETHER = tl.constexpr(16)
 """NF4 blocks that one program unpacks."""
@@ -44,14 +44,14 @@ def _rows(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _grid(rows: torch.Tensor) -> tuple[int, int]:
-    return len(rows), triton.cdiv(rows.shape[1], COLUMNS.value)
+    return len(rows), triton.cdiv(rows.shape[1], _COLUMNS.value)
 
 
 @triton.jit
 def _swiglu(gate, up, product, width, stride):
     wide: tl.constexpr = tl.float64 if product.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # (COLUMNS,)
+    column = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)  # (_COLUMNS,)
     exists = column < width
     g = tl.load(gate + row * stride + column, mask=exists, other=0).to(wide)
     u = tl.load(up + row * stride + column, mask=exists, other=0).to(wide)
@@ -63,7 +63,7 @@ def _swiglu(gate, up, product, width, stride):
 def _swiglu_backward(grad, gate, up, grad_gate, grad_up, width, stride):
     wide: tl.constexpr = tl.float64 if grad_up.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # (COLUMNS,)
+    column = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)  # (_COLUMNS,)
     exists = column < width
     target = row * width + column
     d = tl.load(grad + target, mask=exists, other=0).to(wide)

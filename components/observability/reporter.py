@@ -88,7 +88,7 @@ class TrafficNumbers(Protocol):
 
 
 @dataclass(slots=True)
-class Interval:
+class _Interval:
     """Totals over consecutive steps."""
 
     tokens: int = 0
@@ -103,8 +103,8 @@ class Interval:
         self.seconds += step.seconds
         self.seconds_at_peak += step.seconds_at_peak
 
-    def __add__(self, other: Interval) -> Interval:
-        return Interval(
+    def __add__(self, other: _Interval) -> _Interval:
+        return _Interval(
             self.tokens + other.tokens,
             self.seconds + other.seconds,
             self.seconds_at_peak + other.seconds_at_peak,
@@ -181,8 +181,8 @@ class Reporter:
             if total_steps:
                 self._training = self._progress.add_task("training", total=total_steps)
         self._trains = total_steps > 0
-        self._since_log = Interval()  # steps since the last log line
-        self._intervals: list[Interval] = []  # one per log line
+        self._since_log = _Interval()  # steps since the last log line
+        self._intervals: list[_Interval] = []  # one per log line
         self._data_wait = 0.0  # seconds
         self._batches_requested = 0
         self._second_batch_at = 0.0  # time.perf_counter() at which the second batch was requested
@@ -301,7 +301,7 @@ class Reporter:
             self.print(f"step {metrics.step:>6}  update skipped: gradients are not finite")
         if metrics.step % every:
             return
-        interval, self._since_log = self._since_log, Interval()
+        interval, self._since_log = self._since_log, _Interval()
         self._intervals.append(interval)
         self._write(
             step=metrics.step,
@@ -430,7 +430,7 @@ class Reporter:
             return
         self.accept_start()
         if measured := self._intervals[1:]:  # the first interval includes compilation and warm-up
-            total = sum(measured, Interval())
+            total = sum(measured, _Interval())
             result.tokens_per_second = round(total.speed, 1)
             result.step_seconds = round(total.seconds / max(total.steps, 1), 6)
             result.mfu = None if total.mfu is None else round(total.mfu, 4)

@@ -47,7 +47,7 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 """Environment variables of MLflow, unless the user sets them."""
-FOLDER = "tensorboard"
+_FOLDER = "tensorboard"
 """Folder of the event files in the run directory."""
 _TRACKIO_FOLDER = "trackio"
 """Folder of the local database in the run directory."""
@@ -302,7 +302,7 @@ class TensorBoardTracker:
         import torch.utils.tensorboard  # noqa: F401  (imports the tensorboard package)
 
         self._run = run
-        folder = run.directory / FOLDER
+        folder = run.directory / _FOLDER
         return f"{folder}; open it with: tensorboard --logdir {shlex.quote(str(folder))}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -323,7 +323,7 @@ class TensorBoardTracker:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = writer = SummaryWriter(str(own_folder(self._run.directory / FOLDER)), purge_step=step)
+        self._writer = writer = SummaryWriter(str(own_folder(self._run.directory / _FOLDER)), purge_step=step)
         writer.add_text("config", f"```yaml\n{self._run.config_text}```", step)
         return writer
 

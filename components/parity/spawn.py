@@ -30,7 +30,7 @@ from components.protocol.signals import reserve_loopback_port
 
 MESHES_PER_START = 40
 """Meshes that run in the same processes, limited because each leaves its process groups and their sockets open."""
-GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 3.0
 """Time after a rank's failure in which other ranks may report theirs, one of which may be the root cause."""
 
 
@@ -113,7 +113,7 @@ def _next_message(pipes: list[Any]) -> tuple[str, Any]:
             if isinstance(outcome, MeshResult | None):
                 return name, outcome
             failures.append(outcome)
-            deadline = deadline or time.monotonic() + GRACE_SECONDS
+            deadline = deadline or time.monotonic() + _GRACE_SECONDS
     root_causes = [each for each in failures if not any(sign in str(each) for sign in (*LOST_PEER, "a process died"))]
     return "", (root_causes or failures)[0]
 

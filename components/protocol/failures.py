@@ -47,7 +47,7 @@ _ALLOCATOR_MESSAGES = (
     "out of memory",  # CUDA outside torch's allocator, NCCL
     "std::bad_alloc",
 )
-LAST_LINES = 15
+_LAST_LINES = 15
 LEFT_EARLY = " before the end of the run"
 
 
@@ -339,7 +339,7 @@ def print_failure(failure: Failure, logs: Path, *, is_shown: bool = False) -> No
 def _tail(log: Path) -> str:
     if not log.is_file():
         return ""
-    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join([f"last lines of {log.name}:", *lines]) if lines else ""
 
 

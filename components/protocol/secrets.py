@@ -119,7 +119,7 @@ _OF_A_TOKEN = {"ID", "IDS", "INDEX", "TYPE", "TYPES", "COUNT", "LIMIT", "BUDGET"
 _COMMITS = {"REVISION", "COMMIT", "SHA"}
 _MASK = "***"
 
-REMEDY = "remove it, and export it in the shell before you start the run, which inherits the environment"
+_REMEDY = "remove it, and export it in the shell before you start the run, which inherits the environment"
 
 
 def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
@@ -151,7 +151,7 @@ def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping
         what = _secret(names, text, secret_variables) or _secret((), argument, secret_variables)
         if what is not None and not any(re.match(rf"{re.escape(key)}([.\[]|$)", other) for other in found):
             found[key if _is_printable_key(key, names, secret_variables) else "the command line"] = what
-    return [f"{key}: {what}, which would be written to the run directory; {REMEDY}" for key, what in found.items()]
+    return [f"{key}: {what}, which would be written to the run directory; {_REMEDY}" for key, what in found.items()]
 
 
 def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) -> str | None:
@@ -172,7 +172,7 @@ def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) 
         return None
     return (
         f"{key}: holds the value of the environment variable {name}, which would be written to the run directory; if "
-        f"it is not a secret, set run.allow_env=[{name}]; else {REMEDY}"
+        f"it is not a secret, set run.allow_env=[{name}]; else {_REMEDY}"
     )
 
 

@@ -305,7 +305,7 @@ def upload_folder(store: ObjectStore, folder: Path, url: str, last: str) -> None
         store.upload(file, f"{url.rstrip('/')}/{file.relative_to(folder).as_posix()}")
 
 
-class Backend(NamedTuple):
+class _Backend(NamedTuple):
     """Package that implements a scheme for fsspec."""
 
     package: str
@@ -314,10 +314,10 @@ class Backend(NamedTuple):
 
 
 BACKENDS = {
-    "s3": Backend("s3fs", "pip install 'meshbook[s3]'"),
-    "gs": Backend("gcsfs", "pip install 'meshbook[gcs]'"),
-    "az": Backend("adlfs", "pip install 'meshbook[azure]'"),
-    "hf": Backend("huggingface_hub", "pip install huggingface_hub"),
+    "s3": _Backend("s3fs", "pip install 'meshbook[s3]'"),
+    "gs": _Backend("gcsfs", "pip install 'meshbook[gcs]'"),
+    "az": _Backend("adlfs", "pip install 'meshbook[azure]'"),
+    "hf": _Backend("huggingface_hub", "pip install huggingface_hub"),
 }
 """Supported schemes."""
 

@@ -43,7 +43,7 @@ Progress = dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HangVerdict:
     """Why a run ends as hung."""
 
     message: str
@@ -110,11 +110,11 @@ class Heartbeat:
             texts = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
         return {rank: Post(**json.loads(text)) for rank, text in texts.items()}
 
-    def publish_verdict(self, verdict: Verdict) -> Verdict:
+    def publish_verdict(self, verdict: HangVerdict) -> HangVerdict:
         """Publish why the run ends unless another rank already has; return the published verdict."""
         return _from_text(self._sync.set_once("verdict", json.dumps(asdict(verdict))))
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> HangVerdict | None:
         """Return the published reason why the run ends, None if there is none."""
         return _from_text(self._sync.read("verdict")) if self._sync.has("verdict") else None
 
@@ -193,26 +193,26 @@ def late_ranks(posts: dict[int, Post]) -> list[int]:
     return sorted(late - waiting or late)
 
 
-def blame(silent: list[int], posts: dict[int, Post]) -> Verdict:
+def blame(silent: list[int], posts: dict[int, Post]) -> HangVerdict:
     """Return the ranks that a hung run waits for: silent ones, else late ones, else the location of every rank.
 
     Ranks are late on their devices, if NCCL's flight recorder shows it, or by the collectives that hosts have started.
     """
     if silent:
         form = "{who} is missing (last seen {post.phase})"
-        return Verdict(_describe_ranks(silent, posts, form), _hosts(silent, posts))
+        return HangVerdict(_describe_ranks(silent, posts, form), _hosts(silent, posts))
     pending = pending_collectives({rank: post.devices for rank, post in posts.items()})
     late = {rank: _lateness(rank, each) for rank, each in late_devices(pending).items()}
     if not late:
         late = dict.fromkeys(late_ranks(posts), NOT_JOINED)
     if late:
         form = "{who} {detail}: it is {post.phase}, at {post.location}"
-        return Verdict(_describe_ranks(late, posts, form, late), _hosts(late, posts))
+        return HangVerdict(_describe_ranks(late, posts, form, late), _hosts(late, posts))
     positions = _describe_ranks(sorted(posts), posts, "{who} is {post.phase}, at {post.location}")
     stuck = [_describe_stuck(each) for each in pending]
     if stuck:
-        return Verdict(f"no rank is behind the others, but {'; '.join(stuck[:MAX_NAMED_RANKS])}: {positions}")
-    return Verdict(f"every rank posts heartbeats and none is behind the others: {positions}")
+        return HangVerdict(f"no rank is behind the others, but {'; '.join(stuck[:MAX_NAMED_RANKS])}: {positions}")
+    return HangVerdict(f"every rank posts heartbeats and none is behind the others: {positions}")
 
 
 def _lateness(rank: int, pending: Pending) -> str:
@@ -234,19 +234,19 @@ def _describe_stuck(pending: Pending) -> str:
     )
 
 
-def silent_store() -> Verdict:
+def silent_store() -> HangVerdict:
     """Return the process that is missing when the store does not respond: the one that serves it."""
     host = os.environ.get("MASTER_ADDR", "")
     on_host = f" on host {host}" if host else ""
     reason = "is missing (the rendezvous store, which it serves, does not respond)"
     if agent_serves_store():
-        return Verdict(f"torchrun's agent{on_host} {reason}")
-    return Verdict(f"rank 0{on_host} {reason}", (host,) if host else ())
+        return HangVerdict(f"torchrun's agent{on_host} {reason}")
+    return HangVerdict(f"rank 0{on_host} {reason}", (host,) if host else ())
 
 
-def _from_text(text: str) -> Verdict:
+def _from_text(text: str) -> HangVerdict:
     values = json.loads(text)
-    return Verdict(values["message"], tuple(values["hosts"]))
+    return HangVerdict(values["message"], tuple(values["hosts"]))
 
 
 def _hosts(ranks: Iterable[int], posts: dict[int, Post]) -> tuple[str, ...]:

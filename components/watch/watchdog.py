@@ -39,7 +39,7 @@ from components.kernel_counters import bytes_moved
 from components.protocol.errors import EXIT_HUNG
 from components.protocol.failures import HungRun, package_of, thread_frames
 from components.protocol.run_files import atomic_write
-from components.watch.heartbeat import BeatTracker, Heartbeat, Verdict, blame, silent_store
+from components.watch.heartbeat import BeatTracker, HangVerdict, Heartbeat, blame, silent_store
 
 SLOW_STEPS = 2
 """Steps that get twice the timeout. Not 1, because the host may be a step ahead of the device and of other ranks."""
@@ -180,7 +180,7 @@ class Watchdog:
                     self.mark()
             unanswered = 0.0 if single else time.monotonic() - self._last_answer
             if self._in_loop and self._seconds_idle() > self._limit and (single or unanswered > self._silent_after):
-                verdict = Verdict(f"it is at {self._location()}") if single else silent_store()
+                verdict = HangVerdict(f"it is at {self._location()}") if single else silent_store()
                 self._end_run(verdict, self._seconds_idle())
             elif not self._in_loop and unanswered > self._timeout:
                 self._end_run(silent_store(), unanswered)
@@ -242,7 +242,7 @@ class Watchdog:
         if not self._in_step and (through_disk or through_calls > PROGRESS_BYTES):
             self.mark()
 
-    def _end_run(self, verdict: Verdict, seconds: float, heartbeat: Heartbeat | None = None) -> None:
+    def _end_run(self, verdict: HangVerdict, seconds: float, heartbeat: Heartbeat | None = None) -> None:
         """End this process after `seconds` without progress, with the verdict of the first rank that found the hang."""
         if not self._firing.acquire(blocking=False):
             return
@@ -253,7 +253,7 @@ class Watchdog:
                 "the stacks and last collectives are in the logs of the ranks; "
                 f"{self._section}.step_timeout_seconds={self._timeout:g} is the limit (0: none)"
             )
-            verdict = Verdict(message, verdict.hosts)
+            verdict = HangVerdict(message, verdict.hosts)
         with contextlib.suppress(dist.DistError, PeerFailure):
             verdict = heartbeat.publish_verdict(verdict) if heartbeat else verdict
         with contextlib.suppress(OSError):

@@ -114,7 +114,7 @@ def test_export_of_any_mesh_equals_the_export_of_the_run(
 
     gathered = run_ranks(world, body)[0]
     monkeypatch.setattr(
-        "components.models.weights.weight_files.BLOCK_BYTES", 2000
+        "components.models.weights.weight_files._BLOCK_BYTES", 2000
     )  # blocks that begin and end within shards
     for cfg, expected in zip(configs, gathered, strict=True):
         run_dir = Path(cfg.run.dir)

@@ -225,7 +225,7 @@ def test_exports_of_a_mesh_equal_those_of_its_checkpoint(
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
     torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
 
-    monkeypatch.setattr("components.models.weights.weight_files.BLOCK_BYTES", 1500)
+    monkeypatch.setattr("components.models.weights.weight_files._BLOCK_BYTES", 1500)
     assert export([str(run_dir)]) == export([str(run_dir), "--adapter"]) == 0
     for kind, file in (("export", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
         mine, stored = load_file(run_dir / kind / file), load_file(run_dir / f"{kind}-step_1" / file)

@@ -73,7 +73,7 @@ def bytes_below(folder: Path) -> int:
 
 def test_batches_are_those_of_a_store_on_disk(faulty_s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 3 % of the requests spoiled, a cache that holds half of the store, and a resume in between."""
-    monkeypatch.setattr(remote_shards, "PART_BYTES", 1024)
+    monkeypatch.setattr(remote_shards, "_PART_BYTES", 1024)
     folder = store(tmp_path)
     upload(faulty_s3, folder)
     faulty_s3.faults(share=0.03)
@@ -101,7 +101,7 @@ def test_batches_are_those_of_a_store_on_disk(faulty_s3: S3, tmp_path: Path, mon
 
 
 def test_rows_are_fetched_before_they_are_used(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_shards, "PART_BYTES", 4096)
+    monkeypatch.setattr(remote_shards, "_PART_BYTES", 4096)
     monkeypatch.setattr(stored_file, "HASHED_BYTES", 4096)
     folder = store(tmp_path)
     upload(s3, folder)

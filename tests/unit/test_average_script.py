@@ -93,7 +93,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_average_of_a_run(
     options: list[Any], shares: dict[int, float], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("components.models.weights.weight_files.BLOCK_BYTES", 2000)  # several blocks per tensor
+    monkeypatch.setattr("components.models.weights.weight_files._BLOCK_BYTES", 2000)  # several blocks per tensor
     assert run(plain, *options, "--out", tmp_path / "out") == 0
     dtype = torch.bfloat16 if "--dtype" in options else torch.float32
     assert_average(tmp_path / "out", [(plain / f"export_{step}", share) for step, share in shares.items()], dtype)

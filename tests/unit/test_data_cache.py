@@ -153,7 +153,7 @@ def test_whatever_changes_the_tokens_changes_the_key(tmp_path: Path, counts: lis
                    {"prompt_column": "response", "response_column": "prompt"}):  # fmt: skip
         tokenized(replace(cfg, **values))
     fewer = [tuple(name for name in cache.CODE if name != left_out) for left_out in cache.CODE]
-    versions = [("version", lambda package: "0.0"), ("FORMAT", cache.FORMAT + 1)]
+    versions = [("version", lambda package: "0.0"), ("_FORMAT", cache._FORMAT + 1)]
     for name, value in (*versions, *(("CODE", each) for each in fewer)):
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, value)

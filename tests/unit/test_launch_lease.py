@@ -24,7 +24,7 @@ FORK = multiprocessing.get_context("fork")
 def short_intervals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lease, "BEAT", BEAT)
     monkeypatch.setattr(lease, "SILENCE", SILENCE)
-    monkeypatch.setattr(lease, "POLL", BEAT / 2)
+    monkeypatch.setattr(lease, "_POLL", BEAT / 2)
     monkeypatch.setenv("PATH", str(tmp_path))  # no squeue
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME", "SLURMD_NODENAME"):
         monkeypatch.delenv(name, raising=False)

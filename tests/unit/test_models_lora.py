@@ -131,7 +131,7 @@ def test_peft_and_transformers_load_the_exported_adapter_and_merged_model(
     family: str, peft: PeftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The adapter on its base weights and the merged model both give the logits of the adapted model."""
-    monkeypatch.setattr("components.models.weights.weight_files.BLOCK_BYTES", 1500)  # merge a few rows at a time
+    monkeypatch.setattr("components.models.weights.weight_files._BLOCK_BYTES", 1500)  # merge a few rows at a time
     folder = tiny_folder(tmp_path / "base", family)
     cfg = ModelConfig(path=str(folder), tokenizer="bytes", config={})
     model = models.build_on_meta(cfg)

@@ -329,7 +329,7 @@ def test_what_is_planted_at_a_name_of_a_run_is_not_followed(
     monkeypatch.setattr("components.launch.slurm.jobs.find_submission", lambda tag, script: None)
     monkeypatch.setattr("components.launch.slurm.snapshot._project_files", lambda: [Path("recipes/finetune.py")])
     monkeypatch.setattr("components.launch.run_directory.lease.SILENCE", 0.01)
-    monkeypatch.setattr("components.launch.run_directory.lease.POLL", 0.01)
+    monkeypatch.setattr("components.launch.run_directory.lease._POLL", 0.01)
     monkeypatch.setenv("MESHBOOK_ATTEMPT", "1")
     monkeypatch.chdir(tmp_path)
     base, outside = tmp_path / "base", tmp_path / "outside"

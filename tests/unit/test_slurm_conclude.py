@@ -452,4 +452,4 @@ def test_stop_signal_does_not_end_the_node_check(run_dir: Path) -> None:
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stdout) == (0, "0\nalive\n")
-    assert 128 + signal.SIGUSR2 == conclude_module.STOPPED_EARLY
+    assert 128 + signal.SIGUSR2 == conclude_module._STOPPED_EARLY

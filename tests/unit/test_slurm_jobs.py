@@ -105,7 +105,7 @@ def test_job_is_unknown_if_the_controller_only_responds_to_ping(
     scontrol = f'case "$*" in ping) echo "Slurmctld(primary) at n0 is UP";; *) {show};; esac'
     _write_commands(tmp_path, squeue="exec sleep 60", scontrol=scontrol, sacct="exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("components.launch.slurm.jobs.TIMEOUT", 0.3)
+    monkeypatch.setattr("components.launch.slurm.jobs._TIMEOUT", 0.3)
     assert job_states(["12"]) == {"12": UNKNOWN}
     assert not describe_job("12", UNKNOWN).over
 
@@ -127,7 +127,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("components.launch.slurm.submit.PAUSE", 0.0)
-    monkeypatch.setattr("components.launch.slurm.jobs.TIMEOUT", 2.0)
+    monkeypatch.setattr("components.launch.slurm.jobs._TIMEOUT", 2.0)
     (tmp_path / "job_id").write_text("7\n")
     return tmp_path / "job.sbatch"
 

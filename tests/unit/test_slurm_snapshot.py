@@ -128,7 +128,7 @@ def test_project_that_an_outer_repository_ignores_is_copied(project: Path, tmp_p
 def test_oversized_code_is_rejected_before_copying(project: Path, tmp_path: Path) -> None:
     write(project, "huge.py")
     with (project / "huge.py").open("r+b") as file:
-        file.truncate(snapshot.LARGEST + 1)  # sparse file, uses no disk space
+        file.truncate(snapshot._LARGEST + 1)  # sparse file, uses no disk space
     with pytest.raises(ConfigError, match=f"the code at {project} .* is 64 MiB, more than 64; add files that are not"):
         copy_code(project / "recipes" / "mine.py", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

@@ -70,7 +70,7 @@ NO_TASKS = (
 )
 TOP_K = "teacher.top_k"
 NOT_STORING = "belongs to scripts/teacher.py, which stores the most likely tokens; remove it here, and set it there"
-PACKAGES = {"network": "cluster"}
+_PACKAGES = {"network": "cluster"}
 """Group -> section whose keys its options set, if the names differ; other groups without a section use _global_."""
 SET_BY_KEY = {"gpu": "cluster.gpu"}
 """Folder of options that are no group of a recipe -> key whose value names one of them."""
@@ -312,7 +312,7 @@ def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]]
 def _missing_package_header(file: str, key: str, keys: Sequence[str]) -> str | None:
     """Return the message for a file without the @package header, if that explains an unknown key; else None."""
     group = file.rpartition("/")[0]
-    header = f"`# @package {PACKAGES.get(group, '_global_')}`"
+    header = f"`# @package {_PACKAGES.get(group, '_global_')}`"
     if group and key == group and group not in keys:
         return f"its keys are read as {group}.KEY, but no section {group} exists; make {header} its first line"
     if group and group not in keys and key.strip("_") == "global":

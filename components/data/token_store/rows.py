@@ -42,7 +42,7 @@ _HELD_OUT_TOGETHER = 16  # rows: consecutive ones share documents with the train
 _PROMPTS = 8
 _PROMPT_CHARACTERS = 80
 logger = logging.getLogger(__name__)
-PART_BYTES = 4 * 1024**2
+_PART_BYTES = 4 * 1024**2
 """Bytes that are read at once: about two blocks of 256 rows of 4,096 ids of 2 bytes."""
 _ATTEMPTS = 12  # about two minutes without the store
 _THREADS = 4
@@ -347,8 +347,8 @@ class RemoteFile(OpenFile):
         """Fill `buffer` from `offset`. Raises OSError if the object is shorter or cannot be read."""
         source, filled = self._source, 0
         while filled < len(buffer):
-            start = (offset + filled) // PART_BYTES * PART_BYTES
-            stop = min(start + PART_BYTES, source.bytes)
+            start = (offset + filled) // _PART_BYTES * _PART_BYTES
+            stop = min(start + _PART_BYTES, source.bytes)
             first = offset + filled - start
             last = min(stop - start, first + len(buffer) - filled)
             if last <= first:

@@ -26,7 +26,7 @@ _ENDS_AT_ONCE = 64
 _REMEDY = "restore the file, or write the manifest again"
 
 
-class Ends(Protocol):
+class _Ends(Protocol):
     """Exclusive ends of a shard's documents in tokens, ascending; read in contiguous slices."""
 
     def __len__(self) -> int: ...
@@ -146,7 +146,7 @@ def open_file(path: Path) -> OpenFile:
 
 def open_ends(
     format: ShardFormat, path: Path, file: OpenFile, tokens: int, open: Callable[[Path], OpenFile] = open_file
-) -> Ends | None:
+) -> _Ends | None:
     """Open the document ends that are stored for the shard at `path`; None for raw shards.
 
     Args:
@@ -241,7 +241,7 @@ class Shard:
         return (start + 1 + np.flatnonzero(ids == self._document_end)).tolist()
 
 
-def ends_within(ends: Ends, start: int, stop: int) -> list[int]:
+def ends_within(ends: _Ends, start: int, stop: int) -> list[int]:
     """Return the distinct ends e with start < e <= stop, found by bisection."""
     low, high = 0, len(ends)
     while low < high:  # the first end above `start`

@@ -132,17 +132,17 @@ def _failure_record(members: Members) -> StoreSync:
     return StoreSync(dist.PrefixStore("first_rank/failed", members.store), members.rank, members.size)
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def do_n_at_a_time(
-    f: Callable[[], T],
+    f: Callable[[], _T],
     *,
     n: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     world_size: int | None = None,
     local_rank: int | None = None,
-) -> T:
+) -> _T:
     """Call `f` once on every rank, on at most `n` ranks at a time, and return this rank's result.
 
     Every rank returns after all have called `f`. If `f` raises on one rank, that rank raises the exception, all others

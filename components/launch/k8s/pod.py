@@ -52,7 +52,7 @@ from components.terminal import keep_running, open_output, print_text
 
 INDEX, UID, NODE = "JOB_COMPLETION_INDEX", "MESHBOOK_POD_UID", "MESHBOOK_NODE"
 """Variables that Kubernetes and the manifest set in each pod."""
-LOOK_EVERY = 2.0
+_LOOK_EVERY = 2.0
 """Seconds between checks whether the attempt's other pods have been replaced."""
 OUTCOME_WITHIN = 300.0
 """Seconds that a pod waits for the outcome after its ranks have ended: rank 0 may still export the model."""
@@ -135,7 +135,7 @@ class _PodAttempt:
         """Show rank 0's log, and end the ranks if another pod of the attempt was replaced."""
         if time.monotonic() < self._next_look:
             return
-        self._next_look = time.monotonic() + LOOK_EVERY
+        self._next_look = time.monotonic() + _LOOK_EVERY
         self._show_log()
         self._look_for_lost_pods()
         if self.lost:

@@ -43,12 +43,12 @@ PODS, MEMBERS, OUTCOME = "pods", "pods.json", "outcome"
 """Folder of the pods' uids in RUN/logs; files in an attempt's logs: its pods, and how it ended."""
 DONE, RESTART = "done", "restart"
 """Outcomes of an attempt."""
-POLL = 0.5
+_POLL = 0.5
 """Polling interval for files of other pods, in seconds."""
 REPORT_EVERY = 60.0
 """Seconds between messages of a pod that waits."""
 
-REMEDIES = Remedies(
+_REMEDIES = Remedies(
     longer_save="cluster.signal_lead_seconds, the grace period of the pods",
     longer_attempt="set cluster.k8s.priority_class to a class that is preempted less",
 )
@@ -130,7 +130,7 @@ def join_attempt(pod: Pod, cluster: ClusterConfig, stopped: Callable[[], bool]) 
         if time.monotonic() - reported > REPORT_EVERY:
             reported = time.monotonic()
             print_text(f"waiting for {who}, {waited:.0f} s", flush=True)
-        time.sleep(POLL)
+        time.sleep(_POLL)
     return None
 
 
@@ -144,7 +144,7 @@ def reason_not_to_restart(run_dir: Path, attempt: int, cluster: ClusterConfig, *
         return f"the limit of {policy.hang} restarts after a hang is reached ({section}.hang)"
     if len(attempts) > policy.max:
         return f"the limit of {policy.max} restarts is reached ({section}.max)"
-    return lack_of_progress(run_dir, attempts, REMEDIES)
+    return lack_of_progress(run_dir, attempts, _REMEDIES)
 
 
 def _missing(pod: Pod) -> list[int]:

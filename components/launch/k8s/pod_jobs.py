@@ -23,7 +23,7 @@ _GONE, _UNKNOWN = "gone", "unknown"
 _API = {Workload.job: ("batch/v1", "Job"), Workload.jobset: ("jobset.x-k8s.io/v1alpha2", "JobSet")}
 AT_ONCE = 8
 """Number of kubectl commands that run at once."""
-TIMEOUT = 60.0
+_TIMEOUT = 60.0
 """Timeout of a command in seconds; kubectl itself gives up on a request after REQUEST_TIMEOUT."""
 REQUEST_TIMEOUT = "20s"
 COLLECTIONS = {
@@ -230,7 +230,7 @@ def run_kubectl(context: str | None, arguments: Sequence[str], stdin: str = "") 
     command = ["kubectl", *([f"--context={context}"] if context else []), f"--request-timeout={REQUEST_TIMEOUT}"]
     try:
         done = subprocess.run(
-            [*command, *arguments], input=stdin, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            [*command, *arguments], input=stdin, capture_output=True, text=True, timeout=_TIMEOUT, check=False
         )
     except (FileNotFoundError, PermissionError) as error:  # the latter if a folder in PATH is not searchable
         raise ConfigError(
@@ -238,7 +238,7 @@ def run_kubectl(context: str | None, arguments: Sequence[str], stdin: str = "") 
             "cluster=local, or only print the manifest: cluster.dry_run=render"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise Unreachable(f"cluster.kind=k8s: kubectl did not respond within {TIMEOUT:g} s") from error
+        raise Unreachable(f"cluster.kind=k8s: kubectl did not respond within {_TIMEOUT:g} s") from error
     answer = Answer(done.returncode, done.stdout.strip(), done.stderr.strip())
     if answer.status and "context" in answer.errors and "does not exist" in answer.errors:
         raise ConfigError(

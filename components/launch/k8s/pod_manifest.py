@@ -22,9 +22,9 @@ from components.protocol.role import JOB
 from components.protocol.safe_yaml import check_expansion
 
 TEMPLATES = PROJECT / "k8s"
-ROOT = COMPONENTS.parent
+_ROOT = COMPONENTS.parent
 """Folder of `components`, which is prepended to PYTHONPATH if a volume contains it."""
-LONGEST_NAME = 40
+_LONGEST_NAME = 40
 """Maximum characters of a job's name; host names of pods, which append to it, have at most 63."""
 RUN_LABEL = "meshbook-run"
 """Label of the pods of a job, with its name."""
@@ -48,7 +48,7 @@ def new_job_name(cluster: ClusterConfig, name: str) -> JobName:
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
     slug = slug if slug[0].isalpha() else f"run-{slug}"  # names of Services begin with a letter
     ending = secrets.token_hex(4)
-    short = slug[: LONGEST_NAME - len(ending) - 1].rstrip("-")
+    short = slug[: _LONGEST_NAME - len(ending) - 1].rstrip("-")
     return JobName(cluster.k8s.namespace, cluster.k8s.workload, f"{short}-{ending}", cluster.k8s.context)
 
 
@@ -59,7 +59,7 @@ def mounted_at(cluster: ClusterConfig, path: Path) -> str | None:
 
 def code_in_pods(cluster: ClusterConfig) -> str | None:
     """Return the folder of Meshbook's code on a volume, which pods prepend to PYTHONPATH; None: that of the image."""
-    return cluster.k8s.code or (str(ROOT) if mounted_at(cluster, ROOT) else None)
+    return cluster.k8s.code or (str(_ROOT) if mounted_at(cluster, _ROOT) else None)
 
 
 def recipe_in_pods(file: Path) -> str:

@@ -63,7 +63,7 @@ from components.terminal import print_text
 
 START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_MANIFEST, JOB_ID, SUBMISSION, LEASE}
 """Entries that a start creates before main runs."""
-PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
+_PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
 
 
 @dataclass
@@ -285,7 +285,7 @@ def start_record(recipe: str, recipe_file: Path, processes: int, attempt: int) -
         "gpus": _gpu_names(),
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES},
         "git": _git_state(recipe_file.parent),
     }
 

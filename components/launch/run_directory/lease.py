@@ -33,7 +33,7 @@ BEAT = 5.0
 """Heartbeat interval of a holder, in seconds."""
 SILENCE = 60.0
 """Seconds without a heartbeat after which a holder counts as gone; longer than plausible pauses of a live process."""
-POLL = 0.5
+_POLL = 0.5
 """Polling interval for another holder's lease, in seconds."""
 _LARGEST = 1 << 16
 """Maximum size of a lease file in bytes."""
@@ -213,7 +213,7 @@ def _await_end(file: Path, me: Holder) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-        time.sleep(POLL)
+        time.sleep(_POLL)
 
 
 def _newest(folder: Path) -> int | None:

@@ -37,7 +37,7 @@ FAILURES = 2
 """Number of attempts in which a node may fail before it is no longer used."""
 CRASHED = ("failed", "oom")
 """Statuses of attempts after which the ranks of a job may be started again."""
-REMEDIES = Remedies(
+_REMEDIES = Remedies(
     longer_save="cluster.signal_lead_seconds, GraceTime of the partition",
     longer_attempt="raise cluster.time, choose a partition that is preempted less",
 )
@@ -51,7 +51,7 @@ def start_attempt(run_dir: Path, attempt: int, counts: Sequence[int]) -> int:
         attempt: Number of the attempt, in whose logs the batch script has listed the nodes of the job.
         counts: Numbers of nodes that the run can use, in order.
     """
-    reason = lack_of_progress(run_dir, attempts_of_job(run_dir, attempt)[:-1], REMEDIES)
+    reason = lack_of_progress(run_dir, attempts_of_job(run_dir, attempt)[:-1], _REMEDIES)
     if reason is not None:
         print_text(f"not restarted: {reason}", flush=True)
         record_result(run_dir, {"status": "failed", "error": reason})
@@ -132,7 +132,7 @@ def reason_to_stop(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[s
     limit = requeue_policy(run_dir).max
     if (whole_number(environ.get("SLURM_RESTART_COUNT", "")) or 0) >= limit:
         return f"the limit of {limit} requeues is reached (cluster.requeue.max)"
-    return lack_of_progress(run_dir, attempts, REMEDIES)
+    return lack_of_progress(run_dir, attempts, _REMEDIES)
 
 
 def reason_not_after_hang(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
@@ -156,7 +156,7 @@ def reason_not_after_crash(run_dir: Path, attempts: list[JobAttempt]) -> str | N
         return f"the limit of {limit} starts after a crash is reached (cluster.requeue.crash)"
     if not attempts or not attempts[-1].stepped:
         return "the rank crashed before the first step, so it would likely crash again"
-    return lack_of_progress(run_dir, attempts, REMEDIES)
+    return lack_of_progress(run_dir, attempts, _REMEDIES)
 
 
 def reason_not_after_corruption(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:

@@ -50,7 +50,7 @@ from components.protocol.run_files import (
 )
 from components.terminal import keep_running, open_output, print_text
 
-STOPPED_EARLY = 128 + signal.SIGUSR2
+_STOPPED_EARLY = 128 + signal.SIGUSR2
 """srun's exit status if a rank was killed by SIGUSR2, the stop request, before it had installed its handler."""
 _KILLED_BELOW_AGENT = re.compile(r"exitcode\s*: -\d+")
 """torchrun's message about a rank that was ended by a signal."""
@@ -111,8 +111,8 @@ def _stopped(run_dir: Path, logs: Path, status: int) -> int:
         print_text(result["status"], flush=True)
         # A run that stopped on request has not failed, although torchrun's agents exit with status 1; neither has one
         # that received the request while its processes were exiting.
-        return 0 if result["status"] in ("preempted", "interrupted") or status == STOPPED_EARLY else status
-    if status == STOPPED_EARLY or _agents_were_stopped(logs):
+        return 0 if result["status"] in ("preempted", "interrupted") or status == _STOPPED_EARLY else status
+    if status == _STOPPED_EARLY or _agents_were_stopped(logs):
         record_result(run_dir, {"status": "preempted", "error": "stopped before training started"})
         create_marker(run_dir / REQUEUE)
         return 0
@@ -134,7 +134,7 @@ def _crashed(failure: Failure | None, logs: Path, status: int) -> bool:
     if failure is not None and failure.report is not None:
         return failure.report.may_be_transient
     by_agents = any(_KILLED_BELOW_AGENT.search(read_text(log)) for log in logs.glob("node_*.log"))
-    return by_agents or (status > 128 and status != STOPPED_EARLY)
+    return by_agents or (status > 128 and status != _STOPPED_EARLY)
 
 
 def _restart(run_dir: Path, attempt: int, failure: Failure | None, time_left: str) -> None:

@@ -40,7 +40,7 @@ UNKNOWN = "unknown"
 """Slurm does not respond."""
 TAG = "meshbook:"
 """Prefix of the unique comment of a submission."""
-TIMEOUT = 75.0
+_TIMEOUT = 75.0
 """Timeout of a command in seconds."""
 WITHOUT_CLUSTER = "set cluster=local, or only print the script here: cluster.dry_run=render"
 """Advice on a machine from which Slurm cannot be reached."""
@@ -176,7 +176,7 @@ def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
             input=script,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT,
+            timeout=_TIMEOUT,
             env=clean_environment(os.environ),
             restore_signals=False,  # a busy controller closes connections: SIGPIPE must not kill
             check=False,
@@ -188,6 +188,6 @@ def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise NoResponse(
-            f"cluster.kind=slurm: {command[0]} did not respond within {TIMEOUT:g} s; check the controller with sinfo"
+            f"cluster.kind=slurm: {command[0]} did not respond within {_TIMEOUT:g} s; check the controller with sinfo"
         ) from error
     return CommandResult(done.returncode, done.stdout.strip(), done.stderr.strip())

@@ -11,7 +11,7 @@ from components.project import COMPONENTS, PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import keep_only_folder
 
-LARGEST = 64 * 2**20
+_LARGEST = 64 * 2**20
 """Maximum size of a snapshot in bytes; more is probably not only code."""
 
 ROOT = COMPONENTS.parent
@@ -34,7 +34,7 @@ def copy_code(recipe_file: Path, target: Path) -> int:
     project or an outside recipe, copy code and text files: the whole project, but only the top level and the packages
     of the recipe's folder.
 
-    Raises ConfigError if that is more than `LARGEST` bytes.
+    Raises ConfigError if that is more than `_LARGEST` bytes.
     """
     copy, folder = copied_recipe_path(recipe_file, target), recipe_file.parent
     pairs = [(ROOT / name, target / name) for name in _project_files()]
@@ -43,10 +43,10 @@ def copy_code(recipe_file: Path, target: Path) -> int:
         pairs += [(folder / name, copy.parent / name) for name in names]
     pairs = list(dict.fromkeys([*pairs, (recipe_file, copy)]))
     size = sum(source.stat().st_size for source, _ in pairs)
-    if size > LARGEST:
+    if size > _LARGEST:
         raise ConfigError(
             f"cluster.snapshot=true: the code at {PROJECT} and {folder} is {size / 2**20:.0f} MiB, more "
-            f"than {LARGEST // 2**20}; add files that are not code to .gitignore, or set cluster.snapshot=false"
+            f"than {_LARGEST // 2**20}; add files that are not code to .gitignore, or set cluster.snapshot=false"
         )
     # A file that no longer exists must not stay: Python prefers an old package to a new module of its name.
     fresh = target.with_name(f"{target.name}.new")

@@ -18,7 +18,7 @@ from components.protocol.run_files import PRIVATE, atomic_write_json, own_folder
 from components.protocol.safe_json import load_json
 
 PLAN, POINTS, SWEEP_LOCK = "sweep.json", "points", ".lock"
-LONGEST_NAME = 48
+_LONGEST_NAME = 48
 """Maximum length of a point's name, to keep paths short."""
 _LOCK_TRIES, _LOCK_PAUSE = 20, 0.05
 """Retries and their interval in seconds: `is_running` in another process holds the lock for a moment."""
@@ -165,7 +165,7 @@ def read_record(sweep: Sweep, point: Point) -> PointRecord | None:
 def point_name(number: int, values: dict[str, str]) -> str:
     """Return the name of a point: its number and values, with characters unsuitable for file names replaced."""
     parts = [re.sub(r"[^\w.+-]+", "-", value.strip("'\""), flags=re.ASCII).strip("-.") for value in values.values()]
-    return "_".join([str(number), *filter(None, parts)])[:LONGEST_NAME].rstrip("-._")
+    return "_".join([str(number), *filter(None, parts)])[:_LONGEST_NAME].rstrip("-._")
 
 
 def new_directory(recipe: str, given: str | None) -> tuple[Path, str]:

@@ -38,15 +38,15 @@ from components.protocol.run_files import PRIVATE, keep_only_folder, open_append
 from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
 from components.terminal import fit, print_text, terminal_width
 
-POLL = 0.05
+_POLL = 0.05
 """Polling interval for the running points, in seconds."""
-LOOK_EVERY = 1.0
+_LOOK_EVERY = 1.0
 """Interval in seconds at which the metrics of running points are read, with sweep.early_stop."""
 POLL_JOBS = 5.0
 """Polling interval for submitted jobs, in seconds."""
 MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
-LAST_LINES = 15
+_LAST_LINES = 15
 """Lines of a point's output kept in its record."""
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 
@@ -171,7 +171,7 @@ class PointLoop:
                         self._stop_losers()
                     if not any(each.process for each in self._active) and (self._stops or not self._active):
                         break
-                    time.sleep(POLL)
+                    time.sleep(_POLL)
             finally:
                 for each in self._active:
                     if each.process is not None:
@@ -227,7 +227,7 @@ class PointLoop:
         """Request the stop of the points that lose against those that have ended."""
         if self._rule is None or time.monotonic() < self._next_look:
             return
-        self._next_look = time.monotonic() + LOOK_EVERY
+        self._next_look = time.monotonic() + _LOOK_EVERY
         for each in self._active:
             if each.point.number in self._losers or not (reason := self._rule.reason(each.point)):
                 continue
@@ -394,7 +394,7 @@ def _tail(log: Path, start: int) -> str:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
     kept = [line for line in lines if line.strip() and not line.startswith("run /")]
-    return "\n".join(kept[-LAST_LINES:])
+    return "\n".join(kept[-_LAST_LINES:])
 
 
 def share_problems(cfg: RecipeConfig, processes: int, parallel: int) -> list[str]:

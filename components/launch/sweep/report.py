@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 WATCH_EVERY = 5.0
 """Refresh interval in seconds."""
-WIDTH = 200
+_WIDTH = 200
 """Line width if the output is not a terminal, but a file to read later."""
-COLUMNS = 3
+_COLUMNS = 3
 """Most panels in a row of the figure."""
 _DECADE = 9.99
 """Ratio of the largest to the smallest value of a swept key from which its scale is logarithmic."""
@@ -172,7 +172,7 @@ def _curve(row: SweepRow, report: SweepReport) -> list[tuple[int, float]]:
 
 
 def _console() -> PlainConsole:
-    return PlainConsole(highlight=False) if sys.stdout.isatty() else PlainConsole(highlight=False, width=WIDTH)
+    return PlainConsole(highlight=False) if sys.stdout.isatty() else PlainConsole(highlight=False, width=_WIDTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def plot_sweep(report: SweepReport, file: Path) -> str | None:
     scales[label] = Scale.of([row.numbers()[name] for row in rows])
     colors = _colors(report, scales[label])
     styles = {row.point.name: _style(report, row, colors) for row in rows}
-    columns = min(COLUMNS, 1 + len(keys))
+    columns = min(_COLUMNS, 1 + len(keys))
     upper = math.ceil((1 + len(keys)) / columns)
     figure = new_figure(5 * columns, 4 * (upper + 1))
     grid = figure.add_gridspec(upper + 1, columns)

@@ -92,7 +92,7 @@ def _card(name: str, config: Any, text: str, tensors: Mapping[str, torch.Tensor]
     base = config.base_model_name_or_path or "a model from scratch"
     auto_class = (config.auto_mapping or {}).get("base_model_class", CAUSAL_LM)
     head = tensors.get(f"{SCORE}.weight")
-    return CARD.format(
+    return _CARD.format(
         name=name,
         base=base,
         text=text.strip(),
@@ -247,7 +247,7 @@ def _name_in_file(name: str) -> str:
     return f"base_model.model.{name}{suffix}"
 
 
-CARD = """---
+_CARD = """---
 library_name: peft
 pipeline_tag: {task}
 ---

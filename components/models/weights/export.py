@@ -308,7 +308,7 @@ def _card(name: str, text: str, model: PreTrainedModel, untrained: Untrained | N
     scores = isinstance(model, TokenScores)
     if untrained is not None and untrained.names:
         text = f"{text.strip()}\n\n## Not trained\n\nCopied from {untrained.base.path}: {untrained}."
-    return CARD.format(
+    return _CARD.format(
         name=name,
         text=text.strip(),
         task="text-classification" if scores else "text-generation",
@@ -316,7 +316,7 @@ def _card(name: str, text: str, model: PreTrainedModel, untrained: Untrained | N
     )
 
 
-CARD = """---
+_CARD = """---
 library_name: transformers
 pipeline_tag: {task}
 ---

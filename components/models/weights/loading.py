@@ -45,7 +45,7 @@ OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old versions of transformers stored, and that models compute today."""
 OLD_CONSTANTS = re.compile(r"(inv_freq|\b(attn|attention)\.(masked_)?bias|\bversion)$")
 """The same among the tensors that a class of transformers ignores: those of GPT-2, GPT-NeoX and BART too."""
-SHOWN = 8
+_SHOWN = 8
 """Maximum number of tensors named in an error."""
 
 
@@ -285,7 +285,7 @@ def _check(
     problems = [
         *_listed(f"{given}: its files lack tensors of {kind}", missing),
         *_listed(f"{given}: its files contain tensors that {kind} does not have", plan.unexpected),
-        *misshaped[:SHOWN],
+        *misshaped[:_SHOWN],
         *_listed(f"{given}: its files hold {len(integers)} parameters that are not floating-point numbers", integers),
     ]
     if problems:
@@ -315,8 +315,8 @@ def _misshaped(given: str, name: str, stored: Sequence[int], expected: Sequence[
 def _listed(problem: str, names: list[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return [f"{problem}: {', '.join(names[:SHOWN])}{more}"]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{problem}: {', '.join(names[:_SHOWN])}{more}"]
 
 
 @torch.no_grad()

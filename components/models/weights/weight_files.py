@@ -20,7 +20,7 @@ from components.models.weights.shards import Index
 from components.models.weights.weight_sources import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
 
-BLOCK_BYTES = 4 * 1024**2
+_BLOCK_BYTES = 4 * 1024**2
 """Approximate size of a block that is read, converted and written at a time."""
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 METADATA = {"format": "pt"}
@@ -134,11 +134,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def row_blocks(tensor: torch.Tensor) -> Iterator[Index]:
-    """Yield the indices of blocks of rows, about BLOCK_BYTES each, in which a tensor is read and written."""
+    """Yield the indices of blocks of rows, about _BLOCK_BYTES each, in which a tensor is read and written."""
     if tensor.ndim == 0:
         yield ()
         return
-    rows = max(1, BLOCK_BYTES // max(1, _size(tensor[:1])))
+    rows = max(1, _BLOCK_BYTES // max(1, _size(tensor[:1])))
     rest = tuple(slice(0, size) for size in tensor.shape[1:])
     for start in range(0, tensor.shape[0], rows):
         yield (slice(start, min(start + rows, tensor.shape[0])), *rest)

@@ -46,7 +46,7 @@ from components.planning.formulas.architecture import Architecture, QueryKeyNorm
 
 BYTE_VOCABULARY = 264
 """Embeddings of a model from scratch with the byte tokenizer: 256 bytes and four special tokens, rounded up to 8."""
-ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float64: 8}
+_ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float64: 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def build_workload(
         seq_len=training.seq_len,
         micro_batch=micro_batch * rows_per_unit,
         micro_batches=max(1, training.global_batch_size // (mesh.dp * micro_batch)),
-        stored_bytes=ITEM_BYTES[model.stored_dtype(frozen_on_gpu=frozen_on_gpu)],
+        stored_bytes=_ITEM_BYTES[model.stored_dtype(frozen_on_gpu=frozen_on_gpu)],
         compute_bytes=_compute_bytes(model, on_gpu=on_gpu),
         float8=model.float8,
         compiled=compiled,
@@ -223,7 +223,7 @@ def build_workload(
         qat=model.qat,
         averages=training.ema_decay is not None,
         frozen=None if frozen is None else architecture_of(frozen, "model" if frozen is cfg.model else "teacher"),
-        frozen_bytes=ITEM_BYTES[(frozen or model).stored_dtype(frozen_on_gpu=frozen_on_gpu and frozen is model)],
+        frozen_bytes=_ITEM_BYTES[(frozen or model).stored_dtype(frozen_on_gpu=frozen_on_gpu and frozen is model)],
         extra_forwards=_extra_forwards(cfg),
         device_memory=device_memory,
         labels=len(score_labels(cfg.data, scores) or ()),
@@ -247,10 +247,10 @@ def architecture_of(model: ModelConfig, section: str = "model") -> Architecture:
 
 def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:
     if model.compute_dtype is not DType.auto:
-        return ITEM_BYTES[model.compute_dtype]
+        return _ITEM_BYTES[model.compute_dtype]
     if model.dtype is DType.float64 or not on_gpu:
-        return ITEM_BYTES[model.stored_dtype()]
-    return ITEM_BYTES[DType.bfloat16]
+        return _ITEM_BYTES[model.stored_dtype()]
+    return _ITEM_BYTES[DType.bfloat16]
 
 
 def _extra_forwards(cfg: TrainConfig) -> float:
