@@ -247,7 +247,7 @@ class StoredDistillation(Distillation):
     """
 
     def __init__(self, cfg: DistillConfig, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
-        super().__init__(cfg.objective, _no_hidden_states)
+        super().__init__(cfg.objective)
         self._folder, self._temperature = str(cfg.teacher.stored), cfg.objective.temperature
         self._tokenizer_hash, self._vocabulary = (
             None if tokenizer is None else hash_of_vocabulary(tokenizer),
@@ -288,10 +288,6 @@ class StoredDistillation(Distillation):
                 file.name,
             )
         return stored
-
-
-def _no_hidden_states(batches: Sequence[Batch]) -> tuple[list[torch.Tensor | None], TeacherHead | None]:
-    return [None] * len(batches), None
 
 
 def hash_of_vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
