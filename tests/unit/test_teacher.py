@@ -31,7 +31,7 @@ from components.config.teacher_files import (
 from components.data.dataset import Facts
 from components.protocol.errors import ConfigError
 from components.storage import stored_file
-from components.training.objectives.contract import Chunk, Vocabulary
+from components.training.objectives.base import Chunk, Vocabulary
 from components.training.objectives.distillation import DistillationLoss, TopK, find_top_k, top_k_divergence
 from components.training.objectives.teacher import StoredTeacher
 from components.training.objectives.teacher_store import TargetSlots, write_file

@@ -1,6 +1,6 @@
 """Objectives: loss functions that map the model's outputs and a batch to a loss sum and a count of units.
 
-contract.py         TokenObjective, RowObjective and TokenLoss: the interface to train_step, evaluate and LM heads
+base.py             TokenObjective, RowObjective and TokenLoss: the interface to train_step, evaluate and LM heads
 cross_entropy.py    NextToken, CrossEntropy: label smoothing and z-loss; vocab-parallel and chunked
 preference.py       Preference: DPO, SimPO, ORPO and KTO
 reference_model.py  log-probabilities under the reference model, computed once
@@ -12,7 +12,7 @@ loss_head.py        LM heads that take targets and return losses instead of logi
 chunked_loss.py     the LM head's matmuls and losses, one chunk of tokens at a time
 """
 
-from components.training.objectives.contract import (
+from components.training.objectives.base import (
     Chunk,
     HeadOutput,
     RowObjective,

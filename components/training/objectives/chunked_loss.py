@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
 from components.dtypes import active_autocast_dtype
-from components.training.objectives.contract import Chunk, TokenLoss, Vocabulary
+from components.training.objectives.base import Chunk, TokenLoss, Vocabulary
 from components.training.objectives.cross_entropy import CrossEntropy, upcast
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
 from components.config.schema.objective import NextTokenConfig
-from components.training.objectives.contract import Chunk, TokenLoss, TokenObjective
+from components.training.objectives.base import Chunk, TokenLoss, TokenObjective
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from components.config.schema.data import IGNORED
 from components.config.schema.objective import DistillationConfig, Divergence
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.batches import TokenValues
-from components.training.objectives.contract import Chunk, TokenLoss, TokenObjective, Vocabulary
+from components.training.objectives.base import Chunk, TokenLoss, TokenObjective, Vocabulary
 from components.training.objectives.cross_entropy import log_mass_of_others, log_softmax, sum_over_shards
 
 HIDDEN = "teacher_hidden"

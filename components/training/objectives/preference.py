@@ -1,7 +1,7 @@
 """Objectives on preferences: DPO with its variants IPO and hinge, SimPO and ORPO on pairs, KTO on labeled answers.
 
 Each is a function of the log-probabilities of whole answers, so its gradient is a weighted sum of the gradients of
-token losses, with one weight per row (contract.py). Two neighboring rows form a unit: the chosen and the rejected
+token losses, with one weight per row (base.py). Two neighboring rows form a unit: the chosen and the rejected
 answer of a pair, or under KTO an answer and the same prompt with the answer of another sample.
 """
 
@@ -25,7 +25,7 @@ from components.config.schema.objective import (
     SimPOConfig,
 )
 from components.data.pairs import DESIRABLE
-from components.training.objectives.contract import RowObjective, RowScores, RowWeights, TokenLoss
+from components.training.objectives.base import RowObjective, RowScores, RowWeights, TokenLoss
 from components.training.objectives.cross_entropy import CrossEntropy
 
 REFERENCE = "reference_log_probs"

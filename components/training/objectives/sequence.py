@@ -15,7 +15,7 @@ from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.objective import ClassificationConfig, RewardConfig, ScoreConfig
 from components.distributed.mesh import Mesh
-from components.training.objectives.contract import TokenLoss, TokenObjective
+from components.training.objectives.base import TokenLoss, TokenObjective
 from components.training.objectives.cross_entropy import CrossEntropy, upcast
 
 

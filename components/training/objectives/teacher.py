@@ -41,8 +41,8 @@ from components.protocol.errors import ConfigError
 from components.storage.stored_file import VerifiedFile
 from components.training.context import RunContext
 from components.training.forward import last_hidden
+from components.training.objectives.base import Vocabulary
 from components.training.objectives.chunked_loss import Head
-from components.training.objectives.contract import Vocabulary
 from components.training.objectives.distillation import Distillation, TeacherHead, TeacherHidden
 from components.training.objectives.loss_head import local_head, vocabulary_of
 from components.training.setup.prepare import frozen_config, prepare_frozen
