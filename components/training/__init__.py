@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from components.training.context import RunContext
     from components.training.evaluation import Evaluation, TaskScores, evaluate, show_generations
     from components.training.loss import count_targets, reduce_loss
-    from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
-    from components.training.objectives.contract import Vocabulary
+    from components.training.objectives import PLAIN, CrossEntropy, NextToken
+    from components.training.objectives.base import Chunk, RowObjective, TokenLoss, TokenObjective, Vocabulary
     from components.training.objectives.distillation import Distillation
     from components.training.objectives.loss_head import LossHead, attach_loss_head
     from components.training.objectives.preference import DPO, KTO, ORPO, Preference, SimPO

@@ -20,7 +20,7 @@ from components.kernel_counters import usable_memory
 from components.training.context import RunContext
 from components.training.forward import forward_loss, local_batch, score_for, weights_of_rows
 from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
-from components.training.objectives import PLAIN, Objective, RowScores
+from components.training.objectives import PLAIN, RowScores, TokenObjective, row_objective
 from components.training.objectives.distillation import Distillation
 from components.training.setup.prepared import Prepared
 
@@ -55,7 +55,7 @@ class TaskScores:
 
 @torch.no_grad()
 def evaluate(
-    model: Prepared, batches: Iterable[Batch], objective: Objective = PLAIN, run: RunContext | None = None
+    model: Prepared, batches: Iterable[Batch], objective: TokenObjective = PLAIN, run: RunContext | None = None
 ) -> Evaluation:
     """Return the mean loss per unit over the batches of all ranks; by default the plain cross-entropy.
 
@@ -76,7 +76,9 @@ def evaluate(
     return replace(measured, metrics={**measured.metrics, "loss_trained": trained.loss})
 
 
-def _evaluate(model: Prepared, batches: Iterable[Batch], objective: Objective, run: RunContext | None) -> Evaluation:
+def _evaluate(
+    model: Prepared, batches: Iterable[Batch], objective: TokenObjective, run: RunContext | None
+) -> Evaluation:
     """Return the mean loss per unit under the weights that the module holds."""
     was_training = model.module.training
     model.module.eval()
@@ -107,10 +109,10 @@ def _counted(batches: Iterable[Batch], advance: Callable[[], None] | None) -> It
 
 
 def _sums(
-    model: Prepared, batches: Iterable[Batch], objective: Objective, run: RunContext | None
+    model: Prepared, batches: Iterable[Batch], objective: TokenObjective, run: RunContext | None
 ) -> tuple[torch.Tensor, bool]:
     """Return this rank's sums (loss, units, *metrics) in float64, and whether the pass was stopped."""
-    settings = model.settings
+    settings, rows = model.settings, row_objective(objective)
     sums = torch.zeros(2 + len(objective.metrics), dtype=torch.float64, device=settings.device)
     scores: list[RowScores] = []  # three float64 values per row
     for host_batch in batches:
@@ -118,17 +120,18 @@ def _sums(
             return sums, True
         batch = host_batch.to(settings.device)
         local = local_batch(batch, settings)
-        if objective.needs_row_scores:
-            scores.append(score_for(model, [local], objective))
+        if rows is not None:
+            scores.append(score_for(model, [local], rows))
             sums[1] += objective.count(batch) * settings.counts_rows
         else:
-            (local,) = objective.with_token_values(model, [local])
+            (local,) = objective.token_loss.with_token_values(model, [local])
             loss = forward_loss(model, local, objective.token_loss).double() * settings.counts_tokens
             sums[:2] += torch.stack([loss, objective.count(batch) * settings.counts_rows])
-    if (token_sums := objective.token_sums()) is not None:
+    if rows is None:
+        token_sums = objective.token_loss.take_sums(len(objective.metrics))
         sums[2:] += token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens
-    if scores:
-        weighted = weights_of_rows(model, RowScores.joined(scores), objective)
+    elif scores:
+        weighted = weights_of_rows(model, RowScores.joined(scores), rows)
         measured = [weighted.metrics[name] for name in objective.metrics]
         sums += torch.stack([weighted.loss_sum, sums.new_zeros(()), *measured]) * settings.counts_rows
     return sums, False

@@ -15,7 +15,7 @@ from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.distributed.context_parallel import shard_rows
 from components.training.loss import sum_over_ranks
-from components.training.objectives import PLAIN, HeadOutput, Objective, RowScores, RowWeights, TokenLoss
+from components.training.objectives import PLAIN, HeadOutput, RowObjective, RowScores, RowWeights, TokenLoss
 from components.training.setup.prepared import Prepared, StepSettings
 from components.training.setup.router_loss import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 
@@ -118,11 +118,11 @@ def last_hidden(model: Prepared, batch: Batch) -> torch.Tensor | None:
 
 
 def weigh_rows(
-    model: Prepared, batches: Sequence[Batch], objective: Objective
+    model: Prepared, batches: Sequence[Batch], objective: RowObjective
 ) -> tuple[list[Batch], RowScores, RowWeights]:
     """Score the rows of a step, and return the micro-batches with token weights, the scores, and the row weights.
 
-    For objectives with `needs_row_scores`. A collective.
+    A collective.
     """
     scores = score_for(model, batches, objective)
     row_weights = weights_of_rows(model, scores, objective)
@@ -145,13 +145,13 @@ def _trained_part(batch: Batch, every: int) -> Batch:
     return replace(batch, targets=batch.targets.where(trained, IGNORED), layer_inputs=layer_inputs)
 
 
-def score_for(model: Prepared, batches: Sequence[Batch], objective: Objective) -> RowScores:
+def score_for(model: Prepared, batches: Sequence[Batch], objective: RowObjective) -> RowScores:
     """Return the scores of the rows of micro-batches, with the values that the objective adds. A collective."""
     scores = score_rows(model, batches, objective.token_loss)
     return replace(scores, values={**scores.values, **objective.row_values(model, batches)})
 
 
-def weights_of_rows(model: Prepared, scores: RowScores, objective: Objective) -> RowWeights:
+def weights_of_rows(model: Prepared, scores: RowScores, objective: RowObjective) -> RowWeights:
     """Return the objective's row weights, with its statistics over the rows of all ranks. A collective."""
     sums = objective.step_sums(scores)
     return objective.weights(scores, None if sums is None else sum_over_ranks(sums * model.settings.counts_rows))

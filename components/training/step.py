@@ -17,7 +17,7 @@ from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.distributed.pipeline.schedule import Pipeline, pad_to_longest
 from components.training.forward import head_keywords, local_batch, training_loss, weigh_rows
 from components.training.loss import all_ranks, count_inputs, count_targets, reduce_loss, sum_over_ranks
-from components.training.objectives import PLAIN, Objective
+from components.training.objectives import PLAIN, TokenObjective, row_objective
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
 from components.training.optimizers.optim import step_if_finite
 from components.training.setup.prepared import Prepared
@@ -29,7 +29,7 @@ def train_step(
     model: Prepared,
     batches: Sequence[Batch],
     optimizer: Optimizers,
-    objective: Objective = PLAIN,
+    objective: TokenObjective = PLAIN,
     requests: torch.Tensor | None = None,
 ) -> StepNumbers:
     """Do one optimizer step over the micro-batches of this rank; the host never waits for the device.
@@ -37,11 +37,11 @@ def train_step(
     Args:
         batches: Micro-batches (micro_batch, seq), the same number on every rank.
         optimizer: One optimizer, or several by name, which share one gradient norm and one decision to skip the update.
-        objective: The loss function; by default the cross-entropy of the next token.
+        objective: The loss function, perhaps a `RowObjective`; by default the cross-entropy of the next token.
         requests: This rank's (preempt, interrupt, save) requests, 0 or 1, in host memory, read at the end of the step:
             float64, pinned for a GPU; None: none. The result holds their sums over all ranks.
     """
-    settings, pipeline = model.settings, model.pipeline
+    settings, pipeline, rows = model.settings, model.pipeline, row_objective(objective)
     seconds_at_peak = 0.0 if settings.flops is None else settings.flops.seconds_at_peak(batches)
     if pipeline is not None and batches[0].document_bounds is None:
         batches = pad_to_longest(batches)
@@ -57,10 +57,10 @@ def train_step(
     totals = sum_over_ranks(torch.cat([torch.stack([local_count, local_targets, local_tokens]), seconds]))
     units, targets = totals[0].clamp(min=1), totals[1].clamp(min=1)
 
-    local_batches = objective.with_token_values(model, local_batches)
+    local_batches = objective.token_loss.with_token_values(model, local_batches)
     measured, row_loss = None, None
-    if objective.needs_row_scores:
-        local_batches, scores, weighted = weigh_rows(model, local_batches, objective)
+    if rows is not None:
+        local_batches, scores, weighted = weigh_rows(model, local_batches, rows)
         row_loss = weighted.loss_sum
         measured = torch.stack(
             [scores.lengths[:: weighted.every].sum(), *(weighted.metrics[name] for name in objective.metrics)]
@@ -92,7 +92,8 @@ def train_step(
     loss, _ = reduce_loss(losses, local_count, dp_group=all_ranks(), check_finite=False)
     # A device reads the requests here, not when the host queues this copy: a signal counts in the step it arrives in.
     ended = [totals.new_zeros(3) if requests is None else requests.to(settings.device, non_blocking=True)]
-    if (token_sums := objective.token_sums()) is not None:
+    if rows is None:
+        token_sums = objective.token_loss.take_sums(len(objective.metrics))
         ended.append(token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens)
     flags, metrics = sum_over_ranks(torch.cat(ended)).tensor_split((3,))
     norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
@@ -103,7 +104,9 @@ def train_step(
     return StepNumbers(vector, (*FIELDS, *objective.metrics))
 
 
-def _forward_backward(model: Prepared, batches: list[Batch], objective: Objective, units: torch.Tensor) -> torch.Tensor:
+def _forward_backward(
+    model: Prepared, batches: list[Batch], objective: TokenObjective, units: torch.Tensor
+) -> torch.Tensor:
     """Accumulate the gradients of all micro-batches; return the sum of this rank's token losses in float64."""
     settings = model.settings
     loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
@@ -116,7 +119,7 @@ def _forward_backward(model: Prepared, batches: list[Batch], objective: Objectiv
 
 
 def _through_pipeline(
-    pipeline: Pipeline, model: Prepared, batches: list[Batch], objective: Objective, units: torch.Tensor
+    pipeline: Pipeline, model: Prepared, batches: list[Batch], objective: TokenObjective, units: torch.Tensor
 ) -> torch.Tensor:
     """Accumulate gradients by the pipeline schedule; return the sum of this rank's token losses."""
     if not model.settings.takes_targets:

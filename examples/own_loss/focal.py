@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,41 +29,22 @@ class FocalFinetuneConfig(FinetuneConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class FocalLoss:
-    """(1 - p)^gamma x -log p for each target of probability p: a `TokenLoss` computed from the cross-entropy."""
+class FocalLoss(training.TokenLoss):
+    """(1 - p)^gamma x -log p for each target of probability p: computed from the cross-entropy."""
 
     gamma: float
-
-    def of_logits(
-        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the sum of the losses of logits (batch, seq, vocabulary)."""
-        losses = self.per_token(logits, targets)  # (batch, seq)
-        return (losses if weights is None else losses * weights).sum()
 
     def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the losses (batch, seq); 0 where the target is ignored."""
         return self._focus(training.CrossEntropy().per_token(logits, targets))[0]
 
-    def of_chunk(
-        self,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        vocabulary: training.Vocabulary,
-        weights: torch.Tensor | None,
-        values: Mapping[str, torch.Tensor],
-        *,
-        per_token: bool,
-        with_gradient: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the loss of a chunk of logits (chunk, this rank's vocabulary), and its gradient by the chain rule."""
-        nll, gradient = training.CrossEntropy().of_chunk(
-            scores, targets, vocabulary, None, values, per_token=True, with_gradient=with_gradient
-        )
-        losses, slope = self._focus(nll)  # (chunk,), (chunk,)
-        if weights is not None:
-            losses, slope = losses * weights, slope * weights
-        return losses if per_token else losses.sum(), None if gradient is None else gradient * slope[:, None]
+    def of_chunk(self, chunk: training.Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the loss of a chunk of logits, and its gradient by the chain rule."""
+        nll, gradient = training.CrossEntropy().of_chunk(replace(chunk, weights=None, per_token=True))
+        losses, slope = self._focus(nll)  # (tokens,), (tokens,)
+        if chunk.weights is not None:
+            losses, slope = losses * chunk.weights, slope * chunk.weights
+        return losses if chunk.per_token else losses.sum(), None if gradient is None else gradient * slope[:, None]
 
     def _focus(self, nll: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of negative log-probabilities, and their derivatives by them; both of the same shape."""

@@ -93,7 +93,7 @@ WALKS = (
         "walk_loss",
         "A loss: one division by a global count",
         ("components/training/step.py", "train_step", "One optimizer step."),
-        ("components/training/objectives/contract.py", "Objective", "Counts its units: target tokens, pairs, texts."),
+        ("components/training/objectives/base.py", "TokenObjective", "Counts its units: tokens, pairs, texts."),
         ("components/training/loss.py", "sum_over_ranks", "Global number of units, before the first forward."),
         ("components/training/forward.py", "training_loss", "Forward of a micro-batch: a loss sum, not a mean."),
         ("components/training/objectives/loss_head.py", "attach_loss_head", "The LM head takes targets, returns sums."),

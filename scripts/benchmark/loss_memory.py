@@ -29,8 +29,8 @@ from components.batch import bits_of
 from components.config.schema.objective import DistillationConfig, DPOConfig
 from components.terminal import HelpText
 from components.training.objectives import CrossEntropy
+from components.training.objectives.base import RowScores
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
-from components.training.objectives.contract import RowScores
 from components.training.objectives.distillation import HIDDEN, DistillationLoss, TeacherHead
 from components.training.objectives.preference import DPO, REFERENCE
 from scripts.benchmark.peers.meter import peak, reset_peak

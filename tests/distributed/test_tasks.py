@@ -29,7 +29,7 @@ from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.models.tokenizer import byte_tokenizer
 from components.parity.reference import compute_in_float64
 from components.protocol.errors import ConfigError
-from components.training.objectives import Vocabulary
+from components.training.objectives import Chunk, Vocabulary
 from components.training.tasks.continuations import SignedLogProbability
 from components.training.tasks.harness import TaskScores
 from components.training.tasks.mesh_lm import MeshLM
@@ -272,14 +272,14 @@ def test_values_of_a_sharded_vocabulary_equal_those_of_the_whole() -> None:
     targets[5:10], targets[10:20] = 7, 3
     targets[20] = IGNORED
     scorer = SignedLogProbability()
-    whole, _ = scorer.of_chunk(logits, targets, Vocabulary(), per_token=True, with_gradient=False)
+    whole, _ = scorer.of_chunk(Chunk(logits, targets, per_token=True, with_gradient=False))
     assert 5 <= int((whole < 0).sum()) < 20
     assert {each >= 6 for each in targets[whole > 0].tolist()} == {True, False}  # of both shards
 
     def body(rank: int) -> torch.Tensor:
         shard = Vocabulary(dist.group.WORLD, first=6 * rank, largest_shard=6, size=11)
         part = logits[:, :6] if rank == 0 else logits[:, 6:]
-        return scorer.of_chunk(part, targets, shard, per_token=True, with_gradient=False)[0]
+        return scorer.of_chunk(Chunk(part, targets, shard, per_token=True, with_gradient=False))[0]
 
     for values in run_ranks(2, body):
         torch.testing.assert_close(values, whole, rtol=1e-14, atol=0)

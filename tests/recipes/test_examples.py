@@ -21,7 +21,6 @@ from components import data, models, training
 from components.batch import Batch
 from components.config.compose.frozen import read_section
 from components.config.schema import DataConfig, ModelConfig
-from components.training.objectives.contract import NOT_SHARDED
 from tests.recipes.test_finetune import ROOT, curve, result
 from tests.suites import TORTURE
 
@@ -184,15 +183,8 @@ def test_own_loss_and_its_gradient_equal_plain_pytorch(own_modules: Any) -> None
 
     scores = torch.randn(7, 64, dtype=torch.float64, requires_grad=True)
     chosen = torch.tensor([1, 5, -100, 63, 0, -100, 9])
-    loss, gradient = objective.token_loss.of_chunk(
-        scores.detach().clone(),
-        chosen,
-        NOT_SHARDED,
-        torch.full((7,), 2.0, dtype=torch.float64),
-        {},
-        per_token=False,
-        with_gradient=True,
-    )
+    twice = torch.full((7,), 2.0, dtype=torch.float64)
+    loss, gradient = objective.token_loss.of_chunk(training.Chunk(scores.detach().clone(), chosen, weights=twice))
     doubled = 2 * plain(scores, chosen)
     doubled.backward()
     assert loss.item() == pytest.approx(doubled.item(), rel=1e-12)

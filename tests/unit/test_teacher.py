@@ -32,7 +32,7 @@ from components.data.dataset import Facts
 from components.protocol.errors import ConfigError
 from components.storage import stored_file
 from components.storage.stored_file import BlockHashes
-from components.training.objectives.contract import NOT_SHARDED
+from components.training.objectives.base import Chunk, Vocabulary
 from components.training.objectives.distillation import DistillationLoss, TopK, find_top_k, top_k_divergence
 from components.training.objectives.teacher import StoredTeacher
 from components.training.objectives.teacher_store import TargetSlots, write_file
@@ -291,9 +291,9 @@ def test_value_and_gradient_are_those_of_the_formula(kind: Divergence, k: int) -
         expected = formula(kind, outcomes(p, ids), outcomes(student.softmax(-1), ids))
     (gradient,) = torch.autograd.grad(expected.sum(), student)
 
-    stored = find_top_k(teacher.log_softmax(-1), k, NOT_SHARDED)
+    stored = find_top_k(teacher.log_softmax(-1), k, Vocabulary())
     assert torch.equal(stored.ids, ids)
-    got, got_gradient = top_k_divergence(kind, stored, student.detach().log_softmax(-1), NOT_SHARDED)
+    got, got_gradient = top_k_divergence(kind, stored, student.detach().log_softmax(-1), Vocabulary())
     torch.testing.assert_close(got, expected.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(got_gradient, gradient, rtol=1e-10, atol=1e-10)
 
@@ -301,8 +301,8 @@ def test_value_and_gradient_are_those_of_the_formula(kind: Divergence, k: int) -
 def test_forward_kl_has_the_published_gradient() -> None:
     teacher, student = logits(2), logits(3)
     p, q = teacher.softmax(-1), student.softmax(-1)
-    stored = find_top_k(teacher.log_softmax(-1), 4, NOT_SHARDED)
-    _, gradient = top_k_divergence(Divergence.forward_kl, stored, student.log_softmax(-1), NOT_SHARDED)
+    stored = find_top_k(teacher.log_softmax(-1), 4, Vocabulary())
+    _, gradient = top_k_divergence(Divergence.forward_kl, stored, student.log_softmax(-1), Vocabulary())
     in_k = torch.zeros_like(p, dtype=torch.bool).scatter(1, stored.ids, True)
     p_rest, q_rest = ((each * ~in_k).sum(-1, keepdim=True) for each in (p, q))
     expected = torch.where(in_k, q - p, q - p_rest * q / q_rest)
@@ -313,11 +313,11 @@ def test_a_tiny_remaining_probability_is_exact() -> None:
     """1 - the sum of the k probabilities would be 0 in float32."""
     teacher = torch.zeros(1, VOCABULARY)
     teacher[0, 0] = 40.0
-    stored = find_top_k(teacher.log_softmax(-1), 1, NOT_SHARDED)
+    stored = find_top_k(teacher.log_softmax(-1), 1, Vocabulary())
     expected = teacher.double().log_softmax(-1)[0, 1:].logsumexp(-1)
     assert stored.log_probs[0, 1].item() == pytest.approx(expected.item(), rel=1e-6)
     student = teacher.flip(1)
-    value, gradient = top_k_divergence(Divergence.forward_kl, stored, student.log_softmax(-1), NOT_SHARDED)
+    value, gradient = top_k_divergence(Divergence.forward_kl, stored, student.log_softmax(-1), Vocabulary())
     assert value.item() == pytest.approx(40, rel=1e-5)
     assert gradient.isfinite().all()
 
@@ -326,7 +326,7 @@ def test_loss_of_stored_values_mixes_temperature_and_cross_entropy() -> None:
     cfg = DistillationConfig(temperature=2.0, cross_entropy_weight=0.25)
     teacher, student = logits(4), logits(5).requires_grad_()
     targets = torch.tensor([3, -100, 0, 22, 7, -100, 11])
-    stored = find_top_k((teacher / 2).log_softmax(-1), 6, NOT_SHARDED)
+    stored = find_top_k((teacher / 2).log_softmax(-1), 6, Vocabulary())
     log_probs = stored.log_probs.float()
     of_targets = teacher.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0].float() * (targets >= 0)
     values = {LOG_PROBS: log_probs, TOKEN_IDS: stored.ids.int(), TARGET_LOG_PROB: of_targets}
@@ -339,15 +339,8 @@ def test_loss_of_stored_values_mixes_temperature_and_cross_entropy() -> None:
     (gradient,) = torch.autograd.grad(expected, student)
 
     loss = DistillationLoss(cfg)
-    got, got_gradient = loss.of_chunk(
-        student.detach(),
-        targets,
-        NOT_SHARDED,
-        None,
-        {name: bits_of(value) for name, value in values.items()},
-        per_token=False,
-        with_gradient=True,
-    )
+    bits = {name: bits_of(value) for name, value in values.items()}
+    got, got_gradient = loss.of_chunk(Chunk(student.detach(), targets, values=bits))
     assert got.item() == pytest.approx(expected.item(), rel=1e-10)
     assert got_gradient is not None
     torch.testing.assert_close(got_gradient[kept], gradient[kept], rtol=1e-10, atol=1e-12)
@@ -362,6 +355,6 @@ def test_positions_without_a_target_have_finite_gradients() -> None:
     empty = {LOG_PROBS: torch.zeros(TOKENS, 4).view(torch.int32), TOKEN_IDS: torch.zeros(TOKENS, 3, dtype=torch.int32)}
     stored = TopK.of_chunk(empty, torch.float64)
     for kind in Divergence:
-        value, gradient = top_k_divergence(kind, stored, logits(6).log_softmax(-1), NOT_SHARDED)
+        value, gradient = top_k_divergence(kind, stored, logits(6).log_softmax(-1), Vocabulary())
         assert value.isfinite().all()
         assert gradient.isfinite().all()

@@ -21,6 +21,7 @@ from components.config.schema import AdamWConfig, Schedule
 from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
 from components.models.layers import vector_parameters
+from components.protocol.errors import ConfigError
 from components.protocol.signals import FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
 from components.training.loss import count_inputs
 from components.training.optimizers.muon import divide_parameters
@@ -149,6 +150,91 @@ def test_loss_is_computed_in_float32_or_float64() -> None:
     logits = torch.randn(2, 5, 8)
     assert training.CrossEntropy().of_logits(logits.bfloat16(), labels).dtype == torch.float32
     assert training.CrossEntropy().of_logits(logits.double(), labels).dtype == torch.float64
+
+
+class FormerLoss:
+    """A token loss without a base, whose `of_chunk` takes the parts of a chunk one by one."""
+
+    def of_logits(self, logits: Any, targets: Any, weights: Any = None) -> torch.Tensor:
+        return logits.sum()
+
+    def per_token(self, logits: Any, targets: Any) -> torch.Tensor:
+        return logits.sum(-1)
+
+    def of_chunk(self, scores, targets, vocabulary, weights, values, *, per_token, with_gradient):  # type: ignore
+        return scores.sum(), torch.ones_like(scores)
+
+
+class FormerCrossEntropy(training.CrossEntropy):
+    """A cross-entropy with the former signature."""
+
+    of_chunk = FormerLoss.of_chunk  # type: ignore[assignment]
+
+
+class FormerObjective:
+    """An objective with the members of both kinds, without a base."""
+
+    unit, metrics, token_loss = "target token", (), FormerLoss()
+
+    def __init__(self, needs_row_scores: bool) -> None:
+        self.needs_row_scores = needs_row_scores
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        return training.count_targets(batch.targets)
+
+    def with_token_values(self, model: Any, batches: Any) -> Any:
+        return batches
+
+    def token_sums(self) -> None:
+        return None
+
+    def row_values(self, model: Any, batches: Any) -> Any:
+        return {}
+
+    def step_sums(self, scores: Any) -> None:
+        return None
+
+    def weights(self, scores: Any, step_sums: Any = None) -> Any:
+        raise NotImplementedError
+
+
+class FormerMetrics(training.NextToken):
+    """An objective that returns the sums of its metrics itself."""
+
+    metrics = ("entropy",)
+
+    def token_sums(self) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.float64)
+
+
+def with_loss(token_loss: Any) -> training.NextToken:
+    objective = training.NextToken()
+    objective.token_loss = token_loss
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("objective", "parts"),
+    [
+        (FormerObjective(False), ("objective FormerObjective with needs_row_scores", "training.TokenObjective")),
+        (FormerObjective(True), ("objective FormerObjective with needs_row_scores", "training.RowObjective")),
+        (FormerMetrics(), ("objective FormerMetrics with token_sums", "to token_loss")),
+        (with_loss(FormerLoss()), ("token_loss=FormerLoss", "must inherit training.TokenLoss")),
+        (with_loss(FormerCrossEntropy()), ("FormerCrossEntropy.of_chunk", "rename scores to chunk.scores")),
+    ],
+)
+def test_objectives_of_the_former_interface_are_rejected_with_what_to_rename(objective: Any, parts: Any) -> None:
+    model = tiny_model()
+    prepared = training.Prepared(model, training.StepSettings(device=torch.device("cpu")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for use in (
+        lambda: training.train_step(prepared, [batch(2, 16)], optimizer, objective),
+        lambda: training.evaluate(prepared, [batch(2, 16)], objective),
+    ):
+        with pytest.raises(ConfigError) as rejected:
+            use()
+        (problem,) = rejected.value.problems
+        assert all(part in problem for part in parts), problem
 
 
 def test_gradient_norm_matches_torch() -> None:

@@ -1,6 +1,6 @@
 """Objectives: loss functions that map the model's outputs and a batch to a loss sum and a count of units.
 
-contract.py         Objective and TokenLoss: the interface to train_step, evaluate, pipelines and LM heads
+base.py             TokenObjective, RowObjective and TokenLoss: the interface to train_step, evaluate and LM heads
 cross_entropy.py    NextToken, CrossEntropy: label smoothing and z-loss; vocab-parallel and chunked
 preference.py       Preference: DPO, SimPO, ORPO and KTO
 reference_model.py  log-probabilities under the reference model, computed once
@@ -12,17 +12,30 @@ loss_head.py        LM heads that take targets and return losses instead of logi
 chunked_loss.py     the LM head's matmuls and losses, one chunk of tokens at a time
 """
 
-from components.training.objectives.contract import HeadOutput, Objective, RowScores, RowWeights, TokenLoss, Vocabulary
+from components.training.objectives.base import (
+    Chunk,
+    HeadOutput,
+    RowObjective,
+    RowScores,
+    RowWeights,
+    TokenLoss,
+    TokenObjective,
+    Vocabulary,
+    row_objective,
+)
 from components.training.objectives.cross_entropy import PLAIN, CrossEntropy, NextToken
 
 __all__ = [
     "PLAIN",
+    "Chunk",
     "CrossEntropy",
     "HeadOutput",
     "NextToken",
-    "Objective",
+    "RowObjective",
     "RowScores",
     "RowWeights",
     "TokenLoss",
+    "TokenObjective",
     "Vocabulary",
+    "row_objective",
 ]

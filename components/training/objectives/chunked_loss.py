@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
 from components.dtypes import active_autocast_dtype
-from components.training.objectives.contract import NOT_SHARDED, TokenLoss, Vocabulary
-from components.training.objectives.cross_entropy import CrossEntropy
+from components.training.objectives.base import Chunk, TokenLoss, Vocabulary
+from components.training.objectives.cross_entropy import CrossEntropy, upcast
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 """Number of logits (tokens x vocabulary) of a chunk where `Head.chunk_logits` is not set: large enough that the matmuls
 run at full speed and hide the update of the weight's gradient after each chunk."""
-TOKEN_MULTIPLE = 128
+_TOKEN_MULTIPLE = 128
 """Numbers of tokens are rounded up to a multiple of it, so that tensors have few distinct sizes in the allocator."""
 
 
@@ -33,7 +33,7 @@ TOKEN_MULTIPLE = 128
 class Head:
     """Properties of the LM head, besides its weight, that the chunked loss needs."""
 
-    vocabulary: Vocabulary = NOT_SHARDED
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     """Sharding of the weight along the vocabulary."""
     logits_transform: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The model's elementwise transform of its logits (Gemma's softcapping, Cohere's scale); None: identity."""
@@ -62,16 +62,12 @@ class Targets:
     weights: torch.Tensor | None = None  # (tokens,)
     """Factor of each token's loss; None: 1."""
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (tokens, ...)
-    """Values per token for the token loss: see `TokenLoss.of_chunk`."""
+    """Values per token for the token loss: see `Chunk.values`."""
 
-    def select(self, kept: torch.Tensor) -> Targets:
+    def select(self, kept: torch.Tensor | slice) -> Targets:
         """Return the targets of some of the tokens. kept: their indices."""
-        return Targets(
-            self.ids.index_select(0, kept),
-            self.count,
-            None if self.weights is None else self.weights.index_select(0, kept),
-            {name: value.index_select(0, kept) for name, value in self.values.items()},
-        )
+        weights = None if self.weights is None else self.weights[kept]
+        return Targets(self.ids[kept], self.count, weights, {name: value[kept] for name, value in self.values.items()})
 
 
 def linear_token_loss(
@@ -95,7 +91,7 @@ def linear_token_loss(
     gradient of `hidden` is a partial sum over tp.
     """
     ids, count = targets.ids, targets.count
-    max_tokens = None if count is None else max(1, -(-count // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
+    max_tokens = None if count is None else max(1, -(-count // _TOKEN_MULTIPLE)) * _TOKEN_MULTIPLE
     tokens, kept, is_incomplete = len(ids), None, None
     if max_tokens is not None and max_tokens < tokens:
         order = (ids == IGNORED).to(torch.uint8).argsort(stable=True)  # (tokens,), tokens with a target first
@@ -105,8 +101,8 @@ def linear_token_loss(
     needs_grad = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    call = _Call(head, token_loss, targets.weights, targets.values, per_token, needs_grad)  # type: ignore[arg-type]
-    loss: torch.Tensor = _LinearTokenLoss.apply(hidden, weight, bias, targets.ids, call)
+    call = _Call(head, token_loss, targets, per_token, needs_grad)  # type: ignore[arg-type]
+    loss: torch.Tensor = _LinearTokenLoss.apply(hidden, weight, bias, call)
     if per_token and kept is not None:
         loss = loss.new_zeros(tokens).index_copy(0, kept, loss)
     return loss if is_incomplete is None else loss.masked_fill(is_incomplete, torch.nan)
@@ -118,8 +114,7 @@ class _Call:
 
     head: Head
     token_loss: TokenLoss
-    weights: torch.Tensor | None  # (tokens,)
-    values: Mapping[str, torch.Tensor]  # each (tokens, ...)
+    targets: Targets
     per_token: bool
     needs_grad: tuple[bool, bool, bool]
     """Whether the gradients of hidden, weight and bias are needed."""
@@ -130,12 +125,7 @@ class _LinearTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        call: _Call,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
     ) -> torch.Tensor:
         ctx.twice = call.head.backward_twice
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -143,7 +133,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         if dtype is not None:
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         with nullcontext() if dtype is None else torch.autocast(kind, enabled=False):
-            loss, ctx.gradients = _over_chunks(hidden, weight, bias, targets, call)
+            loss, ctx.gradients = _over_chunks(hidden, weight, bias, call)
         return loss
 
     @staticmethod
@@ -157,11 +147,11 @@ class _LinearTokenLoss(torch.autograd.Function):
             scaled = [None if each is None else each.mul_(grad) for each in gradients]
             ctx.gradients = None
         typed = [None if each is None else each.to(to) for each, to in zip(scaled, ctx.dtypes, strict=True)]
-        return (*typed, None, None)
+        return (*typed, None)
 
 
 def _over_chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, call: _Call
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Return the loss and the gradients of hidden, weight and bias; None for those that are not needed."""
     vocabulary, needs_grad = call.head.vocabulary, call.needs_grad
@@ -177,14 +167,14 @@ def _over_chunks(
     size = max(1, -(-len(hidden) // chunks))
     for start in range(0, len(hidden), size):
         chunk = slice(start, start + size)
-        rows, ids = hidden[chunk], targets[chunk]
+        rows, targets = hidden[chunk], call.targets.select(chunk)
         logits = F.linear(rows, weight, bias)  # (chunk, vocabulary)
-        chunk_loss, grad = _loss_of_chunk(logits, ids, chunk, call)
+        chunk_loss, grad = _loss_of_chunk(logits, targets, call)
         if call.per_token:
             loss[chunk] = chunk_loss
         else:
             loss += chunk_loss
-        is_target = (ids != IGNORED).to(rows.dtype)
+        is_target = (targets.ids != IGNORED).to(rows.dtype)
         if grad_hidden is not None:
             torch.mm(grad, weight, out=grad_hidden[chunk]).mul_(is_target[:, None])
         if grad_weight is not None:
@@ -206,7 +196,7 @@ def _add_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
             rows += part @ right
 
 
-def _loss_of_chunk(logits: torch.Tensor, targets: torch.Tensor, chunk: slice, call: _Call) -> tuple[torch.Tensor, Any]:
+def _loss_of_chunk(logits: torch.Tensor, targets: Targets, call: _Call) -> tuple[torch.Tensor, Any]:
     """Return the loss of a chunk and the gradient of its logits (chunk, vocabulary)."""
     with_gradient, transform = any(call.needs_grad), call.head.logits_transform
     transformed = logits
@@ -214,12 +204,16 @@ def _loss_of_chunk(logits: torch.Tensor, targets: torch.Tensor, chunk: slice, ca
         logits.requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
             transformed = transform(logits)
-    part = Targets(
-        targets,
-        weights=None if call.weights is None else call.weights[chunk],
-        values={name: value[chunk] for name, value in call.values.items()},
+    chunk = Chunk(
+        transformed.detach(),
+        targets.ids,
+        call.head.vocabulary,
+        targets.weights,
+        targets.values,
+        per_token=call.per_token,
+        with_gradient=with_gradient,
     )
-    loss, gradient = _of_logits_function(logits, call)(transformed.detach(), part, call)
+    loss, gradient = _of_logits_function(logits, call)(chunk, call.token_loss)
     if gradient is None:
         return loss, None
     if transform is not None:
@@ -227,22 +221,15 @@ def _loss_of_chunk(logits: torch.Tensor, targets: torch.Tensor, chunk: slice, ca
     return loss, gradient
 
 
-def _of_logits(logits: torch.Tensor, targets: Targets, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the loss of logits (chunk, vocabulary), computed in float32 or more, and its gradient in their dtype."""
-    scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    loss, gradient = call.token_loss.of_chunk(
-        scores,
-        targets.ids,
-        call.head.vocabulary,
-        None if targets.weights is None else targets.weights.to(scores.dtype),
-        targets.values,
-        per_token=call.per_token,
-        with_gradient=any(call.needs_grad),
-    )
-    return loss, None if gradient is None else gradient.to(logits.dtype)
+def _of_logits(chunk: Chunk, token_loss: TokenLoss) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the loss of a chunk, computed in float32 or more, and the gradient in the dtype of its logits."""
+    scores = upcast(chunk.scores)
+    weights = None if chunk.weights is None else chunk.weights.to(scores.dtype)
+    loss, gradient = token_loss.of_chunk(replace(chunk, scores=scores, weights=weights))
+    return loss, None if gradient is None else gradient.to(chunk.scores.dtype)
 
 
-_OfLogits = Callable[[torch.Tensor, Targets, _Call], tuple[torch.Tensor, torch.Tensor | None]]
+_OfLogits = Callable[[Chunk, TokenLoss], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def _of_logits_function(logits: torch.Tensor, call: _Call) -> _OfLogits:
@@ -260,11 +247,11 @@ def _compiled() -> _OfLogits:
     """Return one compiled function for all calls, so that they share its graphs."""
     compiled = torch.compile(_of_logits, fullgraph=True)
 
-    def call_compiled(logits: torch.Tensor, targets: Targets, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        for each in (logits, targets.ids, targets.weights):
+    def call_compiled(chunk: Chunk, token_loss: TokenLoss) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for each in (chunk.scores, chunk.targets, chunk.weights):
             if each is not None:
                 torch._dynamo.maybe_mark_dynamic(each, 0)  # the number of tokens depends on the batch
-        result: tuple[torch.Tensor, torch.Tensor | None] = compiled(logits, targets, call)
+        result: tuple[torch.Tensor, torch.Tensor | None] = compiled(chunk, token_loss)
         return result
 
     return call_compiled

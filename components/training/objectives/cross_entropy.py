@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.objective import NextTokenConfig
-from components.training.loss import count_targets
-from components.training.objectives.contract import RowScores, RowWeights, Vocabulary
+from components.training.objectives.base import Chunk, TokenLoss, TokenObjective
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropy:
+class CrossEntropy(TokenLoss):
     """Negative log-probability of each target.
 
     Label smoothing (Szegedy et al. 2016) spreads a share of each target's probability evenly over the vocabulary. The
@@ -42,8 +37,7 @@ class CrossEntropy:
     ) -> torch.Tensor:
         """Return the sum of the losses of logits (batch, seq, vocabulary): see `TokenLoss`."""
         if weights is not None or self.near_one:
-            losses = self.per_token(logits, targets)
-            return losses.sum() if weights is None else (losses * weights.to(losses.dtype)).sum()
+            return TokenLoss.of_logits(self, logits, targets, weights)
         scores, ids = upcast(logits).flatten(0, 1), targets.flatten()  # (tokens, vocabulary), (tokens,)
         smoothing = self.label_smoothing
         loss = F.cross_entropy(scores, ids, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
@@ -65,22 +59,11 @@ class CrossEntropy:
             losses = losses + self.z_loss * scores.logsumexp(-1).square() * (ids != IGNORED)
         return losses.view(targets.shape)
 
-    def of_chunk(
-        self,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        vocabulary: Vocabulary,
-        weights: torch.Tensor | None,
-        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
-        *,
-        per_token: bool,
-        with_gradient: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def of_chunk(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss sum of a chunk of tokens and its gradient: see `TokenLoss`."""
+        scores, vocabulary, weights = chunk.scores, chunk.vocabulary, chunk.weights
         log_probs, log_sum = log_softmax(scores, vocabulary.group, bool(self.z_loss))
-        index, is_real = targets - vocabulary.first, targets != IGNORED
-        is_local = is_real & (index >= 0) & (index < scores.shape[-1])
-        index = index.clamp(0, scores.shape[-1] - 1)[:, None]  # (chunk, 1)
+        is_real, (index, is_local) = chunk.targets != IGNORED, chunk.position()
         smoothing, size = self.label_smoothing, vocabulary.size or scores.shape[-1]
         target_terms = log_probs.gather(1, index)[:, 0].where(is_local, 0)  # (chunk,)
         at_target: float | torch.Tensor = smoothing - 1  # added to the gradient
@@ -95,12 +78,12 @@ class CrossEntropy:
         if weights is not None:
             target_terms = target_terms * weights
             z_terms = None if z_terms is None else z_terms * weights
-        if not per_token:
+        if not chunk.per_token:
             target_terms, z_terms = target_terms.sum(), None if z_terms is None else z_terms.sum()
         if vocabulary.group is not None:
             dist.all_reduce(target_terms, group=vocabulary.group)
         loss = -target_terms if z_terms is None else z_terms - target_terms
-        if not with_gradient:
+        if not chunk.with_gradient:
             return loss, None
         gradient = log_probs.exp_()
         if log_sum is not None:
@@ -166,41 +149,15 @@ def sum_over_shards(values: torch.Tensor, group: dist.ProcessGroup | None) -> to
     return values
 
 
-class NextToken:
+class NextToken(TokenObjective):
     """Mean cross-entropy of target tokens, with the config's label smoothing and z-loss.
 
     Evaluation uses the plain cross-entropy, `PLAIN`.
     """
 
-    unit = "target token"
-    needs_row_scores = False
-    metrics: tuple[str, ...] = ()
-
     def __init__(self, cfg: NextTokenConfig | None = None) -> None:
         """Create the objective; `cfg` None: without label smoothing and z-loss."""
         self.token_loss = CrossEntropy() if cfg is None else CrossEntropy(cfg.label_smoothing, cfg.z_loss)
-
-    def count(self, batch: Batch) -> torch.Tensor:
-        """Return the number of targets that are not ignored, a float64 scalar."""
-        return count_targets(batch.targets)
-
-    def with_token_values(self, model: Any, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the batches unchanged: the loss depends on logits and targets only."""
-        return list(batches)
-
-    def token_sums(self) -> None:
-        """Return None: there are no metrics besides the loss."""
-
-    def row_values(self, model: Any, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
-        """Return no values: rows are not scored."""
-        return {}
-
-    def step_sums(self, scores: RowScores) -> None:
-        """Return None: there are no row weights."""
-
-    def weights(self, scores: RowScores, step_sums: torch.Tensor | None = None) -> RowWeights:
-        """Raise NotImplementedError: a sum of token losses has no row weights."""
-        raise NotImplementedError("NextToken is a sum of token losses and has no row weights")
 
 
 PLAIN = NextToken()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -25,8 +25,7 @@ from components.config.schema.data import IGNORED
 from components.config.schema.objective import DistillationConfig, Divergence
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.batches import TokenValues
-from components.training.loss import count_targets
-from components.training.objectives.contract import NOT_SHARDED, RowScores, RowWeights, Vocabulary
+from components.training.objectives.base import Chunk, TokenLoss, TokenObjective, Vocabulary
 from components.training.objectives.cross_entropy import log_mass_of_others, log_softmax, sum_over_shards
 
 HIDDEN = "teacher_hidden"
@@ -41,7 +40,7 @@ class TeacherHead:
     bias: torch.Tensor | None = None  # (this rank's vocabulary,)
     logits_transform: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The teacher's elementwise transform of its logits; None: identity."""
-    vocabulary: Vocabulary = NOT_SHARDED
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     """Sharding of the weight along the vocabulary."""
 
     def logits(self, hidden_bits: torch.Tensor) -> torch.Tensor:
@@ -61,7 +60,7 @@ TeacherHidden = Callable[[Sequence[Batch]], tuple[list[torch.Tensor | None], Tea
 without the last stage. A collective."""
 
 
-class DistillationLoss:
+class DistillationLoss(TokenLoss):
     """Token loss (1 - w) T^2 D(teacher, student) + w x cross-entropy, where w is the weight of the cross-entropy.
 
     The divergence D compares the distributions at temperature T. The factor T^2 keeps the size of its gradient
@@ -72,41 +71,30 @@ class DistillationLoss:
     - jensen_shannon: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2 (Agarwal et al. 2024).
     """
 
-    def __init__(self, cfg: DistillationConfig) -> None:
+    def __init__(self, cfg: DistillationConfig, hidden_states: TeacherHidden | None = None) -> None:
         self._divergence, self._temperature = cfg.divergence, cfg.temperature
-        self._cross_entropy_weight = cfg.cross_entropy_weight
+        self._cross_entropy_weight, self._hidden_states = cfg.cross_entropy_weight, hidden_states
         self.teacher: TeacherHead | None = None
         """Head of the teacher, for the hidden states of the current step."""
-        self.sums: torch.Tensor | None = None  # (3,) float64
-        """Sums of D and of the student's and the teacher's cross-entropy over the target tokens so far; None: none."""
 
-    def of_logits(
-        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Raise NotImplementedError: the teacher's logits are computed in chunks only."""
-        raise NotImplementedError("distillation needs model.loss=chunked")
+    def with_token_values(self, model: Any, batches: Sequence[Batch]) -> list[Batch]:
+        """Return micro-batches with the teacher's last hidden states, on ranks with an LM head. A collective."""
+        if self._hidden_states is None:
+            return list(batches)
+        hidden, self.teacher = self._hidden_states(batches)
+        return [
+            batch if each is None else replace(batch, token_values={**batch.token_values, HIDDEN: each})
+            for batch, each in zip(batches, hidden, strict=True)
+        ]
 
-    def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Raise NotImplementedError: the teacher's logits are computed in chunks only."""
-        raise NotImplementedError("distillation needs model.loss=chunked")
-
-    def of_chunk(
-        self,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        vocabulary: Vocabulary,
-        weights: torch.Tensor | None,
-        values: Mapping[str, torch.Tensor],
-        *,
-        per_token: bool,
-        with_gradient: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def of_chunk(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss sum of a chunk of tokens and its gradient: see `TokenLoss`.
 
         Raises RuntimeError without stored values and without the teacher's head.
         """
+        scores, vocabulary, values = chunk.scores, chunk.vocabulary, chunk.values
         w, temperature = self._cross_entropy_weight, self._temperature
-        index, is_local = _position(targets, vocabulary, scores.shape[-1])
+        index, is_local = chunk.position()
 
         def log_prob_of_target(log_probs: torch.Tensor) -> torch.Tensor:  # (chunk,)
             return sum_over_shards(log_probs.gather(1, index)[:, 0].where(is_local, 0), vocabulary.group)
@@ -127,82 +115,43 @@ class DistillationLoss:
             log_p = self._teacher_log_probs(values, vocabulary)
             teacher_cross_entropy = -log_prob_of_target(log_p)
             both = at_temperature(log_p), at_temperature(log_q)
-            divergence, gradient = token_divergence(self._divergence, *both, vocabulary.group)
-        divergence = divergence.where(targets != IGNORED, 0)  # (chunk,)
-        sums = torch.stack([divergence.sum(), cross_entropy.sum(), teacher_cross_entropy.sum()]).double()
-        self.sums = sums if self.sums is None else self.sums + sums
+            divergence, gradient = _token_divergence(self._divergence, *both, vocabulary.group)
+        divergence = divergence.where(chunk.targets != IGNORED, 0)  # (chunk,)
+        self.add_sums(divergence.sum(), cross_entropy.sum(), teacher_cross_entropy.sum())
         losses = (1 - w) * temperature**2 * divergence + w * cross_entropy
         gradient *= (1 - w) * temperature
         if cross_entropy_gradient is not None:
             cross_entropy_gradient.scatter_add_(1, index, -is_local[:, None].to(scores.dtype))
             gradient.add_(cross_entropy_gradient, alpha=w)
-        if weights is not None:
-            losses, gradient = losses * weights, gradient.mul_(weights[:, None])
-        return losses if per_token else losses.sum(), gradient if with_gradient else None
+        if chunk.weights is not None:
+            losses, gradient = losses * chunk.weights, gradient.mul_(chunk.weights[:, None])
+        return losses if chunk.per_token else losses.sum(), gradient if chunk.with_gradient else None
 
     def _teacher_log_probs(self, values: Mapping[str, torch.Tensor], vocabulary: Vocabulary) -> torch.Tensor:
         """Return the teacher's log-probabilities (chunk, this rank's vocabulary) from its hidden states."""
         if self.teacher is None:
-            raise RuntimeError("DistillationLoss needs the teacher's head: see Distillation.with_token_values")
+            raise RuntimeError("DistillationLoss needs the teacher's head: see DistillationLoss.with_token_values")
         return log_softmax(self.teacher.logits(values[HIDDEN]), vocabulary.group, False)[0]
 
 
-def _position(targets: torch.Tensor, vocabulary: Vocabulary, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index (tokens, 1) of each target in this rank's vocabulary, and whether it is there, (tokens,)."""
-    index = targets - vocabulary.first
-    is_local = (targets != IGNORED) & (index >= 0) & (index < size)
-    return index.clamp(0, size - 1)[:, None], is_local
-
-
-class Distillation:
+class Distillation(TokenObjective):
     """Mean distillation loss of target tokens.
 
     Args:
-        hidden_states: Runs the teacher on a step's micro-batches.
+        hidden_states: Runs the teacher on a step's micro-batches; None: its most likely tokens are stored.
     """
 
-    unit = "target token"
-    needs_row_scores = False
     metrics = ("divergence", "cross_entropy", "teacher_cross_entropy")
 
-    def __init__(self, cfg: DistillationConfig, hidden_states: TeacherHidden) -> None:
-        self.token_loss = DistillationLoss(cfg)
-        self._hidden_states = hidden_states
+    def __init__(self, cfg: DistillationConfig, hidden_states: TeacherHidden | None = None) -> None:
+        self.token_loss = DistillationLoss(cfg, hidden_states)
 
     def stored_values(self, dataset: Any, split: str) -> TokenValues | None:
         """Return the stored values of a dataset's rows for its batches, or None if the teacher runs in every step."""
         return None
 
-    def count(self, batch: Batch) -> torch.Tensor:
-        """Return the number of targets that are not ignored, a float64 scalar."""
-        return count_targets(batch.targets)
 
-    def with_token_values(self, model: Any, batches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches with the teacher's last hidden states, on ranks with an LM head. A collective."""
-        hidden, self.token_loss.teacher = self._hidden_states(batches)
-        return [
-            batch if each is None else replace(batch, token_values={**batch.token_values, HIDDEN: each})
-            for batch, each in zip(batches, hidden, strict=True)
-        ]
-
-    def token_sums(self) -> torch.Tensor:
-        """Return the sums (3,) float64 of the divergence and of both models' cross-entropy since the last call."""
-        sums, self.token_loss.sums = self.token_loss.sums, None
-        return torch.zeros(3, dtype=torch.float64) if sums is None else sums
-
-    def row_values(self, model: Any, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
-        """Return no values: rows are not scored."""
-        return {}
-
-    def step_sums(self, scores: RowScores) -> None:
-        """Return None: there are no row weights."""
-
-    def weights(self, scores: RowScores, step_sums: torch.Tensor | None = None) -> RowWeights:
-        """Raise NotImplementedError: a sum of token losses has no row weights."""
-        raise NotImplementedError("Distillation is a sum of token losses and has no row weights")
-
-
-def token_divergence(
+def _token_divergence(
     kind: Divergence, log_p: torch.Tensor, log_q: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the divergence of each token (tokens,), and its gradient with respect to the student's logits.
@@ -286,12 +235,12 @@ def top_k_divergence(
     index, is_local = _positions(teacher.ids, vocabulary, size)
     of_k = sum_over_shards(log_q.gather(1, index).where(is_local, 0), vocabulary.group)  # (tokens, k)
     if teacher.ids.shape[1] == (vocabulary.size or size):  # there are no other tokens
-        divergence, of_outcomes = token_divergence(kind, teacher.log_probs[:, :-1].contiguous(), of_k, None)
+        divergence, of_outcomes = _token_divergence(kind, teacher.log_probs[:, :-1].contiguous(), of_k, None)
         gradient = log_q.zero_()
     else:
         log_rest = log_mass_of_others(log_q, index, is_local, vocabulary.group)[:, None]  # (tokens, 1)
         outcomes = torch.cat([of_k, log_rest], dim=1)  # (tokens, k + 1)
-        divergence, of_outcomes = token_divergence(kind, teacher.log_probs, outcomes, None)
+        divergence, of_outcomes = _token_divergence(kind, teacher.log_probs, outcomes, None)
         of_outcomes, of_rest = of_outcomes[:, :-1], of_outcomes[:, -1:]
         gradient = log_q.sub_(log_rest).exp_().mul_(of_rest)  # 0 for the k tokens
     return divergence, gradient.scatter_add_(1, index, of_outcomes.where(is_local, 0))

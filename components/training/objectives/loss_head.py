@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -38,9 +38,7 @@ from components.training.objectives.chunked_loss import (
     linear_token_loss,
 )
 
-PLAIN_HEAD = Head()
-"""Properties of a head that is not sharded and whose logits are not transformed."""
-LogitsTransform = Callable[[torch.Tensor], torch.Tensor]
+_LogitsTransform = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class LossHead:
 
     head: nn.Module | None = None
     """The LM head if it takes targets; None on pipeline ranks without it."""
-    spec: Head = PLAIN_HEAD
+    spec: Head = field(default_factory=Head)
     """Properties of that head."""
 
     def __str__(self) -> str:
@@ -271,7 +269,7 @@ class _BaseModelOutput:
         return None
 
 
-def _logits_transform(model: Any, name: str) -> LogitsTransform | None:
+def _logits_transform(model: Any, name: str) -> _LogitsTransform | None:
     """Return the transform that the model's forward applies to the logits of its head, or None for the identity.
 
     transformers does not expose softcapping and scales of logits: they are statements in each model's forward. The
@@ -326,7 +324,7 @@ def vocabulary_of(model: Any) -> int:
     return model.config.get_text_config().vocab_size
 
 
-def _check_liger(device: torch.device, transform: LogitsTransform | None) -> None:
+def _check_liger(device: torch.device, transform: _LogitsTransform | None) -> None:
     if device.type != "cuda":
         raise _UnsupportedError(f"liger-kernel runs on GPUs only, and this device is {device.type}")
     if transform is not None:

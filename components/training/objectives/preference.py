@@ -1,13 +1,13 @@
 """Objectives on preferences: DPO with its variants IPO and hinge, SimPO and ORPO on pairs, KTO on labeled answers.
 
 Each is a function of the log-probabilities of whole answers, so its gradient is a weighted sum of the gradients of
-token losses, with one weight per row (contract.py). Two neighboring rows form a unit: the chosen and the rejected
+token losses, with one weight per row (base.py). Two neighboring rows form a unit: the chosen and the rejected
 answer of a pair, or under KTO an answer and the same prompt with the answer of another sample.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from components.config.schema.objective import (
     SimPOConfig,
 )
 from components.data.pairs import DESIRABLE
-from components.training.objectives.contract import RowScores, RowWeights
+from components.training.objectives.base import RowObjective, RowScores, RowWeights, TokenLoss
 from components.training.objectives.cross_entropy import CrossEntropy
 
 REFERENCE = "reference_log_probs"
@@ -44,7 +44,7 @@ ReferenceScorer = Callable[[Any, Sequence[Batch]], torch.Tensor]
 """Function that returns the log-probabilities (rows,) of micro-batches under the reference, given the trained model."""
 
 
-class Preference(ABC):
+class Preference(RowObjective):
     """Mean loss over units of two rows; the base of the objectives below.
 
     Args:
@@ -52,7 +52,7 @@ class Preference(ABC):
     """
 
     unit = "pair"
-    needs_row_scores = True
+    token_loss: TokenLoss = CrossEntropy()
     uses_reference = True
     """Whether the loss compares log-probabilities with those under a reference model."""
 
@@ -62,12 +62,6 @@ class Preference(ABC):
         """Loads the reference model (`Prepared`) for a resumed run that lacks its log-probabilities; a collective."""
         self.reference_weights = ""
         """Identity of the weights and the dtype of the reference model; "": unknown."""
-        self.token_loss = CrossEntropy()
-
-    @property
-    @abstractmethod
-    def metrics(self) -> tuple[str, ...]:
-        """Names of `RowWeights.metrics`."""
 
     @property
     def needs_stored_reference(self) -> bool:
@@ -78,25 +72,9 @@ class Preference(ABC):
         """Return the number of units (two rows each), a float64 scalar; padding rows do not count."""
         return _is_real(batch.sum_sequences(batch.targets != IGNORED)).sum().to(torch.float64)
 
-    def with_token_values(self, model: Any, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the batches unchanged: token losses depend on logits and targets only."""
-        return list(batches)
-
-    def token_sums(self) -> torch.Tensor | None:
-        """Return None: metrics come from the rows (`weights`)."""
-        return None
-
     def row_values(self, model: Any, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
         """Return the log-probabilities under the reference model if they are computed at every step."""
         return {} if self.reference is None else {REFERENCE: self.reference(model, batches)}
-
-    def step_sums(self, scores: RowScores) -> torch.Tensor | None:
-        """Return None: the loss of a unit does not depend on others."""
-        return None
-
-    @abstractmethod
-    def weights(self, scores: RowScores, step_sums: torch.Tensor | None = None) -> RowWeights:
-        """Return the loss of a step's rows on one rank, and the factor of each row's token losses."""
 
 
 class PairPreference(Preference):
@@ -211,11 +189,11 @@ class ORPO(PairPreference):
     """
 
     uses_reference = False
+    token_loss = CrossEntropy(near_one=True)
 
     def __init__(self, cfg: ORPOConfig) -> None:
         super().__init__(cfg)
         self.beta = cfg.beta
-        self.token_loss = CrossEntropy(near_one=True)
 
     def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> PairLosses:
         """Return the losses of pairs: see `PairPreference.pair_losses`."""

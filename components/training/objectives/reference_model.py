@@ -107,7 +107,7 @@ def _scorer(method: Reference, cfg: DpoConfig, run: RunContext, vocabulary: int)
             return _score_without_adapters
         case Reference.frozen_copy:
             copy = prepare_frozen(cfg, run, vocabulary)
-            return lambda trained, batches: score_and_reshard(copy, batches)
+            return lambda trained, batches: _score_and_reshard(copy, batches)
 
 
 def _score_without_adapters(trained: Prepared, batches: Sequence[Batch]) -> torch.Tensor:
@@ -115,7 +115,7 @@ def _score_without_adapters(trained: Prepared, batches: Sequence[Batch]) -> torc
         return score_rows(trained, batches).log_probs
 
 
-def score_and_reshard(model: Prepared, batches: Sequence[Batch]) -> torch.Tensor:
+def _score_and_reshard(model: Prepared, batches: Sequence[Batch]) -> torch.Tensor:
     """Return the log-probabilities (rows,) of micro-batches under a model that is not trained. A collective."""
     log_probs = score_rows(model, batches).log_probs
     for part in model.called_modules:

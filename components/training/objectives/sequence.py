@@ -7,9 +7,6 @@ cross-entropy of a vocabulary of labels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,46 +15,18 @@ from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.objective import ClassificationConfig, RewardConfig, ScoreConfig
 from components.distributed.mesh import Mesh
-from components.training.loss import count_targets
-from components.training.objectives.contract import RowScores, RowWeights, TokenLoss, Vocabulary
+from components.training.objectives.base import TokenLoss, TokenObjective
 from components.training.objectives.cross_entropy import CrossEntropy, upcast
 
 
-class ScoreLoss:
-    """Base of the losses of a score head, which sum up metrics of the scored rows."""
-
-    def __init__(self) -> None:
-        self.sums: torch.Tensor | None = None  # (metrics,) float64
-        """Sums of the metrics since they were last read; None: nothing was scored."""
-
-    def add(self, *sums: torch.Tensor) -> None:
-        """Add to the sums of the metrics, scalars."""
-        added = torch.stack([each.detach().double() for each in sums])
-        self.sums = added if self.sums is None else self.sums + added
-
-    def of_chunk(
-        self,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        vocabulary: Vocabulary,
-        weights: torch.Tensor | None,
-        values: Mapping[str, torch.Tensor],
-        *,
-        per_token: bool,
-        with_gradient: bool,
-    ) -> NoReturn:
-        """Raise NotImplementedError: a score head returns all of its few logits."""
-        raise NotImplementedError("the loss of a score head is not computed in chunks")
-
-
-class LabelLoss(ScoreLoss):
+class _LabelLoss(TokenLoss):
     """Cross-entropy of labels; the metric is the number of rows whose label has the highest score."""
 
     def of_logits(
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the sum of the losses of logits (batch, seq, labels): see `TokenLoss`."""
-        self.add((logits.argmax(-1) == targets).sum())  # no label equals IGNORED
+        self.add_sums((logits.argmax(-1) == targets).sum())  # no label equals IGNORED
         return CrossEntropy().of_logits(logits, targets, weights)
 
     def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -65,7 +34,7 @@ class LabelLoss(ScoreLoss):
         return CrossEntropy().per_token(logits, targets)
 
 
-class RewardLoss(ScoreLoss):
+class _RewardLoss(TokenLoss):
     """Bradley-Terry loss of pairs of neighboring rows, the chosen and the rejected answer.
 
     Under cp the scored tokens of a pair may be on different ranks. The rewards are summed over cp, and each rank
@@ -77,7 +46,6 @@ class RewardLoss(ScoreLoss):
     """
 
     def __init__(self, center_weight: float = 0.0, cp_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
         self._center_weight, self._cp_group = center_weight, cp_group
 
     def of_logits(
@@ -107,64 +75,21 @@ class RewardLoss(ScoreLoss):
         metrics = [margins, (margins > 0).to(margins.dtype), chosen, rejected]
         if self._cp_group is not None and dist.get_rank(self._cp_group) > 0:
             return loss - loss.detach()
-        self.add(*(each.where(is_real, 0).sum() for each in metrics))
+        self.add_sums(*(each.where(is_real, 0).sum() for each in metrics))
         return loss
 
-    def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Raise NotImplementedError: the loss is one of pairs of rows."""
-        raise NotImplementedError("the Bradley-Terry loss is one of pairs of rows, not of tokens")
 
-
-class _Scoring:
-    """Base of the objectives: a sum of losses in one pass, with metrics that the loss has summed up."""
-
-    needs_row_scores = False
-    metrics: tuple[str, ...]
-
-    def __init__(self, token_loss: LabelLoss | RewardLoss) -> None:
-        self._loss = token_loss
-
-    @property
-    def token_loss(self) -> TokenLoss:
-        """Loss of the scores of a micro-batch."""
-        return self._loss
-
-    def with_token_values(self, model: Any, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the batches unchanged: the loss depends on scores and targets only."""
-        return list(batches)
-
-    def token_sums(self) -> torch.Tensor:
-        """Return the sums (metrics,) float64 of the metrics over this rank's rows since the last call."""
-        sums, self._loss.sums = self._loss.sums, None
-        return torch.zeros(len(self.metrics), dtype=torch.float64) if sums is None else sums
-
-    def row_values(self, model: Any, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
-        """Return no values: there is no pass that only scores rows."""
-        return {}
-
-    def step_sums(self, scores: RowScores) -> None:
-        """Return None: there are no row weights."""
-
-    def weights(self, scores: RowScores, step_sums: torch.Tensor | None = None) -> RowWeights:
-        """Raise NotImplementedError: the loss is computed in one pass, without row weights."""
-        raise NotImplementedError(f"{type(self).__name__} is computed in one pass and has no row weights")
-
-
-class Classification(_Scoring):
-    """Mean cross-entropy of the labels of texts."""
+class Classification(TokenObjective):
+    """Mean cross-entropy of the labels of texts, which are the targets: padding rows do not count."""
 
     unit = "text"
     metrics = ("accuracy",)
 
     def __init__(self) -> None:
-        super().__init__(LabelLoss())
-
-    def count(self, batch: Batch) -> torch.Tensor:
-        """Return the number of texts, a float64 scalar; padding rows do not count."""
-        return count_targets(batch.targets)
+        self.token_loss = _LabelLoss()
 
 
-class Reward(_Scoring):
+class Reward(TokenObjective):
     """Mean Bradley-Terry loss of preference pairs: -log sigmoid(reward of the chosen - reward of the rejected answer).
 
     Reward models are trained so by Ouyang et al. (2022), equation 1.
@@ -176,7 +101,7 @@ class Reward(_Scoring):
     def __init__(self, cfg: RewardConfig, mesh: Mesh | None = None) -> None:
         """`mesh`: the mesh whose cp axis shards the rows; None: rows are not sharded."""
         has_cp = mesh is not None and mesh.size("cp") > 1
-        super().__init__(RewardLoss(cfg.center_weight, mesh["cp"].get_group() if has_cp and mesh else None))
+        self.token_loss = _RewardLoss(cfg.center_weight, mesh["cp"].get_group() if has_cp and mesh else None)
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number of pairs (two rows each), a float64 scalar; padding rows do not count."""

@@ -39,8 +39,8 @@ from components.protocol.errors import ConfigError
 from components.storage.stored_file import VerifiedFile
 from components.training.context import RunContext
 from components.training.forward import last_hidden
+from components.training.objectives.base import Vocabulary
 from components.training.objectives.chunked_loss import Head
-from components.training.objectives.contract import Vocabulary
 from components.training.objectives.distillation import Distillation, TeacherHead, TeacherHidden
 from components.training.objectives.loss_head import local_head, vocabulary_of
 from components.training.setup.prepare import frozen_config, prepare_frozen
@@ -242,7 +242,7 @@ class StoredDistillation(Distillation):
     """
 
     def __init__(self, cfg: DistillConfig, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
-        super().__init__(cfg.objective, _no_hidden_states)
+        super().__init__(cfg.objective)
         self._folder, self._temperature = str(cfg.teacher.stored), cfg.objective.temperature
         self._tokenizer_hash, self._vocabulary = (
             None if tokenizer is None else hash_of_vocabulary(tokenizer),
@@ -276,10 +276,6 @@ class StoredDistillation(Distillation):
         if problems:
             raise ConfigError(problems)
         return stored
-
-
-def _no_hidden_states(batches: Sequence[Batch]) -> tuple[list[torch.Tensor | None], TeacherHead | None]:
-    return [None] * len(batches), None
 
 
 def hash_of_vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -17,7 +17,7 @@ from components.models.quantization.float8 import float8_layers, without_float8
 from components.protocol.errors import ConfigError
 from components.training.evaluation import evaluate
 from components.training.forward import forward_loss, local_batch
-from components.training.objectives import PLAIN, Objective
+from components.training.objectives import PLAIN, TokenObjective
 from components.training.setup.prepared import Prepared
 from components.training.state import TrainState
 
@@ -31,7 +31,7 @@ def check_kernels(
     cfg: ModelConfig,
     micro_batches: Callable[[int], Sequence[Batch]],
     run: Run | None = None,
-    objective: Objective = PLAIN,
+    objective: TokenObjective = PLAIN,
 ) -> list[str]:
     """Print and return the attention kernel in use, and the loss with and without float8. Call it on all ranks.
 
@@ -133,7 +133,7 @@ def _observe_attention(
     return observed, probe.first
 
 
-def _compare(model: Prepared, cfg: ModelConfig, batch: Sequence[Batch], objective: Objective) -> str:
+def _compare(model: Prepared, cfg: ModelConfig, batch: Sequence[Batch], objective: TokenObjective) -> str:
     with without_float8(model.module):
         plain = evaluate(model, batch, objective).loss
     float8 = evaluate(model, batch, objective)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from components.config.schema.data import IGNORED
 from components.data.batches import Padding
 from components.training.forward import local_batch, score_tokens
 from components.training.loss import sum_over_ranks
-from components.training.objectives import Vocabulary
+from components.training.objectives import Chunk, TokenLoss
 from components.training.objectives.cross_entropy import log_softmax, upcast
 from components.training.setup.prepared import Prepared
 
@@ -81,7 +81,7 @@ class RequestBatches:
         return passes
 
 
-class SignedLogProbability:
+class SignedLogProbability(TokenLoss):
     """Token loss with a sign: the loss if the target is the most likely token, else the negative loss.
 
     The sign is free because losses are not negative; `decode` reads both. The token of the smallest id counts as the
@@ -98,25 +98,13 @@ class SignedLogProbability:
         """Return the values (batch, seq) of logits (batch, seq, vocabulary); 0 where the target is ignored."""
         is_target = targets != IGNORED
         scores = upcast(logits[is_target])  # (targets, vocabulary)
-        values, _ = self.of_chunk(scores, targets[is_target], Vocabulary(), per_token=True, with_gradient=False)
+        values, _ = self.of_chunk(Chunk(scores, targets[is_target], per_token=True, with_gradient=False))
         return scores.new_zeros(targets.shape).masked_scatter(is_target, values)
 
-    def of_chunk(
-        self,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        vocabulary: Vocabulary,
-        weights: torch.Tensor | None = None,
-        values: Mapping[str, torch.Tensor] | None = None,
-        *,
-        per_token: bool,
-        with_gradient: bool,
-    ) -> tuple[torch.Tensor, None]:
-        """Return the values (chunk,) of a chunk of tokens: see `TokenLoss`. They have no gradient."""
-        log_probs, _ = log_softmax(scores, vocabulary.group, with_log_sum=False)  # (chunk, this rank's vocabulary)
-        index, is_real = targets - vocabulary.first, targets != IGNORED
-        is_local = is_real & (index >= 0) & (index < scores.shape[-1])
-        index = index.clamp(0, scores.shape[-1] - 1)[:, None]  # (chunk, 1)
+    def of_chunk(self, chunk: Chunk) -> tuple[torch.Tensor, None]:
+        """Return the values (tokens,) of a chunk: see `TokenLoss`. They have no gradient."""
+        vocabulary, (index, is_local) = chunk.vocabulary, chunk.position()
+        log_probs, _ = log_softmax(chunk.scores, vocabulary.group, with_log_sum=False)  # (tokens, local vocabulary)
         log_prob = log_probs.gather(1, index)[:, 0].where(is_local, 0)  # (chunk,)
         largest, best = log_probs.max(-1)  # (chunk,), (chunk,)
         best += vocabulary.first
@@ -126,7 +114,7 @@ class SignedLogProbability:
             dist.all_reduce(overall, dist.ReduceOp.MAX, group=vocabulary.group)
             best = best.where(largest == overall, vocabulary.size)
             dist.all_reduce(best, dist.ReduceOp.MIN, group=vocabulary.group)
-        return torch.where(best == targets, -log_prob, log_prob) * is_real, None
+        return torch.where(best == chunk.targets, -log_prob, log_prob) * (chunk.targets != IGNORED), None
 
     @staticmethod
     def decode(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
