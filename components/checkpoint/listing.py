@@ -43,7 +43,7 @@ def list_checkpoints(run_dir: Path, policy: CheckpointConfig) -> list[ListedChec
     """Return an entry for each checkpoint folder, oldest first; only the sizes of files are checked."""
     entries = [_entry(path) for path in checkpoint_folders(run_dir / CHECKPOINTS)]
     entries.sort(key=lambda entry: (entry.manifest.serial if entry.manifest else 0, entry.path.name))
-    apply_policy(entries, policy)
+    _apply_policy(entries, policy)
     return entries
 
 
@@ -89,7 +89,7 @@ def reasons_to_keep(complete: Sequence[Manifest], policy: CheckpointConfig) -> l
     return [reasons(manifest) for manifest in complete]
 
 
-def apply_policy(entries: list[ListedCheckpoint], policy: CheckpointConfig) -> None:
+def _apply_policy(entries: list[ListedCheckpoint], policy: CheckpointConfig) -> None:
     """Set `reasons` of each entry; only complete checkpoints count."""
     complete = [(entry, entry.manifest) for entry in entries if entry.manifest and not entry.problems]
     reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
@@ -119,7 +119,7 @@ def removable(run_dir: Path, policy: CheckpointConfig) -> tuple[list[ListedCheck
     for entry in reversed(entries):
         if entry.manifest and not check_contents(entry):
             break
-    apply_policy(entries, policy)
+    _apply_policy(entries, policy)
     return [e for e in entries if not e.problems and not e.reasons], unfinished_checkpoints(run_dir / CHECKPOINTS)
 
 

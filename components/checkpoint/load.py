@@ -199,7 +199,7 @@ def load_checkpoint(
     parameters = model_tensors(model)
     _check_model(path, parameters, stored.by_name)
     check_base_weights(path, saved.get(BASE_FINGERPRINT), base_fingerprint(model))
-    if average is not None and holds_average(stored.by_name):
+    if average is not None and _holds_average(stored.by_name):
         _check_average(path, average, stored.by_name)
     else:
         average = {}
@@ -267,7 +267,7 @@ def stored_dtype_of(path: Path | str) -> str | None:
     return None if found == AUTO else str(found)
 
 
-def holds_average(stored: Iterable[str]) -> bool:
+def _holds_average(stored: Iterable[str]) -> bool:
     """Return whether the names of stored tensors include a moving average of the weights."""
     return any(name.startswith(AVERAGE) for name in stored)
 
@@ -361,7 +361,7 @@ def _check_model(path: Path, local: Tensors, stored: Mapping[str, CheckpointTens
 
 def _check_average(path: Path, local: Tensors, stored: Mapping[str, CheckpointTensor]) -> None:
     """Require the stored average to have the parameters of all ranks; every rank raises the same error."""
-    if not holds_average(stored):
+    if not _holds_average(stored):
         raise ConfigError(
             f"checkpoint {path}: holds no moving average of the weights: its run had no training.ema_decay"
         )

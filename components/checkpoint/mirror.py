@@ -66,7 +66,7 @@ class Mirror:
 
     def copies(self) -> list[RemoteCheckpoint]:
         """Return the checkpoints below the URL. Raises StorageError."""
-        return list_remote(self.store, self.url)[0]
+        return _list_remote(self.store, self.url)[0]
 
     def upload(self, path: Path, group: dist.ProcessGroup | None = None) -> str:
         """Copy a published checkpoint, then remove those that the policy does not keep; return its URL. A collective.
@@ -151,7 +151,7 @@ class Mirror:
 
     def _take(self, run: str) -> None:
         """Write that the URL belongs to this start, before its first copy. Raises ConfigError and StorageError."""
-        existing, names = list_remote(self.store, self.url)
+        existing, names = _list_remote(self.store, self.url)
         serials = [each.manifest.serial for each in existing if each.manifest is not None]
         self.newest_serial = max(serials, default=0)
         self._claim = take_claim(self.store, self.url, run, [] if serials else names)
@@ -247,7 +247,7 @@ class RemoteCheckpoint:
         return [name for name in self.objects if name not in own]
 
 
-def list_remote(store: ObjectStore, url: str) -> tuple[list[RemoteCheckpoint], list[str]]:
+def _list_remote(store: ObjectStore, url: str) -> tuple[list[RemoteCheckpoint], list[str]]:
     """Return the checkpoints below `url`, by name, and the names of all objects there. Raises StorageError."""
     prefix = join(url, "")
     names: list[str] = []
@@ -260,7 +260,7 @@ def list_remote(store: ObjectStore, url: str) -> tuple[list[RemoteCheckpoint], l
     return [_checkpoint(store, join(url, name), found) for name, found in folders.items()], names
 
 
-def find_remote(store: ObjectStore, url: str) -> RemoteCheckpoint:
+def _find_remote(store: ObjectStore, url: str) -> RemoteCheckpoint:
     """Return the checkpoint at `url`. Raises StorageError."""
     prefix = join(url, "")
     return _checkpoint(store, url, {each.url.removeprefix(prefix): each for each in store.list(url)})
@@ -305,7 +305,7 @@ def fetch_checkpoint(
     problems: list[str] = []
     with fail_together(failure):
         if this_rank() == 0:
-            copy = find_remote(mirror.store, url)
+            copy = _find_remote(mirror.store, url)
             problems = copy.problems
             if copy.manifest is not None and not problems:
                 if copy.strangers:

@@ -31,13 +31,13 @@ from components.protocol.role import node_name
 
 ROW_WORDS = 4096
 """64-bit words in a row of a digested tensor."""
-ROWS_AT_ONCE = 64
+_ROWS_AT_ONCE = 64
 """Rows that are summed at a time on a CPU, so that the second sum reads them from its cache."""
-SMALL_BYTES = 2**16
+_SMALL_BYTES = 2**16
 """Smaller tensors are copied into one before they are digested: each would take several kernels."""
-MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd 64-bit constants: the golden ratio, and those of the splitmix64 generator (Steele et al. 2014)."""
-NAMED = 3
+_NAMED = 3
 """Maximum number of tensors and ranks listed in one message."""
 
 Digests = dict[str, list[int]]
@@ -82,7 +82,7 @@ class ReplicaCheck:
             return ""
         sizes: dict[int, int] = {}
         for tensor in self._weights().values():
-            copies = self._copies(sharded_over(tensor))
+            copies = self._copies(_sharded_over(tensor))
             sizes[copies] = sizes.get(copies, 0) + _local_bytes(tensor)
         replicated = {copies: size for copies, size in sizes.items() if copies > 1}
         if not replicated:
@@ -118,17 +118,17 @@ class ReplicaCheck:
         """Return this rank's tensors that other ranks hold too, by the identity of the data."""
         found: dict[str, Tensors] = {}
         weights = self._weights()
-        axes = {id(tensor): sharded_over(tensor) for tensor in weights.values()}
+        axes = {id(tensor): _sharded_over(tensor) for tensor in weights.values()}
         names = {id(tensor): name for name, tensor in weights.items()}
         entries = [(name, tensor, axes[id(tensor)]) for name, tensor in weights.items()]
-        entries += [(name, tensor, sharded_over(tensor)) for name, tensor in self._average.items()]
+        entries += [(name, tensor, _sharded_over(tensor)) for name, tensor in self._average.items()]
         for optimizer in list_optimizers(self._optimizer):
             for parameter, state in optimizer.state.items():
                 name = names.get(id(parameter), "").removeprefix(MODEL)
                 for quantity, value in state.items() if name else ():
                     if isinstance(value, torch.Tensor):
                         # A plain tensor of a sharded parameter may be computed from the shard.
-                        own = sharded_over(value if isinstance(value, DTensor) else parameter)
+                        own = _sharded_over(value if isinstance(value, DTensor) else parameter)
                         entries.append((f"{OPTIMIZER}{quantity}/{name}", value, own))
         for name, tensor, sharded in entries:
             if self._copies(sharded) > 1:
@@ -192,7 +192,7 @@ class ReplicaCheck:
         return f"which were equal after step {self._equal_after}"
 
 
-def sharded_over(tensor: torch.Tensor) -> dict[str, tuple[int, int]]:
+def _sharded_over(tensor: torch.Tensor) -> dict[str, tuple[int, int]]:
     """Return this rank's coordinate and the size of each mesh axis along which ranks hold different data of a tensor.
 
     Empty for a plain tensor.
@@ -263,7 +263,7 @@ def _digest(tensors: list[torch.Tensor]) -> torch.Tensor:
     columns = torch.zeros(ROW_WORDS, dtype=torch.int64, device=device)
     small: list[torch.Tensor] = []
     for tensor in tensors:
-        end = tensor.numel() - tensor.numel() % (8 * ROW_WORDS) if tensor.numel() >= SMALL_BYTES else 0
+        end = tensor.numel() - tensor.numel() % (8 * ROW_WORDS) if tensor.numel() >= _SMALL_BYTES else 0
         if end < tensor.numel():
             small.append(tensor[end:])
         if end:
@@ -279,17 +279,17 @@ def _add_sums(tensor: torch.Tensor, rows: list[torch.Tensor], columns: torch.Ten
     """Append the sums of the rows of a flat uint8 tensor to `rows`; return `columns` with its column sums added."""
     aligned = tensor if tensor.storage_offset() % 8 == 0 else tensor.clone()
     words = aligned.view(torch.int64).view(-1, ROW_WORDS)
-    for part in words.split(ROWS_AT_ONCE) if words.device.type == "cpu" else (words,):
+    for part in words.split(_ROWS_AT_ONCE) if words.device.type == "cpu" else (words,):
         rows.append(part.sum(1))
-        columns = torch.add(part.sum(0), columns, alpha=MULTIPLIERS[0])  # the factor keeps parts apart
+        columns = torch.add(part.sum(0), columns, alpha=_MULTIPLIERS[0])  # the factor keeps parts apart
     return columns
 
 
 def _hash(values: torch.Tensor) -> torch.Tensor:
     """Return a hash of int64 values (n,) as a scalar: the sum of splitmix64 of each value and its index."""
     index = torch.arange(1, len(values) + 1, device=values.device)
-    mixed = values + index * MULTIPLIERS[0]
-    for shift, multiplier in ((30, MULTIPLIERS[1]), (27, MULTIPLIERS[2]), (31, 1)):
+    mixed = values + index * _MULTIPLIERS[0]
+    for shift, multiplier in ((30, _MULTIPLIERS[1]), (27, _MULTIPLIERS[2]), (31, 1)):
         logical = (mixed >> shift) & (2 ** (64 - shift) - 1)  # torch shifts the sign in
         mixed = (mixed ^ logical) * multiplier
     return mixed.sum()
@@ -326,8 +326,8 @@ def _describe(suspicion: Suspicion, nodes: list[str]) -> str:
 
 
 def _listed(texts: Sequence[str]) -> str:
-    more = [f"and {len(texts) - NAMED} more"] if len(texts) > NAMED else []
-    return ", ".join([*texts[:NAMED], *more])
+    more = [f"and {len(texts) - _NAMED} more"] if len(texts) > _NAMED else []
+    return ", ".join([*texts[:_NAMED], *more])
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

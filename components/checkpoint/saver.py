@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 5.0
 """How long a run that ends with an error waits for the checkpoint that is being written."""
-COLLECTIVE_SECONDS = 20.0
+_COLLECTIVE_SECONDS = 20.0
 """How much longer it waits if the writing thread is in a collective."""
 PINNED_BYTES = 2**30
 """Bytes of one allocation of pinned memory: few calls, each of which blocks the GPU's launches only briefly."""
@@ -299,7 +299,7 @@ class _Writing:
         if self._in_collective():
             # Python aborts if a thread returns from a collective while the interpreter shuts down. The peer that this
             # thread waits for has exited or is exiting: its closed connection ends the collective first.
-            self._thread.join(COLLECTIVE_SECONDS)
+            self._thread.join(_COLLECTIVE_SECONDS)
         if self._thread.is_alive():
             logger.error("the checkpoint of step %s is lost: the run ended while it was being written", self.step)
         elif self._error is not None:

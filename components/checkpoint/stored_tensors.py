@@ -202,10 +202,10 @@ def base_fingerprint(model: nn.Module) -> str | None:
             continue
         if is_first_holder(parameter) if isinstance(parameter, DTensor) else this_rank() == 0:
             for block in local_blocks(parameter, name):
-                total += fingerprint_of_block(name, local_part(parameter)[block.local], block)
+                total += _fingerprint_of_block(name, local_part(parameter)[block.local], block)
     if dist.is_initialized():
         dist.all_reduce(total)
-    return to_hex(total)
+    return _to_hex(total)
 
 
 def fingerprint_by_blocks(tensors: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> str:
@@ -213,11 +213,11 @@ def fingerprint_by_blocks(tensors: Mapping[str, torch.Tensor], read: Callable[[s
     total = torch.zeros((), dtype=torch.int64)
     for name, tensor in tensors.items():
         for index in row_blocks(tensor):
-            total += fingerprint_of_block(name, read(name, index), Block(index, index))
-    return to_hex(total)
+            total += _fingerprint_of_block(name, read(name, index), Block(index, index))
+    return _to_hex(total)
 
 
-def fingerprint_of_block(name: str, values: torch.Tensor, block: Block) -> torch.Tensor:
+def _fingerprint_of_block(name: str, values: torch.Tensor, block: Block) -> torch.Tensor:
     """Return the contribution of one block of the parameter `name` to the fingerprint, an int64 scalar."""
     bits = values.contiguous().view(_BITS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -229,7 +229,7 @@ def fingerprint_of_block(name: str, values: torch.Tensor, block: Block) -> torch
     return total
 
 
-def to_hex(total: torch.Tensor) -> str:
+def _to_hex(total: torch.Tensor) -> str:
     """Return the sum over all blocks as the stored text: 16 hex digits."""
     return f"{int(total) % 2**64:016x}"
 

@@ -55,16 +55,16 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
-COUNTER = "counter/"
-NUMBER = "number/"
+_COUNTER = "counter/"
+_NUMBER = "number/"
 AVERAGE = "average/"
 AVERAGE_UPDATES = "average_updates"
 """Name of the number of updates in the moving average, a scalar."""
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Python type of a number -> dtype that stores it."""
 _OURS = "components.training.optimizers"
 _ADAM, _MOMENTUM = ("step", "exp_avg", "max_exp_avg"), ("momentum_buffer",)
-USED_STATE = {
+_USED_STATE = {
     **dict.fromkeys(("torch.optim.adam.Adam", "torch.optim.adamw.AdamW"), _ADAM),
     **dict.fromkeys((f"{_OURS}.adamw.AdamW", f"{_OURS}.adamw8bit.AdamW8bit"), _ADAM),
     **dict.fromkeys(("torch.optim.sgd.SGD", f"{_OURS}.muon.Muon"), _MOMENTUM),
@@ -128,8 +128,8 @@ def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensor
         for quantity, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
-            if type(value) in NUMBERS:
-                tensors[f"{NUMBER}{quantity}/{name}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
+            if type(value) in _NUMBERS:
+                tensors[f"{_NUMBER}{quantity}/{name}"] = torch.tensor(value, dtype=_NUMBERS[type(value)])
                 continue
             if not isinstance(value, torch.Tensor):
                 raise NotImplementedError(
@@ -137,7 +137,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensor
                     "numbers and tensors can be saved, choose another optimizer"
                 )
             if value.ndim == 0:
-                tensors[f"{COUNTER}{quantity}/{name}"] = value
+                tensors[f"{_COUNTER}{quantity}/{name}"] = value
             elif value.shape == parameter.shape or _is_sharded_like(value, parameter):
                 tensors[f"{OPTIMIZER}{quantity}/{name}"] = value
             else:
@@ -161,7 +161,7 @@ def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | Non
     sizes = {name: size // holders[name] for held in by_rank for name, size in held.items()}
     writer = BlockWriter(folder, _files_of_bounded_size(sizes))
     with _translated():
-        dcp.save({}, storage_writer=writer, planner=SaveBlocks(local_shards(tensors)), process_group=group)
+        dcp.save({}, storage_writer=writer, planner=SaveBlocks(_local_shards(tensors)), process_group=group)
     return writer.records
 
 
@@ -170,7 +170,7 @@ def read_tensors(stored: CheckpointTensors, tensors: Tensors) -> None:
     with torch.no_grad():
         stored.fill(
             (name, _index_of(chunk), values)
-            for name, shard in local_shards(tensors).items()
+            for name, shard in _local_shards(tensors).items()
             for chunk, values in zip(shard.chunks, shard.values, strict=True)
         )
 
@@ -200,7 +200,7 @@ def make_optimizer_state(
     for key, described in stored.items():
         kind, _, rest = key.partition("/")
         quantity, _, name = rest.partition("/")
-        if f"{kind}/" not in (OPTIMIZER, COUNTER, NUMBER):
+        if f"{kind}/" not in (OPTIMIZER, _COUNTER, _NUMBER):
             continue
         if MODEL + name not in trained_anywhere:
             raise ConfigError(
@@ -216,8 +216,8 @@ def make_optimizer_state(
             continue
         dtype = described.dtype
         value: torch.Tensor | bool | int | float
-        if f"{kind}/" == NUMBER:
-            value = next(each(0) for each, stored_as in NUMBERS.items() if stored_as == dtype)
+        if f"{kind}/" == _NUMBER:
+            value = next(each(0) for each, stored_as in _NUMBERS.items() if stored_as == dtype)
         elif f"{kind}/" == OPTIMIZER:
             value = zeros_sharded_like(parameter, torch.Size(described.shape), dtype)
         else:
@@ -235,15 +235,15 @@ def make_optimizer_state(
 def _uses(optimizer: torch.optim.Optimizer, quantity: str) -> bool:
     """Return whether an optimizer uses state of this name; True for those of unknown state."""
     kind = type(optimizer)
-    return quantity.startswith(USED_STATE.get(f"{kind.__module__}.{kind.__name__}", ""))
+    return quantity.startswith(_USED_STATE.get(f"{kind.__module__}.{kind.__name__}", ""))
 
 
 def restore_numbers(optimizers: Optimizers, parameters: Tensors, tensors: Tensors) -> None:
     """Set the optimizer state that consists of Python numbers to the values that were read into `tensors`."""
     states = {id(each): optimizer.state[each] for optimizer in list_optimizers(optimizers) for each in optimizer.state}
     for key, value in tensors.items():
-        if key.startswith(NUMBER):
-            quantity, _, name = key.removeprefix(NUMBER).partition("/")
+        if key.startswith(_NUMBER):
+            quantity, _, name = key.removeprefix(_NUMBER).partition("/")
             states[id(parameters[MODEL + name])][quantity] = value.item()
 
 
@@ -314,7 +314,7 @@ class LocalShard:
     """Each block, as a view of the local tensor."""
 
 
-def local_shards(tensors: Tensors) -> dict[str, LocalShard]:
+def _local_shards(tensors: Tensors) -> dict[str, LocalShard]:
     """Return this rank's blocks of each tensor. Raises NotImplementedError for layouts that are not block-wise."""
     shards = {}
     for name, tensor in tensors.items():

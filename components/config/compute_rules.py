@@ -32,7 +32,7 @@ from components.config.schema.run import PeftConfig
 from components.config.schema.training import TasksConfig, TrainingConfig
 from components.config.shape import ModelShape
 
-EAGER_ONLY = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
+_EAGER_ONLY = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
 """Model types whose attention has a soft cap or sinks and is otherwise full or sliding."""
 
 
@@ -258,10 +258,10 @@ def attention_problems(
     """
     key, problems = f"model.attention={model.attention}", []
     is_sdpa = model.attention in (Attention.sdpa, Attention.sdpa_flash)
-    if family in EAGER_ONLY and is_sdpa:
+    if family in _EAGER_ONLY and is_sdpa:
         return [f"{key}: {family} has a soft cap or sinks, which it does not compute; set model.attention=eager"]
-    supported = "eager" if family in EAGER_ONLY else "sdpa"
-    if not is_sdpa and (model.attention != Attention.eager or family not in {None, *EAGER_ONLY}):
+    supported = "eager" if family in _EAGER_ONLY else "sdpa"
+    if not is_sdpa and (model.attention != Attention.eager or family not in {None, *_EAGER_ONLY}):
         if packs:
             problems.append(
                 f"{key}: does not receive the document bounds of packed rows; set model.attention={supported} or "

@@ -22,7 +22,7 @@ from components.config.schema.training import TrainingConfig
 RECOMPUTE = tuple(policy for policy in ActivationCheckpointing if policy != ActivationCheckpointing.auto)
 """Policies of activation checkpointing, except `auto`, which selects one of them."""
 _DEGREE = "[0-9]{1,6}"
-NAME = re.compile(rf"(?:ddp{_DEGREE}|(?:(?:{'|'.join(AXES)}){_DEGREE})(?:_(?:{'|'.join(AXES)}){_DEGREE})*(?:_sp)?)")
+_NAME = re.compile(rf"(?:ddp{_DEGREE}|(?:(?:{'|'.join(AXES)}){_DEGREE})(?:_(?:{'|'.join(AXES)}){_DEGREE})*(?:_sp)?)")
 """Mesh names such as pp2_dp_shard2_tp2_sp, without the optional policy of activation checkpointing at the end."""
 
 
@@ -88,7 +88,7 @@ def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
     policy = next((each for each in RECOMPUTE if name.endswith(f"_{each}")), None)
     name = name.removesuffix(f"_{policy}")
     base = replace(base, activation_checkpointing=policy or base.activation_checkpointing)
-    if not NAME.fullmatch(name):
+    if not _NAME.fullmatch(name):
         return None
     if name.startswith("ddp"):
         return next(each for each in all_layouts(int(name[3:]), base) if each.strategy == Strategy.ddp)

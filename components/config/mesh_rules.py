@@ -9,7 +9,7 @@ from components.config.schema.parallelism import ContextAttention, MeshShape, Pa
 from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.config.shape import PLANNED_MLP, ModelShape
 
-QUANTIZED_TOGETHER = 64
+_QUANTIZED_TOGETHER = 64
 """Consecutive inputs of a layer that share a scale under QLoRA (NF4)."""
 SPLIT_INPUTS = {
     **dict.fromkeys(PLANNED_MLP | {"glm4", "phi3"}, ("self_attn.o_proj", "mlp.down_proj")),
@@ -21,7 +21,7 @@ SPLIT_INPUTS = {
 """Model type -> the linear layers of attention and MLPs whose inputs its tp plan splits."""
 _GATHERED_HEADS = frozenset({"gpt2", "olmo2", "olmo3", "olmoe", "phi3"})
 """Model types whose tp plan computes all heads on every rank, whether or not tp divides them."""
-NOT_STAGED = frozenset({"bamba", "nemotron_h", "openai-gpt"})
+_NOT_STAGED = frozenset({"bamba", "nemotron_h", "openai-gpt"})
 """Model types whose forward fails in a stage: it uses the type or outputs of every layer, or the shape of the ids."""
 
 NO_TP_PLAN = frozenset({
@@ -76,9 +76,9 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
 def quantized_inputs_problem(tp: int, layers: Iterable[str]) -> str:
     """Return the problem of QLoRA layers, each with its number of inputs, whose inputs tp would split in a block."""
     return (
-        f"parallelism.tp={tp}: splits the inputs of layers that are quantized {QUANTIZED_TOGETHER} inputs at a time, "
-        f"and must leave each rank a multiple of {QUANTIZED_TOGETHER}: {', '.join(layers)}; change parallelism.tp, set "
-        "peft=lora, or name other layers in peft.targets"
+        f"parallelism.tp={tp}: splits the inputs of layers that are quantized {_QUANTIZED_TOGETHER} inputs at a time, "
+        f"and must leave each rank a multiple of {_QUANTIZED_TOGETHER}: {', '.join(layers)}; change parallelism.tp, "
+        "set peft=lora, or name other layers in peft.targets"
     )
 
 
@@ -100,7 +100,7 @@ def quantized_problems(
     uneven = [
         f"{name} ({size})"
         for name, size in sizes.items()
-        if name and size and size % (QUANTIZED_TOGETHER * mesh.tp)
+        if name and size and size % (_QUANTIZED_TOGETHER * mesh.tp)
         if any(t == ALL_LINEAR or f".{name}".endswith(f".{t}") or t.endswith(f".{name}") for t in peft.targets)
     ]
     return [quantized_inputs_problem(mesh.tp, uneven)] if uneven else []
@@ -122,7 +122,7 @@ def _forward_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Mo
             f"parallelism.tp={mesh.tp}: {shape.family} models have no tensor-parallel plan; set parallelism.tp=1, or "
             "provide a plan by parallelism.tp_plan=module.path:name"
         )
-    if mesh.pp > 1 and shape.family in NOT_STAGED:
+    if mesh.pp > 1 and shape.family in _NOT_STAGED:
         problems.append(
             f"parallelism.pp={mesh.pp}: the forward of {shape.family} models cannot be split into stages; set "
             "parallelism.pp=1"

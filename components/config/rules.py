@@ -85,24 +85,24 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     if training is not None:
         problems += batch_problems(training, parallelism, mesh)
         if checkpoint is not None:
-            problems += best_checkpoint_problems(checkpoint, training)
-        problems += profile_problems(cfg.logging.profile, training, world_size)
+            problems += _best_checkpoint_problems(checkpoint, training)
+        problems += _profile_problems(cfg.logging.profile, training, world_size)
         problems += row_problems("training.seq_len", training.seq_len, parallelism, mesh)
         for number, (_, length) in enumerate(training.length_ramp):
             problems += row_problems(f"training.seq_len_ramp[{number}].seq_len", length, parallelism, mesh)
-        problems += ramp_problems(training, cfg.data)
+        problems += _ramp_problems(training, cfg.data)
     if evaluation is not None:
         problems += row_problems("evaluation.seq_len", evaluation.seq_len, parallelism, mesh)
         if peft is not None:
-            problems += adapter_problems(peft, evaluation)
+            problems += _adapter_problems(peft, evaluation)
     if optimizer is not None:
         problems += [*optimizer_problems(optimizer, model, peft), *decay_problems(optimizer, training)]
     takes_pairs = preference is not None or scores is not None
-    problems += data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
+    problems += _data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
     if preference is not None:
-        problems += preference_problems(preference, cfg.data, model, peft)
+        problems += _preference_problems(preference, cfg.data, model, peft)
     if scores is not None:
-        problems += score_problems(scores, cfg.data, model, cfg.generation)
+        problems += _score_problems(scores, cfg.data, model, cfg.generation)
     if section(cfg, DistillationConfig) is not None:
         problems += distillation_problems(model, section(cfg, TeacherConfig), training)
     problems += rope_problems(model, shape)
@@ -166,7 +166,7 @@ def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEn
     return kinds
 
 
-def data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = False) -> list[str]:
+def _data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = False) -> list[str]:
     """Require a held-out split, weights only on sources of a mixture, and pairs or labels only if the recipe takes
     them."""
     problems = []
@@ -208,7 +208,7 @@ def data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = F
     return problems
 
 
-def ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
+def _ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
     """Require plain text for a ramp of the length: a cut sample of another kind would lose its prompt."""
     if not training.seq_len_ramp:
         return []
@@ -221,7 +221,7 @@ def ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
     ]
 
 
-def preference_problems(
+def _preference_problems(
     objective: PreferenceConfig, data: DataConfig, model: ModelConfig, peft: PeftConfig | None
 ) -> list[str]:
     """Require the data that a preference objective compares, and what its two forward passes and its reference need."""
@@ -259,7 +259,7 @@ def preference_problems(
     return problems
 
 
-def score_problems(
+def _score_problems(
     objective: ScoreConfig, data: DataConfig, model: ModelConfig, generation: GenerationConfig
 ) -> list[str]:
     """Require the data that a score objective learns from, and reject settings that a score head does not have."""
@@ -291,7 +291,7 @@ def score_problems(
     return problems
 
 
-def best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> list[str]:
+def _best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> list[str]:
     """Require an evaluation at every checkpoint step, so that each checkpoint has a loss to compare."""
     if not checkpoint.keep_best:
         return []
@@ -309,7 +309,7 @@ def best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingCon
     return []
 
 
-def profile_problems(profile: ProfileConfig, training: TrainingConfig, world_size: int | None) -> list[str]:
+def _profile_problems(profile: ProfileConfig, training: TrainingConfig, world_size: int | None) -> list[str]:
     """Require profiled steps and ranks to exist; `world_size` is None if unknown."""
     if not profile.enabled:
         return []
@@ -394,7 +394,7 @@ def optimizer_problems(optimizer: OptimizerConfig, model: ModelConfig, peft: Pef
     ]
 
 
-def adapter_problems(peft: PeftConfig, evaluation: EvaluationConfig) -> list[str]:
+def _adapter_problems(peft: PeftConfig, evaluation: EvaluationConfig) -> list[str]:
     """Require a checkpoint to load the adapters from."""
     if not peft.adapts or evaluation.checkpoint is not None:
         return []

@@ -54,7 +54,7 @@ NOT_ROTARY = frozenset({
     *("opt", "rwkv", "xglm"),
 })  # fmt: skip
 """Model types whose positions are not rotary, or are rotary without transformers' types of scaling."""
-GGUF_NAMES = {
+_GGUF_NAMES = {
     "block_count": "layers",
     "attention.head_count": "heads",
     "attention.head_count_kv": "kv_heads",
@@ -68,9 +68,9 @@ GGUF_NAMES = {
     "attention.sliding_window": "window",
 }
 """Key of a GGUF header, without the architecture prefix -> name in Meshbook."""
-GGUF_FAMILIES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+_GGUF_FAMILIES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
 """Architecture in a GGUF header -> transformers' model type, where they differ."""
-WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 GGUF_BASE = " (a GGUF file, which PEFT cannot open by itself: load the base model first)"
 """Follows the path of a GGUF file where an adapter names its base model: PEFT repeats the name in its error."""
 _LARGEST_SIZES = {
@@ -236,13 +236,13 @@ def _read_gguf(path: Path) -> dict[str, Any]:
                 if key.startswith("tokenizer."):
                     break
                 value = _read_value(file, struct.unpack("<I", file.read(4))[0])
-                size = GGUF_NAMES.get(key.partition(".")[2])
+                size = _GGUF_NAMES.get(key.partition(".")[2])
                 if size and isinstance(value, int):
                     shape[size] = value
                 if key == "general.architecture":
                     architecture = str(value)
             shape.setdefault("experts", 0)
-            shape["family"] = GGUF_FAMILIES.get(architecture, architecture)
+            shape["family"] = _GGUF_FAMILIES.get(architecture, architecture)
     except (OSError, struct.error, UnicodeDecodeError, KeyError, ValueError, RecursionError) as error:
         raise ConfigError(f"model.path={path}: the GGUF header cannot be read: {error}") from error
     named = {CONFIG_NAMES[size][0]: value for size, value in shape.items() if size in CONFIG_NAMES}
@@ -323,7 +323,7 @@ def check_weights(path: str, key: str = "model.path") -> list[str]:
                 f"{key}={path}: is the directory of a run; give the model that it exported, {path.rstrip('/')}/export"
             ]
         return [f"{key}={path}: the folder has no config.json; give the folder of a Hugging Face model"]
-    if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_PATTERNS):
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
         return [
             f"{key}={path}: the folder has no weights (*.safetensors); give one that has, or set model.init=random "
             "to start from scratch"

@@ -16,7 +16,7 @@ from components.protocol.safe_json import parse_json
 from components.safetensors_writer import TensorEntry
 from components.storage.stored_file import BlockHashes, OpenFile, StoredTensor, read_header
 
-SPLITS = ("train", "eval")
+_SPLITS = ("train", "eval")
 TOKEN_IDS, LOG_PROBS = "teacher_token_ids", "teacher_log_probs"
 """Tensors of a file, and names in `Batch.token_values`, of the teacher's most likely tokens (targets, k) int32, and of
 the log-probabilities of these and of all other tokens together (targets, k + 1) float32."""
@@ -114,7 +114,7 @@ def check_stored_teacher(folder: str, temperature: float, vocabulary: int | None
     where = f"teacher.stored={folder}"
     if not Path(os.path.expanduser(folder)).is_dir():
         return [f"{where}: no such folder; write it with scripts/teacher.py run.dir={folder}"]
-    files = [teacher_file(folder, split) for split in SPLITS]
+    files = [teacher_file(folder, split) for split in _SPLITS]
     if missing := [file.name for file in files if not file.exists()]:
         return [
             f"{where}: has no {' and no '.join(missing)}; it must be the run directory of a scripts/teacher.py that "

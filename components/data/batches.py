@@ -30,7 +30,7 @@ Rows = Dataset | PackedDataset | TokenRows | MixtureDataset | PairedRows | Packe
 
 PREFETCHED_STEPS = 8
 """Optimizer steps whose rows are fetched from an object store before they are used."""
-CUDA_ROUNDING = 128
+_CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
 
 
@@ -77,7 +77,7 @@ class Padding:
         On CUDA, lengths are rounded up to multiples of 128 tokens: this fills the tiles of matmul and attention
         kernels, and fewer distinct lengths mean fewer recompilations and less memory fragmentation.
         """
-        rounding = CUDA_ROUNDING if device.type == "cuda" else 1
+        rounding = _CUDA_ROUNDING if device.type == "cuda" else 1
         return cls(multiple=multiple, rounding=rounding, limit=seq_len)
 
     def length_of(self, longest: int) -> int:

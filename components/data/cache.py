@@ -51,7 +51,7 @@ _FORMAT = 3
 """Version of the file layout; increment it when the layout changes."""
 WORTH_BYTES = 1_000_000
 """Size of the smallest source that is cached; a smaller one is tokenized in about a second at every start."""
-KEPT_SECONDS = 30 * 24 * 3600
+_KEPT_SECONDS = 30 * 24 * 3600
 """Age since the last use at which entries are removed, when a new one is written."""
 _COMPONENTS = Path(__file__).parents[1]
 CODE = ("data", "chat_template.py", "conversation.py")
@@ -227,7 +227,7 @@ def _tokenize(encoder: _Encoder, entry: Path | None = None, content: str = "") -
             logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
         else:
             with contextlib.suppress(OSError):
-                remove_expired(entry.parent, KEPT_SECONDS)
+                remove_expired(entry.parent, _KEPT_SECONDS)
         if (written := _read_entry(entry)) is not None:
             return written
     tokens = flattened(chain.from_iterable(_encode_batches(encoder)))

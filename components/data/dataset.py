@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item", covariant=True)
 
-WARNED_SHARE = 0.1
+_WARNED_SHARE = 0.1
 """Share of dropped rows from which on the banner has a warning."""
 
 
@@ -91,7 +91,7 @@ class Facts:
     def warning(self) -> str:
         """Why at least WARNED_SHARE of the rows are dropped, and what to change; empty if it is less."""
         dropped = sum(self._dropped.values())
-        if dropped < WARNED_SHARE * (dropped + self.samples):
+        if dropped < _WARNED_SHARE * (dropped + self.samples):
             return ""
         remedies = {
             "raise training.seq_len (in evaluate.py evaluation.seq_len)": self.dropped_overlong

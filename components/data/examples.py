@@ -31,12 +31,12 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Aliases of one key: transformers fills each from the others."""
 _MAX_TRIES = 200
 """Conversations in which a key is tried before it counts as unused."""
-ENDLESS = (
+_ENDLESS = (
     "end without a token at which generation stops, because the chat template writes none after them: the model does "
     "not learn to stop; set model.chat_template to one that writes {{ eos_token }} there"
 )
-HEADER = "are trained with their header, because the chat template ignores add_generation_prompt"
-BOUNDARY = "begin within a token that also holds the end of the prompt; generation ends the prompt before it"
+_HEADER = "are trained with their header, because the chat template ignores add_generation_prompt"
+_BOUNDARY = "begin within a token that also holds the end of the prompt; generation ends the prompt before it"
 
 
 class Example(NamedTuple):
@@ -263,8 +263,8 @@ class _Renderer:
                 )
         ended = self.template.with_end(conversation, answer, through)
         if self.usage is not None:
-            self.usage.counts[ENDLESS] += ended is None
-            self.usage.counts[HEADER] += not is_marked and self._trains_header(conversation, answer, prompt, through)
+            self.usage.counts[_ENDLESS] += ended is None
+            self.usage.counts[_HEADER] += not is_marked and self._trains_header(conversation, answer, prompt, through)
         return _Draft(prompt, ended or through, is_marked)
 
     def _trains_header(self, conversation: Conversation, answer: int, prompt: Rendering, through: Rendering) -> bool:
@@ -303,7 +303,7 @@ class _Renderer:
             prompt, through = next(ids), next(ids)
             start = _common_prefix(prompt, through)
             if self.usage is not None and draft.through.text.startswith(draft.prompt.text):
-                self.usage.counts[BOUNDARY] += start < len(prompt)
+                self.usage.counts[_BOUNDARY] += start < len(prompt)
             yield _Turn(through, [(start, self._end_of_turn(through, start))])
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
@@ -379,7 +379,7 @@ class KeyUsage:
         self._used: set[str] = set()
         self._shortened: set[str] = set()
         self.counts: Counter[str] = Counter()
-        """Answers to which a note applies: `ENDLESS`, `HEADER` or `BOUNDARY`."""
+        """Answers to which a note applies: `_ENDLESS`, `_HEADER` or `_BOUNDARY`."""
 
     @property
     def notes(self) -> list[str]:

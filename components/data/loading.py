@@ -52,7 +52,7 @@ from components.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONVERSATIONS = (ChatDataConfig, DocsDataConfig, PreferencesDataConfig, SftDataConfig)
+_CONVERSATIONS = (ChatDataConfig, DocsDataConfig, PreferencesDataConfig, SftDataConfig)
 """Data that the chat template renders."""
 
 
@@ -109,7 +109,7 @@ def _build_source(
     else:
         source = SourceSplit(cfg, is_eval)
         examples, prompts, bad, facts.unused, facts.notes = tokenize(source, cfg, tokenizer, seq_len)
-        if isinstance(cfg, CONVERSATIONS) and not tokenizer.chat_template:
+        if isinstance(cfg, _CONVERSATIONS) and not tokenizer.chat_template:
             facts.notes.append(
                 "the tokenizer has no chat template: messages are joined with line breaks, without roles"
             )

@@ -26,7 +26,7 @@ from components.storage.stored_file import SUFFIX, KnownNumbers, OpenFile, read_
 
 logger = logging.getLogger(__name__)
 
-VALUES_AT_ONCE = 1 << 20
+_VALUES_AT_ONCE = 1 << 20
 """Values per read when a whole column is scanned."""
 _COPIED_AT_ONCE = 1 << 22  # bytes
 _ENTRY, _TEMPORARY = (
@@ -99,8 +99,8 @@ class Tokens(NamedTuple):
     def _pieces(self) -> Iterator[slice]:
         """The runs, in slices of at most VALUES_AT_ONCE tokens."""
         for run in self.runs:
-            for start in range(run.start, run.stop, VALUES_AT_ONCE):
-                yield slice(start, min(start + VALUES_AT_ONCE, run.stop))
+            for start in range(run.start, run.stop, _VALUES_AT_ONCE):
+                yield slice(start, min(start + _VALUES_AT_ONCE, run.stop))
 
 
 def flattened(examples: Iterable[Example]) -> Tokens:
@@ -217,8 +217,8 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
 def _hash_of(summary: str, columns: Iterable[StoredColumn]) -> str:
     digest = xxhash.xxh3_128(summary.encode())
     for column in columns:
-        for start in range(0, len(column), VALUES_AT_ONCE):
-            digest.update(column[start : start + VALUES_AT_ONCE].data)
+        for start in range(0, len(column), _VALUES_AT_ONCE):
+            digest.update(column[start : start + _VALUES_AT_ONCE].data)
     return digest.hexdigest()
 
 

@@ -54,7 +54,7 @@ def synchronize_value(
     message = torch.zeros(_WIDTH, dtype=torch.int64, device=device)
     root = dist.get_rank(group) == src
     if root:
-        message = encode(value, device)
+        message = _encode(value, device)
     dist.broadcast(message, group=group, group_src=src)
     header = decode(message.tolist())
     if header.scalar is not None:
@@ -229,7 +229,7 @@ def _exchange_headers(
     value: Scalar | torch.Tensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[Header]:
     require_member(group)
-    mine = encode(value, device)
+    mine = _encode(value, device)
     messages = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(messages, mine, group=group)
     return [decode(message) for message in torch.stack(messages).tolist()]
@@ -276,7 +276,7 @@ class Header:
         return f"a {name} tensor of shape {list(self.shape)}" + (" with gradient" if self.requires_grad else "")
 
 
-def encode(value: Scalar | torch.Tensor, device: torch.device) -> torch.Tensor:
+def _encode(value: Scalar | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the header of `value` as an int64 vector on `device`.
 
     Raises:
@@ -301,7 +301,7 @@ def encode(value: Scalar | torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def decode(fields: list[int]) -> Header:
-    """Return the header from the elements of a vector of `encode`."""
+    """Return the header from the elements of a vector of `_encode`."""
     if fields[0] == _TENSOR:
         shape = tuple(fields[_DIMS_AT : _DIMS_AT + fields[2]])
         return Header(dtype=_dtypes()[fields[1]], shape=shape, requires_grad=bool(fields[3]))

@@ -37,10 +37,10 @@ Attend = Callable[..., tuple[torch.Tensor, Any]]
 def local_positions(seq: int, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
     """Return the positions of this rank's tokens in a sequence of `seq` tokens: (seq / cp,), the early chunk first."""
     size = seq // (2 * mesh.size())
-    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in local_chunks(mesh)])
+    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in _local_chunks(mesh)])
 
 
-def local_chunks(mesh: DeviceMesh) -> tuple[int, int]:
+def _local_chunks(mesh: DeviceMesh) -> tuple[int, int]:
     """Return the indices of this rank's two chunks among the 2 x cp of a sequence."""
     rank = mesh.get_local_rank()
     return rank, 2 * mesh.size() - 1 - rank
@@ -86,7 +86,7 @@ def use_context_parallel(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} {reason}, so its sequences cannot be sharded; set "
             "parallelism.cp=1"
         )
-    chosen, reason = choose_attention(method, mesh.size(), heads)
+    chosen, reason = _choose_attention(method, mesh.size(), heads)
     is_ulysses = chosen == ContextAttention.ulysses
     attention = UlyssesAttention(mesh, implementation) if is_ulysses else GatheredAttention(mesh, implementation)
     attend: Attend = attention
@@ -101,7 +101,7 @@ def use_context_parallel(
     return f"cp attention: {chosen}, {reason}"
 
 
-def choose_attention(method: ContextAttention, cp: int, heads: tuple[int, int]) -> tuple[ContextAttention, str]:
+def _choose_attention(method: ContextAttention, cp: int, heads: tuple[int, int]) -> tuple[ContextAttention, str]:
     """Return the attention method under cp, ulysses or all_gather, and the reason for it.
 
     Args:
@@ -206,7 +206,7 @@ class UlyssesAttention(_Attention):
         received = all_to_all_single_autograd(torch.cat(by_rank, dim=-1), None, None, self.mesh.get_group())
         width = sum(heads * head_dim for heads, head_dim in shapes)
         shards = received.view(cp, batch, 2, tokens // 2, width)
-        full = in_sequence_order(shards, dim=2).reshape(batch, cp * tokens, width)
+        full = _in_sequence_order(shards, dim=2).reshape(batch, cp * tokens, width)
         parts = full.split([heads * head_dim for heads, head_dim in shapes], dim=-1)
         return [part.unflatten(-1, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -214,7 +214,7 @@ class UlyssesAttention(_Attention):
         """Exchange (batch, seq, heads / cp, head_dim) for (batch, seq / cp, heads, head_dim)."""
         cp = self.mesh.size()
         batch, seq, heads, width = output.shape
-        by_rank = in_rank_order(output, cp, dim=1)  # (cp, batch, seq / cp, heads / cp, head_dim)
+        by_rank = _in_rank_order(output, cp, dim=1)  # (cp, batch, seq / cp, heads / cp, head_dim)
         received = all_to_all_single_autograd(by_rank, None, None, self.mesh.get_group())
         by_head = received.view(cp, batch, seq // cp, heads, width).movedim(0, 2)  # (batch, seq / cp, cp, ...)
         return by_head.reshape(batch, seq // cp, cp * heads, width)
@@ -270,7 +270,7 @@ class GatheredAttention(_Attention):
         """
         batch, _, tokens, _ = query.shape
         calls, size = [], tokens // 2
-        for chunk in local_chunks(self.mesh):
+        for chunk in _local_chunks(self.mesh):
             start, end = chunk * size, (chunk + 1) * size
             first_key = 0 if window is None else max(0, start - window + 1)
             if documents is None:
@@ -302,7 +302,7 @@ class GatheredAttention(_Attention):
         window, first = visible
         key, value = self.gather(key, value)  # (batch, kv heads, seq, head_dim) each
         outputs = []
-        for queries, chunk in zip(query.chunk(2, dim=2), local_chunks(self.mesh), strict=True):
+        for queries, chunk in zip(query.chunk(2, dim=2), _local_chunks(self.mesh), strict=True):
             start, end = (queries.shape[2] * index for index in (chunk, chunk + 1))  # keys from `end` on are masked
             positions = torch.arange(end, device=query.device)
             query_position, key_position = positions[start:, None], positions[None, :]
@@ -326,13 +326,13 @@ class GatheredAttention(_Attention):
         gathered = _Gather.apply(both.contiguous(), self.mesh.get_group())
         shards = gathered.view(cp, batch, heads, 2, tokens // 2, width).split(widths, dim=-1)
         full_key, full_value = (
-            in_sequence_order(each, dim=3).reshape(batch, heads, cp * tokens, each.shape[-1]) for each in shards
+            _in_sequence_order(each, dim=3).reshape(batch, heads, cp * tokens, each.shape[-1]) for each in shards
         )
         return full_key, full_value
 
     def scatter(self, full: torch.Tensor) -> torch.Tensor:
         """Sum gradients over cp and return this rank's shard: (batch, heads, seq, width) -> (..., seq / cp, width)."""
-        by_rank = in_rank_order(full, self.mesh.size(), dim=2)  # (cp, batch, heads, seq / cp, width)
+        by_rank = _in_rank_order(full, self.mesh.size(), dim=2)  # (cp, batch, heads, seq / cp, width)
         shard = by_rank.new_empty(by_rank.shape[1:])
         dist.reduce_scatter_tensor(shard, by_rank.flatten(0, 1), group=self.mesh.get_group())
         return shard
@@ -469,7 +469,7 @@ class _Gather(torch.autograd.Function):
         return shard_grad, None
 
 
-def in_sequence_order(shards: torch.Tensor, dim: int) -> torch.Tensor:
+def _in_sequence_order(shards: torch.Tensor, dim: int) -> torch.Tensor:
     """Reorder the chunks of all ranks from zigzag to sequence order.
 
     Args:
@@ -482,7 +482,7 @@ def in_sequence_order(shards: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([early, late]).movedim(0, dim - 1)
 
 
-def in_rank_order(full: torch.Tensor, cp: int, dim: int) -> torch.Tensor:
+def _in_rank_order(full: torch.Tensor, cp: int, dim: int) -> torch.Tensor:
     """Return the zigzag shards of all ranks, contiguous: (..., seq, ...) -> (cp, ..., seq / cp, ...).
 
     Args:

@@ -26,7 +26,7 @@ from components.config.compute_rules import sharded_bytes_problem
 from components.distributed.expert import experts_modules
 from components.protocol.errors import ConfigError
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward, which cannot be FSDP2 units themselves; their children are."""
 
 
@@ -40,7 +40,7 @@ class Ends:
     """One unit: the last norm and an untied head. Its gradients are reduced during the backward of the layers."""
 
 
-WHOLE_ROOT = Ends()
+_WHOLE_ROOT = Ends()
 """The root's unit includes both ends."""
 
 
@@ -69,7 +69,7 @@ def shard_with_fsdp2(
     offload_policy: CPUOffloadPolicy | None = None,
     reshard_after_forward: bool = True,
     expert_mesh: DeviceMesh | None = None,
-    ends: Ends = WHOLE_ROOT,
+    ends: Ends = _WHOLE_ROOT,
 ) -> None:
     """Shard a model in place: one FSDP2 unit per decoder layer, those of `ends`, and one for all other parameters.
 
@@ -256,9 +256,9 @@ def _reshards_after_forward(unit: FSDPModule) -> bool:
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children of the outermost containers, descending into containers nested directly in them."""
-    in_list = isinstance(module, CONTAINERS)
+    in_list = isinstance(module, _CONTAINERS)
     for child in module.children():
-        if in_list and not isinstance(child, CONTAINERS):
+        if in_list and not isinstance(child, _CONTAINERS):
             yield child
         else:
             yield from _units(child)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from components.distributed.mesh import Mesh, Ranks, groups_of_mesh
 
-OPERATIONS = (
+_OPERATIONS = (
     "all_gather",
     "reduce_scatter",
     "all_reduce",
@@ -36,7 +36,7 @@ OPERATIONS = (
 )
 """Operation names in the table: an operator is listed under the first of these that its name contains."""
 
-RECORDED_STEP = 2
+_RECORDED_STEP = 2
 """Step of a run that is recorded, from 1; the first step also runs one-time initialization."""
 
 
@@ -102,7 +102,7 @@ class StepTraffic:
     def step(self) -> Iterator[None]:
         """Run one optimizer step within this context."""
         self._steps += 1
-        if not self._enabled or self._steps != RECORDED_STEP:
+        if not self._enabled or self._steps != _RECORDED_STEP:
             yield
             return
         with record_traffic() as traffic:
@@ -176,7 +176,7 @@ def _find_arguments(func: Any) -> tuple[int, list[int]] | None:
 
 def _operation(func: Any) -> str:
     name = func._schema.name.partition("::")[2].replace("_", "")
-    return next((each for each in OPERATIONS if each.replace("_", "") in name), name)
+    return next((each for each in _OPERATIONS if each.replace("_", "") in name), name)
 
 
 def _ranks(handle: Any) -> Ranks:

@@ -47,15 +47,15 @@ from components.terminal import print_text
 
 _POLL = 0.05
 """Polling interval for the ranks' processes, in seconds."""
-REPORTS_EVERY = 1.0
+_REPORTS_EVERY = 1.0
 """Polling interval for failure reports, in seconds: a rank that failed may hang before its process exits."""
 GRACE = 2.0
 """Seconds from the first failure to SIGTERM, in which the other ranks can fail by themselves and report it."""
-REFUSED_GRACE = 1.0
+_REFUSED_GRACE = 1.0
 """Seconds from a config error to SIGKILL, without SIGTERM: there is nothing to save."""
 STACKS_AFTER, STACKS_WITHIN = 1.0, 1.5
 """Seconds from the report of a hang to the first request for stacks, and from each request to the next signal."""
-KILL_AFTER = 5.0
+_KILL_AFTER = 5.0
 """Seconds from SIGTERM, on which ranks save and stop, to SIGKILL."""
 
 
@@ -194,7 +194,7 @@ class RankProcesses:
     def end(self) -> None:
         """End the ranks that are left, since the run cannot go on without others that were lost."""
         if not self.end_requested:
-            self._set_plan((0.0, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL))
+            self._set_plan((0.0, signal.SIGTERM), (_KILL_AFTER, signal.SIGKILL))
 
     def _forward(self, number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in self.stops:
@@ -216,7 +216,7 @@ class RankProcesses:
             if status != 0:
                 self._plan_termination()
         if time.monotonic() >= self.next_report_check:
-            self.next_report_check = time.monotonic() + REPORTS_EVERY
+            self.next_report_check = time.monotonic() + _REPORTS_EVERY
             if any(report.kind != Kind.left for report in read_reports(self.logs).values()):
                 self._plan_termination()
 
@@ -226,7 +226,7 @@ class RankProcesses:
             return
         reports = read_reports(self.logs).values()
         if any(report.is_config for report in reports):
-            self._set_plan((REFUSED_GRACE, signal.SIGKILL))
+            self._set_plan((_REFUSED_GRACE, signal.SIGKILL))
         elif any(report.kind == Kind.hung for report in reports):
             self._set_plan(
                 (STACKS_AFTER, DUMP_STACKS),
@@ -235,7 +235,7 @@ class RankProcesses:
                 (STACKS_WITHIN, signal.SIGKILL),
             )
         else:
-            self._set_plan((GRACE, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL))
+            self._set_plan((GRACE, signal.SIGTERM), (_KILL_AFTER, signal.SIGKILL))
 
     def _set_plan(self, *steps: tuple[float, signal.Signals]) -> None:
         self.plan = deque(steps)

@@ -22,7 +22,7 @@ RANK_BYTES = 256 * 2**20
 """Private memory of a rank in bytes after importing torch and transformers, before a model is loaded."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable with the sizes of cuBLAS's buffers, which determine the order of its sums."""
-WORKSPACES = (":4096:8", ":16:8")
+_WORKSPACES = (":4096:8", ":16:8")
 """Values under which cuBLAS is deterministic. The second takes less memory and is slower."""
 _SWITCHES = ("TORCHINDUCTOR_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC")
 """Switches of torch's compiler, which otherwise selects kernels by their measured time, and of flash-attn."""
@@ -106,10 +106,10 @@ def determinism_problems(run: RunConfig, environ: Mapping[str, str]) -> list[str
     if not run.deterministic:
         return []
     problems = []
-    if (value := environ.get(WORKSPACE, WORKSPACES[0])) not in WORKSPACES:
+    if (value := environ.get(WORKSPACE, _WORKSPACES[0])) not in _WORKSPACES:
         problems.append(
             f"run.deterministic=true: cuBLAS is not deterministic with {WORKSPACE}={value}; unset the variable, or set "
-            f"it to {' or '.join(WORKSPACES)}"
+            f"it to {' or '.join(_WORKSPACES)}"
         )
     problems += [
         f"run.deterministic=true: contradicts {name}={environ[name]}; unset the variable, or set it to 1"
@@ -127,6 +127,6 @@ def set_deterministic_variables(run: RunConfig, environ: MutableMapping[str, str
     if not run.deterministic:
         return
     raise_all(determinism_problems(run, environ))
-    environ.setdefault(WORKSPACE, WORKSPACES[0])
+    environ.setdefault(WORKSPACE, _WORKSPACES[0])
     for name in _SWITCHES:
         environ[name] = "1"

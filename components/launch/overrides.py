@@ -40,17 +40,17 @@ from components.protocol.errors import ConfigError
 from components.protocol.run_files import CONFIG, RESULT
 from components.terminal import fit, print_text
 
-AUTO = "parallelism=auto"
+_AUTO = "parallelism=auto"
 BEST = re.compile(r"parallelism=plan:(\d+)")
-ANSWERED_WITHOUT_CONFIG = ("--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
-TAKE_A_VALUE = ("--cfg", "-c", "--package", "-p")
+_ANSWERED_WITHOUT_CONFIG = ("--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
+_TAKE_A_VALUE = ("--cfg", "-c", "--package", "-p")
 _LAYOUT_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy", "sequence_parallel", "pp_schedule"))
 """Keys that an option of conf/parallelism sets."""
 Section = TypeVar("Section")
 KEY = "run="
-OPTION = "of_run"
+_OPTION = "of_run"
 """Name of the config options that hold the sections of the run."""
-SECTIONS: Mapping[str, type[Any]] = {"model": ModelConfig, "data": DataConfig, "peft": PeftConfig}
+_SECTIONS: Mapping[str, type[Any]] = {"model": ModelConfig, "data": DataConfig, "peft": PeftConfig}
 """Sections that are taken as a whole, unless the command line chooses another option (data=jsonl)."""
 
 
@@ -66,11 +66,11 @@ def planned_command_line(recipe: Recipe, world_size: int | None) -> Iterator[Non
     Raises ConfigError if the device or the model's sizes are unknown, or if no mesh fits.
     """
     _reject_plan(sys.argv)
-    overrides = [each for each in sys.argv[1:] if each != AUTO]
+    overrides = [each for each in sys.argv[1:] if each != _AUTO]
     argv, sys.argv = sys.argv, [sys.argv[0], *_without_print_options(overrides)]
     try:
         chosen: list[str] = []
-        if not any(each.partition("=")[0] in ANSWERED_WITHOUT_CONFIG for each in overrides):
+        if not any(each.partition("=")[0] in _ANSWERED_WITHOUT_CONFIG for each in overrides):
             cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, lambda cfg, rejected: [])
             chosen = [] if cfg is None else _auto_overrides(cfg, overrides, world_size)
         sys.argv = [argv[0], *overrides, *chosen]
@@ -136,9 +136,9 @@ def _without_print_options(arguments: Sequence[str]) -> list[str]:
     """Return arguments without --cfg, --package and --resolve, with which Hydra prints a config and composes none."""
     kept, skips = [], False
     for each in arguments:
-        if not skips and each not in ("--resolve", *TAKE_A_VALUE) and not each.startswith(("--cfg=", "--package=")):
+        if not skips and each not in ("--resolve", *_TAKE_A_VALUE) and not each.startswith(("--cfg=", "--package=")):
             kept.append(each)
-        skips = each in TAKE_A_VALUE and not skips
+        skips = each in _TAKE_A_VALUE and not skips
     return kept
 
 
@@ -146,11 +146,11 @@ def _auto_overrides(cfg: RecipeConfig, overrides: Sequence[str], world_size: int
     train = _trains(cfg)
     world = world_size or processes_of(cfg, visible_gpus(os.environ))
     if (stored := _stored_candidate(cfg, world)) is not None:
-        print_text(f"{AUTO}: keeps {_name(stored, world)}, as {cfg.run.dir} began with", file=sys.stderr)
+        print_text(f"{_AUTO}: keeps {_name(stored, world)}, as {cfg.run.dir} began with", file=sys.stderr)
         return stored.overrides(cfg.parallelism)
     best = plan_run(train, overrides, world, 1)[0]
     text = (
-        f"{AUTO}: {_name(best.candidate, world)}, micro-batches {best.workload.micro_batches_text}, for "
+        f"{_AUTO}: {_name(best.candidate, world)}, micro-batches {best.workload.micro_batches_text}, for "
         f"{best.workload.tokens_text} on {world:,} x {device_of(train).name}; estimated {bytes_text(best.memory.peak)} "
         f"and {seconds_text(best.time.seconds)} per step (scripts/plan.py shows others)"
     )
@@ -177,15 +177,15 @@ def _name(candidate: Candidate, world: int) -> str:
 
 def _trains(cfg: RecipeConfig) -> TrainConfig:
     if not isinstance(cfg, TrainConfig):
-        raise ConfigError(f"{AUTO}: only training recipes can be planned; set parallelism to an option")
+        raise ConfigError(f"{_AUTO}: only training recipes can be planned; set parallelism to an option")
     return cfg
 
 
 def _reject_plan(arguments: Sequence[str]) -> None:
     """Reject `parallelism=plan:K` outside of a sweep, and misspelled forms of both."""
     for each in arguments[1:]:
-        if each.startswith(("parallelism=auto", "parallelism=plan:")) and each != AUTO:
-            hint = "needs -m" if BEST.fullmatch(each) else f"write {AUTO}, or parallelism=plan:K with -m"
+        if each.startswith(("parallelism=auto", "parallelism=plan:")) and each != _AUTO:
+            hint = "needs -m" if BEST.fullmatch(each) else f"write {_AUTO}, or parallelism=plan:K with -m"
             raise ConfigError(f"{each}: {hint}; plan:K runs the best K meshes as a sweep")
 
 
@@ -232,11 +232,11 @@ def _overrides(given: str, others: list[str], folder: Path) -> list[str]:
         _read_optional(given, file, "objective", ObjectiveConfig), given, run_dir, chooses_data="data" in chosen
     )
     overrides = []
-    for name, schema in SECTIONS.items():
+    for name, schema in _SECTIONS.items():
         lacks_adapters = name == "peft" and _read_optional(given, file, name, schema) is None  # an own recipe
         if name not in chosen and not lacks_adapters:
-            _write_option(folder / name / f"{OPTION}.yaml", name, _read(given, file, name, schema))
-            overrides.append(f"{name}={OPTION}")
+            _write_option(folder / name / f"{_OPTION}.yaml", name, _read(given, file, name, schema))
+            overrides.append(f"{name}={_OPTION}")
     training, run = _read(given, file, "training", TrainingConfig), _read(given, file, "run", RunConfig)
     overrides += [
         f"run.seed={run.seed}",  # of weights that are drawn, not loaded

@@ -50,7 +50,7 @@ from components.protocol.run_files import (
 from components.protocol.signals import DUMP_STACKS, DUMP_STACKS_WITHOUT_GIL, STOP_SIGNALS, record_stop_signals
 from components.terminal import keep_running, print_text, printable
 
-FLIGHT_RECORDER = "flight_recorder_rank_"
+_FLIGHT_RECORDER = "flight_recorder_rank_"
 """Prefix of the files in an attempt's logs to which NCCL dumps a rank's most recent collectives."""
 
 _PR_SET_PDEATHSIG = 1
@@ -64,13 +64,13 @@ def record_collectives(logs: Path) -> None:
     settings = {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(logs / FLIGHT_RECORDER),
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / _FLIGHT_RECORDER),
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
-def dump_stacks_on_request() -> None:
+def _dump_stacks_on_request() -> None:
     """Write the stacks of all threads to stderr on DUMP_STACKS, also while the main thread is in C++ code.
 
     A thread waits for the signal and holds the GIL while it writes, so that no other thread can change its stack: a
@@ -109,7 +109,7 @@ def run_worker(recipe: Recipe) -> int:
     if not by_launcher:
         os.environ[STORE_FILE] = str(logs / "store.json")
     record_collectives(logs)
-    dump_stacks_on_request()
+    _dump_stacks_on_request()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):

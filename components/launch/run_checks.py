@@ -42,7 +42,7 @@ MESH_KEYS = frozenset(
     + [f"parallelism.{name}" for name in (*AXES, "strategy")]
 )
 """Keys that determine the number of processes and the mesh degrees."""
-MODEL_KEYS = frozenset(["model.config", *(f"model.{each.name}" for each in fields(ModelShape)), "model.path"])
+_MODEL_KEYS = frozenset(["model.config", *(f"model.{each.name}" for each in fields(ModelShape)), "model.path"])
 """Keys that determine the shape of the model."""
 _ABSOLUTE = re.compile(r"[\w.]+=(/.*?): ")
 """Beginning of a problem of a key whose value is an absolute path."""
@@ -68,7 +68,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
         return secrets
     shape, problems = ModelShape(), []
     try:
-        if not affects(rejected, MODEL_KEYS):
+        if not affects(rejected, _MODEL_KEYS):
             shape = read_shape(cfg.model)
         problems = _model_problems(cfg) + _teacher_problems(cfg, shape)
     except ConfigError as error:
@@ -78,7 +78,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
         problems += node_count_problems(cfg, shape)
     problems += determinism_problems(cfg.run, os.environ)
     problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg) + _task_problems(cfg)
-    if not affects(rejected, MODEL_KEYS | {"model.tokenizer"}):
+    if not affects(rejected, _MODEL_KEYS | {"model.tokenizer"}):
         problems += check_token_stores(cfg.data, cfg.model, shape.vocab)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
 

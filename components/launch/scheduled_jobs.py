@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 JOB, CHECKPOINTS_BEFORE = "job", "checkpoints"
 """Files in an attempt's logs: the job id, and the entries of checkpoints/ at the start. Slurm's batch script or the
 first pod writes them."""
-NEEDED_SHARED_MEMORY = 64 * 2**20
+_NEEDED_SHARED_MEMORY = 64 * 2**20
 """Minimum free bytes of /dev/shm, which data workers and NCCL use."""
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
 """Types of file systems that other machines cannot access, unless this one exports them."""
@@ -185,8 +185,8 @@ def _gpu_problems(gpus: int) -> list[str]:
 
 def _memory_problems() -> list[str]:
     shared = Path("/dev/shm")
-    if shared.is_dir() and shutil.disk_usage(shared).free < NEEDED_SHARED_MEMORY:
-        return [f"/dev/shm has less than {NEEDED_SHARED_MEMORY // 2**20} MiB free"]
+    if shared.is_dir() and shutil.disk_usage(shared).free < _NEEDED_SHARED_MEMORY:
+        return [f"/dev/shm has less than {_NEEDED_SHARED_MEMORY // 2**20} MiB free"]
     return []
 
 

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-SMALLEST = 2**16
+_SMALLEST = 2**16
 """Tensors of fewer bytes stay on the device: a copy of them takes longer to start than to run."""
 
 
 def offload_activations(
-    model: PreTrainedModel, device: torch.device, anatomy: Anatomy | None = None, smallest: int = SMALLEST
+    model: PreTrainedModel, device: torch.device, anatomy: Anatomy | None = None, smallest: int = _SMALLEST
 ) -> int:
     """Make all decoder layers but the last keep their saved tensors in host memory, in place; return their number.
 

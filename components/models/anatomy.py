@@ -29,8 +29,8 @@ LAYER_COUNTS = {
     "longcat_flash": "num_layers",  # num_hidden_layers counts attention blocks, two per layer
 }
 """Model type -> the config key that counts decoder layers, for families where num_hidden_layers counts others."""
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = {"Llama4TextExperts"}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = {"Llama4TextExperts"}
 """Classes of fused experts that store matrices (experts, in, out) without transformers' flag `is_transposed`."""
 _DIFFERS = object()
 
@@ -382,7 +382,7 @@ def _convolution(model: PreTrainedModel) -> str:
     found = (
         type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, CONVOLUTIONS) and f"{name}.weight" not in unused
+        if isinstance(module, _CONVOLUTIONS) and f"{name}.weight" not in unused
     )
     return next(found, "")
 
@@ -403,7 +403,7 @@ def _transposed(model: nn.Module) -> frozenset[str]:
     for path, module in model.named_modules():
         if is_transposed(module):
             found.add(f"{path}.weight")
-        elif is_experts(module) and (stores_transposed(module) or type(module).__name__ in TRANSPOSED):
+        elif is_experts(module) and (stores_transposed(module) or type(module).__name__ in _TRANSPOSED):
             matrices = (name for name, each in module.named_parameters(recurse=False) if each.dim() == 3)
             found |= {f"{path}.{name}" for name in matrices}
     return frozenset(found)

@@ -44,20 +44,20 @@ from components.models.documents import Documents, varlen_attention
 from components.protocol.errors import ConfigError
 from components.varlen import supports_varlen
 
-FALLBACKS = (
+_FALLBACKS = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 )  # fmt: skip
 """torch's kernels, in the order in which they are tried where a preferred one does not support the inputs."""
-NO_KERNEL = ("No available kernel", "No viable backend")
+_NO_KERNEL = ("No available kernel", "No viable backend")
 """Beginnings of torch's errors when none of the enabled kernels supports the inputs."""
 _BACKENDS = {"flash_attention": SDPBackend.FLASH_ATTENTION, "cudnn_attention": SDPBackend.CUDNN_ATTENTION}
 """Fused kernels of scaled_dot_product_attention that need no mask, by the name that the banner reports."""
 FA3 = "FlashAttention 3"
 """torch dispatches its flash and varlen operators to this package instead of its own kernels."""
-FA3_MODULE = "flash_attn_interface"
-FASTER = 1.05
+_FA3_MODULE = "flash_attn_interface"
+_FASTER = 1.05
 """Minimum speedup over torch's own choice: less is within the noise of a few calls."""
-REPEATS = 5
+_REPEATS = 5
 
 
 def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatomy | None = None) -> bool:
@@ -89,7 +89,7 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
         return False
     name, attend = (CAUSAL_FLASH, _causal_flash) if flash else (CAUSAL_SDPA, causal_sdpa)
     if supported == "eager":
-        name, attend = CAUSAL_EAGER, causal_eager
+        name, attend = CAUSAL_EAGER, _causal_eager
     AttentionInterface.register(name, attend)
     model.set_attn_implementation(name)
     return True
@@ -143,7 +143,7 @@ class AttentionProbe(TorchFunctionMode):
             try:
                 output = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
             except RuntimeError as error:
-                if not self._flash_only or not any(message in str(error) for message in NO_KERNEL):
+                if not self._flash_only or not any(message in str(error) for message in _NO_KERNEL):
                     raise
                 self._record("none", query, attn_mask is not None, dropout_p)
                 raise ConfigError(
@@ -284,11 +284,11 @@ def causal_sdpa(
     prefer: SDPBackend | None = kwargs.pop("prefer", None)
     if prefer is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    with sdpa_kernel([prefer, *(each for each in FALLBACKS if each != prefer)], set_priority=True):
+    with sdpa_kernel([prefer, *(each for each in _FALLBACKS if each != prefer)], set_priority=True):
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
 
 
-def causal_eager(
+def _causal_eager(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -364,8 +364,8 @@ def measure_kernels(call: AttentionCall, default: str) -> dict[str, float | str]
         if not call.is_varlen and name != default:
             with sdpa_kernel(backend):
                 rates[name] = _rate(call)
-    if find_spec(FA3_MODULE) is None:
-        rates[FA3] = f"{FA3_MODULE} is not installed"
+    if find_spec(_FA3_MODULE) is None:
+        rates[FA3] = f"{_FA3_MODULE} is not installed"
     elif torch.cuda.get_device_capability() != (9, 0):
         rates[FA3] = "it needs a Hopper GPU"
     else:
@@ -382,7 +382,7 @@ def choose_kernel(rates: dict[str, float | str], default: str) -> tuple[str, str
     """Return the kernel to use, and a line for the banner with the reason."""
     measured = {name: rate for name, rate in rates.items() if isinstance(rate, float)}
     fastest = max(measured, key=measured.__getitem__, default=default)
-    if measured.get(fastest, 0.0) < FASTER * measured.get(default, 0.0):
+    if measured.get(fastest, 0.0) < _FASTER * measured.get(default, 0.0):
         fastest = default
     found = [
         f"{name} {rate:,.0f} TFLOP/s" if isinstance(rate, float) else f"{name}: {rate}" for name, rate in rates.items()
@@ -393,7 +393,7 @@ def choose_kernel(rates: dict[str, float | str], default: str) -> tuple[str, str
 
 def is_usable(name: str) -> bool:
     """Return whether `use_kernel` accepts a kernel here; one that a checkpoint names may need a missing package."""
-    return name in _BACKENDS or (name == FA3 and find_spec(FA3_MODULE) is not None)
+    return name in _BACKENDS or (name == FA3 and find_spec(_FA3_MODULE) is not None)
 
 
 def use_kernel(name: str) -> None:
@@ -419,9 +419,9 @@ def _rate(call: AttentionCall) -> float | str:
                 both()
             torch.cuda.synchronize()
             began = time.perf_counter()
-            for _ in range(REPEATS):
+            for _ in range(_REPEATS):
                 both()
             torch.cuda.synchronize()
     except RuntimeError as error:  # torch has no such kernel for these inputs
         return str(error).partition("\n")[0]
-    return call.flops * REPEATS / (time.perf_counter() - began) / 1e12
+    return call.flops * _REPEATS / (time.perf_counter() - began) / 1e12

@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
-VOCAB_MULTIPLE = 8
+_VOCAB_MULTIPLE = 8
 """A vocabulary size derived from a tokenizer is rounded up to this, for tensor cores and tensor parallelism."""
 IMAGE_TEXT = (
     *("cohere2_vision", "glm4v", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
     "smolvlm",
 )
 """Model types that transformers builds only together with an encoder of images, and that are tested on text."""
-POSITIONS = re.compile(r"pos|wpe")
+_POSITIONS = re.compile(r"pos|wpe")
 """Names of tables of position embeddings."""
 BUILT_FROM = "built_from"
 """Attribute of a model: the ModelConfig that it was built from. Exports copy from its files what is not trained."""
-OTHER_KEYS = {
+_OTHER_KEYS = {
     "dtype": "model.dtype",
     "torch_dtype": "model.dtype",
     "attn_implementation": "model.attention",
@@ -53,9 +53,9 @@ OTHER_KEYS = {
 """Keys of config.json files that are set elsewhere -> the key to set."""
 _WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
 """What transformers raises for values of a config that it does not check."""
-KEPT = ("rope_theta", "partial_rotary_factor")
+_KEPT = ("rope_theta", "partial_rotary_factor")
 """Rope parameters of the model that scaling does not change."""
-REPLACED = ("rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+_REPLACED = ("rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
             "beta_slow", "low_freq_factor", "high_freq_factor")  # fmt: skip
 """Rope parameters that describe the scaling."""
 
@@ -108,13 +108,13 @@ def build_on_meta(
         model.get_parameter(name).requires_grad_(False)
     for name, module in model.named_modules():
         # Padding has no effect on the loss, and a token that also ends texts must get a gradient where it is read.
-        if isinstance(module, nn.Embedding) and not POSITIONS.search(name):
+        if isinstance(module, nn.Embedding) and not _POSITIONS.search(name):
             module.padding_idx = None
     _load_generation_config(model, cfg)
     model.config.use_cache = False
     if DType.float64 in (cfg.dtype, cfg.compute_dtype):
         model.set_experts_implementation("eager")  # torch's grouped GEMM does not support float64
-    check_rope(model, cfg.rope)
+    _check_rope(model, cfg.rope)
     use_float8(model, cfg)
     use_qat(model, cfg)
     if not use_causal_sdpa(model, flash=cfg.attention == Attention.sdpa_flash):
@@ -177,7 +177,7 @@ def check_positions(model: PreTrainedModel, key: str, seq_len: int) -> None:
     tables += [(name, len(table)) for name, table in model.named_buffers() if name.endswith("embed_positions")]
     for name, size in tables:
         # OPT's table begins with two unused rows. Encoders of images have tables of other sizes.
-        if POSITIONS.search(name) and declared <= size <= declared + 2:
+        if _POSITIONS.search(name) and declared <= size <= declared + 2:
             raise ConfigError(
                 f"{key}={seq_len}: must be at most {declared}, the number of positions that the model has embeddings "
                 f"for; lower {key}"
@@ -209,7 +209,7 @@ def load_config(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedCo
     except (StrictDataclassError, ValueError, *_WRONG_VALUES) as error:
         raise ConfigError(f"model.config: {cls.__name__} rejects it: {' '.join(str(error).split())}") from error
     try:
-        scale_rope(config, cfg.rope)
+        _scale_rope(config, cfg.rope)
     except (StrictDataclassError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.rope.type={cfg.rope.type}: {cls.__name__} rejects it: {reason}") from error
@@ -249,8 +249,8 @@ def _check_keys(overrides: dict[str, Any], cls: type[PreTrainedConfig]) -> None:
     valid += [*cls.attribute_map, "model_type"]
     problems = []
     for key, value in overrides.items():
-        if key in OTHER_KEYS:
-            problems.append(f"model.config.{key}={value}: set {OTHER_KEYS[key]} instead")
+        if key in _OTHER_KEYS:
+            problems.append(f"model.config.{key}={value}: set {_OTHER_KEYS[key]} instead")
         elif key not in valid and not (key == "head_dim" and _reads_head_dim(cls)):
             problems.append(f"model.config.{key}={value}: {cls.__name__} has no such key{_nearest(key, valid)}")
     if overrides.get("model_type", cls.model_type) != cls.model_type:
@@ -284,7 +284,7 @@ def _reject_quantized(values: dict[str, Any], path: str) -> None:
 
 
 def _vocabulary_for(tokens: int) -> int:
-    rounded = -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    rounded = -(-tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     logger.info("model.config.vocab_size=%d: the tokenizer's %d tokens, rounded up", rounded, tokens)
     return rounded
 
@@ -315,7 +315,7 @@ def _nearest(name: str, candidates: list[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
-def scale_rope(config: PreTrainedConfig, rope: RopeConfig) -> None:
+def _scale_rope(config: PreTrainedConfig, rope: RopeConfig) -> None:
     """Replace the scaling in a config's `rope_parameters` by `rope`, and raise its `max_position_embeddings`.
 
     Raises:
@@ -336,7 +336,7 @@ def scale_rope(config: PreTrainedConfig, rope: RopeConfig) -> None:
             f"{key}: the layers of {type(text).__name__} have different rotary position embeddings "
             f"({', '.join(own)}); set model/rope=none and model.config.rope_parameters to the parameters of each"
         )
-    if further := [name for name in own if name not in (*KEPT, *REPLACED)]:
+    if further := [name for name in own if name not in (*_KEPT, *_REPLACED)]:
         raise ConfigError(
             f"{key}: the model's own scaling ({own.get('rope_type')}) also has {', '.join(further)}; set "
             "model/rope=none and model.config.rope_parameters to the complete parameters"
@@ -356,7 +356,7 @@ def scale_rope(config: PreTrainedConfig, rope: RopeConfig) -> None:
             f"model.rope.factor={rope.factor}: gives a context of {original} x {rope.factor:g} = {length} tokens, less "
             f"than the model's own {before}; set a larger model.rope.factor"
         )
-    scaled = {name: own[name] for name in KEPT if name in own} | _parameters(rope, original)
+    scaled = {name: own[name] for name in _KEPT if name in own} | _parameters(rope, original)
     if hasattr(text, "original_max_position_embeddings"):  # Phi-3's takes precedence over that in rope_parameters
         text.original_max_position_embeddings = original
     text.max_position_embeddings = length
@@ -366,7 +366,7 @@ def scale_rope(config: PreTrainedConfig, rope: RopeConfig) -> None:
     logger.info("model.rope: %s, context of %d tokens extended to %d", rope.type, original, length)
 
 
-def check_rope(model: PreTrainedModel, rope: RopeConfig) -> None:
+def _check_rope(model: PreTrainedModel, rope: RopeConfig) -> None:
     """Raise ConfigError if no module of the model computes rotary frequencies of the requested type."""
     if rope.type is RopeType.none:
         return

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRAPH_LIMIT = 64
+_GRAPH_LIMIT = 64
 """Recompile limit for all decoder layers together; torch's default of 8 is too low for Gemma 3 with adapters."""
-GRAPH_LIMIT_BY_LENGTH = 1024
+_GRAPH_LIMIT_BY_LENGTH = 1024
 """Recompile limit if each row length is compiled separately."""
-WRITING_SECONDS = 2.0
+_WRITING_SECONDS = 2.0
 """A file modified within this time may still be being written."""
 
 
@@ -58,7 +58,7 @@ def compile_layers(
             per layer, all but the backward's 2 reduce-scatters); None: they do not.
     """
     any_length = not _is_tp_sharded(model)
-    limit = GRAPH_LIMIT if any_length else GRAPH_LIMIT_BY_LENGTH
+    limit = _GRAPH_LIMIT if any_length else _GRAPH_LIMIT_BY_LENGTH
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     if backend == "inductor":
         remove_truncated_libraries()
@@ -160,7 +160,7 @@ def _remove_truncated(path: Path, locks: Path) -> bool:
     from filelock import FileLock, Timeout
 
     try:
-        if not is_truncated(path) or time.time() - path.stat().st_mtime < WRITING_SECONDS:
+        if not is_truncated(path) or time.time() - path.stat().st_mtime < _WRITING_SECONDS:
             return False
         with FileLock(locks / f"{path.name.partition('.')[0]}.lock", timeout=0):
             if not is_truncated(path):  # its writer finished in the meantime

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-ROTARY = "apply_rotary_pos_emb"
+_ROTARY = "apply_rotary_pos_emb"
 """Function of transformers' modeling files that rotates queries and keys."""
-NORM_TOLERANCE = 1e-6
+_NORM_TOLERANCE = 1e-6
 """Largest relative difference of two norms in float64; transformers' norms compute in float32."""
-ROTARY_TOLERANCE = SWIGLU_TOLERANCE = 1e-12
+_ROTARY_TOLERANCE = _SWIGLU_TOLERANCE = 1e-12
 _WIDTH = 8
 """Features of the random values."""
-CANNOT_COMPUTE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_CANNOT_COMPUTE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of a model's own code on the random values: it needs other inputs, and computes something else."""
 
 
@@ -75,7 +75,7 @@ class FusedJointMLP(nn.Module):
         return module.down_proj(swiglu(gate, up))
 
 
-MLPS = {
+_MLPS = {
     frozenset({"gate_proj", "up_proj", "down_proj"}): FusedMLP,
     frozenset({"gate_up_proj", "down_proj"}): FusedJointMLP,
 }
@@ -101,7 +101,7 @@ def fuse_layers(model: nn.Module) -> FusedLayers:
             if key not in classes:
                 classes[key] = _fused_rotary(kind)
             rotary += _change_class(module, classes[key])
-        elif (base := MLPS.get(_linear_names(module))) and _is_swiglu(module, base):
+        elif (base := _MLPS.get(_linear_names(module))) and _is_swiglu(module, base):
             if key not in classes:
                 classes[key] = type(f"Fused{kind.__name__}", (base, kind), {})
             swiglus += _change_class(module, classes[key])
@@ -134,14 +134,14 @@ def _fused_norm(norm: nn.Module, eps: float) -> type | None:
         weight = torch.rand(_WIDTH, generator=generator, dtype=torch.float64) + 0.5
         hidden = 3 * torch.randn(4, _WIDTH, generator=generator, dtype=torch.float64)
         probe._parameters = {"weight": nn.Parameter(weight)}
-    if not _agree(lambda: kind.forward(probe, hidden), lambda: rms_norm(hidden, weight, eps), NORM_TOLERANCE):
+    if not _agree(lambda: kind.forward(probe, hidden), lambda: rms_norm(hidden, weight, eps), _NORM_TOLERANCE):
         return None
     return type(f"Fused{kind.__name__}", (FusedNorm, kind), {"fused_eps": eps})
 
 
 def _calls_rotary(kind: type) -> bool:
     forward = kind.__dict__.get("forward")
-    return inspect.isfunction(forward) and forward.__closure__ is None and ROTARY in forward.__code__.co_names
+    return inspect.isfunction(forward) and forward.__closure__ is None and _ROTARY in forward.__code__.co_names
 
 
 def _fused_rotary(kind: Any) -> type | None:
@@ -150,11 +150,11 @@ def _fused_rotary(kind: Any) -> type | None:
     Its forward is the same code, in which the name of the rotary function means `rotate`.
     """
     forward = kind.forward
-    own = forward.__globals__.get(ROTARY)
+    own = forward.__globals__.get(_ROTARY)
     if own is None or not _rotates_halves(own):
         return None
     replaced: Any = FunctionType(
-        forward.__code__, {**forward.__globals__, ROTARY: rotate}, forward.__name__, forward.__defaults__
+        forward.__code__, {**forward.__globals__, _ROTARY: rotate}, forward.__name__, forward.__defaults__
     )
     replaced.__kwdefaults__ = forward.__kwdefaults__
     return type(f"Fused{kind.__name__}", (kind,), {"forward": replaced})
@@ -172,10 +172,10 @@ def _rotates_halves(own: Callable[..., Any]) -> bool:
     with unset_fake_temporarily():
         heads = draw(2, 3, 5, _WIDTH), draw(2, 1, 5, _WIDTH)
         whole, part = ((*heads, draw(2, 5, width), draw(2, 5, width)) for width in (_WIDTH, _WIDTH // 2))
-    if not _agree(lambda: own(*whole), lambda: rotate(*whole), ROTARY_TOLERANCE):
+    if not _agree(lambda: own(*whole), lambda: rotate(*whole), _ROTARY_TOLERANCE):
         return False
     # A function that cannot rotate a part of a head is never called so.
-    return _fails(lambda: own(*part)) or _agree(lambda: own(*part), lambda: rotate(*part), ROTARY_TOLERANCE)
+    return _fails(lambda: own(*part)) or _agree(lambda: own(*part), lambda: rotate(*part), _ROTARY_TOLERANCE)
 
 
 def _agree(own: Callable[[], Any], fused: Callable[[], Any], tolerance: float) -> bool:
@@ -183,7 +183,7 @@ def _agree(own: Callable[[], Any], fused: Callable[[], Any], tolerance: float) -
     try:
         with unset_fake_temporarily(), torch.no_grad():
             ours, theirs = fused(), own()
-    except CANNOT_COMPUTE:
+    except _CANNOT_COMPUTE:
         return False
     pairs = zip(*([each] if isinstance(each, torch.Tensor) else each for each in (theirs, ours)), strict=True)
     return all(
@@ -198,7 +198,7 @@ def _fails(own: Callable[[], Any]) -> bool:
     try:
         with unset_fake_temporarily(), torch.no_grad():
             own()
-    except CANNOT_COMPUTE:
+    except _CANNOT_COMPUTE:
         return True
     return False
 
@@ -225,7 +225,7 @@ def _is_swiglu(mlp: nn.Module, base: type[nn.Module]) -> bool:
             linear.weight.copy_(torch.randn(outputs, _WIDTH, generator=generator, dtype=torch.float64))
             probe._modules[name] = linear
         hidden = torch.randn(4, _WIDTH, generator=generator, dtype=torch.float64)
-    return _agree(lambda: kind.forward(probe, hidden), lambda: base.forward(probe, hidden), SWIGLU_TOLERANCE)
+    return _agree(lambda: kind.forward(probe, hidden), lambda: base.forward(probe, hidden), _SWIGLU_TOLERANCE)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -332,20 +332,20 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return swiglu_on_gpu(gate, up) if gate.is_cuda else F.silu(gate) * up
+        return _swiglu_on_gpu(gate, up) if gate.is_cuda else F.silu(gate) * up
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
         if gate.is_cuda:
-            grad_gate, grad_up = swiglu_backward_on_gpu(grad, gate, up)
+            grad_gate, grad_up = _swiglu_backward_on_gpu(grad, gate, up)
             return grad_gate, grad_up
         return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 # Operators, so that fake tensors and the policies of activation checkpointing need no Triton.
 @torch.library.custom_op("meshbook::swiglu", mutates_args=(), device_types="cuda")
-def swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up from one kernel."""
     from components.models.triton_kernels import launch_swiglu
 
@@ -353,7 +353,7 @@ def swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("meshbook::swiglu_backward", mutates_args=(), device_types="cuda")
-def swiglu_backward_on_gpu(
+def _swiglu_backward_on_gpu(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of gate and up from one kernel."""
@@ -362,11 +362,11 @@ def swiglu_backward_on_gpu(
     return launch_swiglu_backward(grad, gate, up)
 
 
-@swiglu_on_gpu.register_fake
+@_swiglu_on_gpu.register_fake
 def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate.new_empty(gate.shape)
 
 
-@swiglu_backward_on_gpu.register_fake
+@_swiglu_backward_on_gpu.register_fake
 def _(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)

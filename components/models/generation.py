@@ -82,7 +82,7 @@ class Sampling:
         return probabilities / probabilities.sum()
 
 
-GREEDY = Sampling()
+_GREEDY = Sampling()
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def generate(
     max_new_tokens: int,
     forward: GenerationForward | None = None,
     stopped: Callable[[], bool] | None = None,
-    sampling: Sampling = GREEDY,
+    sampling: Sampling = _GREEDY,
 ) -> list[str]:
     """Return the continuation of each prompt, without the prompt and special tokens.
 

@@ -35,7 +35,7 @@ from components.models.weights.shards import local_part
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NORM = re.compile("Norm(?!al)")
+_NORM = re.compile("Norm(?!al)")
 """Matches the class name of a norm; not that of a NormalizedLinear."""
 SAVED_OPERATORS = (
     "aten::mm",
@@ -54,7 +54,7 @@ SAVED_OPERATORS = (
 """Operators whose outputs are saved under `selective`: matmuls and attention. Everything else is cheap to recompute.
 
 `inductor_compiled_code` is flex attention, which transformers compiles itself: it is the only compiled region inside an
-uncompiled layer. torch dispatches such regions as one operator after `wrap_compiled_regions`.
+uncompiled layer. torch dispatches such regions as one operator after `_wrap_compiled_regions`.
 """
 
 
@@ -130,8 +130,8 @@ def checkpoint_activations(
     if policy == ActivationCheckpointing.none:
         return
     if policy == ActivationCheckpointing.selective and model.config._attn_implementation == "flex_attention":
-        wrap_compiled_regions()
-    options: dict[str, Any] = {"context_fn": selective_contexts} if policy == ActivationCheckpointing.selective else {}
+        _wrap_compiled_regions()
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if policy == ActivationCheckpointing.selective else {}
     layers = decoder_layers(model, anatomy)[:: 1 + (policy == ActivationCheckpointing.alternate)]
     for layer in filter(has_parameters, layers):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
@@ -146,7 +146,7 @@ def vector_parameters(model: nn.Module) -> set[nn.Parameter]:
         parameter
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() < 2 or name.endswith("bias") or NORM.search(type(module).__name__)
+        if parameter.dim() < 2 or name.endswith("bias") or _NORM.search(type(module).__name__)
     }
 
 
@@ -200,7 +200,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the forward and recompute contexts for a `checkpoint` that saves the outputs of `SAVED_OPERATORS`.
 
     torch's `create_selective_checkpoint_contexts` is not used, for two reasons. It saves aliases, whose version
@@ -212,8 +212,8 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     return _SaveOutputs(outputs), _ReuseOutputs(outputs)
 
 
-def wrap_compiled_regions() -> None:
-    """Make code that is compiled from now on visible to `selective_contexts` as one operator; for flex attention.
+def _wrap_compiled_regions() -> None:
+    """Make code that is compiled from now on visible to `_selective_contexts` as one operator; for flex attention.
 
     This is a process-wide setting, because transformers compiles flex attention itself at its first call.
     """

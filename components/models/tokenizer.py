@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BYTES = "bytes"
+_BYTES = "bytes"
 """Value of `model.tokenizer` that selects one token per byte."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 """Files of which a folder with a tokenizer contains at least one."""
 
-BYTE_SPECIAL_TOKENS = {
+_BYTE_SPECIAL_TOKENS = {
     "bos_token": "<|bos|>",
     "eos_token": "<|im_end|>",
     "pad_token": "<|pad|>",
@@ -66,7 +66,7 @@ def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrain
 
 def _padded(cfg: ModelConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer, with a pad token. Raises ConfigError."""
-    if cfg.tokenizer == BYTES:
+    if cfg.tokenizer == _BYTES:
         return byte_tokenizer()
     key, path = ("model.path", cfg.path) if cfg.tokenizer is None else ("model.tokenizer", cfg.tokenizer)
     if path is None:
@@ -140,7 +140,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, **BYTE_SPECIAL_TOKENS
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **_BYTE_SPECIAL_TOKENS
     )
     tokenizer.chat_template = BYTE_CHAT_TEMPLATE
     return tokenizer

@@ -11,7 +11,7 @@ import triton.language as tl
 
 _COLUMNS = tl.constexpr(1024)
 """Values of a row that one program computes."""
-TOGETHER = tl.constexpr(16)
+_TOGETHER = tl.constexpr(16)
 """NF4 blocks that one program unpacks."""
 
 
@@ -88,17 +88,17 @@ def launch_unpack(
     packed = packed.contiguous()
     rows, blocks = packed.shape[0], packed.shape[1] // block_bytes
     values = torch.empty(rows, columns, dtype=dtype, device=packed.device)
-    grid = (rows, triton.cdiv(blocks, TOGETHER.value))
+    grid = (rows, triton.cdiv(blocks, _TOGETHER.value))
     _unpack_blocks[grid](packed, pairs, values, blocks, columns, block, block_bytes)
     return values
 
 
 @triton.jit
 def _unpack_blocks(packed, pairs, values, blocks, columns, SIZE: tl.constexpr, SIZE_BYTES: tl.constexpr):
-    """Write the values of `TOGETHER` blocks of one row: both 4-bit codes of a byte, times the block's scale."""
+    """Write the values of `_TOGETHER` blocks of one row: both 4-bit codes of a byte, times the block's scale."""
     scale_bytes: tl.constexpr = SIZE_BYTES - SIZE // 2
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)  # (TOGETHER,)
+    block = tl.program_id(1) * _TOGETHER + tl.arange(0, _TOGETHER)  # (TOGETHER,)
     exists = block < blocks
     header = packed + (row * blocks + block) * SIZE_BYTES
     low = tl.load(header, mask=exists, other=0).to(tl.int16)
@@ -108,7 +108,7 @@ def _unpack_blocks(packed, pairs, values, blocks, columns, SIZE: tl.constexpr, S
     code = tl.load(header[:, None] + scale_bytes + byte, mask=exists[:, None], other=0).to(tl.int32)
     first = tl.load(pairs + 2 * code) * scale[:, None]  # (TOGETHER, SIZE / 2)
     second = tl.load(pairs + 2 * code + 1) * scale[:, None]
-    both = tl.reshape(tl.join(first, second), (TOGETHER, SIZE))
+    both = tl.reshape(tl.join(first, second), (_TOGETHER, SIZE))
     column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     target = values + row * columns + column
     tl.store(target, both.to(values.dtype.element_ty), mask=column < columns)

@@ -16,7 +16,7 @@ from rich.table import Table
 from components.config.schema.parallelism import MeshShape
 from components.exchange import all_gather_json
 
-LONGEST_SUBJECT = 14
+_LONGEST_SUBJECT = 14
 """Maximum number of characters of a note's subject, which is the name of its row; "note" is that of other notes."""
 
 
@@ -84,7 +84,7 @@ def _note(note: Any) -> tuple[str, str]:
     if isinstance(note, tuple):
         return note[0], str(note[1])
     subject, _, text = str(note).partition(": ")
-    return (subject, text) if text and len(subject) <= LONGEST_SUBJECT else ("note", str(note))
+    return (subject, text) if text and len(subject) <= _LONGEST_SUBJECT else ("note", str(note))
 
 
 def _version(package: str) -> str:

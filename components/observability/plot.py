@@ -32,7 +32,7 @@ from components.protocol.run_files import atomic_path, atomic_write, own_folder
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-UPDATE_SECONDS = 60.0
+_UPDATE_SECONDS = 60.0
 """Minimum time between two plots during a run."""
 TARGET_TOKEN = "target token"
 """Unit of losses whose label has their unit, nats."""
@@ -58,7 +58,7 @@ class LossPlot:
         """Start a redraw in a thread, unless one is running or the last was less than UPDATE_SECONDS ago."""
         now = time.monotonic()
         if now >= self._next and not (self._thread and self._thread.is_alive()):
-            self._next = now + UPDATE_SECONDS
+            self._next = now + _UPDATE_SECONDS
             self._thread = threading.Thread(target=self._draw, name="loss.png", daemon=True)
             self._thread.start()
 

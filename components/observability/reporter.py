@@ -34,7 +34,7 @@ from components.protocol.run_files import (
 )
 from components.terminal import printable
 
-LOG_WIDTH = 10_000
+_LOG_WIDTH = 10_000
 """Width of output that is not a terminal, where lines are not wrapped."""
 _WIDEST_LINE = 120
 """Maximum length of a line of metrics; those that do not fit are in metrics.jsonl only."""
@@ -165,7 +165,7 @@ class Reporter:
             title: Title of loss.png; empty: the name of the run directory.
         """
         self.enabled = enabled
-        width = None if sys.stdout.isatty() else LOG_WIDTH
+        width = None if sys.stdout.isatty() else _LOG_WIDTH
         self.console = _Output(quiet=not enabled or logging.quiet, highlight=False, soft_wrap=True, width=width)
         self._run_dir = Path(run_dir)
         attempt = os.environ.get(ATTEMPT)

@@ -30,9 +30,9 @@ from components.protocol.safe_json import read_regular
 from components.protocol.safe_yaml import load_yaml
 from components.protocol.secrets import secret_problems
 
-PROGRESS = "progress.json"
+_PROGRESS = "progress.json"
 """File in the logs of an attempt: when it began and took its first step, and what it takes again."""
-VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
+_VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,7 +165,7 @@ def record_start(run_dir: Path, attempt: int, lost_steps: int, saved: float | No
         saved: Seconds since the epoch at which its checkpoint was saved; None if it begins with the first step.
     """
     now = time.time()
-    since = saved or read_json(attempt_logs(run_dir, 0) / PROGRESS).get("since", now)
+    since = saved or read_json(attempt_logs(run_dir, 0) / _PROGRESS).get("since", now)
     _write(run_dir, attempt, {"since": since, "lost_steps": lost_steps})
 
 
@@ -177,7 +177,7 @@ def record_first_step(run_dir: Path, attempt: int) -> None:
 def lost_work(run_dir: Path) -> LostWork:
     """Return the work lost by the restarts of a run so far."""
     attempts = sorted(numbers_in(run_dir / LOGS, "attempt_"))
-    files = [attempt_logs(run_dir, number) / PROGRESS for number in attempts if number]
+    files = [attempt_logs(run_dir, number) / _PROGRESS for number in attempts if number]
     restarts = [read_json(file) for file in files if file.is_file()]
     # A later attempt from the same checkpoint includes the time of an earlier one.
     seconds = {each["since"]: each["first_step"] - each["since"] for each in restarts if "first_step" in each}
@@ -188,8 +188,8 @@ def lost_work(run_dir: Path) -> LostWork:
 def _write(run_dir: Path, attempt: int, values: dict[str, float]) -> None:
     logs = attempt_logs(run_dir, attempt)
     if logs.is_dir():
-        with disk_errors_named(logs / PROGRESS):
-            atomic_write_json(logs / PROGRESS, {**read_json(logs / PROGRESS), **values})
+        with disk_errors_named(logs / _PROGRESS):
+            atomic_write_json(logs / _PROGRESS, {**read_json(logs / _PROGRESS), **values})
 
 
 def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str, *, averaged: bool = False) -> str:
@@ -309,7 +309,7 @@ def _of_record(record: dict[str, Any]) -> dict[str, Any]:
         "recipe": record.get("recipe"),
         "started": record.get("started"),
         "devices": ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or None,
-        "versions": ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name)),
+        "versions": ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)),
         "git commit": f"{git['commit']}{changed}" if git.get("commit") else None,
     }
 

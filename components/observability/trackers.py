@@ -29,16 +29,16 @@ from components.protocol.secrets import masked
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-IDS = "trackers.json"
+_IDS = "trackers.json"
 """File of the run directory that maps a tracker to its id of this run, by which a resumed run is found again."""
 logger = logging.getLogger(__name__)
 _MLFLOW_FOLDER = "mlruns"
 """Folder of the local store."""
-LONGEST_VALUE = 5000
+_LONGEST_VALUE = 5000
 """Maximum length of a parameter's or tag's value in characters; servers accept 5,000 or 6,000."""
-BATCH = 100
+_BATCH = 100
 """Maximum number of parameters per request."""
-DEFAULTS = {
+_DEFAULTS = {
     # A server that does not answer would block rank 0 for four minutes, and with it all ranks.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -97,20 +97,20 @@ class TrackedRun:
 
     def stored_id(self, tracker: str) -> str | None:
         """Return a tracker's id of this run, stored by an earlier attempt; None if it has none."""
-        found = read_json(self.directory / IDS).get(tracker)
+        found = read_json(self.directory / _IDS).get(tracker)
         return found if isinstance(found, str) else None
 
     def store_id(self, tracker: str, run_id: str) -> None:
         """Store a tracker's id of this run for later attempts."""
-        keep_only_file(self.directory / IDS)
-        atomic_write_json(self.directory / IDS, {**read_json(self.directory / IDS), tracker: run_id})
+        keep_only_file(self.directory / _IDS)
+        atomic_write_json(self.directory / _IDS, {**read_json(self.directory / _IDS), tracker: run_id})
 
     def unlogged(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Return the values that no earlier attempt logged: a resumed run repeats the steps after its checkpoint."""
         return {key: value for key, value in values.items() if step > self.last_logged.get(key, -1)}
 
 
-def name_in_group(directory: Path, group: str | None) -> str:
+def _name_in_group(directory: Path, group: str | None) -> str:
     """Return the name of a run directory, prefixed with the group, since those of every sweep are named 0_..., 1_..."""
     return f"{group}-{directory.name}" if group else directory.name
 
@@ -187,7 +187,7 @@ class WandbTracker:
         run_id = run.stored_id("wandb")
         if run_id is None:
             # The name alone would merge runs of directories with the same name, and wandb rejects these characters.
-            name = re.sub(r"[/\\#?%:\s]", "-", name_in_group(run.directory, config.group))
+            name = re.sub(r"[/\\#?%:\s]", "-", _name_in_group(run.directory, config.group))
             run_id = f"{name[-80:]}-{secrets.token_hex(4)}"
             run.store_id("wandb", run_id)
         # Private, because wandb's files contain the host, the command and the environment.
@@ -235,7 +235,7 @@ class MlflowTracker:
 
     def start(self, run: TrackedRun) -> str:
         """Start the MLflow run, or continue it. Raises if the store does not contain the stored id."""
-        for name, value in DEFAULTS.items():
+        for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
@@ -281,10 +281,10 @@ class MlflowTracker:
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._id).data.params
-        values = {key: text[:LONGEST_VALUE] for key, text in flat_config(config)}
+        values = {key: text[:_LONGEST_VALUE] for key, text in flat_config(config)}
         new = [Param(key, value) for key, value in values.items() if key not in known]
-        for start in range(0, len(new), BATCH):
-            self._client.log_batch(self._id, params=new[start : start + BATCH])
+        for start in range(0, len(new), _BATCH):
+            self._client.log_batch(self._id, params=new[start : start + _BATCH])
         changed = [RunTag(key, value) for key, value in values.items() if known.get(key, value) != value]
         if changed:
             self._client.log_batch(self._id, tags=changed)
@@ -350,7 +350,7 @@ class TrackioTracker:
         import trackio
 
         config, stored = self._config, run.stored_id("trackio")
-        name = name_in_group(run.directory, config.group)
+        name = _name_in_group(run.directory, config.group)
         self._started = trackio.init(
             project=config.project,
             name=name,

@@ -38,7 +38,7 @@ FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Minimum denominator of a gradient's relative error, as a fraction of the global norm. Some gradients are zero
 mathematically (the bias of a key projection), so that only rounding errors remain of them."""
 
-COMPARED_STEPS = 50
+_COMPARED_STEPS = 50
 """Number of steps whose losses and norms are compared. Training amplifies rounding, so later steps of correct programs
 differ too."""
 
@@ -66,9 +66,9 @@ class Bounds:
     gradient: float
 
 
-BOUNDS = {"float32": Bounds(1e-5, 1e-5, 1e-4), "float64": Bounds(1e-9, 1e-9, 1e-10)}
+_BOUNDS = {"float32": Bounds(1e-5, 1e-5, 1e-4), "float64": Bounds(1e-9, 1e-9, 1e-10)}
 """Adam amplifies rounding from step to step, so bounds of curves are larger than those of the first gradients."""
-SPREAD = 4
+_SPREAD = 4
 """Factor for the bounds of bfloat16, which are measured: SPREAD times the difference between bfloat16 and float32 in
 one process. A mesh rounds in another order, so its difference is another sample of the same distribution."""
 
@@ -134,14 +134,14 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
         settings = replace(_hyperparameters(comparison), autocast=autocast, router_aux=_router_coefficient(cfg, model))
         return reference(model, samples_of, settings)
 
-    curve, bounds = curve_of(None), BOUNDS.get(comparison.dtype)
+    curve, bounds = curve_of(None), _BOUNDS.get(comparison.dtype)
     if bounds is None:
         rounded = curve_of(torch_dtype(comparison.dtype))
         floor = _floor(curve.norms[0], torch.float32)
         gradients = [relative(rounded.gradients[name], exact, floor) for name, exact in curve.gradients.items()]
         loss = worst_difference(rounded.losses, curve.losses)
         norm = worst_difference(rounded.norms, curve.norms)
-        bounds = Bounds(SPREAD * loss, SPREAD * norm, SPREAD * max(gradients))
+        bounds = Bounds(_SPREAD * loss, _SPREAD * norm, _SPREAD * max(gradients))
     write_file(folder / "gradients.safetensors", curve.gradients)
     (folder / "curve.json").write_text(json.dumps({"losses": curve.losses, "norms": curve.norms}))
     (folder / "bounds.json").write_text(json.dumps(asdict(bounds)))
@@ -212,7 +212,7 @@ def _gradients(
             error = relative(gradient, stored.get_tensor(name).to(gradient), _floor(expected.norms[0], gradient.dtype))
             worst = max(worst, (error if error == error else float("inf"), name))
 
-        visit_gradients(prepared, batches, visit)
+        _visit_gradients(prepared, batches, visit)
         by_rank = all_gather_json(sorted(seen))
         return *worst, sorted(set(stored.keys()) - set().union(*by_rank))
 
@@ -290,7 +290,9 @@ def train_on_mesh(
     return curve
 
 
-def visit_gradients(model: training.Prepared, batches: list[Batch], visit: Callable[[str, torch.Tensor], None]) -> None:
+def _visit_gradients(
+    model: training.Prepared, batches: list[Batch], visit: Callable[[str, torch.Tensor], None]
+) -> None:
     """Call `visit` with the name and the full gradient of each parameter of this rank.
 
     The gradients are those that an optimizer step would use; the weights do not change. A collective: sharded gradients
@@ -344,5 +346,5 @@ def worst_difference(values: list[float], expected: list[float]) -> float:
     """
     if len(values) != len(expected) or not all(map(math.isfinite, [*values, *expected])):
         return math.inf
-    pairs = zip(values[:COMPARED_STEPS], expected[:COMPARED_STEPS], strict=True)
+    pairs = zip(values[:_COMPARED_STEPS], expected[:_COMPARED_STEPS], strict=True)
     return max((abs(value - exact) / abs(exact) for value, exact in pairs), default=0.0)

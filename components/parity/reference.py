@@ -76,7 +76,7 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
             logits = at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
             loss = F.cross_entropy(logits, labels[1:].to(device), ignore_index=-100, reduction="sum")
             if settings.label_smoothing or settings.z_loss:
-                loss = smoothed_loss(logits[labels[1:] != -100], labels[1:][labels[1:] != -100], settings)
+                loss = _smoothed_loss(logits[labels[1:] != -100], labels[1:][labels[1:] != -100], settings)
             if router_options:
                 top_k = cast(Any, model.config).get_text_config().num_experts_per_tok
                 balance = balance_loss(output.router_logits, top_k)
@@ -96,7 +96,7 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
     return curve
 
 
-def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, settings: Hyperparameters) -> torch.Tensor:
+def _smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, settings: Hyperparameters) -> torch.Tensor:
     """Return the summed loss with label smoothing and z-loss, computed literally as in their papers.
 
     Args:

@@ -28,7 +28,7 @@ from components.protocol.failures import LOST_PEER
 from components.protocol.role import without_ranks
 from components.protocol.signals import reserve_loopback_port
 
-MESHES_PER_START = 40
+_MESHES_PER_START = 40
 """Meshes that run in the same processes, limited because each leaves its process groups and their sockets open."""
 _GRACE_SECONDS = 3.0
 """Time after a rank's failure in which other ranks may report theirs, one of which may be the root cause."""
@@ -53,7 +53,7 @@ def compare(comparison: Comparison, plans: list[MeshPlan], log: Callable[[str], 
         yield from (MeshResult(each.name, rejected=list(each.problems)) for each in plans if each.problems)
         pending = [each for each in plans if each.is_legal]
         while pending:
-            started = pending[:MESHES_PER_START]
+            started = pending[:_MESHES_PER_START]
             done = 0
             for name, outcome in _run_ranks(
                 comparison.processes, mesh_rank, (comparison, started, folder), len(started)

@@ -26,22 +26,22 @@ from components.planning.formulas.workload import Term, Workload, bytes_text, se
 from components.planning.rank_panel import LEFT, WIDTH, RankLayout, draw_axes, draw_ranks
 from components.planning.svg import FAINT, INK, MUTED, PAPER, RULE, SvgCanvas, text_width, tinted, wrapped
 
-MOST_MICRO_BATCHES = 16
-KIND_COLORS = {
+_MOST_MICRO_BATCHES = 16
+_KIND_COLORS = {
     WorkKind.forward: "#2f77b7",
     WorkKind.backward: "#2e8b57",
     WorkKind.input_gradient: "#3aa394",
     WorkKind.weight_gradient: "#d9a520",
 }
-KIND_NAMES = {
+_KIND_NAMES = {
     WorkKind.forward: "forward",
     WorkKind.backward: "backward",
     WorkKind.input_gradient: "gradients of inputs",
     WorkKind.weight_gradient: "gradients of weights",
 }
-LABELS = 60.0
+_LABELS = 60.0
 """Width of the names of the ranks."""
-PALETTE = (
+_PALETTE = (
     "#1f6fb2",
     "#e08b27",
     "#2e8b57",
@@ -56,9 +56,9 @@ PALETTE = (
     "#a0785a",
 )
 HEIGHT, BAR = 300.0, 96.0
-LABEL = 20.0
+_LABEL = 20.0
 """Smallest distance of two labels."""
-MOST_TERMS = 10
+_MOST_TERMS = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +94,13 @@ def render_mesh(picture: MeshPicture) -> str:
     if bars:
         y = _rule(canvas, y)
         half = WIDTH / 2 + 12
-        if max(map(bar_width, bars)) < WIDTH - half:
-            y = max(draw_bar(canvas, LEFT + 8 + index * half, y, bar) for index, bar in enumerate(bars))
+        if max(map(_bar_width, bars)) < WIDTH - half:
+            y = max(_draw_bar(canvas, LEFT + 8 + index * half, y, bar) for index, bar in enumerate(bars))
         else:
             for bar in bars:
-                y = draw_bar(canvas, LEFT + 8, y, bar)
+                y = _draw_bar(canvas, LEFT + 8, y, bar)
     if picture.schedule is not None:
-        y = draw_schedule(canvas, _rule(canvas, y), picture.schedule)
+        y = _draw_schedule(canvas, _rule(canvas, y), picture.schedule)
     return canvas.document(WIDTH + 2 * LEFT, y + 16, picture.title)
 
 
@@ -177,7 +177,7 @@ def _estimated(
         ),
         time=TermBar(
             "Time of an optimizer step",
-            largest_terms(time.terms),
+            _largest_terms(time.terms),
             unit,
             unit_name,
             caption=f"{seconds_text(time.seconds)} estimated; communication that computation hides is left out",
@@ -210,10 +210,10 @@ class ScheduleDrawing:
     def drawn(self) -> int:
         """Number of micro-batches drawn: all, or as many whole rounds of pp as fit into about 16."""
         rounds = 2 if self.parallelism.pp_schedule == "DualPipeV" else 1
-        return min(self.micro_batches, self.pp * max(rounds, MOST_MICRO_BATCHES // self.pp))
+        return min(self.micro_batches, self.pp * max(rounds, _MOST_MICRO_BATCHES // self.pp))
 
 
-def draw_schedule(canvas: SvgCanvas, y: float, drawing: ScheduleDrawing) -> float:
+def _draw_schedule(canvas: SvgCanvas, y: float, drawing: ScheduleDrawing) -> float:
     """Draw the timeline; return the y below."""
     schedule, ranks = drawing.parallelism.pp_schedule, drawing.parallelism.stage_ranks(drawing.pp)
     intervals = timeline(schedule, ranks, drawing.stages, drawing.drawn, drawing.send_seconds)
@@ -224,7 +224,7 @@ def draw_schedule(canvas: SvgCanvas, y: float, drawing: ScheduleDrawing) -> floa
         y += 16
     y += 38
     height = max(8.0, min(28.0, 480 / drawing.pp))
-    left, scale = LEFT + LABELS, (WIDTH - LABELS) / end
+    left, scale = LEFT + _LABELS, (WIDTH - _LABELS) / end
     for rank in range(drawing.pp):
         top = y + rank * height
         canvas.rect((left, top, end * scale, height - 2), FAINT, idle=rank)
@@ -232,14 +232,14 @@ def draw_schedule(canvas: SvgCanvas, y: float, drawing: ScheduleDrawing) -> floa
             canvas.text(left - 8, top + height / 2 + 3, f"pp {rank}", anchor="end", size=12 if height >= 14 else 11)
     for each in intervals:
         chunk = each.stage // drawing.pp
-        color = tinted(KIND_COLORS[each.kind], max(0.4, 1 - 0.4 * chunk))
+        color = tinted(_KIND_COLORS[each.kind], max(0.4, 1 - 0.4 * chunk))
         x, top, width = left + each.start * scale, y + each.rank * height, each.seconds * scale
         canvas.rect(
             (x, top, width, height - 2),
             color,
             stroke=PAPER,
             stroke_width=0.6,
-            tooltip=f"{KIND_NAMES[each.kind]} of micro-batch {each.micro_batch}, stage {each.stage}",
+            tooltip=f"{_KIND_NAMES[each.kind]} of micro-batch {each.micro_batch}, stage {each.stage}",
             pp_rank=each.rank,
             kind=each.kind.value,
             stage=each.stage,
@@ -278,7 +278,7 @@ def _caption(drawing: ScheduleDrawing, intervals: list[Interval], end: float) ->
 
 
 def _draw_time_axis(canvas: SvgCanvas, y: float, end: float, scale: float, drawing: ScheduleDrawing) -> None:
-    left = LEFT + LABELS
+    left = LEFT + _LABELS
     unit, name = (1.0, "forwards of a stage") if not drawing.is_measured_in_seconds else (1e-3, "ms")
     if drawing.is_measured_in_seconds and end >= 1:
         unit, name = 1.0, "s"
@@ -294,8 +294,8 @@ def _draw_time_axis(canvas: SvgCanvas, y: float, end: float, scale: float, drawi
 
 def _draw_kinds(canvas: SvgCanvas, y: float, drawing: ScheduleDrawing, kinds: set[WorkKind]) -> float:
     """Draw the legend of the colors."""
-    x = LEFT + LABELS
-    names = [(KIND_COLORS[kind], KIND_NAMES[kind]) for kind in KIND_NAMES if kind in kinds]
+    x = LEFT + _LABELS
+    names = [(_KIND_COLORS[kind], _KIND_NAMES[kind]) for kind in _KIND_NAMES if kind in kinds]
     for color, name in [*names, (FAINT, "idle")]:
         canvas.rect((x, y - 11, 14, 14), color, stroke=RULE if color == FAINT else "none")
         canvas.text(x + 20, y, name, size=12.5)
@@ -331,17 +331,17 @@ class TermBar:
         return max([total(self.terms), *(value for _, value in self.limits), 1e-12])
 
 
-def largest_terms(terms: Sequence[Term]) -> tuple[Term, ...]:
+def _largest_terms(terms: Sequence[Term]) -> tuple[Term, ...]:
     """Return the largest terms first, and the sum of the others."""
     ordered = sorted((each for each in terms if each.value > 0), key=lambda each: -each.value)
-    if len(ordered) <= MOST_TERMS:
+    if len(ordered) <= _MOST_TERMS:
         return tuple(ordered)
-    rest = ordered[MOST_TERMS - 1 :]
+    rest = ordered[_MOST_TERMS - 1 :]
     others = Term(f"{len(rest)} smaller terms", total(rest), ", ".join(each.name for each in rest))
-    return (*ordered[: MOST_TERMS - 1], others)
+    return (*ordered[: _MOST_TERMS - 1], others)
 
 
-def bar_width(bar: TermBar) -> float:
+def _bar_width(bar: TermBar) -> float:
     """Return the approximate width of a bar with its labels."""
     number = f": 12,345 {bar.unit_name}"
     widths = [text_width(f"{each.name}{number} (12%)", 13) for each in bar.terms]
@@ -349,13 +349,13 @@ def bar_width(bar: TermBar) -> float:
     return BAR + 42 + max(widths, default=0.0)
 
 
-def draw_bar(canvas: SvgCanvas, x: float, y: float, bar: TermBar) -> float:
+def _draw_bar(canvas: SvgCanvas, x: float, y: float, bar: TermBar) -> float:
     """Draw a bar with its labels; return the y below."""
     canvas.text(x, y + 16, bar.title, size=16, bold=True)
     for index, line in enumerate(wrapped(bar.caption, 560, 12.5)):
         y += 16 * bool(index)
         canvas.text(x, y + 36, line, size=12.5, color=MUTED)
-    length = max(HEIGHT, LABEL * (len(bar.terms) + len(bar.limits)))
+    length = max(HEIGHT, _LABEL * (len(bar.terms) + len(bar.limits)))
     top, bottom = y + 56, y + 56 + length
     pixels = length / bar.scale
     labels: list[tuple[float, str, str, bool]] = []
@@ -363,7 +363,7 @@ def draw_bar(canvas: SvgCanvas, x: float, y: float, bar: TermBar) -> float:
         canvas.rect((x, top, BAR, length), FAINT, stroke=RULE)
     level = bottom
     for index, term in enumerate(bar.terms):
-        height, color = term.value * pixels, PALETTE[index % len(PALETTE)]
+        height, color = term.value * pixels, _PALETTE[index % len(_PALETTE)]
         level -= height
         value = bar.text(term.value)
         tooltip = f"{term.name}: {value} = {term.formula}"
@@ -391,9 +391,9 @@ def _spread(anchors: Sequence[float], top: float, bottom: float) -> list[float]:
     """Return positions near sorted anchors, at least LABEL apart and not below `bottom`, if there is room."""
     positions: list[float] = []
     for anchor in anchors:
-        positions.append(max(anchor, positions[-1] + LABEL if positions else top))
+        positions.append(max(anchor, positions[-1] + _LABEL if positions else top))
     limit = bottom
     for index in reversed(range(len(positions))):
         positions[index] = min(positions[index], limit)
-        limit = positions[index] - LABEL
+        limit = positions[index] - _LABEL
     return positions

@@ -11,7 +11,7 @@ from components.planning.svg import FAINT, INK, MUTED, PAPER, RULE, SvgCanvas, t
 
 LEFT, WIDTH = 32.0, 1136.0
 """Left edge and width of the panels."""
-AXIS_COLORS = dict(zip(AXES, ("#7b3fb5", "#b85c00", "#1f6fb2", "#2e7d32", "#00808a", "#c62845"), strict=True))
+_AXIS_COLORS = dict(zip(AXES, ("#7b3fb5", "#b85c00", "#1f6fb2", "#2e7d32", "#00808a", "#c62845"), strict=True))
 MOST_NODES, MOST_RANKS_PER_NODE, MOST_SQUARES = 8, 64, 2048
 """Nodes and ranks of a node that are drawn in full, and nodes of the map."""
 CELL, GAP, PAD = 62.0, 6.0, 12.0
@@ -29,12 +29,12 @@ def draw_axes(canvas: SvgCanvas, y: float, layout: RankLayout, parallelism: Para
         return y + 48
     for axis in layout.axes:
         y += 24
-        color, degree, nodes = AXIS_COLORS[axis], layout.mesh.degree(axis), layout.nodes_of(axis)
+        color, degree, nodes = _AXIS_COLORS[axis], layout.mesh.degree(axis), layout.nodes_of(axis)
         canvas.rect((LEFT, y - 12, 15, 15), tinted(color, 0.22), stroke=color, stroke_width=1.5, radius=3)
         canvas.text(columns[0], y, f"{axis} = {degree:,}", size=13, color=color, bold=True)
         number = layout.mesh.world // degree
         canvas.text(columns[1], y, f"{number:,} of {degree:,} ranks", size=13)
-        canvas.text(columns[2], y, ranks_text(layout.group(axis)), size=13)
+        canvas.text(columns[2], y, _ranks_text(layout.group(axis)), size=13)
         canvas.text(columns[3], y, "one node" if nodes == 1 else f"{nodes:,} nodes", size=13)
         lines = wrapped(_movement(axis, layout, parallelism), WIDTH - columns[4] + LEFT, 12.5)
         for index, line in enumerate(lines):
@@ -75,7 +75,7 @@ def draw_ranks(canvas: SvgCanvas, y: float, layout: RankLayout) -> float:
     if layout.axes:
         caption += [(", below it its coordinates (", MUTED)]
         for index, axis in enumerate(layout.axes):
-            caption += [(", ", MUTED)] * bool(index) + [(axis, AXIS_COLORS[axis])]
+            caption += [(", ", MUTED)] * bool(index) + [(axis, _AXIS_COLORS[axis])]
         caption += [("). Dark: rank 0. Colored: the other ranks of its group on each axis.", MUTED)]
     canvas.text(LEFT, y + 38, caption, size=12.5)
     y += 52
@@ -121,7 +121,7 @@ def _draw_node(canvas: SvgCanvas, x: float, y: float, layout: RankLayout, node: 
     height = 26 + rows * (cell + GAP) - GAP + PAD + more
     width = columns * (CELL + GAP) - GAP + 2 * PAD
     canvas.rect((x, y, width, height), PAPER, stroke="#8a98a5", stroke_width=1.2, radius=8, node=node)
-    name = [(f"node {node:,}", INK), (f"   ranks {ranks_text(ranks)}" if width > 200 else "", MUTED)]
+    name = [(f"node {node:,}", INK), (f"   ranks {_ranks_text(ranks)}" if width > 200 else "", MUTED)]
     canvas.text(x + PAD, y + 18, name, size=12, bold=True)
     for index, rank in enumerate(drawn):
         row, column = divmod(index, columns)
@@ -137,11 +137,11 @@ def _draw_rank(
     canvas: SvgCanvas, box: tuple[float, float, float, float], layout: RankLayout, rank: int, lines: int
 ) -> None:
     axis = layout.axis_of(rank)
-    color = INK if rank == 0 else RULE if axis is None else AXIS_COLORS[axis]
+    color = INK if rank == 0 else RULE if axis is None else _AXIS_COLORS[axis]
     fill = INK if rank == 0 else FAINT if axis is None else tinted(color, 0.22)
     coordinates = {each: layout.coordinate(rank, each) for each in layout.axes}
     stated = " ".join(f"{each}={value}" for each, value in coordinates.items())
-    groups = "; ".join(f"{each} group: {ranks_text(layout.group(each, rank))}" for each in layout.axes)
+    groups = "; ".join(f"{each} group: {_ranks_text(layout.group(each, rank))}" for each in layout.axes)
     canvas.rect(
         box,
         fill,
@@ -161,7 +161,7 @@ def _draw_rank(
         parts: list[tuple[str, str]] = []
         for each, value in values[line * half : (line + 1) * half]:
             parts += [(" ", MUTED)] * bool(parts)
-            parts += [(str(value), PAPER if rank == 0 else AXIS_COLORS[each])]
+            parts += [(str(value), PAPER if rank == 0 else _AXIS_COLORS[each])]
         canvas.text(x + width / 2, y + 36 + 14 * line, parts, size=12, anchor="middle")
 
 
@@ -179,10 +179,10 @@ def _draw_map(canvas: SvgCanvas, y: float, layout: RankLayout) -> float:
         if column == 0:
             label = f"pp {row}: {node:,}" if by_stage else f"node {node:,}"
             canvas.text(LEFT + 82, top + side - 3, label, size=11, color=MUTED, anchor="end")
-        tooltip = f"node {node}: ranks {ranks_text(layout.node(node))}"
+        tooltip = f"node {node}: ranks {_ranks_text(layout.node(node))}"
         canvas.rect((x, top, side, side), FAINT, stroke=RULE, radius=2, tooltip=tooltip, square=node)
         for index, axis in enumerate(axes):
-            canvas.rect((x, top + index * side / len(axes), side, side / len(axes)), AXIS_COLORS[axis])
+            canvas.rect((x, top + index * side / len(axes), side, side / len(axes)), _AXIS_COLORS[axis])
     y += -(-number // columns) * step + 14
     text = "Each square is a node, in color if it holds ranks of rank 0's group on that axis."
     if number < layout.nodes:
@@ -247,7 +247,7 @@ class RankLayout:
         return len({rank // self.ranks_per_node for rank in self.group(axis)})
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks at equal distances as text: `0, 8, 16, ..., 56`, or `0-7` for more than four neighbors."""
     if len(ranks) > 4 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"

@@ -9,8 +9,8 @@ from xml.sax.saxutils import escape, quoteattr
 
 INK, MUTED, RULE, PAPER, FAINT = "#1d2730", "#566470", "#c9d1d8", "#ffffff", "#f3f5f7"
 """Colors of texts, secondary texts, lines, the page, and boxes without emphasis."""
-FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
-MARK = f'font-family="{FONT}" role="img"'
+_FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
+MARK = f'font-family="{_FONT}" role="img"'
 """Attributes in the second line of every picture, by which it is known as one."""
 CHARACTER, _BOLD = 0.57, 0.66
 """Average width of a character as a share of the font size, in the widest of usual fonts, DejaVu Sans."""
@@ -52,7 +52,7 @@ class SvgCanvas:
         if dash:
             attributes["stroke-dasharray"] = dash
         attributes |= {f"data-{name.replace('_', '-')}": str(value) for name, value in data.items()}
-        self._add("rect", attributes, f"<title>{xml_text(tooltip)}</title>" if tooltip else "")
+        self._add("rect", attributes, f"<title>{_xml_text(tooltip)}</title>" if tooltip else "")
 
     def line(self, points: Iterable[tuple[float, float]], color: str, *, width: float = 1.0, dash: str = "") -> None:
         """Add a line through points."""
@@ -90,9 +90,9 @@ class SvgCanvas:
         if anchor != "start":
             attributes["text-anchor"] = anchor
         if isinstance(content, str):
-            inner = xml_text(content)
+            inner = _xml_text(content)
         else:
-            inner = "".join(f'<tspan fill="{shade}">{xml_text(part)}</tspan>' for part, shade in content)
+            inner = "".join(f'<tspan fill="{shade}">{_xml_text(part)}</tspan>' for part, shade in content)
         self._add("text", attributes, inner)
 
     def document(self, width: float, height: float, title: str) -> str:
@@ -101,7 +101,7 @@ class SvgCanvas:
         head = [
             '<?xml version="1.0" encoding="UTF-8"?>',
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} {MARK}>',
-            f"<title>{xml_text(title)}</title>",
+            f"<title>{_xml_text(title)}</title>",
             f'<rect width="100%" height="100%" fill="{PAPER}"/>',
         ]
         return "\n".join([*head, *self._elements, "</svg>", ""])
@@ -111,7 +111,7 @@ class SvgCanvas:
         self._elements.append(f"<{name} {listed}>{inner}</{name}>" if inner else f"<{name} {listed}/>")
 
 
-def xml_text(text: str) -> str:
+def _xml_text(text: str) -> str:
     """Return text for XML: escaped, with `?` for characters that XML does not allow."""
     return escape(_INVALID.sub("?", text))
 

@@ -26,9 +26,9 @@ from components.protocol.run_files import PRIVATE, open_append
 from components.protocol.secrets import masked
 from components.terminal import keep_running
 
-SETTLED = 0.2
+_SETTLED = 0.2
 """Seconds without output after which no progress bar will draw over the last lines."""
-LAST_OUTPUT = 5.0
+_LAST_OUTPUT = 5.0
 """Maximum number of seconds that a process waits at its end for the copy of its output, as to a stopped terminal."""
 _CONTROL = re.compile(rb"(\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\r|\n)")
 """Escape sequences of terminals, carriage returns and newlines."""
@@ -99,7 +99,7 @@ def _finish(process: int, copier: subprocess.Popen[bytes], shown: dict[int, int]
     for number, saved in shown.items():
         os.dup2(saved, number)
     with suppress(OSError):
-        control.settimeout(LAST_OUTPUT)
+        control.settimeout(_LAST_OUTPUT)
         control.send(b"x")
         control.recv(1)
     copier.returncode = 0  # it ends with the last of this process's children, for which nobody waits
@@ -132,7 +132,7 @@ def _copy(channels: dict[int, int], control: int, log: Path) -> None:
     lines = {reader: _Lines() for reader in channels}
     controls = [control]
     while lines:
-        wait = SETTLED if any(each.is_pending for each in lines.values()) else None
+        wait = _SETTLED if any(each.is_pending for each in lines.values()) else None
         ready = select.select([*lines, *controls], [], [], wait)[0]
         for reader in [each for each in ready if each in lines]:
             data = _read(reader)

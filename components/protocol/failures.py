@@ -241,7 +241,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         rank=rank,
         kind=kind_of(error),
         type=type(error).__name__,
-        message=masked(format_problems(error.problems) if isinstance(error, ConfigError) else str(error)),
+        message=masked(_format_problems(error.problems) if isinstance(error, ConfigError) else str(error)),
         traceback="" if isinstance(error, ConfigError) else masked("".join(traceback.format_exception(error))),
         time=time.time(),
         node=scheduler_node(os.environ),
@@ -302,7 +302,7 @@ def describe_exit(status: int) -> str:
     return f"was ended by {name}{hint}"
 
 
-def format_problems(problems: list[str]) -> str:
+def _format_problems(problems: list[str]) -> str:
     """Return a single problem unchanged, several under a heading with their number."""
     if len(problems) == 1:
         return problems[0]
@@ -311,7 +311,7 @@ def format_problems(problems: list[str]) -> str:
 
 def print_problems(problems: list[str]) -> None:
     """Print config errors to stderr, in lines of whole words if it is a terminal."""
-    lines = format_problems(problems).split("\n")
+    lines = _format_problems(problems).split("\n")
     print_text(*(fit(each) if sys.stderr.isatty() else each for each in lines), sep="\n", file=sys.stderr, flush=True)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-MAX_VALUES = 100_000
+_MAX_VALUES = 100_000
 """Maximum number of values of a document with its aliases expanded; a config has a few hundred."""
-MAX_DEPTH = 100
+_MAX_DEPTH = 100
 """Maximum nesting depth of collections."""
 
 
@@ -61,8 +61,8 @@ def check_expansion(text: str) -> None:
             if event.anchor is not None:
                 sizes[event.anchor] = None
             open_collections.append((event.anchor, 1))
-            if len(open_collections) > MAX_DEPTH:
-                raise YamlLimitError(f"collections are nested more than {MAX_DEPTH} deep")
+            if len(open_collections) > _MAX_DEPTH:
+                raise YamlLimitError(f"collections are nested more than {_MAX_DEPTH} deep")
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = open_collections.pop()
@@ -80,6 +80,6 @@ def check_expansion(text: str) -> None:
         else:
             continue
         parent, so_far = open_collections[-1]
-        if so_far + size > MAX_VALUES:
-            raise YamlLimitError(f"more than {MAX_VALUES:,} values with aliases expanded")
+        if so_far + size > _MAX_VALUES:
+            raise YamlLimitError(f"more than {_MAX_VALUES:,} values with aliases expanded")
         open_collections[-1] = (parent, so_far + size)

@@ -17,7 +17,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 from urllib.parse import quote
 
-SHORTEST = 8
+_SHORTEST = 8
 """Minimum length of a secret variable's value to search for in the config; shorter ones would match by chance."""
 
 _CREDENTIALS = {
@@ -95,7 +95,7 @@ _KEYS = {"API", "ACCESS", "PRIVATE", "SIGNING", "ENCRYPTION", "KAGGLE", "DEPLOY"
          "GITHUB", "GITLAB", "DATADOG", "SENTRY", "SENDGRID", "TWILIO", "NGC", "NVIDIA"}  # fmt: skip
 _SECRET_LASTS = {"PAT", "COOKIE", "COOKIES", "JWT", "PWD", "PASS", "PASSCODE", "OTP", "WEBHOOK"}
 _WORKING_DIRS = {"PWD", "OLDPWD"}
-HARMLESS_VARIABLES = {
+_HARMLESS_VARIABLES = {
     *("USER", "LOGNAME", "USERNAME", "GROUP", "UID", "HOME", "PWD", "HOSTNAME", "HOST", "SHELL", "LANG", "TERM", "TZ"),
     *("SCRATCH", "WORK", "PROJECT", "STORE", "TMPDIR", "TMP", "TEMP", "DATA", "DATA_ROOT", "DATA_DIR", "LOCAL_SCRATCH"),
     *(
@@ -165,8 +165,8 @@ def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) 
         value: Value of the variable.
         allowed: Variables declared harmless by the user (run.allow_env).
     """
-    listed = name in HARMLESS_VARIABLES or name.startswith(_SCHEDULER_PREFIXES)
-    if len(value) < SHORTEST or name in allowed or (listed and not is_secret_name(name)):
+    listed = name in _HARMLESS_VARIABLES or name.startswith(_SCHEDULER_PREFIXES)
+    if len(value) < _SHORTEST or name in allowed or (listed and not is_secret_name(name)):
         return None
     if os.path.isabs(value) and os.path.exists(value):
         return None
@@ -234,14 +234,14 @@ def _known_secrets(arguments: tuple[str, ...], environ: tuple[tuple[str, str], .
         names = tuple(re.split(r"[./@]", key.lstrip("+~-")))
         if is_assigned and _secret(names, value, variables):
             values += [value, value.strip("\"'")]
-            values += [argument.lstrip("+~")] if len(value) < SHORTEST and _is_literal(names[-1], value) else []
+            values += [argument.lstrip("+~")] if len(value) < _SHORTEST and _is_literal(names[-1], value) else []
         elif before.startswith("--") and is_secret_name(before) and not argument.startswith("-"):
             values.append(argument)
-    values += [line for value in values for line in value.splitlines() if len(line) > 2 * SHORTEST]
+    values += [line for value in values for line in value.splitlines() if len(line) > 2 * _SHORTEST]
     written = {
         form
         for value in values
-        if len(value) >= SHORTEST and _is_literal("", value)
+        if len(value) >= _SHORTEST and _is_literal("", value)
         for form in (
             value,
             repr(value)[1:-1],
@@ -257,7 +257,7 @@ def _known_secrets(arguments: tuple[str, ...], environ: tuple[tuple[str, str], .
 def _secret_values(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values of variables with a secret name, mapped to the name."""
     values = {name: value.strip() for name, value in environ.items() if is_secret_name(name)}
-    return {value: name for name, value in values.items() if len(value) >= SHORTEST and _is_literal(name, value)}
+    return {value: name for name, value in values.items() if len(value) >= _SHORTEST and _is_literal(name, value)}
 
 
 def _texts(value: Any, key: str, names: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...], str]]:

@@ -71,7 +71,7 @@ class ObjectStore:
     def __init__(self, url: str, attempts: int = ATTEMPTS) -> None:
         """Open the store that a URL belongs to. Nothing is requested yet."""
         self._attempts = attempts
-        self.scheme = scheme_of(url)
+        self.scheme = _scheme_of(url)
         self._place = f"{self.scheme}://{url.partition('://')[2].partition('/')[0]}"
         self._repeats = _Repeats(Counter())
         self._lock = threading.Lock()
@@ -331,7 +331,7 @@ def is_url(path: str) -> bool:
     return _URL.fullmatch(path) is not None
 
 
-def scheme_of(url: str) -> str:
+def _scheme_of(url: str) -> str:
     """Return the scheme of a URL, such as s3; empty for other strings."""
     found = _URL.fullmatch(url)
     return found["scheme"] if found else ""
@@ -389,7 +389,7 @@ def package_problems(key: str, url: str | None, otherwise: str = "use a local pa
     Args:
         otherwise: What to do without the package, for the message.
     """
-    backend = BACKENDS.get(scheme_of(url or ""))
+    backend = BACKENDS.get(_scheme_of(url or ""))
     if backend is None or importlib.util.find_spec(backend.package) is not None:
         return []
     return [f"{key}={url}: {backend.package} is not installed; run {backend.install}, or {otherwise}"]

@@ -30,11 +30,11 @@ class RunClaim:
     """Names of the objects that the run has written, by folder below the URL; nothing else is removed or replaced."""
 
 
-def claim_problem(claim: RunClaim | None, url: str, run: str | None, strangers: Collection[str]) -> str | None:
+def _claim_problem(claim: RunClaim | None, url: str, run: str | None, strangers: Collection[str]) -> str | None:
     """Return why checkpoint.remote=`url` cannot belong to a run; None if it can.
 
     Args:
-        claim: What `read_claim` returns.
+        claim: What `_read_claim` returns.
         run: Run directory; None: a new one.
         strangers: Names below the URL if they are those of no run; ignored if there is a claim.
     """
@@ -50,7 +50,7 @@ def claim_problem(claim: RunClaim | None, url: str, run: str | None, strangers: 
     )
 
 
-def read_claim(store: ObjectStore, url: str) -> RunClaim | None:
+def _read_claim(store: ObjectStore, url: str) -> RunClaim | None:
     """Return the claim below `url`; None if there is none. Raises ConfigError for another content, and StorageError."""
     file = join(url, OWNER)
     try:
@@ -77,7 +77,7 @@ def problem_before_launch(url: str, run: str) -> str | None:
     """
     try:
         store = ObjectStore(url, attempts=1)
-        claim = read_claim(store, url)
+        claim = _read_claim(store, url)
         prefix = join(url, "")
         names = [] if claim is not None else [each.url.removeprefix(prefix) for each in store.list(url)]
         if any(_is_manifest(store, join(url, name)) for name in names if _is_named_manifest(name)):
@@ -86,17 +86,17 @@ def problem_before_launch(url: str, run: str) -> str | None:
         return str(error)
     except OSError:
         return None
-    return claim_problem(claim, url, run, names)
+    return _claim_problem(claim, url, run, names)
 
 
 def take_claim(store: ObjectStore, url: str, run: str, strangers: Collection[str]) -> RunClaim:
     """Write that `url` belongs to this start of a run, and return the claim, with what earlier starts have written.
 
-    Of two starts at the same time one gets the URL. Arguments as in `claim_problem`. Raises ConfigError if the URL
+    Of two starts at the same time one gets the URL. Arguments as in `_claim_problem`. Raises ConfigError if the URL
     cannot belong to the run, or another start got it, and StorageError.
     """
-    found = read_claim(store, url)
-    if problem := claim_problem(found, url, run, strangers):
+    found = _read_claim(store, url)
+    if problem := _claim_problem(found, url, run, strangers):
         raise ConfigError(problem)
     mine = RunClaim(run, secrets.token_hex(16), {} if found is None else found.folders)
     store.put(join(url, OWNER), _encode(mine), only_new=found is None)
@@ -107,11 +107,11 @@ def take_claim(store: ObjectStore, url: str, run: str, strangers: Collection[str
 
 def check_claim(store: ObjectStore, url: str, mine: RunClaim) -> None:
     """Raise ConfigError if another start has taken the URL over; write the claim again if it was removed."""
-    found = read_claim(store, url)
+    found = _read_claim(store, url)
     if found is None:
         store.put(join(url, OWNER), _encode(mine), only_new=True)
-        found = read_claim(store, url)
-    if problem := claim_problem(found, url, mine.run, ()):
+        found = _read_claim(store, url)
+    if problem := _claim_problem(found, url, mine.run, ()):
         raise ConfigError(problem)
     if found is not None and found.token != mine.token:
         raise ConfigError(

@@ -24,9 +24,9 @@ from components.training.objectives import PLAIN, RowScores, TokenObjective, row
 from components.training.objectives.distillation import Distillation
 from components.training.setup.prepared import Prepared
 
-FREE_SHARE = 0.5
+_FREE_SHARE = 0.5
 """Maximum fraction of a rank's free memory for unsharded weights, so that generation does not set the run's peak."""
-GIB = 2**30
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,9 @@ def show_generations(
 
     Held-out prompts have the system message and tools of their sample; the others have `data.system_prompt`.
 
-    FSDP2 gathers the weights once for all tokens if they fit in `FREE_SHARE` of the free memory of every rank, else for
-    every token; a line reports which. Under pp they are always gathered for every token. Nothing is printed once a stop
-    request arrives.
+    FSDP2 gathers the weights once for all tokens if they fit in `_FREE_SHARE` of the free memory of every rank, else
+    for every token; a line reports which. Under pp they are always gathered for every token. Nothing is printed once a
+    stop request arrives.
     """
     prompts = []
     if not run.agreed_to_stop():
@@ -198,9 +198,11 @@ def gathered_weights(model: Prepared, run: RunContext) -> AbstractContextManager
     if not any(needed for needed, _ in figures):
         return nullcontext()  # not sharded by FSDP2
     needed, free = max(figures, key=lambda each: each[0] / max(each[1], 1))  # of the fullest rank
-    fits = needed <= FREE_SHARE * free
+    fits = needed <= _FREE_SHARE * free
     if fits:
-        run.print(f"generation: weights gathered once ({needed / GIB:.2f} GiB of {free / GIB:.2f} GiB free)")
+        run.print(f"generation: weights gathered once ({needed / _GIB:.2f} GiB of {free / _GIB:.2f} GiB free)")
     else:
-        run.print(f"generation: weights gathered per token (at once {needed / GIB:.2f} GiB; {free / GIB:.2f} GiB free)")
+        run.print(
+            f"generation: weights gathered per token (at once {needed / _GIB:.2f} GiB; {free / _GIB:.2f} GiB free)"
+        )
     return distributed.unshard_fsdp2_model(model.module) if fits else nullcontext()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from components.training.setup.prepared import Prepared
     from components.training.step import StepNumbers
 
-LAG = {"cuda": 1}
+_LAG = {"cuda": 1}
 """Number of steps after which a step's metrics are read by device, so that the host does not wait for it; else 0."""
 
 
@@ -143,7 +143,7 @@ class Run(Attempt):
         self._print_start(model, batches.dataset, held_out)
         self._draw_mesh()
         self._report.begin(self.state.step, self.total_steps, self._saved_at())
-        self._reader = StepReader(LAG.get(self.device.type, 0))
+        self._reader = StepReader(_LAG.get(self.device.type, 0))
         self._clock = SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
         self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.print)

@@ -45,7 +45,7 @@ POINTS = (
     "at_load",
 )
 """In the order of a save; at_load: before the first file of a checkpoint is read."""
-REMOTE_POINTS = ("while_copying", "before_remote_manifest", "after_remote_manifest")
+_REMOTE_POINTS = ("while_copying", "before_remote_manifest", "after_remote_manifest")
 """In the order of a copy to checkpoint.remote: before each file, and on rank 0 around the write of the manifest."""
 STEP_POINTS = ("reduced_gradients", "weights", "optimizer_state")
 """In the order of a step, each with the tensors that a bit is flipped in: the first before the update, others after."""
@@ -122,12 +122,12 @@ def _parse(text: str) -> _Fault:
     )
     valid_occurrence = fault.occurrence == _EVERY or (fault.occurrence.isdecimal() and int(fault.occurrence) > 0)
     valid_kind = _is_number(number) if kind in _NUMBERED else not number and (kind in _SIGNALS or kind in _ERRORS)
-    valid_point = point in STEP_POINTS or (point in (*POINTS, *REMOTE_POINTS) and kind != "flip")
+    valid_point = point in STEP_POINTS or (point in (*POINTS, *_REMOTE_POINTS) and kind != "flip")
     if text.count(":") > 3 or not (valid_kind and valid_point and valid_ranks and valid_occurrence):
         raise ConfigError(
             f"{VARIABLE}={text}: must be KIND:POINT[:rankN or all[:number or *]], KIND one of "
             f"{', '.join([*_SIGNALS, *_ERRORS])}, slow=SECONDS or flip=SEED, POINT one of "
-            f"{', '.join([*POINTS, *REMOTE_POINTS])}, or for flip and others {', '.join(STEP_POINTS)}; unset it"
+            f"{', '.join([*POINTS, *_REMOTE_POINTS])}, or for flip and others {', '.join(STEP_POINTS)}; unset it"
         )
     return fault
 
@@ -143,17 +143,17 @@ def arm_bit_flips(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     before, *after = STEP_POINTS
 
     def pre_hook(*_: Any) -> None:
-        fault_point(before, partial(flip_random_bit, tensors_at(before, optimizers)))
+        fault_point(before, partial(flip_random_bit, _tensors_at(before, optimizers)))
 
     def post_hook(*_: Any) -> None:
         for point in after:
-            fault_point(point, partial(flip_random_bit, tensors_at(point, optimizers)))
+            fault_point(point, partial(flip_random_bit, _tensors_at(point, optimizers)))
 
     optimizers[0].register_step_pre_hook(pre_hook)
     optimizers[-1].register_step_post_hook(post_hook)
 
 
-def tensors_at(point: str, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def _tensors_at(point: str, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Return this rank's shards of the tensors of a point: gradients, weights or optimizer state."""
     import torch  # here, as in flip_random_bit: most users of this file have no tensors
     from torch.distributed.tensor import DTensor

@@ -32,11 +32,11 @@ from components.protocol.role import node_name
 
 MAX_NAMED_RANKS = 8
 """Maximum number of ranks listed in one message."""
-NOT_JOINED = "has not joined a collective that others wait in"
+_NOT_JOINED = "has not joined a collective that others wait in"
 """Description of a rank whose host has not started a collective."""
 NO_BEAT, FIRST_BEAT_SECONDS = -1, 60.0
 """Beat number of a rank that has not posted, and its time limit for the first post: it may still be importing."""
-COUNTS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
+_COUNTS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
 """Sequence numbers in the recorder's status of a process group; -1 if there is none."""
 Progress = dict[str, list[int]]
 """Name of a process group -> the sequence numbers of COUNTS."""
@@ -201,10 +201,10 @@ def blame(silent: list[int], posts: dict[int, Post]) -> HangVerdict:
     if silent:
         form = "{who} is missing (last seen {post.phase})"
         return HangVerdict(_describe_ranks(silent, posts, form), _hosts(silent, posts))
-    pending = pending_collectives({rank: post.devices for rank, post in posts.items()})
-    late = {rank: _lateness(rank, each) for rank, each in late_devices(pending).items()}
+    pending = _pending_collectives({rank: post.devices for rank, post in posts.items()})
+    late = {rank: _lateness(rank, each) for rank, each in _late_devices(pending).items()}
     if not late:
-        late = dict.fromkeys(late_ranks(posts), NOT_JOINED)
+        late = dict.fromkeys(late_ranks(posts), _NOT_JOINED)
     if late:
         form = "{who} {detail}: it is {post.phase}, at {post.location}"
         return HangVerdict(_describe_ranks(late, posts, form, late), _hosts(late, posts))
@@ -217,7 +217,7 @@ def blame(silent: list[int], posts: dict[int, Post]) -> HangVerdict:
 
 def _lateness(rank: int, pending: Pending) -> str:
     if pending.stages[rank] == "not joined":
-        return NOT_JOINED
+        return _NOT_JOINED
     furthest = "completed" if "completed" in pending.stages.values() else "started"
     return (
         f"has {pending.stages[rank]} collective {pending.number} of process group {pending.group} on its device, "
@@ -289,7 +289,7 @@ class FlightRecorder:
             for entry in _dump(with_collectives=True).get("entries", ()):
                 self._names[str(entry["pg_id"])] = str(entry["process_group"][0])
         named = {self._names[number]: counts for number, counts in status.items() if number in self._names}
-        return {name: [int(counts[each]) for each in COUNTS] for name, counts in named.items()}
+        return {name: [int(counts[each]) for each in _COUNTS] for name, counts in named.items()}
 
 
 def _dump(*, with_collectives: bool) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Pending:
         return ranks if len(ranks) < len(self.stages) else ()
 
 
-def pending_collectives(by_rank: Mapping[int, Progress], excluded: Iterable[str] = ()) -> list[Pending]:
+def _pending_collectives(by_rank: Mapping[int, Progress], excluded: Iterable[str] = ()) -> list[Pending]:
     """Return the pending collective of each group that has one, by the groups' names.
 
     Args:
@@ -346,7 +346,7 @@ def _stage(counts: list[int], number: int) -> str:
     return "started" if started >= number else "enqueued"
 
 
-def late_devices(pending: Iterable[Pending]) -> dict[int, Pending]:
+def _late_devices(pending: Iterable[Pending]) -> dict[int, Pending]:
     """Return the ranks that others wait for, each with a collective that it is behind in.
 
     Ranks that themselves wait for another rank in some group are left out if any are left.

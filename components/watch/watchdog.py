@@ -41,27 +41,27 @@ from components.protocol.failures import HungRun, package_of, thread_frames
 from components.protocol.run_files import atomic_write
 from components.watch.heartbeat import BeatTracker, HangVerdict, Heartbeat, blame, silent_store
 
-SLOW_STEPS = 2
+_SLOW_STEPS = 2
 """Steps that get twice the timeout. Not 1, because the host may be a step ahead of the device and of other ranks."""
 MIN_BEAT_SECONDS, MAX_BEAT_SECONDS = 0.1, 5.0
 """Bounds of the seconds between two beats, a twentieth of the timeout."""
 MISSED_BEATS, MIN_SILENCE_SECONDS = 3, 2.0
 """A rank is silent after this many missed beats, but not before this many seconds."""
-READS_PER_TIMEOUT = 4
+_READS_PER_TIMEOUT = 4
 """How often the posts are read per timeout, before the loop."""
-EXIT_GRACE_SECONDS = 1.0
+_EXIT_GRACE_SECONDS = 1.0
 """Seconds that a rank waits at the end for the others to write their reports."""
-EXIT_TIMEOUT_SECONDS = 10.0
+_EXIT_TIMEOUT_SECONDS = 10.0
 """Time limit in seconds for writing reports and stacks, which may hang in a file system; then the process exits."""
-PROGRESS_BYTES = 2**20
+_PROGRESS_BYTES = 2**20
 """Bytes through system calls between two checks that count as progress; of bytes to or from a disk any number does."""
-MESSAGE_PREFIX = "no progress for"
+_MESSAGE_PREFIX = "no progress for"
 """Beginning of every message."""
-DEBUGGERS = {"bdb", "pdb", "pydevd", "debugpy", "_pydevd_bundle"}
+_DEBUGGERS = {"bdb", "pdb", "pydevd", "debugpy", "_pydevd_bundle"}
 """Modules of debuggers, in which the main thread waits for the user."""
-DUMP_PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
+_DUMP_PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
 """torch's environment variable with the path prefix of flight-recorder dumps, which the rank follows."""
-RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
+_RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 """Backend -> torch's private function that dumps its records; builds without NCCL lack the first."""
 
 
@@ -130,7 +130,7 @@ class Watchdog:
         """Stop the watchdog."""
         self._closed.set()
         for thread in self._threads:
-            thread.join(EXIT_GRACE_SECONDS)
+            thread.join(_EXIT_GRACE_SECONDS)
         if self._threads:
             faulthandler.cancel_dump_traceback_later()
         self._threads = []
@@ -162,7 +162,7 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        return self._timeout * (2 if self._steps < SLOW_STEPS else 1)
+        return self._timeout * (2 if self._steps < _SLOW_STEPS else 1)
 
     def _seconds_idle(self) -> float:
         """Return the seconds since the last progress of any rank that this rank has recorded."""
@@ -176,7 +176,7 @@ class Watchdog:
             self._mark_bytes()
             if self._in_loop:  # faulthandler's thread needs no GIL, which a stuck extension may hold forever
                 faulthandler.dump_traceback_later(2 * self._limit, exit=exit_when_stuck)
-                if single and any(package_of(frame) in DEBUGGERS for frame in thread_frames(self._main)):
+                if single and any(package_of(frame) in _DEBUGGERS for frame in thread_frames(self._main)):
                     self.mark()
             unanswered = 0.0 if single else time.monotonic() - self._last_answer
             if self._in_loop and self._seconds_idle() > self._limit and (single or unanswered > self._silent_after):
@@ -219,7 +219,7 @@ class Watchdog:
             return
         if not loop and time.monotonic() < self._next_read:
             return
-        self._next_read = time.monotonic() + self._timeout / READS_PER_TIMEOUT
+        self._next_read = time.monotonic() + self._timeout / _READS_PER_TIMEOUT
         posts = heartbeat.posts()
         self._tracker.update(posts, heartbeat.size)
         silent = self._tracker.silent(self._silent_after if loop else self._timeout, posts)
@@ -239,17 +239,17 @@ class Watchdog:
     def _mark_bytes(self) -> None:
         before, self._bytes = self._bytes, bytes_moved()
         through_disk, through_calls = (now - then for now, then in zip(self._bytes, before, strict=True))
-        if not self._in_step and (through_disk or through_calls > PROGRESS_BYTES):
+        if not self._in_step and (through_disk or through_calls > _PROGRESS_BYTES):
             self.mark()
 
     def _end_run(self, verdict: HangVerdict, seconds: float, heartbeat: Heartbeat | None = None) -> None:
         """End this process after `seconds` without progress, with the verdict of the first rank that found the hang."""
         if not self._firing.acquire(blocking=False):
             return
-        faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
-        if not verdict.message.startswith(MESSAGE_PREFIX):
+        faulthandler.dump_traceback_later(_EXIT_TIMEOUT_SECONDS, exit=True)
+        if not verdict.message.startswith(_MESSAGE_PREFIX):
             message = (
-                f"{MESSAGE_PREFIX} {seconds:.0f} s {self._phase}: {verdict.message}; "
+                f"{_MESSAGE_PREFIX} {seconds:.0f} s {self._phase}: {verdict.message}; "
                 "the stacks and last collectives are in the logs of the ranks; "
                 f"{self._section}.step_timeout_seconds={self._timeout:g} is the limit (0: none)"
             )
@@ -258,12 +258,12 @@ class Watchdog:
             verdict = heartbeat.publish_verdict(verdict) if heartbeat else verdict
         with contextlib.suppress(OSError):
             self._report(StepTimeout(verdict.message, verdict.hosts))
-        write_collectives(EXIT_GRACE_SECONDS)
+        write_collectives(_EXIT_GRACE_SECONDS)
         with contextlib.suppress(dist.DistError, PeerFailure):
             if heartbeat is None:
-                time.sleep(EXIT_GRACE_SECONDS)
+                time.sleep(_EXIT_GRACE_SECONDS)
             else:
-                heartbeat.await_others(timedelta(seconds=EXIT_GRACE_SECONDS))
+                heartbeat.await_others(timedelta(seconds=_EXIT_GRACE_SECONDS))
         os._exit(EXIT_HUNG)
 
     def _location(self) -> str:
@@ -299,14 +299,14 @@ def write_collectives(timeout: float) -> Path | None:
     queries the device for completed collectives, which blocks on a hung device. NCCL writes its own dump, for
     `torchfrtrace`, only when a collective times out, possibly long after the hang was detected.
     """
-    prefix = os.environ.get(DUMP_PREFIX)
+    prefix = os.environ.get(_DUMP_PREFIX)
     if not prefix or not dist.is_initialized():
         return None
     path = Path(f"{prefix}{dist.get_rank()}.json")
     written: list[Path] = []
 
     def write() -> None:
-        records = {name: _dump(function) for name, function in RECORDERS.items()}
+        records = {name: _dump(function) for name, function in _RECORDERS.items()}
         atomic_write(path, json.dumps({name: record for name, record in records.items() if record.get("entries")}))
         written.append(path)
 

@@ -215,7 +215,7 @@ def _returned(body: list[ast.stmt]) -> Names:
 
 
 def _text(node: ast.expr, names: Names) -> str | None:
-    """Return a string with its placeholders shortened: the last name of an expression, or an ellipsis."""
+    """Return a string with its placeholders shortened: the last name of an expression without `_`, or an ellipsis."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if not isinstance(node, ast.JoinedStr):
@@ -227,7 +227,7 @@ def _text(node: ast.expr, names: Names) -> str | None:
             name = getattr(value, "id", None) or getattr(value, "attr", None) or "__"
             known = names.get(name) if isinstance(value, ast.Name) else None
             name = "__" if isinstance(part.value, ast.Call) else name
-            shown = HOLE if name.startswith("__") else f"{{{name}}}"
+            shown = HOLE if name.startswith("__") else f"{{{name.removeprefix('_')}}}"
             parts.append(shown if known is None else _text(known, {}) or shown)
         elif isinstance(part, ast.Constant):
             parts.append(str(part.value))

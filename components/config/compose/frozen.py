@@ -100,12 +100,12 @@ def read_intact(path: Path) -> str:
         text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
-    if damage := damage_of(text):
+    if damage := _damage_of(text):
         raise _unreadable(path, damage)
     return text
 
 
-def damage_of(text: str) -> str:
+def _damage_of(text: str) -> str:
     """Return the damage of the text of a frozen config, found by its checksum; empty if it is intact."""
     first, _, below = text.partition("\n")
     is_intact = first == f"{_CHECKSUM}{_digest(below)}"
@@ -125,7 +125,7 @@ def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
             text = content if path.name == CONFIG else parse_json(content)["config"]
         except (OSError, ValueError, LookupError, TypeError):
             continue
-        if isinstance(text, str) and not damage_of(text):
+        if isinstance(text, str) and not _damage_of(text):
             return path, text
     return None
 

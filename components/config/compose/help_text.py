@@ -26,7 +26,7 @@ from components.protocol.safe_yaml import load_yaml
 from components.terminal import fit
 
 _fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
-OPTIONS = """\
+_OPTIONS = """\
 -m, --multirun       run a sweep: a value may be a list, KEY=a,b
 --cfg job            print the composed config and exit; with --resolve, without references
 --config-dir FOLDER  search this folder for options, too
@@ -48,7 +48,7 @@ _KIND = re.compile(r"/schema/\w+/(\w+)@_here_")
 _PACKAGE = re.compile(r"# @package ([\w.]+)")
 _RESOLVED = re.compile(r"\$\{(?:unless_epochs:(.*)|with_kto:.*)\}")
 """Values of conf/ for a run of training.max_steps, and for another objective than kto."""
-PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
+_PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
 
 def recipe_help(description: str, request: Request, width: int) -> str:
@@ -62,7 +62,7 @@ def recipe_help(description: str, request: Request, width: int) -> str:
     groups = request.groups
     parts = [
         f"{fit(description.strip(), width)}\n",
-        "Options:\n\n" + fit(textwrap.indent(OPTIONS, "  "), width),
+        "Options:\n\n" + fit(textwrap.indent(_OPTIONS, "  "), width),
         "Options of groups, GROUP=OPTION:\n",
         *(_fill(f"{group}: {', '.join(groups[group])}", width, subsequent_indent="    ") for group in sorted(groups)),
         "\nKeys, KEY=VALUE, with the values of this command:",
@@ -274,7 +274,7 @@ def keys_of(schema: type, prefix: str) -> dict[str, Key]:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             found |= {name: Key("section", "", doc), **keys_of(hint, name)}
         else:
-            found[name] = Key(describe_type(hint), default_of(each), doc, choices_of(hint))
+            found[name] = Key(_describe_type(hint), _default_of(each), doc, choices_of(hint))
     return found
 
 
@@ -334,21 +334,21 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def describe_type(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     """Return a type in words, with the choices of an enumeration."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        kinds = [describe_type(each) for each in arguments if each is not type(None)]
+        kinds = [_describe_type(each) for each in arguments if each is not type(None)]
         return " or ".join([*kinds, *(["null"] if type(None) in arguments else [])])
     if origin is list:
-        return f"list of {describe_type(arguments[0])}"
+        return f"list of {_describe_type(arguments[0])}"
     if origin is dict:
-        return f"{describe_type(arguments[1])} by name"
+        return f"{_describe_type(arguments[1])} by name"
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return f"{hint.__name__}: {', '.join(hint)}"
     if dataclasses.is_dataclass(hint):
         return "section"
-    return PLAIN_TYPES.get(hint, getattr(hint, "__name__", str(hint)))
+    return _PLAIN_TYPES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
@@ -359,7 +359,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     return tuple(kinds[0]) if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], StrEnum) else ()
 
 
-def default_of(each: dataclasses.Field[Any]) -> str:
+def _default_of(each: dataclasses.Field[Any]) -> str:
     """Return a field's default as it is written on a command line; "required" without one."""
     if each.default_factory is not dataclasses.MISSING:
         value = each.default_factory()

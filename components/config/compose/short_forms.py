@@ -67,7 +67,7 @@ def long_forms(overrides: Sequence[str], schema: type[RecipeConfig], folders: Se
     """Return the overrides with short forms replaced, except those that `explain_short_form` reports."""
     expanded: list[str] = []
     for override in overrides:
-        path, section = short_path(override, folders), _section(override)
+        path, section = _short_path(override, folders), _section(override)
         option = None if path is None else _option(override, path, overrides, schema, folders)
         if path is None or option is None or _other_path(override, overrides):
             expanded.append(override)
@@ -81,7 +81,7 @@ def long_forms(overrides: Sequence[str], schema: type[RecipeConfig], folders: Se
 
 def explain_short_form(override: str, overrides: Sequence[str], folders: Sequence[Path]) -> str | None:
     """Return the message for a short form that `long_forms` does not replace; None for another override."""
-    path, section = short_path(override, folders), _section(override)
+    path, section = _short_path(override, folders), _section(override)
     if path is None:
         return None
     shown = f"{override.partition('=')[0]}={path}"
@@ -97,7 +97,7 @@ def explain_short_form(override: str, overrides: Sequence[str], folders: Sequenc
     return f"{shown}: this recipe reads no file; choose one of its options of data"
 
 
-def short_path(override: str, folders: Sequence[Path]) -> str | None:
+def _short_path(override: str, folders: Sequence[Path]) -> str | None:
     """Return the path or hub name that an override has in place of an option of data or model; None if it has none.
 
     Text that names an existing file is that file, whatever it means in Hydra's grammar.
@@ -136,7 +136,7 @@ def _without_page(value: str) -> str:
 
 def settings_of_word(word: str, schema: type[RecipeConfig], folders: Sequence[Path]) -> list[str]:
     """Return the settings that a file, a folder or a hub name without a key may be meant for."""
-    if short_path(f"data={word}", folders) is None or word.endswith((".yaml", ".yml")):
+    if _short_path(f"data={word}", folders) is None or word.endswith((".yaml", ".yml")):
         return []
     if _exists(f"{word}/config.yaml"):  # of a run
         return [f"run={word}" if issubclass(schema, EvaluateConfig) else f"run.dir={word}"]

@@ -27,11 +27,11 @@ from components.config.compose.typed import typed
 from components.config.schema.checks import at_least, raise_all
 from components.protocol.errors import ConfigError
 
-PREFIX = "sweep."
+_PREFIX = "sweep."
 EVAL_LOSS = "eval_loss"
 """Default of sweep.metric."""
-MINIMIZED = ("loss", "divergence", "perplexity", "seconds", "bytes")
-MAXIMIZED = ("accuracy", "margin", "mfu", "tokens_per_second")
+_MINIMIZED = ("loss", "divergence", "perplexity", "seconds", "bytes")
+_MAXIMIZED = ("accuracy", "margin", "mfu", "tokens_per_second")
 """Last words of the names of metrics that are better if they are lower or higher: eval_loss, eval_accuracy."""
 
 
@@ -98,7 +98,7 @@ class _Keys:
 
 def is_sweep_key(override: str) -> bool:
     """Return whether an override sets a key of the sweep."""
-    return override.lstrip("+~").startswith(PREFIX)
+    return override.lstrip("+~").startswith(_PREFIX)
 
 
 def needs_multirun(override: str) -> str:
@@ -120,7 +120,7 @@ def read_sweep_keys(overrides: Iterable[str]) -> tuple[SweepConfig, list[str]]:
         if not assigned or parsed.is_delete() or parsed.is_sweep_override():
             problems.append(f"{override}: is a key of the sweep itself; set one value")
         else:
-            values[key.removeprefix(PREFIX)] = parsed.value()
+            values[key.removeprefix(_PREFIX)] = parsed.value()
     try:
         return typed({"sweep": values}, _Keys).sweep, problems
     except ConfigError as error:
@@ -129,7 +129,7 @@ def read_sweep_keys(overrides: Iterable[str]) -> tuple[SweepConfig, list[str]]:
 
 def known_goal(metric: str) -> Goal | None:
     """Return whether lower or higher values are better, by the name of a metric; None if it is unknown."""
-    for goal, names in ((Goal.min, MINIMIZED), (Goal.max, MAXIMIZED)):
+    for goal, names in ((Goal.min, _MINIMIZED), (Goal.max, _MAXIMIZED)):
         if any(metric == name or metric.endswith(f"_{name}") for name in names):
             return goal
     return None
@@ -158,10 +158,10 @@ def _goal_problems(metric: str, goal: Goal | None) -> list[str]:
     return []
 
 
-SPACED = ("log", "lin")
-DIGITS = 5
+_SPACED = ("log", "lin")
+_DIGITS = 5
 """Significant digits of computed values, which are also in the names of run directories."""
-MOST_VALUES = 1000
+_MOST_VALUES = 1000
 """Maximum number of values of one key."""
 
 
@@ -210,10 +210,10 @@ def list_values(
             continue
         key, name = found["key"], found["name"]
         arguments = [each.strip() for each in found["arguments"].split(",")]
-        whole = name not in SPACED and key.lstrip("+").strip() in whole_keys
+        whole = name not in _SPACED and key.lstrip("+").strip() in whole_keys
         if problem := _problem(override, name, arguments, whole=whole):
             listed.problems.append(problem)
-        elif name in SPACED:
+        elif name in _SPACED:
             listed.overrides.append(f"{key}={','.join(_spaced(name, *arguments))}")
         elif keys.trials is not None or only_ends:
             span = _range(name, arguments, whole=whole)
@@ -275,12 +275,12 @@ def _range(name: str, arguments: Sequence[str], *, whole: bool) -> Range:
 def _problem(override: str, name: str, arguments: Sequence[str], *, whole: bool) -> str:
     """Return the rule that the arguments of a function violate; empty if they are valid."""
     positive = " greater than 0" if name.startswith("log") else ""
-    if name in SPACED:
+    if name in _SPACED:
         message = (
-            f"{override}: write {name}(FIRST,LAST,COUNT) with two different numbers{positive} and 2 to {MOST_VALUES} "
+            f"{override}: write {name}(FIRST,LAST,COUNT) with two different numbers{positive} and 2 to {_MOST_VALUES} "
             "values"
         )
-        if len(arguments) != 3 or not arguments[2].isdecimal() or not 2 <= int(arguments[2]) <= MOST_VALUES:
+        if len(arguments) != 3 or not arguments[2].isdecimal() or not 2 <= int(arguments[2]) <= _MOST_VALUES:
             return message
     else:
         numbers = "whole numbers" if whole else "numbers"
@@ -291,7 +291,7 @@ def _problem(override: str, name: str, arguments: Sequence[str], *, whole: bool)
         first, last = (float(each) for each in arguments[:2])
     except ValueError:
         return message
-    in_order = first != last if name in SPACED else first < last
+    in_order = first != last if name in _SPACED else first < last
     is_valid = in_order and math.isfinite(first) and math.isfinite(last) and not (positive and min(first, last) <= 0)
     if whole and not (first.is_integer() and last.is_integer()):
         return message
@@ -324,4 +324,4 @@ def _generator(keys: SweepConfig, key: str) -> random.Random:
 def number_as_value(value: float) -> str:
     """Return a value with DIGITS digits; a whole number in full, so that keys of whole numbers accept it."""
     whole = round(value)
-    return str(whole) if abs(value - whole) <= 1e-9 * abs(value) else f"{value:.{DIGITS}g}"
+    return str(whole) if abs(value - whole) <= 1e-9 * abs(value) else f"{value:.{_DIGITS}g}"

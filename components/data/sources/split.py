@@ -94,7 +94,7 @@ class SourceSplit:
     def __iter__(self) -> Iterator[Record]:
         mask = self._in_split
         records = compress(self._all_records(), mask)
-        if not holds_out_ends(self._cfg, len(mask)):
+        if not _holds_out_ends(self._cfg, len(mask)):
             return records
         fraction = self._cfg.eval_fraction
         return (split_document(each, fraction, self.is_eval) for each in records if isinstance(each, Document))
@@ -217,7 +217,7 @@ def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray
         source = "data.factory" if isinstance(cfg, CustomDataConfig) else "data.path"
         raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; set {source} or data.split to one with rows")
     kept = np.ones(len(values), dtype=bool)
-    if held_out_by_hash(cfg) and not holds_out_ends(cfg, len(values)):
+    if held_out_by_hash(cfg) and not _holds_out_ends(cfg, len(values)):
         kept = _held_out(values, cfg) == is_eval
     limit = sample_limit(cfg, is_eval)  # enough for documents too, each of which becomes at least one sample
     return kept if limit is None else kept & (np.cumsum(kept) <= limit)
@@ -286,7 +286,7 @@ def _groups_of_total(sizes: np.ndarray, wanted: int) -> np.ndarray:
     return chosen
 
 
-def holds_out_ends(cfg: DataConfig, documents: int) -> bool:
+def _holds_out_ends(cfg: DataConfig, documents: int) -> bool:
     """Return whether the end of each document is held out, because there are too few to hold out whole ones."""
     holds_out_text = isinstance(cfg, TextDataConfig) and held_out_by_hash(cfg) and cfg.eval_fraction > 0
     return holds_out_text and min(round(documents * cfg.eval_fraction), documents - 1) < 1
@@ -362,7 +362,7 @@ def describe(cfg: DataConfig, is_eval: bool) -> str:
 def columns_at(cfg: RowsDataConfig, location: Location) -> list[str]:
     """Return the columns of the rows at a location. Raises ConfigError if there are no rows."""
     if not is_local(location.path):
-        return hub_columns(location, cfg.subset, cfg.revision)
+        return _hub_columns(location, cfg.subset, cfg.revision)
     if columns := columns_of(files_of_split(location)[0]):
         return columns
     raise ConfigError(f"{location.key}={location.path}: has no rows; set {location.key} to a source with rows")
@@ -392,7 +392,7 @@ def rows_of(cfg: RowsDataConfig, location: Location, files: Sequence[Path] | Non
 def _columns_of_tables(cfg: RowsDataConfig, location: Location, files: Sequence[Path]) -> list[str]:
     """Return all columns of hub datasets and Parquet files, whose rows are read with only the required columns."""
     if not is_local(location.path):
-        return hub_columns(location, cfg.subset, cfg.revision)
+        return _hub_columns(location, cfg.subset, cfg.revision)
     return [name for file in files if content_format(file) in TABLES for name in columns_of(file)]
 
 
@@ -442,7 +442,7 @@ def hub_rows(
         yield Row(f"{location.path} row {number}", values, classes=classes)
 
 
-def hub_columns(location: Location, subset: str | None, revision: str | None) -> list[str]:
+def _hub_columns(location: Location, subset: str | None, revision: str | None) -> list[str]:
     """Return the column names of a split. Raises ConfigError like `hub_rows`."""
     return list(_on_disk(location, subset, revision).column_names)
 

@@ -48,21 +48,21 @@ def files_of_split(location: Location) -> list[Path]:
     Raises ConfigError, with `location.key`, if there are no readable files of the split.
     """
     if is_url(location.path):
-        return copies_of_split(location)
+        return _copies_of_split(location)
     folder = Path(os.path.expanduser(location.path))
     setting = f"{location.key}={location.path}"
     if folder.is_file():
-        check_single_file(location, folder)
+        _check_single_file(location, folder)
         return [folder]
     if not folder.is_dir():
         raise ConfigError(
             f"{setting}: no such file or folder; set {location.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
             "folder of them, or the name of a hub dataset (owner/name)"
         )
-    return [folder / name for name in names_of_split(location, _names_in(folder))]
+    return [folder / name for name in _names_of_split(location, _names_in(folder))]
 
 
-def check_single_file(location: Location, file: Path) -> None:
+def _check_single_file(location: Location, file: Path) -> None:
     """Require a supported suffix of a path that is one file, and no other split of it. Raises ConfigError."""
     if not format_of(file):
         raise ConfigError(
@@ -75,7 +75,7 @@ def check_single_file(location: Location, file: Path) -> None:
         )
 
 
-def names_of_split(location: Location, names: Sequence[Path]) -> list[Path]:
+def _names_of_split(location: Location, names: Sequence[Path]) -> list[Path]:
     """Return the files of a folder that belong to a split; paths are relative to the folder. Raises ConfigError."""
     setting = f"{location.key}={location.path}"
     splits = _splits_of(location, names)
@@ -102,7 +102,7 @@ def folder_notes(path: str, locations: Sequence[Location]) -> list[str]:
     """
     here = [each for each in locations if each.path == path]
     if is_url(path):
-        names = names_below(here[0])
+        names = _names_below(here[0])
     else:
         folder = Path(os.path.expanduser(path))
         names = _names_in(folder) if folder.is_dir() else []
@@ -195,7 +195,7 @@ def _is_expected(name: Path, splits: Mapping[Path, str | None]) -> bool:
     return describes or (_is_hidden(name) and not format_of(name))
 
 
-def copies_of_split(location: Location) -> list[Path]:
+def _copies_of_split(location: Location) -> list[Path]:
     """Return local copies of the objects of a split, in the order of their names.
 
     Each object is downloaded by the first process of the node that needs it, and again if it was changed.
@@ -215,7 +215,7 @@ def copies_of_split(location: Location) -> list[Path]:
     return copies
 
 
-def names_below(location: Location) -> list[Path]:
+def _names_below(location: Location) -> list[Path]:
     """Return the objects of a folder, relative to it; [] for a single object. Raises ConfigError.
 
     Those whose names no file can have, which are not read, are followed by the reason.
@@ -254,10 +254,10 @@ def _open(location: Location, attempts: int | None = None) -> ObjectStore:
 def _objects_of_split(store: ObjectStore, location: Location) -> list[StoredObject]:
     """Return the objects of a split. Raises ConfigError if there are none, or OSError."""
     if format_of(Path(location.path)):
-        check_single_file(location, Path(location.path))
+        _check_single_file(location, Path(location.path))
         return [store.stat(location.path)]
     found = _objects_below(store, location)
-    return [found[name] for name in names_of_split(location, list(found))]
+    return [found[name] for name in _names_of_split(location, list(found))]
 
 
 def _objects_below(store: ObjectStore, location: Location) -> dict[Path, StoredObject]:

@@ -139,7 +139,7 @@ class Manifest:
         return self.folder / shard.path
 
 
-def manifest_file(path: str) -> Path:
+def _manifest_file(path: str) -> Path:
     """Return the manifest that a config's path names: a file, or the folder that holds it."""
     expanded = Path(os.path.expanduser(path))
     return expanded / MANIFEST if expanded.is_dir() else expanded
@@ -148,7 +148,7 @@ def manifest_file(path: str) -> Path:
 def read_manifest(path: str, key: str = "data.path") -> Manifest:
     """Read the manifest of the store at `path`. Raises ConfigError, naming `key`, if there is none or it is damaged."""
     url = _url_of_manifest(path) if is_url(path) else None
-    file = Path(MANIFEST) if url else manifest_file(path)
+    file = Path(MANIFEST) if url else _manifest_file(path)
     write = "docs/data.md shows how to write it"
     try:
         stored = load_json(file) if url is None else parse_json(ObjectStore(url).read(url))
@@ -328,7 +328,7 @@ def vocabulary_problems(manifest: Manifest, key: str, *, size: int | None, token
     return problems
 
 
-def hash_of_tokens(vocabulary: Mapping[str, int] | Sequence[Any]) -> str:
+def _hash_of_tokens(vocabulary: Mapping[str, int] | Sequence[Any]) -> str:
     """Return the hash of a vocabulary of tokenizer.json: ids by token, or a list of (token, score) in order of ids."""
     ids = vocabulary if isinstance(vocabulary, Mapping) else {entry[0]: id for id, entry in enumerate(vocabulary)}
     pairs = sorted((id, token) for token, id in ids.items())
@@ -338,7 +338,7 @@ def hash_of_tokens(vocabulary: Mapping[str, int] | Sequence[Any]) -> str:
 def hash_of_tokenizer(tokenizer: Any) -> str | None:
     """Return the hash of the vocabulary of a transformers tokenizer; None if it is a slow one, which stores none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return None if backend is None else hash_of_tokens(json.loads(backend.to_str())["model"]["vocab"])
+    return None if backend is None else _hash_of_tokens(json.loads(backend.to_str())["model"]["vocab"])
 
 
 def hash_of_files(model: ModelConfig) -> str | None:
@@ -354,6 +354,6 @@ def hash_of_files(model: ModelConfig) -> str | None:
         if files is None or not files.is_local or files.gguf_file:
             return None
         stored = load_json(Path(files.name_or_folder, "tokenizer.json"))
-        return hash_of_tokens(stored["model"]["vocab"])
+        return _hash_of_tokens(stored["model"]["vocab"])
     except (ConfigError, OSError, ValueError, LookupError, TypeError):
         return None  # a missing or damaged tokenizer has its own message

@@ -294,7 +294,7 @@ def build_rows(cfg: TokensDataConfig, tokenizer: PreTrainedTokenizerBase, *, seq
         ),
         blocks=(cfg.block_rows, cfg.window_blocks),
     )
-    if (remote := remote_shards(manifest, cfg)) is not None:
+    if (remote := _remote_shards(manifest, cfg)) is not None:
         rows.read_from(remote)
     if len(rows) == 0:
         needs = "a train and a held-out row" if cfg.eval_path is None and cfg.eval_fraction else "a row"
@@ -386,7 +386,7 @@ class Prefetch:
                 logger.debug("row %d was not fetched: %s", row, error)
 
 
-def remote_shards(manifest: Manifest, cfg: TokensDataConfig) -> RemoteShards | None:
+def _remote_shards(manifest: Manifest, cfg: TokensDataConfig) -> RemoteShards | None:
     """Return the shards of a store behind a URL, with the cache of a config; None for a store on disk."""
     if manifest.url is None or cfg.cache is None:
         return None

@@ -16,8 +16,8 @@ from components.data.tokens import StoredColumn
 from components.protocol.errors import ConfigError
 from components.storage.stored_file import OpenFile, VerifiedFile, read_header
 
-MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-MEGATRON_ID_BYTES = {3: 2, 4: 4, 8: 2}
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_ID_BYTES = {3: 2, 4: 4, 8: 2}
 """Bytes of an id by the dtype code of a .idx file: int16, int32 and uint16. Ids are not negative."""
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 _ID_BYTES = {("U16",): 2, ("U8", 3): 3, ("U32",): 4}  # by dtype of the ids, and their shape behind the first dim
@@ -99,15 +99,15 @@ def read_megatron_index(file: OpenFile, path: Path) -> MegatronIndex:
     """Read the header of a .idx file. Raises ValueError if its format is not supported, or OSError."""
     size = _MEGATRON_HEADER.size
     magic, version, code, sequences, entries = _MEGATRON_HEADER.unpack(file.read(size, 0))
-    if magic != MEGATRON_MAGIC or version != 1:
+    if magic != _MEGATRON_MAGIC or version != 1:
         raise ValueError(f"{path}: is not a Megatron index of version 1")
-    if code not in MEGATRON_ID_BYTES:
+    if code not in _MEGATRON_ID_BYTES:
         raise ValueError(f"{path}: ids have the dtype code {code}; supported are int16 (3), int32 (4) and uint16 (8)")
     pointers_at = size + 4 * sequences
     documents_at = pointers_at + 8 * sequences
     if file.size < (declared := documents_at + 8 * entries):
         raise ValueError(f"{path}: has {file.size:,} bytes, its header declares {declared:,}")
-    return MegatronIndex(MEGATRON_ID_BYTES[code], sequences, max(entries - 1, 0), pointers_at, documents_at)
+    return MegatronIndex(_MEGATRON_ID_BYTES[code], sequences, max(entries - 1, 0), pointers_at, documents_at)
 
 
 class ShardHeader(NamedTuple):
@@ -232,7 +232,7 @@ class Shard:
         Raises ConfigError if the stored ends do not ascend, or OSError.
         """
         if self._ends is not None:
-            found = ends_within(self._ends, start, start + len(ids))
+            found = _ends_within(self._ends, start, start + len(ids))
             if any(last >= following for last, following in pairwise([start, *found])):
                 raise self._file.damaged("its document ends do not ascend")
             return found
@@ -241,7 +241,7 @@ class Shard:
         return (start + 1 + np.flatnonzero(ids == self._document_end)).tolist()
 
 
-def ends_within(ends: _Ends, start: int, stop: int) -> list[int]:
+def _ends_within(ends: _Ends, start: int, stop: int) -> list[int]:
     """Return the distinct ends e with start < e <= stop, found by bisection."""
     low, high = 0, len(ends)
     while low < high:  # the first end above `start`

@@ -48,7 +48,7 @@ _IDS_AT_ONCE = 1 << 22
 _BYTES_AT_ONCE = 1 << 22
 _DTYPES = {2: "U16", 3: "U8", 4: "U32"}  # three bytes: a tensor of shape (tokens, 3)
 _ENTRY, _SETTINGS = "entry", "settings"
-SUFFIXES = (".safetensors", ".bin", ".npy", ".ds")
+_SUFFIXES = (".safetensors", ".bin", ".npy", ".ds")
 """Suffixes of shards. A .bin file with a .idx file next to it is Megatron's, any other nanoGPT's or llm.c's."""
 _NPY_MAGIC = b"\x93NUMPY"
 _LLMC_HEADER = 1024  # bytes: 256 int32, of which the first three are magic, version and number of tokens
@@ -160,8 +160,8 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
     Raises ValueError if a shard is damaged or not supported, or if there is none, or OSError.
     """
     folder = folder.resolve()
-    entries, unread = [], {each for each in folder.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()}
-    for file in sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES):
+    entries, unread = [], {each for each in folder.rglob("*") if each.suffix.lower() in _SUFFIXES and each.is_file()}
+    for file in sorted(each for each in folder.iterdir() if each.suffix in _SUFFIXES):
         if file.suffix == ".safetensors":
             stored = read_entry(file)
             entry = None if stored is None else stored[0]
@@ -176,7 +176,7 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
             "%s: not in the manifest, as they are no shards or not directly in the folder: %s", folder, listed
         )
     if not entries:
-        raise ValueError(f"{folder}: has no shards, files that end in {', '.join(SUFFIXES)}")
+        raise ValueError(f"{folder}: has no shards, files that end in {', '.join(_SUFFIXES)}")
     hashed = hash_of_tokenizer(tokenizer)
     vocabulary = None if hashed is None else Vocabulary(tokenizer.name_or_path, hashed)
     return write_manifest(Manifest(entries, vocabulary, document_end, folder))

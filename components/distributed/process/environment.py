@@ -32,7 +32,7 @@ from components.protocol.errors import ConfigError
 from components.protocol.role import EXPORTED, tasks_variable
 
 logger = logging.getLogger(__name__)
-RDMA_DEVICES = Path("/sys/class/infiniband")
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class RankEnvironmentError(ConfigError):
@@ -325,7 +325,7 @@ def _detect_ib_interface() -> str | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("InfiniBand detection skipped: `ip -br addr` failed: %s", error)
         return None
-    return first_rdma_interface(output, {path.name for path in RDMA_DEVICES.glob("*/device/net/*")})
+    return first_rdma_interface(output, {path.name for path in _RDMA_DEVICES.glob("*/device/net/*")})
 
 
 def first_rdma_interface(brief_addresses: str, rdma_names: Collection[str]) -> str | None:

@@ -33,9 +33,9 @@ from components.distributed.process.rendezvous import keep_store, open_store
 from components.distributed.process.store_sync import StoreSync
 from components.protocol.errors import ConfigError
 
-REACH_TIMEOUT = timedelta(minutes=10)  # for connecting to the store before a process group exists
+_REACH_TIMEOUT = timedelta(minutes=10)  # for connecting to the store before a process group exists
 _CPU_ONLY = {"gloo", "mpi"}  # torch lists CUDA for them, but most of their collectives reject CUDA tensors
-LARGEST_SEED = 2**32 - 1  # the limit of numpy.random.seed
+_LARGEST_SEED = 2**32 - 1  # the limit of numpy.random.seed
 
 
 class NotInGroupError(ValueError):
@@ -106,7 +106,7 @@ def find_members(group: dist.ProcessGroup | None) -> Members | None:
         variables = read_rank_variables()
         if variables.world_size == 1:
             return None
-        store = dist.PrefixStore("uninitialized", open_store(variables, REACH_TIMEOUT))
+        store = dist.PrefixStore("uninitialized", open_store(variables, _REACH_TIMEOUT))
         return Members(store, tuple(range(variables.world_size)), variables.rank, variables.node)
     require_member(group)
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -342,8 +342,8 @@ def _set_seed(seed: int, rank: int, pp_rank: int = 0) -> None:
     Raises ConfigError, before any generator is seeded, if the seed is out of numpy's range.
     """
     effective = seed + pp_rank
-    if not 0 <= effective <= LARGEST_SEED:
-        raise ConfigError(f"run.seed={seed}: with pipeline rank {pp_rank} it must lie between 0 and {LARGEST_SEED}")
+    if not 0 <= effective <= _LARGEST_SEED:
+        raise ConfigError(f"run.seed={seed}: with pipeline rank {pp_rank} it must lie between 0 and {_LARGEST_SEED}")
     torch.manual_seed(effective)
     torch.cuda.manual_seed_all(effective)
     random.seed(effective)

@@ -22,7 +22,7 @@ from components.distributed.process.store_sync import PeerFailure, StoreSync
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT = timedelta(hours=10)
+_DEFAULT_TIMEOUT = timedelta(hours=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FirstRankPerNode(ContextDecorator):
             self._group, self._timeout
         )  # a new object per call: a decorated function may call itself
 
-    def __enter__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
+    def __enter__(self, timeout: timedelta = _DEFAULT_TIMEOUT) -> bool:
         """Wait for this rank's turn.
 
         Returns:
@@ -192,9 +192,9 @@ def _turns(members: Members, n: int | None, world_size: int | None, local_rank: 
     """Return the turn of each member; members with the same turn call concurrently."""
     requested = [
         json.loads(value)
-        for value in members.sync("positions").gather(json.dumps([n, world_size, local_rank]), DEFAULT_TIMEOUT)
+        for value in members.sync("positions").gather(json.dumps([n, world_size, local_rank]), _DEFAULT_TIMEOUT)
     ]
-    nodes = members.nodes(DEFAULT_TIMEOUT)
+    nodes = members.nodes(_DEFAULT_TIMEOUT)
     on_node = index_on_node(nodes)
     if len({position[0] for position in requested}) > 1:
         raise ValueError(f"n differs between ranks: {[position[0] for position in requested]}")
@@ -211,7 +211,7 @@ def _turns(members: Members, n: int | None, world_size: int | None, local_rank: 
 
 
 def _wait(sync: StoreSync, ready: Callable[[], bool]) -> None:
-    if not sync.poll(lambda: sync.has_verdict() or ready(), DEFAULT_TIMEOUT):
-        sync.publish_verdict(TimeoutError(f"the ranks did not finish within {DEFAULT_TIMEOUT}"))
+    if not sync.poll(lambda: sync.has_verdict() or ready(), _DEFAULT_TIMEOUT):
+        sync.publish_verdict(TimeoutError(f"the ranks did not finish within {_DEFAULT_TIMEOUT}"))
     if sync.has_verdict():
         sync.raise_verdict("do_n_at_a_time")

@@ -46,9 +46,9 @@ from components.distributed.process.store_sync import StoreSync
 from components.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-CUDA_BACKEND = "cpu:gloo,cuda:nccl"  # nccl has no collectives for CPU tensors, gloo few for CUDA tensors
+_CUDA_BACKEND = "cpu:gloo,cuda:nccl"  # nccl has no collectives for CPU tensors, gloo few for CUDA tensors
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 DRAIN_TIMEOUT = timedelta(seconds=30)
 
 
@@ -71,7 +71,7 @@ def start_process_group(
     backend: str | None = None,
     *,
     rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT,
-    collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
+    collective_timeout: timedelta = _COLLECTIVE_TIMEOUT,
 ) -> DistInfo:
     """Start the process group of all ranks and return its actual properties; a second call only returns them.
 
@@ -181,9 +181,9 @@ def choose_backend(device: str, backend: str | None, world_size: int) -> tuple[b
         return False, "gloo"
     if backend is None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        return use_cuda, CUDA_BACKEND if use_cuda else "gloo"
+        return use_cuda, _CUDA_BACKEND if use_cuda else "gloo"
     if device_backends(backend) == {"cuda": "nccl"}:
-        backend = CUDA_BACKEND
+        backend = _CUDA_BACKEND
     return backend_uses_cuda or device == "cuda", backend
 
 

@@ -45,7 +45,7 @@ from components.protocol.safe_json import parse_json
 
 FIRST_PORT, PORTS = 10000, 20000  # below Linux's range of ephemeral ports
 LOOPBACK = "127.0.0.1"
-HANDSHAKE_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 10.0
 """Timeout of the handshake of one connection."""
 _NONCE, _PROOF, _CHUNK = 32, 32, 2**16
 Reader: TypeAlias = asyncio.StreamReader
@@ -325,7 +325,7 @@ def open_gateway(address: str, store_port: int, secret: bytes) -> int:
     """
 
     async def accept(reader: Reader, writer: Writer) -> None:
-        await asyncio.wait_for(_authenticate_client(reader, writer, secret), HANDSHAKE_SECONDS)
+        await asyncio.wait_for(_authenticate_client(reader, writer, secret), _HANDSHAKE_SECONDS)
         await _relay(reader, writer, *await asyncio.open_connection(LOOPBACK, store_port))
 
     return _serve(address, accept)
@@ -339,7 +339,7 @@ def open_local_proxy(address: str, gateway_port: int, secret: bytes) -> int:
             return
         gateway = await asyncio.open_connection(address, gateway_port)
         try:
-            await asyncio.wait_for(_authenticate_to_gateway(*gateway, secret), HANDSHAKE_SECONDS)
+            await asyncio.wait_for(_authenticate_to_gateway(*gateway, secret), _HANDSHAKE_SECONDS)
         except BaseException:
             gateway[1].close()
             raise

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from components.protocol.failures import LostPeer
 
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.001, 0.25  # bounds of the polling interval: a tenth of the time waited so far
-ACKNOWLEDGE_TIMEOUT = timedelta(seconds=2)  # how long a failing rank stays alive so that its peers can read the error
+_ACKNOWLEDGE_TIMEOUT = timedelta(seconds=2)  # how long a failing rank stays alive so that its peers can read the error
 
 
 class PeerFailure(LostPeer):
@@ -97,7 +97,7 @@ class StoreSync:
 
     def await_acknowledgements(self, peers: int) -> None:
         """Wait until `peers` ranks have called `acknowledge`, since this process may serve the store they read."""
-        self.poll(lambda: self.count("acknowledged", 0) >= peers, ACKNOWLEDGE_TIMEOUT)
+        self.poll(lambda: self.count("acknowledged", 0) >= peers, _ACKNOWLEDGE_TIMEOUT)
 
     def acknowledge(self) -> None:
         """Report that this rank no longer needs the store for this synchronization."""

@@ -66,7 +66,7 @@ from components.distributed.tensor.tp_plan import (
 from components.models.anatomy import Anatomy, config_of, drops_hidden_states, is_transposed
 from components.protocol.errors import ConfigError
 
-KNOWN_STYLES = (ColwiseParallel, RowwiseParallel, KVHeadSlice, ReplicatedParameters, PerHead, PerHeadNorms)
+_KNOWN_STYLES = (ColwiseParallel, RowwiseParallel, KVHeadSlice, ReplicatedParameters, PerHead, PerHeadNorms)
 """Styles that take a DTensor input: in a block made of these, the gradient of the input is a partial sum over tp."""
 NAMES = ("weight", "bias", "lora_A", "lora_B", "lora_magnitude_vector")
 """Parameters of an adapted layer, in the argument order of `compute`."""
@@ -173,7 +173,7 @@ def _prepare_layer(
 
 def _apply_style(module: nn.Module, tp_mesh: DeviceMesh, style: ParallelStyle) -> None:
     """Apply a style to a module, or its counterpart to a layer with a LoRA adapter and to a Conv1D."""
-    parallelize_module(module, tp_mesh, style_for(module, style), src_data_rank=None)
+    parallelize_module(module, tp_mesh, _style_for(module, style), src_data_rank=None)
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         convert_output(module, as_writable)
 
@@ -188,7 +188,7 @@ def _takes_dtensor(name: str, block: nn.Module, inside: dict[str, ParallelStyle]
     lists = tuple(f"{path}." for path, style in inside.items() if isinstance(style, PerHeadNorms))
     return (
         all(each in inside or each.startswith(lists) for each in with_parameters)
-        and all(isinstance(style, KNOWN_STYLES) for style in inside.values())
+        and all(isinstance(style, _KNOWN_STYLES) for style in inside.values())
         and any(isinstance(style, RowwiseParallel) for style in inside.values())
     )
 
@@ -238,14 +238,14 @@ def _retie(model: nn.Module, ties: list[list[str]]) -> None:
             model.get_submodule(module_name).register_parameter(leaf, shared)
 
 
-def is_adapted(module: nn.Module) -> bool:
+def _is_adapted(module: nn.Module) -> bool:
     """Return whether a module is a linear layer with a LoRA adapter."""
     return module._parameters.get("lora_A") is not None
 
 
-def style_for(module: nn.Module, style: ParallelStyle) -> ParallelStyle | None:
+def _style_for(module: nn.Module, style: ParallelStyle) -> ParallelStyle | None:
     """Return the style that shards a module like `style` shards a linear layer; None if it cannot be sharded so."""
-    adapted = is_adapted(module)
+    adapted = _is_adapted(module)
     if not (adapted or is_transposed(module)):
         return style
     if type(style) is ColwiseParallel:
@@ -272,9 +272,9 @@ def check_adapters(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: in
     for name, style in styles.items():
         module: Any = model.get_submodule(name)
         listed = re.sub(r"\.\d+(?=\.)", ".*", name)
-        if style_for(module, style) is None:
+        if _style_for(module, style) is None:
             unknown[listed] = f"{listed} ({_name(style)})"
-        elif is_adapted(module) and isinstance(style, RowwiseParallel):
+        elif _is_adapted(module) and isinstance(style, RowwiseParallel):
             inputs, together = module.lora_A.shape[1], module.columns_together
             if together > 1 and inputs % (together * tp):
                 uneven[listed] = f"{listed} ({inputs})"
@@ -412,7 +412,7 @@ def _compute(
     weight, bias, *adapter = parameters
     if is_transposed(module):
         weight = weight.T  # type: ignore[union-attr]
-    if is_adapted(module):
+    if _is_adapted(module):
         return module.compute(hidden, weight, bias, *adapter, inputs)
     return F.linear(hidden, weight, bias)  # type: ignore[arg-type]
 

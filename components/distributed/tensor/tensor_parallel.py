@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.overrides import TorchFunctionMode
 
-HEAD_COUNTS = ("num_heads", "num_key_value_heads")
+_HEAD_COUNTS = ("num_heads", "num_key_value_heads")
 """Attributes by which some attention modules count their heads; most families count them by the width instead."""
 
 
@@ -140,7 +140,7 @@ class BlockInput(ParallelStyle):
             gathered = gathered.redistribute(placements=[Replicate()])
             return gathered if self.shared else gathered.to_local()
 
-        convert_input(module, enter)
+        _convert_input(module, enter)
         return module
 
 
@@ -159,7 +159,7 @@ class ShardSequence(ParallelStyle):
         def shard(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden) -> (batch, seq / tp, hidden)
             return redistribute(hidden, device_mesh, Replicate(), Shard(1))
 
-        (convert_input if self.where == "input" else convert_output)(module, shard)
+        (_convert_input if self.where == "input" else convert_output)(module, shard)
         return module
 
 
@@ -277,7 +277,7 @@ def as_writable(output: torch.Tensor) -> torch.Tensor:
     return output if isinstance(output, DTensor) else torch.ops.aten._unsafe_view(output, output.shape)
 
 
-def convert_input(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _convert_input(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Register a pre-hook that converts a module's `hidden_states` keyword, or else its first argument."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -307,7 +307,7 @@ class PerHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ranks = device_mesh.size()
-        for name in HEAD_COUNTS:
+        for name in _HEAD_COUNTS:
             if isinstance(count := getattr(module, name, None), int):
                 setattr(module, name, max(count // ranks, 1))
         sharded = {

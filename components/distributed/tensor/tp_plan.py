@@ -38,7 +38,7 @@ from components.protocol.errors import ConfigError
 
 TpPlan = dict[str, ParallelStyle]
 """Module path -> style; `*` matches one path component."""
-TORCH_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+_TORCH_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
@@ -56,7 +56,7 @@ TORCH_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_convolution": ReplicatedConvolution,
 }
 """Style name of transformers or of `FAMILY_PLANS` -> constructor of the style."""
-TRANSFORMERS_STYLES = (
+_TRANSFORMERS_STYLES = (
     "packed_colwise",
     "packed_rowwise",
     "mla_kv_a_proj",
@@ -128,10 +128,10 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """
     if not isinstance(style, str):
         raise _NotAStyleNameError(f"the name of a parallel style must be a string, not {style!r}")
-    if style in TRANSFORMERS_STYLES:
+    if style in _TRANSFORMERS_STYLES:
         return TransformersStyle(style)
-    if style in TORCH_STYLES:
-        return TORCH_STYLES[style]()
+    if style in _TORCH_STYLES:
+        return _TORCH_STYLES[style]()
     raise ValueError(f"Unknown parallel style: {style!r}; set parallelism.tp_plan=module:name to use another plan")
 
 

@@ -54,7 +54,7 @@ INDEX, UID, NODE = "JOB_COMPLETION_INDEX", "MESHBOOK_POD_UID", "MESHBOOK_NODE"
 """Variables that Kubernetes and the manifest set in each pod."""
 _LOOK_EVERY = 2.0
 """Seconds between checks whether the attempt's other pods have been replaced."""
-OUTCOME_WITHIN = 300.0
+_OUTCOME_WITHIN = 300.0
 """Seconds that a pod waits for the outcome after its ranks have ended: rank 0 may still export the model."""
 
 
@@ -239,7 +239,7 @@ class _PodAttempt:
 
     def _await_outcome(self, signals: deque[int]) -> int:
         """Return the exit status by the outcome that the first pod publishes."""
-        deadline = time.monotonic() + OUTCOME_WITHIN
+        deadline = time.monotonic() + _OUTCOME_WITHIN
         while (outcome := self.pod.outcome(self.attempt)) is None:
             self._look_for_lost_pods()
             reports = read_reports(self.logs)

@@ -45,7 +45,7 @@ DONE, RESTART = "done", "restart"
 """Outcomes of an attempt."""
 _POLL = 0.5
 """Polling interval for files of other pods, in seconds."""
-REPORT_EVERY = 60.0
+_REPORT_EVERY = 60.0
 """Seconds between messages of a pod that waits."""
 
 _REMEDIES = Remedies(
@@ -127,7 +127,7 @@ def join_attempt(pod: Pod, cluster: ClusterConfig, stopped: Callable[[], bool]) 
                 f"{who} did not start within cluster.startup_timeout_minutes={cluster.startup_timeout_minutes:g}; "
                 "raise it, or let a queue start all pods at once (cluster.k8s.queue)"
             )
-        if time.monotonic() - reported > REPORT_EVERY:
+        if time.monotonic() - reported > _REPORT_EVERY:
             reported = time.monotonic()
             print_text(f"waiting for {who}, {waited:.0f} s", flush=True)
         time.sleep(_POLL)

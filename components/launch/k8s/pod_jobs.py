@@ -25,7 +25,7 @@ AT_ONCE = 8
 """Number of kubectl commands that run at once."""
 _TIMEOUT = 60.0
 """Timeout of a command in seconds; kubectl itself gives up on a request after REQUEST_TIMEOUT."""
-REQUEST_TIMEOUT = "20s"
+_REQUEST_TIMEOUT = "20s"
 COLLECTIONS = {
     ("batch/v1", "Job"): "/apis/batch/v1/namespaces/{}/jobs",
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): "/apis/jobset.x-k8s.io/v1alpha2/namespaces/{}/jobsets",
@@ -152,11 +152,11 @@ def _state(name: JobName) -> Job:
         return Job(str(name), "Kubernetes", JobState.gone, _GONE, over=True)
     if answer.status:
         return Job(str(name), "Kubernetes", JobState.unknown, _UNKNOWN, over=False, doubt=answer.message)
-    state, reported, over = describe_status(answer.json(), name.workload)
+    state, reported, over = _describe_status(answer.json(), name.workload)
     return Job(str(name), "Kubernetes", state, reported, over=over)
 
 
-def describe_status(job: dict[str, Any], workload: Workload) -> tuple[JobState, str, bool]:
+def _describe_status(job: dict[str, Any], workload: Workload) -> tuple[JobState, str, bool]:
     """Return the state of a Job or JobSet object, the condition that the cluster reports, and whether it has ended."""
     status, deleted = job.get("status") or {}, "deletionTimestamp" in (job.get("metadata") or {})
     conditions = {each.get("type"): each for each in status.get("conditions") or () if each.get("status") == "True"}
@@ -227,7 +227,7 @@ def run_kubectl(context: str | None, arguments: Sequence[str], stdin: str = "") 
         Unreachable: The cluster did not answer.
         ConfigError: kubectl is not installed, or its configuration has no such context.
     """
-    command = ["kubectl", *([f"--context={context}"] if context else []), f"--request-timeout={REQUEST_TIMEOUT}"]
+    command = ["kubectl", *([f"--context={context}"] if context else []), f"--request-timeout={_REQUEST_TIMEOUT}"]
     try:
         done = subprocess.run(
             [*command, *arguments], input=stdin, capture_output=True, text=True, timeout=_TIMEOUT, check=False

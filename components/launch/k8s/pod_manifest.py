@@ -21,7 +21,7 @@ from components.protocol.errors import EXIT_RESTART, ConfigError
 from components.protocol.role import JOB
 from components.protocol.safe_yaml import check_expansion
 
-TEMPLATES = PROJECT / "k8s"
+_TEMPLATES = PROJECT / "k8s"
 _ROOT = COMPONENTS.parent
 """Folder of `components`, which is prepended to PYTHONPATH if a volume contains it."""
 _LONGEST_NAME = 40
@@ -73,22 +73,22 @@ def render(manifest: PodManifest) -> str:
     from jinja2.sandbox import SandboxedEnvironment
 
     cluster = manifest.cluster
-    file = Path(os.path.expanduser(cluster.template or TEMPLATES / f"{cluster.k8s.workload}.yaml.j2"))
+    file = Path(os.path.expanduser(cluster.template or _TEMPLATES / f"{cluster.k8s.workload}.yaml.j2"))
     environment = SandboxedEnvironment(
-        loader=FileSystemLoader([file.parent, TEMPLATES]),
+        loader=FileSystemLoader([file.parent, _TEMPLATES]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["yaml"] = as_yaml
+    environment.filters["yaml"] = _as_yaml
     text = render_template(environment, file, _values(manifest))
     text = "".join(line for line in text.splitlines(keepends=True) if line.strip())
     _check_objects(objects_in(text, f"cluster.template={file}"), manifest.job, f"cluster.template={file}")
     return text
 
 
-def as_yaml(value: object) -> str:
+def _as_yaml(value: object) -> str:
     """Return a value as YAML on one line: JSON, in which YAML reads surrogates and other line breaks differently."""
     text = json.dumps(value, ensure_ascii=False)
     return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)

@@ -61,7 +61,7 @@ from components.protocol.safe_json import read_regular
 from components.protocol.secrets import masked
 from components.terminal import print_text
 
-START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_MANIFEST, JOB_ID, SUBMISSION, LEASE}
+_START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_MANIFEST, JOB_ID, SUBMISSION, LEASE}
 """Entries that a start creates before main runs."""
 _PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
 
@@ -95,7 +95,7 @@ class RunDirectory:
         try:
             self._freeze(cfg, record)
         except OSError as error:
-            why = f"{error.strerror or error}{free_space(self.path)}"
+            why = f"{error.strerror or error}{_free_space(self.path)}"
             raise ConfigError(
                 f"run.dir={self.path}: cannot be written: {why}; free disk space, or choose another run.dir"
             ) from error
@@ -150,7 +150,7 @@ class RunDirectory:
         try:
             record_result(self.path, {"status": status, "error": error})
         except OSError as refused:
-            why = f"{refused.strerror or refused}{free_space(self.path)}"
+            why = f"{refused.strerror or refused}{_free_space(self.path)}"
             print_text(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
 
     def discard(self, error: str) -> None:
@@ -161,10 +161,10 @@ class RunDirectory:
         if not self.fresh and refuse_start(self.path, self.attempt):
             return
         entries = list(self.path.iterdir()) if self.path.is_dir() else []
-        if not self.fresh or any(entry.name not in START_ENTRIES and _has_content(entry) for entry in entries):
+        if not self.fresh or any(entry.name not in _START_ENTRIES and _has_content(entry) for entry in entries):
             self.conclude("invalid", error)
             return
-        own = {*START_ENTRIES, METRICS, *(left.name for left in temporaries(self.path))}
+        own = {*_START_ENTRIES, METRICS, *(left.name for left in temporaries(self.path))}
         for entry in sorted(
             (entry for entry in entries if entry.name in own), key=lambda entry: entry.name == CONFIG
         ):  # last: what remains is still a run
@@ -242,7 +242,7 @@ def reported_by_path(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why = f"{error.strerror}{free_space(path)}"
+            why = f"{error.strerror}{_free_space(path)}"
             raise ConfigError(
                 f"run.dir={path}: cannot be written: {why}; free disk space, or choose another run.dir"
             ) from error
@@ -252,7 +252,7 @@ def reported_by_path(path: Path) -> Iterator[None]:
         ) from error
 
 
-def free_space(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     """Return the free space as a message suffix; "" if it cannot be determined."""
     try:
         return f" ({shutil.disk_usage(folder).free:,} bytes are free)"

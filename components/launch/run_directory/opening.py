@@ -50,7 +50,7 @@ from components.protocol.safe_json import load_json
 from components.protocol.safe_yaml import load_yaml
 from components.terminal import print_text
 
-LONGEST_PROBLEM = 200
+_LONGEST_PROBLEM = 200
 """Maximum characters quoted per problem of a stored config, whose contents are arbitrary."""
 _PER_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
 """Keys that may differ between starts without a message: they do not change what the run computes."""
@@ -261,7 +261,7 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
     try:
         from_yaml(stored.text, type(cfg))
     except ConfigError as error:
-        quoted = "; ".join(shorten(problem, LONGEST_PROBLEM, placeholder="...") for problem in error.problems[:2])
+        quoted = "; ".join(shorten(problem, _LONGEST_PROBLEM, placeholder="...") for problem in error.problems[:2])
         more = f"; and {len(error.problems) - 2} more" if len(error.problems) > 2 else ""
         raise ConfigError(
             f"run.dir={path}: its {CONFIG} does not fit this recipe ({quoted}{more}); choose another run.dir"

@@ -31,9 +31,9 @@ from components.terminal import keep_running, open_output, print_text
 NODES, FAILED_NODES, LEFT_OUT_NODES = "nodes", "failed_nodes", "left_out_nodes"
 """Files in an attempt's logs with one node per line: the nodes of its ranks, those of them that failed, and those
 because of which the job was requeued before the ranks started."""
-DOWN_NODES = "down_nodes"
+_DOWN_NODES = "down_nodes"
 """File in an attempt's logs with lines NODE|STATE|REASON of sinfo: its nodes that are down as the next one begins."""
-FAILURES = 2
+_FAILURES = 2
 """Number of attempts in which a node may fail before it is no longer used."""
 CRASHED = ("failed", "oom")
 """Statuses of attempts after which the ranks of a job may be started again."""
@@ -60,12 +60,12 @@ def start_attempt(run_dir: Path, attempt: int, counts: Sequence[int]) -> int:
     earlier = [attempt_logs(run_dir, number) for number in numbers]
     if numbers:
         _report_down_nodes(run_dir, numbers[-1])
-    failures = Counter(node for logs in earlier for node in lines_of(logs / FAILED_NODES))
-    failing = {node for node, count in failures.items() if count >= FAILURES}
+    failures = Counter(node for logs in earlier for node in _lines_of(logs / FAILED_NODES))
+    failing = {node for node, count in failures.items() if count >= _FAILURES}
     if earlier and (earlier[-1] / LEFT_OUT_NODES).exists():  # the job was requeued for other nodes and got the same
         failing = set()
     logs = attempt_logs(run_dir, attempt)
-    if not lines_of(logs / NODES):
+    if not _lines_of(logs / NODES):
         print_text(f"{logs / NODES}: lists no node; compare cluster.template with slurm/train.sbatch.j2", flush=True)
         return 1
     _choose_nodes(run_dir, logs, counts, failing)
@@ -74,19 +74,19 @@ def start_attempt(run_dir: Path, attempt: int, counts: Sequence[int]) -> int:
 
 def _choose_nodes(run_dir: Path, logs: Path, counts: Sequence[int], failing: set[str]) -> None:
     """Write the nodes to use to the attempt's logs, or request a requeue if too few of them are not `failing`."""
-    allocated = lines_of(logs / NODES)
+    allocated = _lines_of(logs / NODES)
     usable = [node for node in allocated if node not in failing]
     left_out = [node for node in allocated if node in failing]
     if not any(count <= len(usable) for count in counts):
         print_text(
-            f"{', '.join(left_out)} failed in {FAILURES} attempts: requeuing the job for other nodes", flush=True
+            f"{', '.join(left_out)} failed in {_FAILURES} attempts: requeuing the job for other nodes", flush=True
         )
         atomic_write(logs / LEFT_OUT_NODES, _as_lines(left_out), PRIVATE)
         atomic_write(run_dir / REQUEUE, _as_lines(left_out))
         return
     used = usable[: max(count for count in counts if count <= len(usable))]
     if left_out:
-        print_text(f"starting without {', '.join(left_out)}, which failed in {FAILURES} attempts", flush=True)
+        print_text(f"starting without {', '.join(left_out)}, which failed in {_FAILURES} attempts", flush=True)
     if idle := usable[len(used) :]:
         print_text(f"{', '.join(idle)} stay idle: the run can use {' or '.join(map(str, counts))} nodes", flush=True)
     if len(used) < len(allocated):
@@ -94,21 +94,21 @@ def _choose_nodes(run_dir: Path, logs: Path, counts: Sequence[int], failing: set
 
 
 def record_failed_nodes(run_dir: Path, attempt: int, nodes: Iterable[str]) -> None:
-    """Record that nodes failed in an attempt; a node is left out after `FAILURES` such attempts of a job."""
+    """Record that nodes failed in an attempt; a node is left out after `_FAILURES` such attempts of a job."""
     file = attempt_logs(run_dir, attempt) / FAILED_NODES
-    names = list(dict.fromkeys([*lines_of(file), *nodes]))
+    names = list(dict.fromkeys([*_lines_of(file), *nodes]))
     if names:
         atomic_write(file, _as_lines(names), PRIVATE)
 
 
-def lines_of(file: Path) -> list[str]:
+def _lines_of(file: Path) -> list[str]:
     """Return the lines of a file; none if it does not exist."""
     return read_text(file).splitlines()
 
 
 def _report_down_nodes(run_dir: Path, attempt: int) -> None:
     """Print which nodes of an earlier attempt are down now, and record that they failed in it."""
-    down = [line.split("|", 2) for line in lines_of(attempt_logs(run_dir, attempt) / DOWN_NODES)]
+    down = [line.split("|", 2) for line in _lines_of(attempt_logs(run_dir, attempt) / _DOWN_NODES)]
     for node, state, why in down:
         print_text(f"node {node} of the previous attempt is {state}: {why}", flush=True)
     record_failed_nodes(run_dir, attempt, (node for node, _, _ in down))

@@ -20,7 +20,7 @@ from components.launch.slurm.script import as_argument, resource_options, setup_
 from components.launch.slurm.snapshot import ROOT
 from components.protocol.errors import ConfigError
 
-UNREACHABLE = (
+_UNREACHABLE = (
     *("cannot stat file", "configuration source", "configuration file", "Unable to contact slurm controller"),
     "slurm_load",
 )
@@ -98,7 +98,7 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
         while (shorter := _REASON.sub("", text)) != text:
             text = shorter
         reasons.append(text)
-    unreachable = next((reason for reason in reasons if any(text in reason for text in UNREACHABLE)), None)
+    unreachable = next((reason for reason in reasons if any(text in reason for text in _UNREACHABLE)), None)
     if unreachable is not None:
         advice = f"submit from a login node of the cluster, {WITHOUT_CLUSTER}"
         why = unreachable.partition(", retrying")[0]

@@ -50,7 +50,7 @@ from components.protocol.run_files import (
 )
 from components.terminal import print_text
 
-LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")
+_LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")
 """Substrings of sbatch's errors if the controller did not respond in time; it may have accepted the job."""
 QUERIES, PAUSE = 5, 2.0
 """Number of squeue queries for a job whose submission was not confirmed, and the seconds between them."""
@@ -137,7 +137,7 @@ def _submit_script(script: Path, cluster: ClusterConfig, notes: list[str]) -> st
         if answer.status == 0 and job.isdecimal():
             record_job(run_dir, job)
             return job
-        lost = answer.status < 0 or any(text in answer.errors for text in LOST_ANSWERS)
+        lost = answer.status < 0 or any(text in answer.errors for text in _LOST_ANSWERS)
         why = answer.errors or f"it exited with status {answer.status}"
         failure = ConfigError(
             f"cluster.kind=slurm: sbatch failed: {why}; run the command again"

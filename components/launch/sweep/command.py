@@ -41,7 +41,7 @@ from components.protocol.errors import ConfigError
 from components.storage.object_store import join
 from components.terminal import print_text
 
-NOTHING_SWEPT = (
+_NOTHING_SWEPT = (
     "-m (--multirun): a sweep needs a key with several values, such as parallelism=ddp,fsdp2; add one, or remove -m"
 )
 
@@ -266,7 +266,7 @@ def _compose_all(request: SweepRequest, check: Check) -> tuple[list[RecipeConfig
     if not rejections and all(problems):
         rejections = [problem for found in problems for problem in found]
     if not request.points[0].values:
-        rejections.append(NOTHING_SWEPT)
+        rejections.append(_NOTHING_SWEPT)
     raise_all(list(dict.fromkeys(rejections)))
     return configs, problems
 

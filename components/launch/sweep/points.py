@@ -44,7 +44,7 @@ _LOOK_EVERY = 1.0
 """Interval in seconds at which the metrics of running points are read, with sweep.early_stop."""
 POLL_JOBS = 5.0
 """Polling interval for submitted jobs, in seconds."""
-MAX_INTERRUPTS = 2
+_MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
 _LAST_LINES = 15
 """Lines of a point's output kept in its record."""
@@ -102,7 +102,7 @@ def conclude(sweep: Sweep, stops: Sequence[int]) -> int:
     return 1 if stops else status
 
 
-def continue_command(sweep: Sweep) -> str:
+def _continue_command(sweep: Sweep) -> str:
     """Return the shell command that continues a stopped sweep: for a study the one that started it."""
     if sweep.study is None:
         return report_command(sweep, "--retry")
@@ -179,7 +179,7 @@ class PointLoop:
             self._forward(arrived)
         if self._stops:
             names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(self._stops))
-            print_text(f"sweep stopped by {names}; continue it: {continue_command(self._sweep)}", flush=True)
+            print_text(f"sweep stopped by {names}; continue it: {_continue_command(self._sweep)}", flush=True)
         return self._stops
 
     def _start_points(self) -> None:
@@ -201,7 +201,7 @@ class PointLoop:
             self._stops.append(arrived.popleft())
             if self._stops[-1] == signal.SIGINT and self._stops.count(signal.SIGINT) == 1:
                 print_text(f"\n{CTRL_C_MESSAGE}", file=sys.stderr, flush=True)
-            is_last = self._stops.count(signal.SIGINT) > MAX_INTERRUPTS
+            is_last = self._stops.count(signal.SIGINT) > _MAX_INTERRUPTS
             for each in self._active:
                 if each.process is not None:
                     each.process.send(signal.SIGKILL if is_last else self._stops[-1])

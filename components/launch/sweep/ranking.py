@@ -17,9 +17,9 @@ from components.config.stored_run import MetricsLog, is_number
 from components.launch.sweep.plan import Point, Sweep
 from components.launch.sweep.point_rows import EARLY_STEPS, SweepRow, read_points
 
-FREE_SECTIONS = ("parallelism", "cluster", "logging", "checkpoint", "generation")
+_FREE_SECTIONS = ("parallelism", "cluster", "logging", "checkpoint", "generation")
 """Config sections that do not affect the loss curve."""
-FREE_KEYS = {
+_FREE_KEYS = {
     "run": ("dir", "name", "resume"),
     "model": ("loss",),
     "training": ("micro_batch_size", "log_every", "eval_every", "gc_every"),
@@ -29,14 +29,14 @@ FREE_KEYS = {
 """Keys of other sections that do not affect the loss curve."""
 BEFORE, AFTER = ("first_eval_loss", "first_loss"), ("last_loss", "eval_loss")
 """Keys of result.json: held-out and training loss at the start, training and held-out loss at the end."""
-EARLY = "loss of step "
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
+_EARLY = "loss of step "
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 """Allowed relative difference between losses of one curve, by matmul dtype."""
-LOOSEST = 2e-2
+_LOOSEST = 2e-2
 """Allowed relative difference for 16-bit and unknown dtypes, and for final losses after more than EARLY_STEPS: training
 amplifies rounding differences even between correct meshes. The early steps in metrics.jsonl are compared with
 TOLERANCES."""
-FEWEST_ENDED = 4
+_FEWEST_ENDED = 4
 """Number of points that must have ended with a value at the same step before another is stopped."""
 
 
@@ -73,7 +73,7 @@ def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> Criterion | None:
     if judged_by_metric(sweep):
         known = next((each for each in (SPEED, LOSS, ACCURACY) if each.metric == sweep.metric), None)
         return Criterion(sweep.metric, sweep.goal, known.label if known else sweep.metric)
-    if share_one_curve(ok):
+    if _share_one_curve(ok):
         return SPEED
     sections = {name: {_text(row.config.get(name)) for row in ok} for name in ("objective", "data")}
     if len(sections["data"]) > 1:
@@ -120,7 +120,7 @@ def compare_losses(rows: list[SweepRow]) -> Agreement:
     curves: dict[str, list[SweepRow]] = defaultdict(list)
     for row in rows:
         if row.state == "ok" and row.config and any(row.result.get(name) is not None for name in (*BEFORE, *AFTER)):
-            curves[json.dumps(curve_config(row.config), sort_keys=True, default=str)].append(row)
+            curves[json.dumps(_curve_config(row.config), sort_keys=True, default=str)].append(row)
     compared = [curve for curve in curves.values() if len(curve) > 1]
     found = Agreement()
     if not compared:
@@ -130,17 +130,17 @@ def compare_losses(rows: list[SweepRow]) -> Agreement:
     return found
 
 
-def share_one_curve(rows: list[SweepRow]) -> bool:
+def _share_one_curve(rows: list[SweepRow]) -> bool:
     """Return whether the configs of all points determine the same loss curve; such points differ only in speed."""
-    return len({json.dumps(curve_config(row.config), sort_keys=True, default=str) for row in rows}) <= 1
+    return len({json.dumps(_curve_config(row.config), sort_keys=True, default=str) for row in rows}) <= 1
 
 
-def curve_config(config: dict[str, Any]) -> dict[str, Any]:
+def _curve_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that determines the loss curve, without where and how it is computed."""
     kept = {}
     for name, values in config.items():
-        if name not in FREE_SECTIONS and isinstance(values, dict):
-            free = FREE_KEYS.get(name, ())
+        if name not in _FREE_SECTIONS and isinstance(values, dict):
+            free = _FREE_KEYS.get(name, ())
             kept[name] = {key: value for key, value in values.items() if key not in free}
     return kept
 
@@ -148,7 +148,7 @@ def curve_config(config: dict[str, Any]) -> dict[str, Any]:
 def tolerance(row: SweepRow) -> tuple[float, str]:
     """Return the allowed relative difference of a point's losses, and its matmul dtype."""
     dtype = row.result.get("compute_dtype") or "unknown dtype"
-    return TOLERANCES.get(dtype, LOOSEST), dtype
+    return _TOLERANCES.get(dtype, _LOOSEST), dtype
 
 
 def _compare(curve: list[SweepRow], found: Agreement) -> None:
@@ -179,7 +179,7 @@ def _compare(curve: list[SweepRow], found: Agreement) -> None:
 def _compared(row: SweepRow, other: SweepRow) -> list[str]:
     """Return the names of the losses to compare between two points, including those of common early steps."""
     steps = sorted(row.early_losses.keys() & other.early_losses.keys())
-    return [*BEFORE, *(f"{EARLY}{step}" for step in steps), *AFTER]
+    return [*BEFORE, *(f"{_EARLY}{step}" for step in steps), *AFTER]
 
 
 def _differences(row: SweepRow, other: SweepRow) -> list[str]:
@@ -189,11 +189,11 @@ def _differences(row: SweepRow, other: SweepRow) -> list[str]:
 def _allowed(row: SweepRow, other: SweepRow, name: str) -> tuple[float, str]:
     allowed, dtype = max(tolerance(row), tolerance(other))
     is_late = name in AFTER and max(each.result.get("steps") or 0 for each in (row, other)) > EARLY_STEPS
-    return (max(allowed, LOOSEST) if is_late else allowed), dtype
+    return (max(allowed, _LOOSEST) if is_late else allowed), dtype
 
 
 def _loss(row: SweepRow, name: str) -> Any:
-    return row.early_losses[int(name.removeprefix(EARLY))] if name.startswith(EARLY) else row.result.get(name)
+    return row.early_losses[int(name.removeprefix(_EARLY))] if name.startswith(_EARLY) else row.result.get(name)
 
 
 def _distance(row: SweepRow, other: SweepRow, name: str) -> float:
@@ -255,7 +255,7 @@ def losing(curve: Mapping[int, float], ended: Sequence[Mapping[int, float]], met
         return ""
     step = max(curve)
     others = [each[step] for each in ended if math.isfinite(each.get(step, math.nan))]
-    if len(others) < FEWEST_ENDED or step >= max(max(each) for each in ended if each):
+    if len(others) < _FEWEST_ENDED or step >= max(max(each) for each in ended if each):
         return ""
     median, known = statistics.median(others), [value for value in curve.values() if math.isfinite(value)]
     if not known:

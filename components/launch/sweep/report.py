@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
 
-WATCH_EVERY = 5.0
+_WATCH_EVERY = 5.0
 """Refresh interval in seconds."""
 _WIDTH = 200
 """Line width if the output is not a terminal, but a file to read later."""
@@ -56,7 +56,7 @@ _BEST_MARK: dict[str, Any] = {"marker": "*", "markersize": 15, "markeredgecolor"
 """Mark of the best point, which color alone would not show."""
 _CHARACTER = 0.02
 """Width of a character of a tick label, as a share of the width of a panel."""
-BACKGROUND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.0}
+_BACKGROUND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.0}
 """Box behind a label, which lines would make unreadable."""
 
 
@@ -99,7 +99,7 @@ def watch(sweep: Sweep) -> int:
         console.clear()
         print_table(report, console)
         sys.stdout.flush()
-        time.sleep(WATCH_EVERY)
+        time.sleep(_WATCH_EVERY)
 
 
 def report_command(sweep: Sweep, *options: str) -> str:
@@ -121,7 +121,7 @@ def _plot(report: SweepReport) -> list[str]:
     """Write report.png, and sweep.png unless the points are compared by speed; return why one was not written."""
     plots: dict[str, Callable[[SweepReport, Path], str | None]] = {"report.png": _plot_to}
     if judged_by_metric(report.sweep) or report.criterion not in (None, SPEED):
-        plots["sweep.png"] = plot_sweep
+        plots["sweep.png"] = _plot_sweep
     reasons: dict[str, str] = {}
     for name, plot in plots.items():
         try:
@@ -241,7 +241,7 @@ class Scale:
         return min(self.positions), max(self.positions)
 
 
-def plot_sweep(report: SweepReport, file: Path) -> str | None:
+def _plot_sweep(report: SweepReport, file: Path) -> str | None:
     """Write the plots of the points that have the metric of a report; return the reason if there is nothing to plot.
 
     The best point is a red star, those that were stopped early are crosses and dotted lines. Worse values are lighter.
@@ -360,7 +360,7 @@ def _draw_parallel(axes: Axes, scales: dict[str, Scale], styles: Sequence[dict[s
         for position, label in scale.ticks(0.07).items():
             at = (place, scale.height(position))
             axes.annotate(
-                label, at, xytext=(9, 3), textcoords="offset points", fontsize="small", zorder=5, bbox=BACKGROUND
+                label, at, xytext=(9, 3), textcoords="offset points", fontsize="small", zorder=5, bbox=_BACKGROUND
             )
     width = max(12, 150 // len(scales))
     axes.set_xticks(range(len(scales)), [figure_text(name, width) for name in scales])

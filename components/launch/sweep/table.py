@@ -28,8 +28,8 @@ from components.launch.sweep.ranking import (
 from components.terminal import fit, printable
 
 DISAGREES = "LOSS DISAGREES"
-TEXT_COLUMNS = ("run", "mesh", "status")
-SPARE = (
+_TEXT_COLUMNS = ("run", "mesh", "status")
+_SPARE = (
     *("reserved GiB", "planned GiB", "planned s", "per process", "wall s", "mesh", "peak GiB", "processes", "MFU"),
     *("step s", "last loss"),
 )
@@ -113,12 +113,12 @@ def print_table(report: SweepReport, console: Console) -> None:
     columns = {name: [cell(row) for row in report.rows] for name, cell in _columns(report).items()}
     widths = {name: max(map(cell_len, [*name.split(), *cells])) for name, cells in columns.items()}
     left_out = []
-    for name in (each for each in (*SPARE, *report.sweep.keys) if each in widths):
+    for name in (each for each in (*_SPARE, *report.sweep.keys) if each in widths):
         if sum(widths.values()) + 2 * len(widths) <= console.width:
             break
         left_out.append(name)
         del widths[name]
-    texts = [*TEXT_COLUMNS, *report.sweep.keys]
+    texts = [*_TEXT_COLUMNS, *report.sweep.keys]
     table = new_table(list(widths), [number for number, name in enumerate(widths) if name in texts])
     for column, width in zip(table.columns, widths.values(), strict=True):
         column.min_width = width

@@ -55,14 +55,14 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = Tru
     if not cfg.adapts:
         return
     targets = target_layers(model, cfg, exports and cfg.export != PeftExport.merged)
-    experts = target_experts(model, cfg)
+    experts = _target_experts(model, cfg)
     model.requires_grad_(False)
     for name in targets:
         path, _, leaf = name.rpartition(".")
         parent = model.get_submodule(path)
         parent.register_module(leaf, adapted_linear(parent.get_submodule(leaf), cfg))
     for path, names in experts.items():
-        adapt_experts(model.get_submodule(path), names, cfg)
+        _adapt_experts(model.get_submodule(path), names, cfg)
     if isinstance(model, TokenScores):
         model.score.to(torch.promote_types(model.score.weight.dtype, torch.float32)).requires_grad_(True)
 
@@ -175,7 +175,7 @@ class LoraExperts(nn.Module):
             self._parameters.update(frozen)
 
 
-def adapt_experts(module: nn.Module, names: tuple[str, ...], cfg: PeftConfig) -> None:
+def _adapt_experts(module: nn.Module, names: tuple[str, ...], cfg: PeftConfig) -> None:
     """Add adapters to the matrices `names` of a module of experts, in place."""
     cls = type(module)
     # A subclass rather than a wrapper, so that parameters keep their names and deep copies keep their forward.
@@ -183,7 +183,7 @@ def adapt_experts(module: nn.Module, names: tuple[str, ...], cfg: PeftConfig) ->
     module.adapt(names, cfg)  # type: ignore[operator]
 
 
-def target_experts(model: PreTrainedModel, cfg: PeftConfig) -> dict[str, tuple[str, ...]]:
+def _target_experts(model: PreTrainedModel, cfg: PeftConfig) -> dict[str, tuple[str, ...]]:
     """Return the experts' modules that peft.target_parameters selects, by name, with the names of their matrices.
 
     Raises ConfigError for a target that matches no matrix of fused experts.

@@ -30,9 +30,9 @@ from components.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MULTIPLE = 16
+_MULTIPLE = 16
 """Inputs and outputs of a layer must be multiples of this, as torch's float8 GEMM requires."""
-CAPABILITY = (8, 9)
+_CAPABILITY = (8, 9)
 """Minimum CUDA compute capability for float8 GEMMs: Ada, Hopper and later."""
 
 
@@ -49,8 +49,8 @@ def use_float8(model: PreTrainedModel, cfg: ModelConfig) -> None:
     raise_all(torchao_problems(key))
     if not cfg.float8_emulate and not _has_float8_gemm():
         raise ConfigError(
-            f"{key}: needs a CUDA device of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher, but this is "
-            f"{_device()}; set model.float8=none (model.float8_emulate=true emulates the rounding anywhere, slowly)"
+            f"{key}: needs a CUDA device of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or higher, but this "
+            f"is {_device()}; set model.float8=none (model.float8_emulate=true emulates the rounding anywhere, slowly)"
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -67,7 +67,7 @@ def use_float8(model: PreTrainedModel, cfg: ModelConfig) -> None:
     if not float8_layers(model):
         raise ConfigError(
             f"{key}: no linear layer of {type(model).__name__} has inputs and outputs that are multiples of "
-            f"{MULTIPLE}; set model.float8=none"
+            f"{_MULTIPLE}; set model.float8=none"
         )
 
 
@@ -94,12 +94,12 @@ def _is_convertible(module: nn.Module, head: nn.Module | None) -> bool:
     return (
         type(module) is nn.Linear
         and module is not head
-        and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
     )
 
 
 def _has_float8_gemm() -> bool:
-    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= CAPABILITY
+    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
 def _device() -> str:

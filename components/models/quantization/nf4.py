@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from components.dtypes import cast_by_autocast
 from components.models.weights.shards import Index, fill, local_part
 
-LEVELS = (
+_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
@@ -28,8 +28,8 @@ LEVELS = (
 """From appendix E of the paper: quantiles of the normal distribution, scaled to [-1, 1], including zero."""
 BLOCK = 64
 """Consecutive values of a row that share a scale."""
-SCALE_BYTES = 2
-BLOCK_BYTES = SCALE_BYTES + BLOCK // 2
+_SCALE_BYTES = 2
+BLOCK_BYTES = _SCALE_BYTES + BLOCK // 2
 PACKED_AT_ONCE = 2**20
 """Approximate number of values that are packed at a time, because temporaries are many times larger than the result."""
 
@@ -61,29 +61,29 @@ def unpack(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch
     """
     packed = packed.to(torch.uint8)  # FSDP2 of torch 2.11 all-gathers in the mixed-precision dtype, exact up to 255
     if packed.is_cuda:
-        return unpack_on_gpu(packed, columns, pairs, dtype)
+        return _unpack_on_gpu(packed, columns, pairs, dtype)
     blocks = packed.view(len(packed), -1, BLOCK_BYTES)
-    scales = blocks[..., :SCALE_BYTES].contiguous().view(torch.float16)  # (rows, blocks, 1)
-    values = F.embedding(blocks[..., SCALE_BYTES:].int(), pairs)  # (rows, blocks, 32, 2)
+    scales = blocks[..., :_SCALE_BYTES].contiguous().view(torch.float16)  # (rows, blocks, 1)
+    values = F.embedding(blocks[..., _SCALE_BYTES:].int(), pairs)  # (rows, blocks, 32, 2)
     return values.flatten(2).mul_(scales.float()).flatten(1)[:, :columns].to(dtype)
 
 
 @torch.library.custom_op("meshbook::unpack_nf4", mutates_args=(), device_types="cuda")
-def unpack_on_gpu(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _unpack_on_gpu(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Dequantize like `unpack`, in one kernel. An operator, so that torch.compile and fake tensors need no Triton."""
     from components.models.triton_kernels import launch_unpack
 
     return launch_unpack(packed, columns, pairs, dtype, BLOCK, BLOCK_BYTES)
 
 
-@unpack_on_gpu.register_fake
+@_unpack_on_gpu.register_fake
 def _(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return packed.new_empty(len(packed), columns, dtype=dtype)
 
 
 def level_pairs(device: torch.device | str | None = None) -> torch.Tensor:
     """Return the two values of each code byte, high bits first: (256, 2) float32."""
-    levels = torch.tensor(LEVELS, device=device)
+    levels = torch.tensor(_LEVELS, device=device)
     return torch.cartesian_prod(levels, levels)
 
 
@@ -161,7 +161,7 @@ def _pack(matrix: torch.Tensor) -> torch.Tensor:
     rows, columns = matrix.shape
     blocks = F.pad(matrix, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     scales = blocks.abs().amax(2, keepdim=True).half()  # (rows, blocks, 1)
-    levels = torch.tensor(LEVELS, device=matrix.device)
+    levels = torch.tensor(_LEVELS, device=matrix.device)
     # The scale of a block of zeros is 0; dividing by 1 instead still gives level 0.
     codes = torch.bucketize(blocks / torch.where(scales > 0, scales, 1).float(), (levels[1:] + levels[:-1]) / 2)
     codes = codes.to(torch.uint8)

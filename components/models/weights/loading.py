@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
+_OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old versions of transformers stored, and that models compute today."""
-OLD_CONSTANTS = re.compile(r"(inv_freq|\b(attn|attention)\.(masked_)?bias|\bversion)$")
+_OLD_CONSTANTS = re.compile(r"(inv_freq|\b(attn|attention)\.(masked_)?bias|\bversion)$")
 """The same among the tensors that a class of transformers ignores: those of GPT-2, GPT-NeoX and BART too."""
 _SHOWN = 8
 """Maximum number of tensors named in an error."""
@@ -162,7 +162,7 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
         return read_as_filled
 
     float32 = meta_copy(model, dtype=torch.float32)
-    drawn = lru_cache(maxsize=1)(lambda name: drawn_weight(float32, name, seed))
+    drawn = lru_cache(maxsize=1)(lambda name: _drawn_weight(float32, name, seed))
     if cfg.init == WeightInit.random:
         return cast(lambda name, index: drawn(name)[index])
     stored = _open(cfg, meta_model)
@@ -218,8 +218,8 @@ def plan_loading(meta_model: PreTrainedModel, stored_names: list[str]) -> LoadPl
             conversion.sources.append((stored, pattern))
     decoder = _decoder_prefix(plan)
     plan.rest += [each for each in plan.unexpected if not each.startswith(decoder)]
-    plan.rest = [each for each in plan.rest if not OLD_CONSTANTS.search(each)]
-    plan.unexpected = [each for each in plan.unexpected if each.startswith(decoder) and not OLD_BUFFERS.search(each)]
+    plan.rest = [each for each in plan.rest if not _OLD_CONSTANTS.search(each)]
+    plan.unexpected = [each for each in plan.unexpected if each.startswith(decoder) and not _OLD_BUFFERS.search(each)]
     for alias, name in tied_names(meta_model).items():
         if alias in plan.direct:
             source = plan.direct.pop(alias)
@@ -337,12 +337,12 @@ def initialize_weights(model: PreTrainedModel, seed: int, names: Collection[str]
     with torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
             if name in initialized and (names is None or name in names):
-                drawn = drawn_weight(meta_model, name, seed)
+                drawn = _drawn_weight(meta_model, name, seed)
                 transposed = is_transposed(meta_model.get_submodule(name.rpartition(".")[0]))
                 fill_or_pack(parameter, name, drawn.__getitem__, drawn.shape, transposed=transposed)
 
 
-def drawn_weight(meta_model: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
+def _drawn_weight(meta_model: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
     """Return the full float32 value that `initialize_weights` gives a parameter; reseeds the global generator.
 
     meta_model: From `meta_copy`, in float32. Raises ConfigError like `initialize_weights`.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROCESSOR_FILES = (
+_PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
@@ -100,7 +100,7 @@ class Untrained:
         """Copy the files of the processor of images or sound that `folder` lacks, if there is one. Raises OSError."""
         if not self.held and type(self.config) is type(self.meta_model.config):
             return
-        names = {name for name in PROCESSOR_FILES if not (folder / name).exists()}
+        names = {name for name in _PROCESSOR_FILES if not (folder / name).exists()}
         if (folder / "chat_template.jinja").exists():
             names.discard("chat_template.json")  # its older form
         files = locate(str(self.base.path))

@@ -23,7 +23,7 @@ from components.safetensors_writer import SafetensorsWriter, TensorEntry
 _BLOCK_BYTES = 4 * 1024**2
 """Approximate size of a block that is read, converted and written at a time."""
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
-METADATA = {"format": "pt"}
+_METADATA = {"format": "pt"}
 """Metadata that transformers requires in files of PyTorch weights."""
 _OLD = "-old"
 _OF_AN_EXPORT = re.compile(
@@ -78,7 +78,7 @@ class WeightFiles:
                         f"{name}: got a block of shape {tuple(block.shape)}, {block.dtype}; expected blocks of a "
                         f"tensor of shape {tuple(planned.shape)}, {planned.dtype}"
                     )
-                yield bytes_of(block)
+                yield _bytes_of(block)
 
         self._writer_of(name).write(name, checked())
         self._written += 1
@@ -112,7 +112,7 @@ class WeightFiles:
             # Mode x: returning to an earlier file fails, because tensors must be written in the planned order.
             file = (self._folder / self._name(index)).open("xb")
             try:
-                writer = SafetensorsWriter(file, {each: _entry(tensors[each]) for each in tensors}, METADATA)
+                writer = SafetensorsWriter(file, {each: _entry(tensors[each]) for each in tensors}, _METADATA)
             except BaseException:
                 file.close()
                 raise
@@ -123,12 +123,12 @@ class WeightFiles:
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors in memory to one file. Raises OSError."""
     with path.open("xb") as file:
-        writer = SafetensorsWriter(file, {name: _entry(each) for name, each in tensors.items()}, METADATA)
+        writer = SafetensorsWriter(file, {name: _entry(each) for name, each in tensors.items()}, _METADATA)
         for name, each in tensors.items():
-            writer.write(name, [bytes_of(each)])
+            writer.write(name, [_bytes_of(each)])
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's values as bytes; copied only if they are not contiguous in host memory."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 

@@ -34,9 +34,9 @@ STORED_DTYPES = {
 """Dtypes by their names in safetensors headers."""
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 logger = logging.getLogger(__name__)
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Supported architectures: their config is a renaming of the header, and their tensors map one to one."""
-ROTARY_FACTORS = "rope_freqs.weight"
+_ROTARY_FACTORS = "rope_freqs.weight"
 """Tensor with the scaling of rotary frequencies, which transformers does not read from GGUF files."""
 
 
@@ -167,7 +167,7 @@ def read_config(path: Path, key: str = "model.path") -> dict[str, Any]:
     """Return the values of the Hugging Face config that a GGUF file describes, including `model_type`.
 
     Raises:
-        ConfigError: The file is not GGUF, or its architecture is not in `ARCHITECTURES`.
+        ConfigError: The file is not GGUF, or its architecture is not in `_ARCHITECTURES`.
     """
     from transformers.integrations import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf import read_gguf_metadata
@@ -177,12 +177,12 @@ def read_config(path: Path, key: str = "model.path") -> dict[str, Any]:
     except (OSError, ValueError, LookupError, ArithmeticError, MemoryError, RecursionError, struct.error) as error:
         raise ConfigError(f"{key}={path}: the GGUF file cannot be read: {error}") from error
     architecture = metadata["general.architecture"]
-    if architecture not in ARCHITECTURES:
+    if architecture not in _ARCHITECTURES:
         raise ConfigError(
             f"{key}={path}: GGUF files of architecture {architecture} are not supported (only "
-            f"{', '.join(ARCHITECTURES)}); set {key} to the model's safetensors folder or hub name"
+            f"{', '.join(_ARCHITECTURES)}); set {key} to the model's safetensors folder or hub name"
         )
-    if ROTARY_FACTORS in tensors:
+    if _ROTARY_FACTORS in tensors:
         logger.warning(
             "%s scales its rotary frequencies, which transformers does not read from GGUF files; set the scaling "
             "in model.config.rope_parameters, or use the model's safetensors folder",
@@ -216,7 +216,7 @@ class GGUFTensors:
             config=meta_model.config.to_dict()
         )
         names = _model_names(header.architecture, meta_model)
-        self._infos = {names.get(info.name, info.name): info for info in header.tensors if info.name != ROTARY_FACTORS}
+        self._infos = {names.get(info.name, info.name): info for info in header.tensors if info.name != _ROTARY_FACTORS}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return shapes by the model's names, or by the file's name for a tensor that the model lacks."""

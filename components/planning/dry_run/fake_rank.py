@@ -21,11 +21,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-GROUPED_MM = torch.ops.aten._grouped_mm.default
-EMPTY = torch.ops.aten.empty.memory_format
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+_EMPTY = torch.ops.aten.empty.memory_format
 PROPAGATION = "_propagate_tensor_meta_non_cached"
 """Method of DTensor that finds the shape of an operator's output by running it on fake tensors of the global shape."""
-RESIZES = ("fsdp::", "inductor::", "c10d::", "_c10d_functional::")
+_RESIZES = ("fsdp::", "inductor::", "c10d::", "_c10d_functional::")
 """Namespaces of the operators after which all sizes are read again: FSDP2 frees and allocates its gathered parameters
 by resizing their storages, which is not an operator."""
 
@@ -62,7 +62,7 @@ class FakeRank(FakeTensorMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._is_fake(tensors, kwargs) and not self._is_read_in_c(func, args, kwargs):
-            if func is GROUPED_MM:
+            if func is _GROUPED_MM:
                 return _grouped_mm(*args, **kwargs)
             outer, self._runs_parts = self._runs_parts, True
             try:
@@ -77,7 +77,7 @@ class FakeRank(FakeTensorMode):
 
     def _is_read_in_c(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Return whether an operator allocates a tensor of DDP's reducer, which reads the order of its buckets."""
-        return func is EMPTY and not self._runs_parts and len(args[0]) == 1 and kwargs.get("dtype") == torch.int32
+        return func is _EMPTY and not self._runs_parts and len(args[0]) == 1 and kwargs.get("dtype") == torch.int32
 
     def _is_fake(self, tensors: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -115,7 +115,7 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def outside_of_shape_propagation(silent: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def _outside_of_shape_propagation(silent: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Enter `silent` whenever DTensor propagates shapes within this context."""
     original = getattr(ShardingPropagator, PROPAGATION)
 
@@ -196,8 +196,8 @@ class StorageTracker(TorchDispatchMode):
         """Count the storages of these tensors no longer: they are in the host's memory."""
         for tensor in tensors:
             for storage in storages(tensor):
-                self._left_out.add(id_of(storage))
-                self._set(id_of(storage), 0)
+                self._left_out.add(_id_of(storage))
+                self._set(_id_of(storage), 0)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -209,7 +209,7 @@ class StorageTracker(TorchDispatchMode):
             self._is_silent = before
 
     def __enter__(self) -> StorageTracker:
-        self._propagation = outside_of_shape_propagation(self.silent)
+        self._propagation = _outside_of_shape_propagation(self.silent)
         self._propagation.__enter__()
         return super().__enter__()
 
@@ -227,7 +227,7 @@ class StorageTracker(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._add(leaf)
         name = func.name()
-        if name.startswith(RESIZES):
+        if name.startswith(_RESIZES):
             self._read_sizes()
         copied = gloo_copy_bytes(name, args, output) if self._with_gloo_copies else 0
         if self._bytes + copied > self.peak.bytes:
@@ -240,7 +240,7 @@ class StorageTracker(TorchDispatchMode):
         if tensor.device.type != self._device_type:
             return
         storage = tensor.untyped_storage()
-        key = id_of(storage)
+        key = _id_of(storage)
         if key not in self._storages:
             self._storages[key] = weakref.ref(storage, lambda _: self._remove(key))
         self._set(key, storage.nbytes())
@@ -263,7 +263,7 @@ class StorageTracker(TorchDispatchMode):
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages on this rank; a storage shared by several tensors counts once."""
-    return sum({id_of(storage): storage.nbytes() for tensor in tensors for storage in storages(tensor)}.values())
+    return sum({_id_of(storage): storage.nbytes() for tensor in tensors for storage in storages(tensor)}.values())
 
 
 def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -275,7 +275,7 @@ def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     return [storage for each in inner if isinstance(each, torch.Tensor) for storage in storages(each)]
 
 
-def id_of(storage: torch.UntypedStorage) -> int:
+def _id_of(storage: torch.UntypedStorage) -> int:
     """Return an id that is unique among live storages.
 
     torch has no public one: `data_ptr()` is 0 for all empty storages. `_cdata` is the address of the C++ object.
@@ -309,11 +309,11 @@ class SavedForBackward:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         parameters: set[int] | None = None
         for storage in storages(tensor):
-            key = id_of(storage)
+            key = _id_of(storage)
             if key in self._kept:
                 continue
             if parameters is None:
-                parameters = {id_of(each) for parameter in self._parameters() for each in storages(parameter)}
+                parameters = {_id_of(each) for parameter in self._parameters() for each in storages(parameter)}
             if key not in parameters:
                 self._kept[key] = storage.nbytes()
                 weakref.finalize(storage, self._kept.pop, key)

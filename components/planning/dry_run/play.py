@@ -64,7 +64,7 @@ from components.training.objectives.chunked_loss import CHUNK_LOGITS
 from components.training.objectives.preference import REFERENCE
 from components.watch.gc import GarbageCollection
 
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 """Phases of a step; the gradient norm and clipping, before the update, count as forward."""
 
@@ -116,8 +116,8 @@ def play(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = No
     # The compiler needs values for the update by 8-bit optimizers, the only compiled code that is left in the config.
     eager = torch.compiler.set_stance("force_eager") if isinstance(cfg.optimizer, AdamW8bitConfig) else nullcontext()
     with fake_process_group(rank, world), _chunks_of(on_gpu), eager:
-        mesh = distributed.build_mesh(cfg.parallelism, CPU.type)
-        played = _build(cfg, training.RunContext(mesh, CPU, rank), fake, tracker, lines)
+        mesh = distributed.build_mesh(cfg.parallelism, _CPU.type)
+        played = _build(cfg, training.RunContext(mesh, _CPU, rank), fake, tracker, lines)
         if on_gpu and cfg.parallelism.cpu_offload:
             tracker.leave_out(played.parameters)
         _step(played, fake, tracker)

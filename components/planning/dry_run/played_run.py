@@ -25,7 +25,7 @@ from components.protocol.errors import ConfigError
 from components.protocol.role import without_ranks
 from components.terminal import fit
 
-SIZE_KEYS = {
+_SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
@@ -38,21 +38,21 @@ SIZE_KEYS = {
     "tied": "tie_word_embeddings",
 }
 """Size of a model -> its key in the configs of transformers."""
-EXPERT_KEYS = {
+_EXPERT_KEYS = {
     "mixtral": "num_local_experts",
     "gpt_oss": "num_local_experts",
     "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts",
 }
 """Model type -> its key for the number of experts; num_experts for others."""
-SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe")
+_SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe")
 """Model types without dense MLPs, whose intermediate_size is that of an expert."""
-MODULE = "components.planning.dry_run"
-TIMEOUT_SECONDS = 600.0
+_MODULE = "components.planning.dry_run"
+_TIMEOUT_SECONDS = 600.0
 """Time that one rank may take. 8B parameters take half a minute."""
 RESULT, PROBLEMS = "result", "problems"
 """Keys of a child's answer, a line of JSON: the dry run, or the config errors."""
-PLAYED_ATTENTION = (Attention.sdpa, Attention.sdpa_flash, Attention.eager)
+_PLAYED_ATTENTION = (Attention.sdpa, Attention.sdpa_flash, Attention.eager)
 DOCUMENTS = 8
 """Documents of a packed row, all of one length. Their number affects the size of attention masks only."""
 STORED_TOKENS = 64
@@ -78,10 +78,10 @@ def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:
     if model.path is None or locate(model.path).is_local:
         return model
     values: dict[str, Any] = {"model_type": shape.family}
-    values |= {key: getattr(shape, name) for name, key in SIZE_KEYS.items() if getattr(shape, name) is not None}
+    values |= {key: getattr(shape, name) for name, key in _SIZE_KEYS.items() if getattr(shape, name) is not None}
     if shape.experts:
-        values[EXPERT_KEYS.get(shape.family or "", "num_experts")] = shape.experts
-    if shape.family in SINGLE_MLP_SIZE and shape.expert_mlp is not None:
+        values[_EXPERT_KEYS.get(shape.family or "", "num_experts")] = shape.experts
+    if shape.family in _SINGLE_MLP_SIZE and shape.expert_mlp is not None:
         values["intermediate_size"] = values.pop("moe_intermediate_size")
     return replace(
         model, path=None, revision=None, init=WeightInit.random, tokenizer="bytes", config={**values, **model.config}
@@ -131,7 +131,7 @@ def start_dry_runs(
     cfg: TrainConfig,
     world: int,
     ranks: Collection[int],
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float = _TIMEOUT_SECONDS,
     recipe: Path | None = None,
 ) -> list[DryRun]:
     """Play ranks of a run in child processes, as many at a time as there are cores; return the results in order.
@@ -165,7 +165,7 @@ def _play_in_child(
     environment = without_ranks(os.environ) | {"OMP_NUM_THREADS": "1"}
     try:
         child = subprocess.run(
-            [sys.executable, "-m", MODULE],
+            [sys.executable, "-m", _MODULE],
             input=json.dumps(request),
             capture_output=True,
             text=True,
@@ -325,7 +325,7 @@ def _problems(cfg: TrainConfig) -> list[str]:
             f"parallelism.activation_checkpointing={policy}: depends on the device's memory, so a dry run needs the "
             "policy itself; set it to none, selective, full or alternate"
         )
-    if model.attention not in PLAYED_ATTENTION:
+    if model.attention not in _PLAYED_ATTENTION:
         problems.append(
             f"model.attention={model.attention}: its kernels need a GPU, which a dry run does not use; set "
             "model.attention=sdpa"

@@ -56,12 +56,12 @@ class Family:
     """Whether all layers attend within the window that the config states."""
 
 
-LLAMA = Family()
+_LLAMA = Family()
 FAMILIES: dict[str, Family] = {
-    "llama": LLAMA,
+    "llama": _LLAMA,
     "mistral": Family(windowed=True),
     "ministral": Family(windowed=True),
-    "granite": LLAMA,
+    "granite": _LLAMA,
     "helium": Family(head_dim=128),
     "arcee": Family(gated=False),
     "qwen2": Family(qkv_bias=True),

@@ -20,7 +20,7 @@ memory bandwidth. Estimate: 0.3 or 0.7 would change no prediction of scripts/ben
 7 %."""
 
 
-ASYNC_TP_OVERLAP = 0.75
+_ASYNC_TP_OVERLAP = 0.75
 """Share of a layer's tp collectives that parallelism.async_tp overlaps with matmuls: torch 2.13 fuses all of the
 forward, and the all-gathers of the backward."""
 
@@ -82,7 +82,7 @@ def link_bandwidth(stride: int, hardware: Hardware) -> float:
     return hardware.network_bandwidth * hardware.network_share
 
 
-def tp_work(workload: Workload, group: Group, implementation: Implementation) -> LayerWork:
+def _tp_work(workload: Workload, group: Group, implementation: Implementation) -> LayerWork:
     """Return the tp collectives of a layer: hidden states gathered before, and summed after attention and the MLP."""
     architecture, tokens = workload.architecture, workload.local_tokens
     size = float(tokens * architecture.hidden * workload.compute_bytes)
@@ -95,7 +95,7 @@ def tp_work(workload: Workload, group: Group, implementation: Implementation) ->
         size / workload.compute_bytes if implementation.float8_gathers and workload.float8 is not Float8.none else size
     )
     pass_seconds = gathers * group.all_gather(gathered) + sums * group.all_gather(size)
-    overlap = max(implementation.tp_overlap, ASYNC_TP_OVERLAP * workload.parallelism.async_tp)
+    overlap = max(implementation.tp_overlap, _ASYNC_TP_OVERLAP * workload.parallelism.async_tp)
     exposed = pass_seconds * (1 - overlap) + pass_seconds * overlap * OVERLAP_LOSS
     skips_last = not workload.compiled or implementation.compiles_recomputation
     again = (gathers + sums - skips_last) / (gathers + sums) if gathers + sums else 0.0
@@ -109,7 +109,7 @@ def tp_work(workload: Workload, group: Group, implementation: Implementation) ->
     )
 
 
-def cp_work(workload: Workload, group: Group, implementation: Implementation) -> LayerWork:
+def _cp_work(workload: Workload, group: Group, implementation: Implementation) -> LayerWork:
     """Return the cp collectives of a layer's attention."""
     architecture, mesh = workload.architecture, workload.mesh
     heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
@@ -131,7 +131,7 @@ def cp_work(workload: Workload, group: Group, implementation: Implementation) ->
     )
 
 
-def ep_work(workload: Workload, group: Group, hardware: Hardware, implementation: Implementation) -> LayerWork:
+def _ep_work(workload: Workload, group: Group, hardware: Hardware, implementation: Implementation) -> LayerWork:
     """Return the all-to-alls of a layer's experts: tokens to their experts, results back."""
     architecture = workload.architecture
     tokens = workload.local_tokens / workload.mesh.tp * architecture.experts_per_token * implementation.expert_imbalance
@@ -154,11 +154,11 @@ def communication_works(
 ) -> Iterator[LayerWork]:
     """Yield the collectives of a layer that computation waits for, per micro-batch; only axes larger than 1."""
     if workload.mesh.tp > 1:
-        yield tp_work(workload, groups.tp, implementation)
+        yield _tp_work(workload, groups.tp, implementation)
     if workload.mesh.cp > 1:
-        yield cp_work(workload, groups.cp, implementation)
+        yield _cp_work(workload, groups.cp, implementation)
     if workload.mesh.ep > 1:
-        yield ep_work(workload, groups.ep, hardware, implementation)
+        yield _ep_work(workload, groups.ep, hardware, implementation)
 
 
 @dataclass(frozen=True, slots=True)

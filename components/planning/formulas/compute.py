@@ -16,35 +16,35 @@ from components.planning.formulas.workload import MESHBOOK, Implementation, Work
 ATTENTION_BACKWARD = 2.5
 """FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
 
-EAGER_ROTARY = {False: 5.0, True: 1.9}
+_EAGER_ROTARY = {False: 5.0, True: 1.9}
 """fused -> bytes that the rotary embedding moves without a compiler, relative to one kernel: two products, a negation,
 a concatenation and a sum, or a product and two sums in place."""
-EAGER_MLP = {False: 1.8, True: 1.0}
+_EAGER_MLP = {False: 1.8, True: 1.0}
 """fused -> bytes that the activation moves without a compiler, relative to one kernel each way. For norms and
 residuals: Implementation.eager_hidden."""
-FUSED_HIDDEN = 6.0
+_FUSED_HIDDEN = 6.0
 """The same with fused norms. By the sizes of all tensors it would be 1.3; torchtitan's layers with fused norms took as
 long as 6 (row 1 of scripts/benchmark/published_points.csv)."""
 
-GROUPED_MATMUL = 0.8
+_GROUPED_MATMUL = 0.8
 """Speed of the experts' grouped matmuls relative to one matmul with as many tokens: unequal groups. Estimate."""
 
-FLOAT8_CAST_BYTES = 8
+_FLOAT8_CAST_BYTES = 8
 """Bytes moved to cast an element of a linear layer's input or output gradient: maximum, cast and transposed cast."""
 
-DEQUANTIZE_BYTES = {True: 3, False: 22}
+_DEQUANTIZE_BYTES = {True: 3, False: 22}
 """in one kernel -> bytes moved to unpack an NF4 value: packed value and scale read, bfloat16 written; else the index
 and the table lookup are tensors of their own."""
 
-FAKE_QUANTIZE_BYTES = {True: 10, False: 80}
+_FAKE_QUANTIZE_BYTES = {True: 10, False: 80}
 """compiled -> bytes moved to fake-quantize a weight: read twice and written, in float32; else counted from torchao's
 operators (92 with those of the matmul)."""
 
-LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 8}
+_LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 8}
 """Bytes moved per logit in forward and backward: logits written in bfloat16, cast to float32, log-softmax and its
 gradient in float32, cast back. Chunks also update the weight's gradient; Liger's kernel overwrites the logits."""
 
-UNSKIPPED_ATTENTION = 2.0
+_UNSKIPPED_ATTENTION = 2.0
 """Slowdown of attention with an explicit mask (cp_attention=all_gather on a CPU or in float32): masked blocks are
 computed, not skipped."""
 
@@ -111,7 +111,7 @@ def layer_matmuls(workload: Workload, implementation: Implementation) -> Iterato
         yield Matmul(routed, inner, weight.width // inner, weight.rows, is_expert=True)
 
 
-def matmul_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
+def _matmul_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
     """Yield the matmuls of the dense matrices and of the experts, the casts of float8 and those of 4-bit weights."""
     policy = workload.parallelism.activation_checkpointing
     passes = 1.0 if workload.peft.adapts else 2.0
@@ -123,7 +123,7 @@ def matmul_works(workload: Workload, hardware: Hardware, implementation: Impleme
         if not group:
             continue
         item_bytes = workload.compute_bytes if is_expert else dense_bytes
-        rate = hardware.matmul_flops(item_bytes) * (GROUPED_MATMUL if is_expert else 1.0)
+        rate = hardware.matmul_flops(item_bytes) * (_GROUPED_MATMUL if is_expert else 1.0)
         flops = sum(each.flops for each in group)
         tile = hardware.matmul_tile
         forward = sum(each.flops * each.slowdown(tile) for each in group) / rate
@@ -143,18 +143,18 @@ def matmul_works(workload: Workload, hardware: Hardware, implementation: Impleme
         values = sum(
             each.tokens * (each.inner / (1 if each.is_row_parallel else shards) + each.outputs) for each in dense
         )
-        yield _traffic("float8 casts", values * FLOAT8_CAST_BYTES / 3, 2.0, 1.0, workload, hardware)
+        yield _traffic("float8 casts", values * _FLOAT8_CAST_BYTES / 3, 2.0, 1.0, workload, hardware)
     if workload.peft.quantizes:
         values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
-        moved = values * DEQUANTIZE_BYTES[workload.compiled or hardware.is_gpu]
+        moved = values * _DEQUANTIZE_BYTES[workload.compiled or hardware.is_gpu]
         yield _traffic("dequantization", moved, 1.0, 1.0, workload, hardware)
     if workload.qat is not Qat.none:
         values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
-        moved = values * FAKE_QUANTIZE_BYTES[workload.compiled]
+        moved = values * _FAKE_QUANTIZE_BYTES[workload.compiled]
         yield _traffic("fake quantization", moved, 1.0, 0.2, workload, hardware)
 
 
-def attention_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
+def _attention_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
     """Return the attention of a layer, averaged over layers with and without a window."""
     architecture, mesh, policy = workload.architecture, workload.mesh, workload.parallelism.activation_checkpointing
     heads, _ = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
@@ -172,7 +172,7 @@ def attention_work(workload: Workload, hardware: Hardware, implementation: Imple
     elif mesh.cp > 1 and not uses_ulysses(workload) and not (hardware.is_gpu and workload.compute_bytes == 2):
         # Without torch's variable-length kernel, all_gather uses masks and recomputes its attention in the backward,
         # some heads at a time, whatever the policy of the layer.
-        rate, note = rate / UNSKIPPED_ATTENTION, f" / {UNSKIPPED_ATTENTION:g} (masked blocks)"
+        rate, note = rate / _UNSKIPPED_ATTENTION, f" / {_UNSKIPPED_ATTENTION:g} (masked blocks)"
         backward += 1.0
     forward = flops / rate
     return LayerWork(
@@ -194,7 +194,7 @@ def uses_ulysses(workload: Workload) -> bool:
     return ulysses_divides(*local_heads(architecture.heads, architecture.kv_heads, mesh.tp), mesh.cp)
 
 
-def elementwise_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
+def _elementwise_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
     """Yield the memory-bound operations of a layer: norms, residuals, rotary embedding, activation; adapters."""
     architecture, mesh = workload.architecture, workload.mesh
     heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
@@ -205,9 +205,9 @@ def elementwise_works(workload: Workload, hardware: Hardware, implementation: Im
     # Forward: two norms read and write, two residuals read twice and write: 9; rotary embedding 2; gate, up -> act 3.
     eager = (1.0, 1.0, 1.0)
     if not workload.compiled:
-        norms = min(implementation.eager_hidden, FUSED_HIDDEN) if workload.fused else implementation.eager_hidden
+        norms = min(implementation.eager_hidden, _FUSED_HIDDEN) if workload.fused else implementation.eager_hidden
         mlp_fused = workload.fused and not architecture.experts
-        eager = (norms, EAGER_ROTARY[workload.fused], EAGER_MLP[mlp_fused])
+        eager = (norms, _EAGER_ROTARY[workload.fused], _EAGER_MLP[mlp_fused])
     values = 9 * hidden * eager[0] + 2 * rotated * eager[1] + 3 * mlp * eager[2] + 4 * routed
     traffic = workload.local_tokens * values * workload.compute_bytes
     yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
@@ -228,7 +228,7 @@ def head_work(workload: Workload, hardware: Hardware, implementation: Implementa
     weights = 0.0 if workload.peft.adapts else product
     method = LossMethod.chunked if workload.loss is LossMethod.auto else workload.loss
     losses = architecture.vocab if implementation.gathers_logits else outputs
-    traffic = workload.local_tokens * losses * LOGIT_BYTES[method] * workload.compute_bytes / 2
+    traffic = workload.local_tokens * losses * _LOGIT_BYTES[method] * workload.compute_bytes / 2
     copies = traffic / hardware.copy_bandwidth
     return LayerWork(
         "LM head and loss",
@@ -244,9 +244,9 @@ def head_work(workload: Workload, hardware: Hardware, implementation: Implementa
 def layer_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> list[LayerWork]:
     """Return all computation of a decoder layer, for a micro-batch of a rank."""
     return [
-        *matmul_works(workload, hardware, implementation),
-        attention_work(workload, hardware, implementation),
-        *elementwise_works(workload, hardware, implementation),
+        *_matmul_works(workload, hardware, implementation),
+        _attention_work(workload, hardware, implementation),
+        *_elementwise_works(workload, hardware, implementation),
     ]
 
 

@@ -111,7 +111,7 @@ class Hardware:
         return self.bf16_flops if item_bytes == 2 else self.fp32_flops * 4 / item_bytes
 
 
-SHARES = tuple(each.name for each in fields(Hardware) if each.name.endswith("_share"))
+_SHARES = tuple(each.name for each in fields(Hardware) if each.name.endswith("_share"))
 
 
 def read_hardware(path: Path) -> Hardware:
@@ -155,7 +155,7 @@ def _problem(name: str, value: Any) -> list[str]:
         return [f"{name}={value}: must be greater than 0 and finite"]
     if name == "gpus_per_node" and value != int(value):
         return [f"{name}={value}: must be a whole number"]
-    if name in SHARES and value > 1:
+    if name in _SHARES and value > 1:
         return [f"{name}={value}: is a share and must be at most 1"]
     return []
 

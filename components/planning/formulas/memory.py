@@ -31,17 +31,17 @@ from components.planning.formulas.architecture import Architecture, Sharding, We
 from components.planning.formulas.hardware import chunk_logits
 from components.planning.formulas.workload import Term, Workload, layer_activations, total
 
-CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
+_CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 """Logits of a chunk of the chunked loss if the device's memory is unknown; the figures of
 components/training/objectives/chunked_loss.py."""
-NF4_BYTES = 0.53125
+_NF4_BYTES = 0.53125
 """Bytes per weight in NF4: 4 bits, and a bfloat16 scale for each block of 64."""
-EIGHT_BIT_BYTES = 2.03
+_EIGHT_BIT_BYTES = 2.03
 """Bytes per weight of two 8-bit moments with their scales."""
-LAYERS_GATHERED = 4
+_LAYERS_GATHERED = 4
 """Layers in gathered form at once under FSDP2: the last one, which is not resharded after the forward, the next one,
 and the prefetched one with its communication buffer."""
-MIB = 2**20
+_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def _read_rank(w: Workload, stage: int) -> _Rank:
         adapter=adapter,
         trained=adapter * layers if w.peft.adapts else layer * layers + outer,
         trained_layer=adapter if w.peft.adapts else layer,
-        layer_bytes=w.stored_bytes * (1 - quantized) + NF4_BYTES * quantized,
+        layer_bytes=w.stored_bytes * (1 - quantized) + _NF4_BYTES * quantized,
     )
 
 
@@ -271,7 +271,7 @@ def _optimizer_term(w: Workload, trained: float, outer: float) -> Term:
     stored = w.trained_bytes
     match w.optimizer:
         case AdamW8bitConfig():
-            size, formula = trained * EIGHT_BIT_BYTES, f"{trained:,.0f} x {EIGHT_BIT_BYTES} B: two 8-bit moments"
+            size, formula = trained * _EIGHT_BIT_BYTES, f"{trained:,.0f} x {_EIGHT_BIT_BYTES} B: two 8-bit moments"
         case MuonConfig():
             size = (trained + outer) * stored
             formula = f"one moment of {trained - outer:,.0f} elements and two of {outer:,.0f}, {stored} B each"
@@ -340,7 +340,7 @@ def _split_backward(w: Workload, rank: _Rank) -> Term:
     return Term(
         "delayed weight gradients",
         outputs * rank.layers * count,
-        f"{outputs / MIB:,.1f} MiB of matmul outputs x {rank.layers} layers x {count} micro-batches",
+        f"{outputs / _MIB:,.1f} MiB of matmul outputs x {rank.layers} layers x {count} micro-batches",
     )
 
 
@@ -377,7 +377,7 @@ def _activation_terms(w: Workload, rank: _Rank) -> tuple[Term, Term, float]:
     micro-batches in flight."""
     saved = layer_activations(w)
     policy = w.parallelism.activation_checkpointing
-    per_layer, in_flight = saved.of(policy), micro_batches_in_flight(w, rank.stage)
+    per_layer, in_flight = saved.of(policy), _micro_batches_in_flight(w, rank.stage)
     final_norm = 0.0
     if rank.last:
         norm = (4 + 2 * w.compute_bytes) * w.architecture.hidden / w.sequence_shards
@@ -385,14 +385,14 @@ def _activation_terms(w: Workload, rank: _Rank) -> tuple[Term, Term, float]:
     activations = Term(
         "activations",
         per_layer * rank.layers * in_flight + final_norm,
-        f"{per_layer / MIB:,.1f} MiB per layer ({policy}) x {rank.layers} layers x {in_flight:g} micro-batches",
+        f"{per_layer / _MIB:,.1f} MiB per layer ({policy}) x {rank.layers} layers x {in_flight:g} micro-batches",
     )
     if w.parallelism.activation_offload:
         others = min(rank.layers - 1, 1)  # the layer that is copied while its neighbor computes
         activations = Term(
             "activations",
             per_layer * (in_flight + others) + final_norm,
-            f"{per_layer / MIB:,.1f} MiB per layer ({policy}) x the last layer of {in_flight:g} micro-batches and "
+            f"{per_layer / _MIB:,.1f} MiB per layer ({policy}) x the last layer of {in_flight:g} micro-batches and "
             f"{others} whose activations are copied to or from the host",
         )
     again = {
@@ -402,7 +402,7 @@ def _activation_terms(w: Workload, rank: _Rank) -> tuple[Term, Term, float]:
     return activations, Term("recomputed layer", again, "activations that the backward of a layer computes"), in_flight
 
 
-def micro_batches_in_flight(w: Workload, stage: int) -> float:
+def _micro_batches_in_flight(w: Workload, stage: int) -> float:
     """Return the most micro-batches whose activations a pp rank holds at once, in units of all its layers.
 
     Warmup lengths of torch's schedules: 1F1B runs pp - rank forwards first, the interleaved one 2 x (pp - rank - 1) and
@@ -431,7 +431,7 @@ def _loss_term(w: Workload, device: str) -> Term:
     if w.labels:
         return Term("loss", 12.0 * w.micro_batch * w.labels, "12 B x rows x labels")
     known = device == "cuda" and w.device_memory is not None
-    at_once = chunk_logits(w.device_memory or 0) if known else CHUNK_LOGITS[device]
+    at_once = chunk_logits(w.device_memory or 0) if known else _CHUNK_LOGITS[device]
     head = 0.0 if w.peft.adapts else vocabulary * hidden * (c + (4 if c < 4 else 0))
     logits = w.architecture.vocab  # tp ranks gather them
     # A run chooses by its configured batch size, which counts pairs.
@@ -465,8 +465,8 @@ def _layers_gathered(w: Workload) -> int:
     if w.fsdp == 1:
         return 2
     if w.architecture.experts:
-        return LAYERS_GATHERED - (1 if w.expert_fsdp > 1 else 2)
-    return LAYERS_GATHERED
+        return _LAYERS_GATHERED - (1 if w.expert_fsdp > 1 else 2)
+    return _LAYERS_GATHERED
 
 
 def _gathered_term(w: Workload, rank: _Rank, layers: int, *, head: bool = False) -> Term:

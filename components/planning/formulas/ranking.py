@@ -39,13 +39,13 @@ from components.planning.formulas.step_time import StepTime, estimate_time
 from components.planning.formulas.workload import Workload, build_workload, bytes_text
 from components.protocol.errors import ConfigError
 
-SINGLE = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
-POLICIES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
-SCHEDULES = (ONE_F_ONE_B, PipelineSchedule("Interleaved1F1B"), PipelineSchedule("ZBVZeroBubble"))
+_SINGLE = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
+_POLICIES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
+_SCHEDULES = (ONE_F_ONE_B, PipelineSchedule("Interleaved1F1B"), PipelineSchedule("ZBVZeroBubble"))
 """Schedules to choose from if the command line sets none."""
-SHORT_ROW = 4096
+_SHORT_ROW = 4096
 """Rows of fewer tokens per rank than this are not split by cp: attention is then a small part of the step."""
-LARGEST_MICRO_BATCH = 16
+_LARGEST_MICRO_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Plan:
     time: StepTime
 
 
-def rank_plans(
+def _rank_plans(
     cfg: TrainConfig, shape: ModelShape, choice: Choice, hardware: Hardware, left_out: LeftOut
 ) -> list[Plan]:
     """Return the candidates that fit the memory of the device, the fastest first.
@@ -75,7 +75,7 @@ def rank_plans(
     the smallest one needs.
     """
     single = MeshShape()
-    unsharded = replace(cfg, parallelism=SINGLE)
+    unsharded = replace(cfg, parallelism=_SINGLE)
     base = build_workload(unsharded, single, on_gpu=hardware.is_gpu, device_memory=hardware.gpu_memory)
     limit = usable_bytes(hardware) / (1 + ESTIMATE_ERROR)
     found: list[Plan] = []
@@ -115,12 +115,12 @@ def rank_plans(
 def legal_plans(
     cfg: TrainConfig, shape: ModelShape, choice: Choice, hardware: Hardware, left_out: LeftOut, count: int
 ) -> list[Plan]:
-    """Return the first `count` plans of `rank_plans` that pass all checks of the config.
+    """Return the first `count` plans of `_rank_plans` that pass all checks of the config.
 
-    Raises ConfigError like `rank_plans`, and with the problems if no plan passes.
+    Raises ConfigError like `_rank_plans`, and with the problems if no plan passes.
     """
     legal: list[Plan] = []
-    for plan in rank_plans(cfg, shape, choice, hardware, left_out):
+    for plan in _rank_plans(cfg, shape, choice, hardware, left_out):
         if len(legal) >= count:
             break
         training = replace(cfg.training, micro_batch_size=plan.candidate.micro_batch_size)
@@ -272,8 +272,8 @@ def _unsuitable(mesh: MeshShape, cfg: TrainConfig, shape: ModelShape, choice: Ch
     node, free = choice.ranks_per_node, [axis for axis in AXES if f"parallelism.{axis}" not in choice.fixed]
     if "tp" in free and mesh.tp > node:
         return f"parallelism.tp > {node}: its collectives, four per layer, would cross nodes"
-    if "cp" in free and mesh.cp > 1 and cfg.training.seq_len // mesh.cp < SHORT_ROW:
-        return f"parallelism.cp: would leave fewer than {SHORT_ROW:,} tokens of a row per rank"
+    if "cp" in free and mesh.cp > 1 and cfg.training.seq_len // mesh.cp < _SHORT_ROW:
+        return f"parallelism.cp: would leave fewer than {_SHORT_ROW:,} tokens of a row per rank"
     if "ep" in free and mesh.ep > 1 and not shape.experts:
         return "parallelism.ep > 1: the model is dense"
     if "pp" in free and mesh.pp > (shape.layers or 1):
@@ -295,10 +295,10 @@ def _policies(
     if not _fixed_strategy(choice) and mesh.world == 1:
         strategy = Strategy.single
     fixed_policy = {"parallelism.activation_checkpointing"} & set(choice.fixed)
-    policies: tuple[ActivationCheckpointing, ...] = (base.activation_checkpointing,) if fixed_policy else POLICIES
+    policies: tuple[ActivationCheckpointing, ...] = (base.activation_checkpointing,) if fixed_policy else _POLICIES
     if cfg.model.compile == "true" and not fixed_policy:
         policies = tuple(each for each in policies if each is not ActivationCheckpointing.selective)
-    schedules = (base.pp_schedule,) if mesh.pp == 1 or "parallelism.pp_schedule" in choice.fixed else SCHEDULES
+    schedules = (base.pp_schedule,) if mesh.pp == 1 or "parallelism.pp_schedule" in choice.fixed else _SCHEDULES
     for schedule in schedules:
         stages = mesh.pp * (1 if schedule in ("GPipe", "1F1B") else base.stages_per_rank)
         if stages > (shape.layers or stages):
@@ -341,7 +341,7 @@ def _micro_batches(
     if "training.micro_batch_size" in choice.fixed:
         sizes = [training.micro_batch_size]
     else:
-        sizes = [size for size in (16, 8, 4, 2, 1) if size <= min(rows, LARGEST_MICRO_BATCH) and rows % size == 0]
+        sizes = [size for size in (16, 8, 4, 2, 1) if size <= min(rows, _LARGEST_MICRO_BATCH) and rows % size == 0]
     problems: list[str] = []
     for size in sizes:
         if mesh.pp > 1 or training.ramp or "training.micro_batch_size" in choice.fixed:

@@ -28,13 +28,13 @@ from components.planning.formulas.workload import MESHBOOK, Implementation, Term
 LAUNCHES, FUSED_LAUNCHES, COMPILED_LAUNCHES = 121, 60, 45
 """Kernels that the host launches for the forward and backward of a dense layer: with transformers' own layers, with
 fused norms and rotary embeddings, compiled (tests/gpu_ready/test_launches.py)."""
-ADAPTER_LAUNCHES = 59
+_ADAPTER_LAUNCHES = 59
 """Further kernels of a layer with adapters."""
-ROUTING_LAUNCHES = 45
+_ROUTING_LAUNCHES = 45
 """Kernels of a layer's forward that are launched late, because the host has waited for the routing of tokens (ep)."""
-DTENSOR_SECONDS = 1e-4
+_DTENSOR_SECONDS = 1e-4
 """Host time of a redistribution of a DTensor, without a compiler."""
-OPTIMIZER_PASSES = {
+_OPTIMIZER_PASSES = {
     OptimizerKind.adamw: 7.0,  # parameter, gradient and two moments read; parameter and moments written
     OptimizerKind.adamw8bit: 4.0,  # the moments are read and written with a byte per element
     OptimizerKind.sgd: 3.0,
@@ -42,7 +42,7 @@ OPTIMIZER_PASSES = {
     OptimizerKind.custom: 7.0,
 }
 """Reads and writes of an element per update, each of the size of a stored parameter."""
-NORM_PASSES = 3.0
+_NORM_PASSES = 3.0
 """Reads and writes of a gradient for the gradient norm and clipping."""
 
 BUBBLE = "pipeline bubble"
@@ -291,10 +291,10 @@ class _Estimate:
         workload = self.workload
         layer = FUSED_LAUNCHES if workload.fused else LAUNCHES
         launches = COMPILED_LAUNCHES if workload.compiled else layer
-        launches += ADAPTER_LAUNCHES if workload.peft.adapts else 0
+        launches += _ADAPTER_LAUNCHES if workload.peft.adapts else 0
         seconds = launches * self.hardware.launch_seconds
         if workload.mesh.tp > 1 and not workload.compiled:
-            seconds += 4 * (self.implementation.tp_gathers + 2) / 2 * DTENSOR_SECONDS
+            seconds += 4 * (self.implementation.tp_gathers + 2) / 2 * _DTENSOR_SECONDS
         host = self.micro_batches * rank.layers * seconds
         return Term(
             "kernel launches (exposed)",
@@ -310,8 +310,8 @@ class _Estimate:
         waits = self.micro_batches * rank.layers * passes if self.workload.mesh.ep > 1 else 0.0
         return Term(
             "routing waits",
-            waits * ROUTING_LAUNCHES * hardware.launch_seconds * self.implementation.waits_for_routing,
-            f"{waits:g} waits x {ROUTING_LAUNCHES} launches x {hardware.launch_seconds:.3g} s",
+            waits * _ROUTING_LAUNCHES * hardware.launch_seconds * self.implementation.waits_for_routing,
+            f"{waits:g} waits x {_ROUTING_LAUNCHES} launches x {hardware.launch_seconds:.3g} s",
             f"{hardware.name}: launch_seconds",
         )
 
@@ -336,7 +336,7 @@ class _Estimate:
         parameters = self._sharded_parameters(rank)
         stored = workload.stored_bytes
         trained_bytes = workload.trained_bytes
-        moved = (OPTIMIZER_PASSES[optimizer.kind] + NORM_PASSES) * trained_bytes
+        moved = (_OPTIMIZER_PASSES[optimizer.kind] + _NORM_PASSES) * trained_bytes
         if optimizer.kind is OptimizerKind.adamw8bit:
             moved += 4
         if isinstance(optimizer, SGDConfig) and optimizer.momentum:

@@ -48,7 +48,7 @@ from components.training.setup.prepared import Prepared
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SLOT = "slot"
+_SLOT = "slot"
 """Name in `Batch.token_values` of the number of each target token, while a teacher is stored."""
 
 
@@ -144,9 +144,9 @@ class TeacherStore:
                 rows = hidden.to(teacher.compute_dtype)[is_target]  # (targets, hidden)
                 found = self._values(head, rows, batch.targets[is_target])
                 if settings.counts_tokens:
-                    own = {**found, SLOT: batch.token_values[SLOT][is_target]}
+                    own = {**found, _SLOT: batch.token_values[_SLOT][is_target]}
             everyone = {name: torch.cat([each.cpu() for each in all_gather(own[name])]) for name in own}
-            order = everyone.pop(SLOT).sort()
+            order = everyone.pop(_SLOT).sort()
             expected = torch.arange(done, done + len(order.values))
             if not torch.equal(order.values, expected):
                 raise RuntimeError("the ranks' target tokens are not those of consecutive rows: this is a bug")
@@ -171,7 +171,7 @@ class TeacherStore:
             top_k = find_top_k(log_p, k, vocabulary)
             found = {TOKEN_IDS: top_k.ids.int(), LOG_PROBS: top_k.log_probs, TARGET_LOG_PROB: of_targets}
             parts.append({name: each if name == TOKEN_IDS else each.float() for name, each in found.items()})
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != SLOT}
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != _SLOT}
 
 
 class TargetSlots(NamedTuple):
@@ -197,7 +197,7 @@ class TargetSlots(NamedTuple):
 
     def of_row(self, index: int) -> Mapping[str, np.ndarray]:
         """Return the numbers of a row's targets, for `Batch.token_values`."""
-        return {SLOT: np.arange(self.starts[index], self.starts[index + 1])}
+        return {_SLOT: np.arange(self.starts[index], self.starts[index + 1])}
 
 
 class _StoppedError(Exception):
@@ -248,5 +248,5 @@ def _no_values(k: int, device: torch.device) -> dict[str, torch.Tensor]:
         TOKEN_IDS: torch.empty(0, k, dtype=torch.int32, device=device),
         LOG_PROBS: torch.empty(0, k + 1, device=device),
         TARGET_LOG_PROB: torch.empty(0, device=device),
-        SLOT: torch.empty(0, dtype=torch.int64, device=device),
+        _SLOT: torch.empty(0, dtype=torch.int64, device=device),
     }

@@ -25,24 +25,24 @@ from components.models.compile import remove_truncated_libraries
 from components.models.weights.shards import local_blocks, shards_of_dim, zeros_sharded_like
 from components.training.optimizers.gradients import local_tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES, SCALE = "_codes", "_scale"
 """Suffixes of a moment's 8-bit codes (as many as the parameter has values) and of its scales (one per block)."""
 BLOCK = 256
 """Largest number of values in a block, torchao's default."""
-MIN_VALUES = 4096
+_MIN_VALUES = 4096
 """Smaller parameters are not quantized, as in torchao."""
-MIN_BLOCK = 16
+_MIN_BLOCK = 16
 """Parameters whose rows allow only smaller blocks are not quantized."""
-GRAPHS = 64
+_GRAPHS = 64
 """Limit of compiled updates: one for each size of blocks and dtype of the weights."""
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
     """Return whether `AdamW8bit` trains a parameter; this does not depend on the mesh."""
-    if parameter.dim() < 2 or parameter.numel() < MIN_VALUES:
+    if parameter.dim() < 2 or parameter.numel() < _MIN_VALUES:
         return False
-    return math.gcd(BLOCK, parameter.shape[-1]) >= MIN_BLOCK
+    return math.gcd(BLOCK, parameter.shape[-1]) >= _MIN_BLOCK
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -59,7 +59,7 @@ class AdamW8bit(torch.optim.Optimizer):
         # capturable: step counters are on the device, which decides whether a step counts.
         super().__init__(groups, {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps, "capturable": True})
         raise_all(torchao_problems(f"optimizer.kind={cfg.kind}"))
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
         remove_truncated_libraries()
         self._update, self._numbers = _compiled_update()
         self._on_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -69,7 +69,7 @@ class AdamW8bit(torch.optim.Optimizer):
         """Number of this rank's values with 8-bit moments and the bytes of their moments, for the banner."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         values = sum(local_tensor(each).numel() for each in parameters)
-        size = sum(local_tensor(each).numel() * moment_bytes(each) for each in parameters)
+        size = sum(local_tensor(each).numel() * _moment_bytes(each) for each in parameters)
         return (
             f"adamw8bit: {size / 2**20:,.1f} MiB for the moments of {values:,} values per rank, "
             f"{size / max(1, values):.2f} bytes each"
@@ -95,11 +95,11 @@ class AdamW8bit(torch.optim.Optimizer):
         state["step"] += ~skipped
         if not local.numel():
             return
-        block = _block_of(state[MOMENTS[0] + SCALE], parameter)
+        block = _block_of(state[_MOMENTS[0] + SCALE], parameter)
         weights = local.contiguous()
         tensors = [weights.view(-1, block), gradient.contiguous().view(-1, block)]
-        codes = [local_tensor(state[each + CODES]).view(-1, block) for each in MOMENTS]
-        scales = [local_tensor(state[each + SCALE]).view(-1) for each in MOMENTS]
+        codes = [local_tensor(state[each + CODES]).view(-1, block) for each in _MOMENTS]
+        scales = [local_tensor(state[each + SCALE]).view(-1) for each in _MOMENTS]
         for tensor in (*tensors, *codes, *scales):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one graph for matrices of all sizes
         moments = list(zip(codes, scales, self._numbers_on(local.device), strict=True))
@@ -116,10 +116,10 @@ class AdamW8bit(torch.optim.Optimizer):
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), device=parameter.device)
-        for moment in MOMENTS:
+        for moment in _MOMENTS:
             if moment + CODES not in state:
                 state[moment + CODES] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
-                blocks = (*parameter.shape[:-1], parameter.shape[-1] // largest_block(parameter))
+                blocks = (*parameter.shape[:-1], parameter.shape[-1] // _largest_block(parameter))
                 state[moment + SCALE] = zeros_sharded_like(parameter, blocks, torch.float32)
                 if moment in state:
                     self._quantize(state, moment, parameter)
@@ -135,8 +135,8 @@ class AdamW8bit(torch.optim.Optimizer):
         values = local_tensor(state.pop(moment)).float().contiguous()
         codes, scale = local_tensor(state[moment + CODES]), local_tensor(state[moment + SCALE])
         if values.numel():
-            scaled, new_scale = scale_tensor(values, largest_block(parameter))
-            numbers = self._numbers_on(values.device)[MOMENTS.index(moment)]
+            scaled, new_scale = scale_tensor(values, _largest_block(parameter))
+            numbers = self._numbers_on(values.device)[_MOMENTS.index(moment)]
             codes.copy_(quantize_8bit_with_qmap(scaled, numbers))
             scale.copy_(new_scale.view(scale.shape))
 
@@ -147,15 +147,15 @@ class AdamW8bit(torch.optim.Optimizer):
         return self._on_device[device]
 
 
-def largest_block(parameter: nn.Parameter) -> int:
+def _largest_block(parameter: nn.Parameter) -> int:
     """Return the largest divisor of BLOCK into which the part of a row on any rank can be divided."""
     columns, parts = parameter.shape[-1], shards_of_dim(parameter, parameter.dim() - 1)
     return math.gcd(BLOCK, columns // parts) if columns % parts == 0 else 1
 
 
-def moment_bytes(parameter: nn.Parameter) -> float:
+def _moment_bytes(parameter: nn.Parameter) -> float:
     """Return the bytes of both moments per value: codes, and a float32 scale per block."""
-    return len(MOMENTS) * (1 + 4 / largest_block(parameter))
+    return len(_MOMENTS) * (1 + 4 / _largest_block(parameter))
 
 
 def _block_of(scale: torch.Tensor, parameter: nn.Parameter) -> int:
@@ -171,7 +171,7 @@ def _split_blocks(scale: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         scale: The scales of whole rows, (..., blocks of a row), loaded from a checkpoint of another mesh.
     """
     before = _block_of(scale, parameter)
-    block = math.gcd(before, largest_block(parameter))
+    block = math.gcd(before, _largest_block(parameter))
     columns = torch.empty(local_tensor(parameter).shape[-1], dtype=torch.long)
     for each in local_blocks(parameter, "scale"):
         local, full = each.local[-1], each.full[-1]

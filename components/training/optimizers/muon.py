@@ -21,10 +21,10 @@ from components.models.anatomy import Anatomy, config_of
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.owners import Matrix, MatrixExchange, Piece, Runs, Transfer, fused_matrices
 
-MOMENTUM = "momentum_buffer"
+_MOMENTUM = "momentum_buffer"
 """Name of the momentum in the optimizer's state, as in torch.optim.Muon."""
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -32,23 +32,23 @@ def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
     A quintic Newton-Schulz iteration in the dtype of `matrix`.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=EPS)
+    x = x / x.norm().clamp(min=_EPS)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
 
 
-def newton_schulz_flops(shape: Sequence[int], steps: int) -> float:
+def _newton_schulz_flops(shape: Sequence[int], steps: int) -> float:
     """Return the FLOPs of `orthogonalize` for a matrix (..., rows, columns)."""
     small, large = sorted(shape[-2:])
     return steps * (4 * small**2 * large + 2 * small**3)
 
 
-def learning_rate_scale(shape: Sequence[int], scale: MatrixScale) -> float:
+def _learning_rate_scale(shape: Sequence[int], scale: MatrixScale) -> float:
     """Return the factor of the learning rate for a matrix (..., out, in).
 
     rms: the update has the root mean square of a typical AdamW update, so that AdamW's learning rate and weight decay
@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "momentum": cfg.momentum})
         self._steps, self._scale = cfg.ns_steps, cfg.scale
         self._dtype = torch_dtype(cfg.ns_dtype)
-        self._exchange = MatrixExchange(matrices, lambda matrix: newton_schulz_flops(matrix.shape, cfg.ns_steps))
+        self._exchange = MatrixExchange(matrices, lambda matrix: _newton_schulz_flops(matrix.shape, cfg.ns_steps))
         self._matrices = len(matrices)
 
     @property
@@ -107,9 +107,9 @@ class Muon(torch.optim.Optimizer):
         if parameter.grad is None:
             raise ValueError("a parameter of Muon has no gradient in this step; freeze it, or use another optimizer")
         state = self.state[parameter]
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
-        gradient, buffer = local_tensor(parameter.grad), local_tensor(state[MOMENTUM])
+        if _MOMENTUM not in state:
+            state[_MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+        gradient, buffer = local_tensor(parameter.grad), local_tensor(state[_MOMENTUM])
         updated = buffer.lerp(gradient, 1 - momentum)
         buffer.copy_(updated if skipped is None else torch.where(skipped, buffer, updated))
         return gradient.lerp(updated, momentum).to(self._dtype)
@@ -127,7 +127,7 @@ class Muon(torch.optim.Optimizer):
 
     def _add(self, matrix: Matrix, piece: Piece, result: torch.Tensor, skipped: torch.Tensor | None) -> None:
         shape = matrix.shape[:-3:-1] if matrix.is_transposed else matrix.shape
-        rate = self.param_groups[0]["lr"] * learning_rate_scale(shape, self._scale)
+        rate = self.param_groups[0]["lr"] * _learning_rate_scale(shape, self._scale)
         if skipped is not None:
             result = torch.where(skipped, 0.0, result)
         local_tensor(matrix.parameter.detach())[piece.local].add_(result, alpha=-rate)

@@ -39,9 +39,9 @@ from components.training.optimizers.muon import Muon, divide_parameters
 from components.training.setup.prepared import Prepared
 from components.training.state import HostCopy
 
-LR_SCALE = "lr_scale"
+_LR_SCALE = "lr_scale"
 """Key of a parameter group: factor of the schedule's learning rate; 1 if it is missing."""
-IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Optimizers:
@@ -126,7 +126,7 @@ def _muon(module: nn.Module, anatomy: Anatomy, vectors: set[nn.Parameter], confi
         lr = config.lr if config.adamw_lr is None else config.adamw_lr
         optimizers["adamw"] = _adamw(divided.others, vectors, config, lr)
         for group in optimizers["adamw"].param_groups:
-            group[LR_SCALE] = lr / config.lr
+            group[_LR_SCALE] = lr / config.lr
     return optimizers
 
 
@@ -169,7 +169,7 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, max_steps: int) -> None:
     """Set the learning rate of every parameter group to that of optimizer step `step` (the first is 0)."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step, max_steps) * group.get(LR_SCALE, 1.0)
+        group["lr"] = learning_rate(config, step, max_steps) * group.get(_LR_SCALE, 1.0)
 
 
 def keep_group_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
@@ -178,7 +178,7 @@ def keep_group_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig) 
     Call it before the first `set_learning_rate`, which overwrites the groups' rates.
     """
     for group in optimizer.param_groups:
-        group.setdefault(LR_SCALE, float(group["lr"]) / config.lr)
+        group.setdefault(_LR_SCALE, float(group["lr"]) / config.lr)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def masked_step(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
     The step needs memory for a second copy of the weights and of the optimizer's state. State that an optimizer stores
     outside `state` and `param_groups` is not restored.
     """
-    undo_skipped_step(optimizer)
+    _undo_skipped_step(optimizer)
     mask = skipped.bool()
     weights = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
     copies = [weight.detach().clone() for weight in weights]
@@ -275,7 +275,7 @@ def masked_step(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
         pending.undo = undo
 
 
-def undo_skipped_step(optimizer: torch.optim.Optimizer) -> None:
+def _undo_skipped_step(optimizer: torch.optim.Optimizer) -> None:
     """Restore the part of `optimizer`'s state that is on the host if the last masked step was skipped."""
     pending = _pending_of(optimizer)
     if pending is not None:
@@ -355,13 +355,13 @@ def _containers(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any]]:
 def _copy(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
-    return leaf if isinstance(leaf, IMMUTABLE) else copy.deepcopy(leaf)
+    return leaf if isinstance(leaf, _IMMUTABLE) else copy.deepcopy(leaf)
 
 
 def _restore(new: Any, old: Any, mask: torch.Tensor) -> bool:
     """Copy `old` into `new` on the device if `mask` is set; return False if the host must do it later."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        return new is old or (isinstance(old, IMMUTABLE) and type(new) is type(old) and new == old)
+        return new is old or (isinstance(old, _IMMUTABLE) and type(new) is type(old) and new == old)
     new, old = local_tensor(new), local_tensor(old)
     if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         return False

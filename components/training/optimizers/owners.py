@@ -24,17 +24,17 @@ from components.models.anatomy import Anatomy
 from components.models.weights.shards import Block, blocks_at
 
 Index = tuple[slice, ...]
-BUCKET_ELEMENTS = 2**27
+_BUCKET_ELEMENTS = 2**27
 """Approximate number of elements of the parameters in one exchange: bounds the memory of its buffers."""
 Runs = tuple[range, ...]
 """Indices along one dim, as ascending ranges."""
-HALVES = {"gate_up_proj"}
+_HALVES = {"gate_up_proj"}
 """Projections with gate and up one after the other."""
-QUERIES_KEYS_VALUES = {"qkv_proj", "c_attn", "Wqkv", "W_pack"}
+_QUERIES_KEYS_VALUES = {"qkv_proj", "c_attn", "Wqkv", "W_pack"}
 """Projections with all queries, then all keys, then all values."""
-BY_HEAD = {"query_key_value"}
+_BY_HEAD = {"query_key_value"}
 """Projections with the queries, key and value of one key-value head after the other (GPT-NeoX, BLOOM, Falcon)."""
-ALTERNATING = {"gpt_oss"}
+_ALTERNATING = {"gpt_oss"}
 """Model types whose experts alternate between a column of gate and one of up."""
 
 
@@ -317,7 +317,7 @@ def _in_buckets(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
     for _, group in itertools.groupby(matrices, key=lambda matrix: id(matrix.parameter)):
         members = list(group)
         size_of_parameter = members[0].parameter.numel()
-        if bucket and size + size_of_parameter > BUCKET_ELEMENTS:
+        if bucket and size + size_of_parameter > _BUCKET_ELEMENTS:
             yield bucket
             bucket, size = [], 0
         bucket += members
@@ -342,8 +342,8 @@ def fused_matrices(name: str, shape: Sequence[int], anatomy: Anatomy, model_type
     projection = components[-2] if components[-1] == "weight" else components[-1]
     dim = len(shape) - (1 if name in anatomy.transposed else 2)  # of the outputs
     size = shape[dim]
-    if projection in HALVES and size % 2 == 0:
-        if model_type in ALTERNATING and len(shape) == 3:
+    if projection in _HALVES and size % 2 == 0:
+        if model_type in _ALTERNATING and len(shape) == 3:
             return dim, [tuple(range(i, i + 1) for i in range(first, size, 2)) for first in (0, 1)]
         return dim, [(range(size // 2),), (range(size // 2, size),)]
     widths, kv_heads = anatomy.widths, anatomy.kv_heads
@@ -352,10 +352,10 @@ def fused_matrices(name: str, shape: Sequence[int], anatomy: Anatomy, model_type
     sizes = (widths.heads * widths.keys, kv_heads * widths.keys, kv_heads * widths.values)
     if sum(sizes) != size:
         return None
-    if projection in QUERIES_KEYS_VALUES:
+    if projection in _QUERIES_KEYS_VALUES:
         starts = (0, sizes[0], sizes[0] + sizes[1])
         return dim, [(range(start, start + width),) for start, width in zip(starts, sizes, strict=True)]
-    if projection in BY_HEAD:
+    if projection in _BY_HEAD:
         return dim, _by_head(sizes, kv_heads)
     return None
 

@@ -13,7 +13,7 @@ from components.checkpoint.tensors import AVERAGE, AVERAGE_UPDATES, MODEL, Tenso
 from components.config.schema.training import EvalWeights
 from components.training.optimizers.gradients import local_tensor
 
-CHUNK_BYTES = 64 * 1024**2
+_CHUNK_BYTES = 64 * 1024**2
 """Approximate bytes of the averages that are updated at a time: an update needs as much temporary memory."""
 
 
@@ -114,7 +114,7 @@ class WeightAverage:
         size = 0
         for name, parameter in self._parameters.items():
             average = local_tensor(self._averages[name])
-            if averages and (size > CHUNK_BYTES or averages[0].dtype != average.dtype):
+            if averages and (size > _CHUNK_BYTES or averages[0].dtype != average.dtype):
                 yield averages, weights
                 averages, weights, size = [], [], 0
             averages.append(average)

@@ -25,7 +25,7 @@ from components.protocol.errors import ConfigError
 
 SEQUENCE_WEIGHTS = "router_sequence_weights"
 """Keyword argument that passes `sequence_weights` through the model's forward to its decoder layers."""
-SWITCH_OFF = "set model.router_aux=none"
+_SWITCH_OFF = "set model.router_aux=none"
 
 
 def attach_router_loss(
@@ -53,7 +53,7 @@ def attach_router_loss(
     if count == 0:
         raise ConfigError(
             f"model.router_aux=sequence: the coefficient {coefficient} applies to nothing: no router was found "
-            f"in the decoder layers of {type(model).__name__}; {SWITCH_OFF}"
+            f"in the decoder layers of {type(model).__name__}; {_SWITCH_OFF}"
         )
     loss = RouterLoss(coefficient, count, mesh, expects=any(routers))
     for layer, layer_routers in zip(layers.values(), routers, strict=True):
@@ -89,7 +89,7 @@ class RouterLoss:
         if self._expects:
             raise ConfigError(
                 "model.router_aux=sequence: this model does not pass keyword arguments down to its decoder layers, so "
-                f"its routers do not receive the sequence weights; {SWITCH_OFF}"
+                f"its routers do not receive the sequence weights; {_SWITCH_OFF}"
             )
         counts = self._mesh is None or (self._mesh.rank("tp") == 0 and self._mesh.rank("cp") == 0)
         return self._total * self._tokens * counts
@@ -265,7 +265,7 @@ def _check_outputs(outputs: Any, tokens: torch.Tensor, router: nn.Module) -> Any
         return outputs
     raise ConfigError(
         f"model.router_aux=sequence: {type(router).__name__} does not return logits, scores and chosen experts of "
-        f"every token; {SWITCH_OFF}"
+        f"every token; {_SWITCH_OFF}"
     )
 
 

@@ -18,7 +18,7 @@ from components.training.objectives import Chunk, TokenLoss
 from components.training.objectives.cross_entropy import log_softmax, upcast
 from components.training.setup.prepared import Prepared
 
-GREEDY_LOSS = math.log(2) / 2
+_GREEDY_LOSS = math.log(2) / 2
 """A token that is not the most likely one has at most half of the probability: a loss of at least log(2)."""
 
 
@@ -119,7 +119,7 @@ class SignedLogProbability(TokenLoss):
     @staticmethod
     def decode(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probabilities of values, and whether each is of a token that is not the most likely one."""
-        return -values.abs(), ~(values > -GREEDY_LOSS)  # NaN is a miss
+        return -values.abs(), ~(values > -_GREEDY_LOSS)  # NaN is a miss
 
 
 @torch.no_grad()

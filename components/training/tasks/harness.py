@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from components.training.attempt import Attempt
     from components.training.run import Step
 
-FEWSHOT_SEED = 1234
+_FEWSHOT_SEED = 1234
 """Seed of lm-eval's choice of examples, and of numpy and torch; Python's is 0, as with lm-eval's own command."""
-PLAIN_FILTER = "none"
+_PLAIN_FILTER = "none"
 """Name of the filter of tasks that do not process answers."""
 
 
@@ -104,7 +104,7 @@ def evaluate_tasks(model: Prepared, tasks: BenchmarkTasks, run: RunContext) -> T
     cfg, was_training = tasks.cfg, model.module.training
     lm = MeshLM(model, tasks.tokenizer, *_sizes(cfg, model, tasks.tokenizer, run), run)
     for task in tasks.loaded["tasks"].values():
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # here, so that every evaluation has the same examples
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)  # here, so that every evaluation has the same examples
     model.module.eval()
     try:
         # Eager, because compiled layers would be recompiled for the many shapes of requests.
@@ -210,7 +210,7 @@ def _scores(results: Mapping[str, Any]) -> TaskScores:
         for key, value in values.items():
             name, comma, chosen = key.partition(",")
             if comma and isinstance(value, int | float) and not name.endswith("_stderr"):
-                metrics["/".join([task, name, *([] if chosen == PLAIN_FILTER else [chosen])])] = float(value)
+                metrics["/".join([task, name, *([] if chosen == _PLAIN_FILTER else [chosen])])] = float(value)
     inside = {child for children in results["group_subtasks"].values() for child in children}
     counts = results["n-samples"]
     documents = {
@@ -234,8 +234,8 @@ def _lm_eval_random_state() -> Iterator[None]:
     if hides_downloads:
         disable_progress_bars()
     random.seed(0)
-    np.random.seed(FEWSHOT_SEED)
-    torch.manual_seed(FEWSHOT_SEED)
+    np.random.seed(_FEWSHOT_SEED)
+    torch.manual_seed(_FEWSHOT_SEED)
     try:
         yield
     finally:

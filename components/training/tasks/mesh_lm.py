@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
-SAMPLING_KEYS = ("do_sample", "temperature", "top_p", "top_k")
-LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-GENERATION_KEYS = frozenset(["until", *SAMPLING_KEYS, *LENGTH_KEYS])
+_SAMPLING_KEYS = ("do_sample", "temperature", "top_p", "top_k")
+_LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+GENERATION_KEYS = frozenset(["until", *_SAMPLING_KEYS, *_LENGTH_KEYS])
 """Keys of a task's generation_kwargs that `generate_until` supports."""
 
 
