@@ -83,7 +83,8 @@ class Refusal:
 def refusals(folder: str) -> list[Refusal]:
     """Return the messages of the files in components/FOLDER (not below it), or of the module components/FOLDER.py."""
     path = ROOT / "components" / folder
-    files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    elsewhere = {ROOT / "components" / f"{each}.py" for _, parts in GROUPS for each in parts}
+    files = sorted(set(path.glob("*.py")) - elsewhere) if path.is_dir() else [path.with_suffix(".py")]
     found = [
         Refusal(template, str(file.relative_to(ROOT)))
         for file in files

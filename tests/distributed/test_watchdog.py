@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from components.launch.rank import record_collectives
-from components.watch.heartbeat import BeatTracker, Heartbeat, Verdict, blame, late_ranks
+from components.watch.heartbeat import BeatTracker, Heartbeat, HangVerdict, blame, late_ranks
 from components.watch.watchdog import write_collectives
 from tests.harness import run_ranks
 
@@ -29,7 +29,7 @@ def _wait_for_all(name: str) -> None:
         time.sleep(0.01)
 
 
-def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, Verdict | None]:
+def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, HangVerdict | None]:
     """Rank 2 blocks rank 1 in a collective of their group, so that rank 1 does not join that of all ranks."""
     heartbeat = Heartbeat.join()
     pair = dist.new_group([1, 2])
@@ -55,7 +55,7 @@ def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, Verdict 
     heartbeat.excluded_group = pair.group_name if rank else ""
     progress = heartbeat.beat("in step 3", "", progressed=False)
     assert len(heartbeat.posts()[rank].collectives) == len(now[rank].collectives) - (rank != 0)
-    verdict = heartbeat.publish_verdict(Verdict(f"reported by rank {rank}", (f"n{rank}", "n7")))
+    verdict = heartbeat.publish_verdict(HangVerdict(f"reported by rank {rank}", (f"n{rank}", "n7")))
     late, reason = late_ranks(before), blame([], before).message
     agreed = heartbeat.verdict()
     # Complete the collectives so that the ranks can exit.
@@ -138,7 +138,7 @@ def test_three_ranks_agree_on_the_late_rank() -> None:
         assert progress == 3 + 2
         assert verdict == results[0][4]
         reporter = verdict.message.removeprefix("reported by rank ")
-        assert verdict == Verdict(f"reported by rank {reporter}", (f"n{reporter}", "n7"))
+        assert verdict == HangVerdict(f"reported by rank {reporter}", (f"n{reporter}", "n7"))
 
 
 def test_record_of_the_missing_rank_lacks_the_pending_collective(
