@@ -182,8 +182,7 @@ def _constants() -> Names:
     """Return the texts of the constants of all modules, which other modules import; names that two modules use are left
     out."""
     found: dict[str, list[ast.expr]] = {}
-    folders = [ROOT / "components" / folder for _, folders in GROUPS for folder in folders]
-    for file in [file for folder in folders for file in folder.glob("*.py")]:
+    for file in sorted((ROOT / "components").rglob("*.py")):
         for name, text in _assigned(_parsed(file).body).items():
             if name.isupper():
                 found.setdefault(name, []).append(text)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from components.launch.rank import record_collectives
-from components.watch.heartbeat import BeatTracker, Heartbeat, HangVerdict, blame, late_ranks
+from components.watch.heartbeat import BeatTracker, HangVerdict, Heartbeat, blame, late_ranks
 from components.watch.watchdog import write_collectives
 from tests.harness import run_ranks
 
