@@ -169,8 +169,8 @@ def test_config_without_a_checksum_is_refused_and_restored(tmp_path: Path, capsy
     with pytest.raises(ConfigError) as refused:
         read_frozen(file, FinetuneConfig)
     assert str(refused.value) == (
-        f"{file}: cannot be read as the config of a run: damaged, or edited by hand (its first line must be the "
-        f"checksum of the lines below it); an intact copy is in {first.logs}/config.yaml"
+        f"{file}: cannot be read as the config of a run: damaged, or edited by hand (change keys on the "
+        f"command line instead); an intact copy is in {first.logs}/config.yaml"
     )
     started(tmp_path / "run")
     assert f"restored from {first.logs}/config.yaml: it was damaged or edited by hand" in capsys.readouterr().err

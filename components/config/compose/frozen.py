@@ -109,7 +109,7 @@ def _damage_of(text: str) -> str:
     """Return the damage of the text of a frozen config, found by its checksum; empty if it is intact."""
     first, _, below = text.partition("\n")
     is_intact = first == f"{_CHECKSUM}{_digest(below)}"
-    return "" if is_intact else "damaged, or edited by hand (its first line must be the checksum of the lines below it)"
+    return "" if is_intact else "damaged, or edited by hand (change keys on the command line instead)"
 
 
 def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
