@@ -34,11 +34,11 @@ _IDS = "trackers.json"
 logger = logging.getLogger(__name__)
 _MLFLOW_FOLDER = "mlruns"
 """Folder of the local store."""
-_LONGEST_VALUE = 5000
+_MLFLOW_VALUE = 5000
 """Maximum length of a parameter's or tag's value in characters; servers accept 5,000 or 6,000."""
-_BATCH = 100
+_MLFLOW_BATCH = 100
 """Maximum number of parameters per request."""
-_DEFAULTS = {
+_MLFLOW_DEFAULTS = {
     # A server that does not answer would block rank 0 for four minutes, and with it all ranks.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -47,7 +47,7 @@ _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 """Environment variables of MLflow, unless the user sets them."""
-_FOLDER = "tensorboard"
+_TENSORBOARD_FOLDER = "tensorboard"
 """Folder of the event files in the run directory."""
 _TRACKIO_FOLDER = "trackio"
 """Folder of the local database in the run directory."""
@@ -235,7 +235,7 @@ class MlflowTracker:
 
     def start(self, run: TrackedRun) -> str:
         """Start the MLflow run, or continue it. Raises if the store does not contain the stored id."""
-        for name, value in _DEFAULTS.items():
+        for name, value in _MLFLOW_DEFAULTS.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
@@ -281,10 +281,10 @@ class MlflowTracker:
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._id).data.params
-        values = {key: text[:_LONGEST_VALUE] for key, text in flat_config(config)}
+        values = {key: text[:_MLFLOW_VALUE] for key, text in flat_config(config)}
         new = [Param(key, value) for key, value in values.items() if key not in known]
-        for start in range(0, len(new), _BATCH):
-            self._client.log_batch(self._id, params=new[start : start + _BATCH])
+        for start in range(0, len(new), _MLFLOW_BATCH):
+            self._client.log_batch(self._id, params=new[start : start + _MLFLOW_BATCH])
         changed = [RunTag(key, value) for key, value in values.items() if known.get(key, value) != value]
         if changed:
             self._client.log_batch(self._id, tags=changed)
@@ -302,7 +302,7 @@ class TensorBoardTracker:
         import torch.utils.tensorboard  # noqa: F401  (imports the tensorboard package)
 
         self._run = run
-        folder = run.directory / _FOLDER
+        folder = run.directory / _TENSORBOARD_FOLDER
         return f"{folder}; open it with: tensorboard --logdir {shlex.quote(str(folder))}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -323,7 +323,8 @@ class TensorBoardTracker:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = writer = SummaryWriter(str(own_folder(self._run.directory / _FOLDER)), purge_step=step)
+        folder = own_folder(self._run.directory / _TENSORBOARD_FOLDER)
+        self._writer = writer = SummaryWriter(str(folder), purge_step=step)
         writer.add_text("config", f"```yaml\n{self._run.config_text}```", step)
         return writer
 
