@@ -44,7 +44,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 import components
 from components.config.compose.command_line import compose_from_command_line
 from components.config.schema import FinetuneConfig
-from components.data.sources import pydocs
+from components.data.sources import text
 
 with contextlib.suppress(ImportError):  # the extra `plot`
     import matplotlib.figure  # noqa: F401
@@ -118,7 +118,7 @@ def do_what_all_recipes_do() -> None:
         compose_from_command_line("finetune", FinetuneConfig, ROOT / "recipes", lambda cfg, rejected: [])
     finally:
         sys.argv = arguments
-    pydocs.conversations("train")
+    text.pydocs_conversations("train")
     gc.collect()
     gc.freeze()
 

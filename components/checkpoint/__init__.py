@@ -5,7 +5,7 @@ saver.py           Saver: the saves of a run, synchronous or in the background
 replica_check.py   ReplicaCheck: ranks with the same data must hold the same bits, or one of them computes wrongly
 load.py            find_checkpoint, locate_checkpoint, load_checkpoint, load_model_weights, stored_dtype_of, verify
 reader.py          choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
-manifest.py        the manifest: files, sizes and hashes, written last; names in run_dir/checkpoints; CheckpointError
+manifest.py        the manifest: files, sizes and hashes, written last; CheckpointError
 listing.py         the checkpoints of a run directory, the retention policy and safe removal, without torch
 tensors.py         model and optimizer state as named tensors, and the blocks of each that a rank saves
 stored_tensors.py  the tensors of a checkpoint's files, read block by block; fingerprint of a LoRA run's base weights

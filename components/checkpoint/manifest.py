@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint (files with sizes and hashes, written last), and the names in `run_dir/checkpoints`."""
+"""The manifest of a checkpoint: its files with sizes and hashes, written last. CheckpointError, raised on all ranks.
+
+The names of checkpoints and of their files are in components/protocol/run_files.py.
+"""
 
 from __future__ import annotations
 

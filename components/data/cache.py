@@ -27,7 +27,7 @@ from components.config.schema.data import BadRows, DataConfig, RowsDataConfig, T
 from components.conversation import ASSISTANT, Conversation, Prompt, text_of
 from components.data import examples
 from components.data.examples import Example, KeyUsage
-from components.data.sources import pydocs
+from components.data.sources import text
 from components.data.sources.preference_rows import AnswerConfig
 from components.data.sources.rows import BadRowReport, Document, LabeledText
 from components.data.sources.split import (
@@ -108,7 +108,7 @@ class _Encoder:
         """Tokenize a batch of conversations, documents or labeled texts."""
         if self.seq_len is not None:
             documents = [record for record in batch if isinstance(record, Document)]
-            return pydocs.encode_documents(self.tokenizer, documents, self.seq_len)
+            return text.encode_documents(self.tokenizer, documents, self.seq_len)
         conversations = [each for each in batch if isinstance(each, Conversation)]
         labeled = [each for each in batch if isinstance(each, LabeledText)]
         options: dict[str, Any] = {"usage": self.usage, "bad": self.bad}
@@ -242,7 +242,7 @@ def _first_prompts(encoder: _Encoder) -> Iterator[Prompt]:
     tokenizer, template = encoder.tokenizer, ChatTemplate(encoder.tokenizer)
     for record in islice(encoder.split, _PROMPTS_KEPT):
         if isinstance(record, Document):
-            line = pydocs.opening_line(record)
+            line = text.opening_line(record)
             yield Prompt(line, tokenizer.encode(line))
         elif isinstance(record, Conversation):
             answer = [message["role"] for message in record.messages].index(ASSISTANT)

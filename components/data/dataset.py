@@ -89,7 +89,7 @@ class Facts:
 
     @property
     def warning(self) -> str:
-        """Why at least WARNED_SHARE of the rows are dropped, and what to change; empty if it is less."""
+        """Why at least _WARNED_SHARE of the rows are dropped, and what to change; empty if it is less."""
         dropped = sum(self._dropped.values())
         if dropped < _WARNED_SHARE * (dropped + self.samples):
             return ""

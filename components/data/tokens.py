@@ -97,7 +97,7 @@ class Tokens(NamedTuple):
 
     @property
     def _pieces(self) -> Iterator[slice]:
-        """The runs, in slices of at most VALUES_AT_ONCE tokens."""
+        """The runs, in slices of at most _VALUES_AT_ONCE tokens."""
         for run in self.runs:
             for start in range(run.start, run.stop, _VALUES_AT_ONCE):
                 yield slice(start, min(start + _VALUES_AT_ONCE, run.stop))

@@ -98,15 +98,15 @@ def _unpack_blocks(packed, pairs, values, blocks, columns, SIZE: tl.constexpr, S
     """Write the values of `_TOGETHER` blocks of one row: both 4-bit codes of a byte, times the block's scale."""
     scale_bytes: tl.constexpr = SIZE_BYTES - SIZE // 2
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * _TOGETHER + tl.arange(0, _TOGETHER)  # (TOGETHER,)
+    block = tl.program_id(1) * _TOGETHER + tl.arange(0, _TOGETHER)  # (_TOGETHER,)
     exists = block < blocks
     header = packed + (row * blocks + block) * SIZE_BYTES
     low = tl.load(header, mask=exists, other=0).to(tl.int16)
     high = tl.load(header + 1, mask=exists, other=0).to(tl.int16)
-    scale = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)  # (TOGETHER,)
+    scale = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)  # (_TOGETHER,)
     byte = tl.arange(0, SIZE // 2)[None, :]  # (1, SIZE / 2)
     code = tl.load(header[:, None] + scale_bytes + byte, mask=exists[:, None], other=0).to(tl.int32)
-    first = tl.load(pairs + 2 * code) * scale[:, None]  # (TOGETHER, SIZE / 2)
+    first = tl.load(pairs + 2 * code) * scale[:, None]  # (_TOGETHER, SIZE / 2)
     second = tl.load(pairs + 2 * code + 1) * scale[:, None]
     both = tl.reshape(tl.join(first, second), (_TOGETHER, SIZE))
     column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]

@@ -55,7 +55,7 @@ class LossPlot:
         self._next = 0.0  # time.monotonic() from which the next update may start
 
     def update(self) -> None:
-        """Start a redraw in a thread, unless one is running or the last was less than UPDATE_SECONDS ago."""
+        """Start a redraw in a thread, unless one is running or the last was less than _UPDATE_SECONDS ago."""
         now = time.monotonic()
         if now >= self._next and not (self._thread and self._thread.is_alive()):
             self._next = now + _UPDATE_SECONDS

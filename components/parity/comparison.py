@@ -69,7 +69,7 @@ class Bounds:
 _BOUNDS = {"float32": Bounds(1e-5, 1e-5, 1e-4), "float64": Bounds(1e-9, 1e-9, 1e-10)}
 """Adam amplifies rounding from step to step, so bounds of curves are larger than those of the first gradients."""
 _SPREAD = 4
-"""Factor for the bounds of bfloat16, which are measured: SPREAD times the difference between bfloat16 and float32 in
+"""Factor for the bounds of bfloat16, which are measured: _SPREAD times the difference between bfloat16 and float32 in
 one process. A mesh rounds in another order, so its difference is another sample of the same distribution."""
 
 
@@ -340,7 +340,7 @@ def relative(value: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) ->
 
 
 def worst_difference(values: list[float], expected: list[float]) -> float:
-    """Return the largest |value - expected| / |expected| in the first COMPARED_STEPS of two curves.
+    """Return the largest |value - expected| / |expected| in the first _COMPARED_STEPS of two curves.
 
     Infinite if the curves differ in length or hold a value that is not finite.
     """

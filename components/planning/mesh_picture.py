@@ -388,7 +388,7 @@ def _draw_bar(canvas: SvgCanvas, x: float, y: float, bar: TermBar) -> float:
 
 
 def _spread(anchors: Sequence[float], top: float, bottom: float) -> list[float]:
-    """Return positions near sorted anchors, at least LABEL apart and not below `bottom`, if there is room."""
+    """Return positions near sorted anchors, at least _LABEL apart and not below `bottom`, if there is room."""
     positions: list[float] = []
     for anchor in anchors:
         positions.append(max(anchor, positions[-1] + _LABEL if positions else top))

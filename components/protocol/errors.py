@@ -1,4 +1,7 @@
-"""ConfigError, which ends a run with exit status 2 and without a traceback; and the other exit statuses."""
+"""ConfigError, which ends a run with exit status 2 and without a traceback; and the exit statuses.
+
+A run that finishes, or that stops as requested by a signal and has saved, exits 0.
+"""
 
 from __future__ import annotations
 

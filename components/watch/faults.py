@@ -8,7 +8,7 @@ MESHBOOK_FAULT=flip=7:weights:rank1:3           # step 3 of this attempt leaves 
 
 A fault is KIND:POINT, optionally followed by the rank (rankN or all, the default) and the occurrence (a number counted
 from 1, the default, or * for every one). Points are those of POINTS, of which only rank 0 reaches those from
-before_manifest to while_pruning, of REMOTE_POINTS, and of STEP_POINTS, which are reached once per step. Kinds:
+before_manifest to while_pruning, of _REMOTE_POINTS, and of STEP_POINTS, which are reached once per step. Kinds:
 kill (SIGKILL), stop (SIGSTOP), enospc, eio, erofs (the errors of a full, a failing and a read-only disk), slow=SECONDS,
 and at the points of STEP_POINTS flip=SEED, a bit drawn at random, which simulates silent data corruption for tests of
 the comparison of replicas.

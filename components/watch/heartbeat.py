@@ -39,7 +39,7 @@ NO_BEAT, FIRST_BEAT_SECONDS = -1, 60.0
 _COUNTS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
 """Sequence numbers in the recorder's status of a process group; -1 if there is none."""
 Progress = dict[str, list[int]]
-"""Name of a process group -> the sequence numbers of COUNTS."""
+"""Name of a process group -> the sequence numbers of _COUNTS."""
 
 
 @dataclass(frozen=True, slots=True)

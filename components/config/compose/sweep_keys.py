@@ -322,6 +322,6 @@ def _generator(keys: SweepConfig, key: str) -> random.Random:
 
 
 def number_as_value(value: float) -> str:
-    """Return a value with DIGITS digits; a whole number in full, so that keys of whole numbers accept it."""
+    """Return a value with _DIGITS digits; a whole number in full, so that keys of whole numbers accept it."""
     whole = round(value)
     return str(whole) if abs(value - whole) <= 1e-9 * abs(value) else f"{value:.{_DIGITS}g}"

@@ -6,5 +6,5 @@ files.py            JSON, CSV, Parquet and Arrow files
 rows.py             conversion of rows to conversations or documents
 preference_rows.py  conversion of rows to pairs of answers, or to labeled answers
 column_hints.py     settings that fit a source's columns, for messages about missing ones
-pydocs.py           Python's standard library: questions from docstrings, and its sources as documents
+text.py             plain text as documents; questions about Python's documentation, and the standard library
 """

@@ -28,7 +28,6 @@ from components.config.schema.data import (
     TokensDataConfig,
 )
 from components.data.examples import IGNORED, Example
-from components.data.sources import pydocs
 from components.data.sources.column_hints import fitted
 from components.data.sources.files import (
     STDLIB,
@@ -45,7 +44,6 @@ from components.data.sources.files import (
     without_null_keys,
 )
 from components.data.sources.preference_rows import COMPARED, AnswerConfig, each_answer
-from components.data.sources.pydocs import split_document, stdlib_rows
 from components.data.sources.rows import (
     ASSISTANT,
     BadRowReport,
@@ -64,6 +62,7 @@ from components.data.sources.rows import (
     train_location,
 )
 from components.data.sources.split_files import files_of_split, folder_notes
+from components.data.sources.text import pydocs_conversations, split_document, stdlib_rows
 from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ class SourceSplit:
         if isinstance(self._cfg, RowsDataConfig):
             return each_conversation(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, DocsDataConfig):
-            return iter(pydocs.conversations(split_of(self._cfg, self.is_eval)))
+            return iter(pydocs_conversations(split_of(self._cfg, self.is_eval)))
         raise TypeError(f"unsupported data config {type(self._cfg).__name__}: it has no reader")
 
     def _rows(self, cfg: RowsDataConfig) -> Iterator[Row]:

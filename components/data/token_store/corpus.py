@@ -15,9 +15,9 @@ import xxhash
 from components.config.schema.data import BadRows, TextDataConfig
 from components.data.cache import batches_of, hash_of_tokenization
 from components.data.sources.files import readable
-from components.data.sources.pydocs import document_tokens
 from components.data.sources.rows import BadRowReport, each_document, train_location
 from components.data.sources.split import rows_of
+from components.data.sources.text import document_tokens
 from components.data.token_store.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, Vocabulary
 from components.data.token_store.manifest import hash_of_tokenizer as hash_of_vocabulary
 from components.data.token_store.writer import read_entry, write_shard

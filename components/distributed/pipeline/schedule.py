@@ -1,6 +1,6 @@
 """Pipeline parallelism: runs the stages of a model under torch's schedules.
 
-A schedule runs over the micro-batches of gradient accumulation. Loss sums are divided by the global number of targets
+A schedule runs over the micro-batches of gradient accumulation. Loss sums are divided by the global number of units
 before the backward, so gradients need no scaling afterwards. FSDP reduces gradients once per step.
 """
 

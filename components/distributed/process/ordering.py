@@ -160,7 +160,7 @@ def do_n_at_a_time(
         NotInGroupError: This process is not a member of `process_group`.
         ValueError: `n` or `local_rank` is out of range, or `n` differs between ranks.
         PeerFailure: `f` raised on another rank.
-        TimeoutError: The ranks did not arrive, or did not finish, within DEFAULT_TIMEOUT.
+        TimeoutError: The ranks did not arrive, or did not finish, within _DEFAULT_TIMEOUT.
     """
     if n is not None and n < 1:
         raise ValueError(f"n={n}: must be at least 1")

@@ -179,7 +179,7 @@ def _apply_style(module: nn.Module, tp_mesh: DeviceMesh, style: ParallelStyle) -
 
 
 def _takes_dtensor(name: str, block: nn.Module, inside: dict[str, ParallelStyle]) -> bool:
-    """Return whether a block's input may be a DTensor: KNOWN_STYLES cover all parameters, and one is row-wise."""
+    """Return whether a block's input may be a DTensor: _KNOWN_STYLES cover all parameters, and one is row-wise."""
     with_parameters = {
         f"{name}.{inner}".rstrip(".")
         for inner, module in block.named_modules()

@@ -302,7 +302,7 @@ class PerHead(ParallelStyle):
 
     Each rank computes with the rows of its heads. If there are fewer (kv) heads than ranks, the parameter is replicated
     and each rank takes the row of the one head it computes. Applied to an attention module, it also divides the
-    module's HEAD_COUNTS.
+    module's _HEAD_COUNTS.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -24,7 +24,7 @@ _API = {Workload.job: ("batch/v1", "Job"), Workload.jobset: ("jobset.x-k8s.io/v1
 AT_ONCE = 8
 """Number of kubectl commands that run at once."""
 _TIMEOUT = 60.0
-"""Timeout of a command in seconds; kubectl itself gives up on a request after REQUEST_TIMEOUT."""
+"""Timeout of a command in seconds; kubectl itself gives up on a request after _REQUEST_TIMEOUT."""
 _REQUEST_TIMEOUT = "20s"
 COLLECTIONS = {
     ("batch/v1", "Job"): "/apis/batch/v1/namespaces/{}/jobs",

@@ -35,7 +35,7 @@ _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 _LOOSEST = 2e-2
 """Allowed relative difference for 16-bit and unknown dtypes, and for final losses after more than EARLY_STEPS: training
 amplifies rounding differences even between correct meshes. The early steps in metrics.jsonl are compared with
-TOLERANCES."""
+_TOLERANCES."""
 _FEWEST_ENDED = 4
 """Number of points that must have ended with a value at the same step before another is stopped."""
 
@@ -223,7 +223,7 @@ def early_stop_problems(cfg: RecipeConfig, metric: str, rule: EarlyStop | None) 
 class MedianRule:
     """Stop a point whose best value so far is worse than the median of the ended points at the same step.
 
-    This is Optuna's MedianPruner. It takes effect once FEWEST_ENDED points have ended with state ok.
+    This is Optuna's MedianPruner. It takes effect once _FEWEST_ENDED points have ended with state ok.
     """
 
     def __init__(self, sweep: Sweep) -> None:

@@ -109,7 +109,7 @@ def read_report(sweep: Sweep) -> SweepReport:
 
 
 def print_table(report: SweepReport, console: Console) -> None:
-    """Print the table and the lines below it, without the SPARE columns for which the console is too narrow."""
+    """Print the table and the lines below it, without the _SPARE columns for which the console is too narrow."""
     columns = {name: [cell(row) for row in report.rows] for name, cell in _columns(report).items()}
     widths = {name: max(map(cell_len, [*name.split(), *cells])) for name, cells in columns.items()}
     left_out = []

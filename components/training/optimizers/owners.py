@@ -311,7 +311,7 @@ def _process_group(parameter: nn.Parameter, order: list[int]) -> dist.ProcessGro
 
 
 def _in_buckets(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
-    """Split matrices into lists of about BUCKET_ELEMENTS; all matrices of a parameter are in the same list."""
+    """Split matrices into lists of about _BUCKET_ELEMENTS; all matrices of a parameter are in the same list."""
     bucket: list[Matrix] = []
     size = 0
     for _, group in itertools.groupby(matrices, key=lambda matrix: id(matrix.parameter)):

@@ -108,7 +108,7 @@ class WeightAverage:
         return {name.removeprefix(MODEL): each for name, each in stored.items() if each.requires_grad}
 
     def _chunks(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Yield the local shards of averages of one dtype, CHUNK_BYTES at a time, and those of their weights."""
+        """Yield the local shards of averages of one dtype, _CHUNK_BYTES at a time, and those of their weights."""
         averages: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
         size = 0

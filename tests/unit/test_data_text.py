@@ -16,17 +16,17 @@ from components.data.dataset import Dataset
 from components.data.examples import IGNORED
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
-from components.data.sources import pydocs
 from components.data.sources.files import STDLIB
+from components.data.sources.text import MODULES, is_held_out, pydocs_conversations
 from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer
 
-TRAIN, EVAL = pydocs.conversations("train"), pydocs.conversations("eval")
+TRAIN, EVAL = pydocs_conversations("train"), pydocs_conversations("eval")
 ROOT = Path(__file__).parents[2]
 PRINT_ALL = """
 import json
-from components.data.sources import pydocs
-print(json.dumps([c.messages for split in ("train", "eval") for c in pydocs.conversations(split)]))
+from components.data.sources.text import pydocs_conversations
+print(json.dumps([c.messages for split in ("train", "eval") for c in pydocs_conversations(split)]))
 """
 TOKENIZER = byte_tokenizer(eos="</s>")
 
@@ -53,8 +53,8 @@ def test_known_function_gives_the_expected_conversation():
 def test_split_sizes_and_a_tenth_of_the_packages_held_out():
     assert len(TRAIN) > 1200
     assert 80 < len(EVAL) < 200
-    packages = {module.partition(".")[0] for module in pydocs.MODULES}
-    held_out = {package for package in packages if pydocs.is_held_out(package)}
+    packages = {module.partition(".")[0] for module in MODULES}
+    held_out = {package for package in packages if is_held_out(package)}
     assert 0.08 < len(held_out) / len(packages) < 0.12
     assert {"email", "subprocess", "textwrap", "uuid"} <= held_out
 
@@ -191,13 +191,13 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of documents tokenized by each call."""
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
     counted: list[int] = []
-    encode = cache.pydocs.encode_documents
+    encode = cache.text.encode_documents
 
     def count(tokenizer: object, documents: list[object], seq_len: int) -> object:
         counted.append(len(documents))
         return encode(tokenizer, documents, seq_len)
 
-    monkeypatch.setattr(cache.pydocs, "encode_documents", count)
+    monkeypatch.setattr(cache.text, "encode_documents", count)
     return counted
 
 

@@ -1,4 +1,4 @@
-"""Python's standard library as data for a first run: questions from docstrings, and its sources as documents."""
+"""Plain text: documents, held-out ends and tokenization; Python's standard library as data for a first run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
-def conversations(split: str) -> list[Conversation]:
+def pydocs_conversations(split: str) -> list[Conversation]:
     """Return one question and answer per documented public function and class, in a fixed order.
 
     `split` is `train`, or `eval` for the held-out packages: about one in 13, selected by a hash of the package
