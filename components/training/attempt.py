@@ -59,7 +59,7 @@ class Attempt(RunContext):
             device=info.device,
             rank=info.rank,
             dir=cfg.run.dir,
-            plan=self._plan(mesh, info.device),
+            plan=self._batch_plan(mesh, info.device),
             resume_from=self._find_checkpoint(cfg.run.dir),
             data=cfg.data,
         )
@@ -89,10 +89,12 @@ class Attempt(RunContext):
             report_left(self.rank, self.state.step, error)
         self._contexts.__exit__(kind, error, traceback)
 
-    def _plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
+    def _batch_plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
+        """Return the assignment of rows to dp ranks and micro-batches."""
         raise NotImplementedError
 
     def _find_checkpoint(self, folder: str) -> Path | None:
+        """Return the checkpoint whose weights are loaded; None if there is none. A collective."""
         raise NotImplementedError
 
     @property
@@ -207,7 +209,7 @@ class EvaluationRun(Attempt):
         if self.resume_from is not None:
             self.state.step = checkpoint.Manifest.read(self.resume_from).step
 
-    def _plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
+    def _batch_plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
         evaluation = self.cfg.evaluation
         rows, size = evaluation.micro_batch_size, mesh.size("dp")
         padding = data.Padding.on(device, mesh.sequence_multiple, evaluation.seq_len)

@@ -75,7 +75,7 @@ class Run(Attempt):
         """Seconds of the longest step of this attempt but the first, which loads and compiles kernels."""
         self._lead_is_short = False
 
-    def _plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
+    def _batch_plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
         padding = data.Padding.on(device, mesh.sequence_multiple, self.cfg.training.seq_len)
         return data.BatchPlan.of(self.cfg.training, mesh.rank("dp"), mesh.size("dp"), padding)
 
