@@ -66,7 +66,7 @@ class Bounds:
     gradient: float
 
 
-_BOUNDS = {"float32": Bounds(1e-5, 1e-5, 1e-4), "float64": Bounds(1e-9, 1e-9, 1e-10)}
+BOUNDS = {"float32": Bounds(1e-5, 1e-5, 1e-4), "float64": Bounds(1e-9, 1e-9, 1e-10)}
 """Adam amplifies rounding from step to step, so bounds of curves are larger than those of the first gradients."""
 _SPREAD = 4
 """Factor for the bounds of bfloat16, which are measured: _SPREAD times the difference between bfloat16 and float32 in
@@ -134,7 +134,7 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
         settings = replace(_hyperparameters(comparison), autocast=autocast, router_aux=_router_coefficient(cfg, model))
         return reference(model, samples_of, settings)
 
-    curve, bounds = curve_of(None), _BOUNDS.get(comparison.dtype)
+    curve, bounds = curve_of(None), BOUNDS.get(comparison.dtype)
     if bounds is None:
         rounded = curve_of(torch_dtype(comparison.dtype))
         floor = _floor(curve.norms[0], torch.float32)

@@ -29,7 +29,7 @@ from components.protocol.run_files import LEASE, keep_only_file, numbers_in, own
 from components.protocol.safe_json import parse_json, read_regular
 from components.terminal import print_text
 
-_BEAT = 5.0
+BEAT = 5.0
 """Heartbeat interval of a holder, in seconds."""
 SILENCE = 60.0
 """Seconds without a heartbeat after which a holder counts as gone; longer than plausible pauses of a live process."""
@@ -112,7 +112,7 @@ class Lease:
                 self._write(replace(self._holder, released=True))
 
     def _beat(self) -> None:
-        while not self._end.wait(_BEAT):
+        while not self._end.wait(BEAT):
             with suppress(OSError):  # full or unresponsive disk: the next beat retries
                 newest = _newest(self._file.parent)
                 if newest is not None and newest != int(self._file.name):
@@ -205,7 +205,7 @@ def _await_end(file: Path, me: Holder) -> None:
         silent = time.monotonic() - began
         if silent > SILENCE:
             return
-        if not reported and silent > 2 * _BEAT:
+        if not reported and silent > 2 * BEAT:
             reported = True
             print_text(
                 f"run.dir={file.parent.parent}: its last run, {holder or 'of an unknown process'}, did not release it "
