@@ -34,7 +34,7 @@ class RunContext:
     dir: str = ""
     """The run directory."""
     plan: BatchPlan = field(default_factory=lambda: BatchPlan(global_batch_size=1, micro_batch_size=1))
-    """Assignment of the rows of a batch to dp ranks and micro-batches."""
+    """Assignment of the rows of a batch to dp ranks and micro-batches; by default one row of a single dp rank."""
     resume_from: Path | None = None
     """Checkpoint to load weights from; None if there is none."""
     data: DataConfig | None = None

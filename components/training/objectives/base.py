@@ -226,7 +226,7 @@ class RowObjective(TokenObjective):
 def row_objective(objective: TokenObjective) -> RowObjective | None:
     """Return an objective if it is one of rows, None if it is a sum of token losses.
 
-    Raises ConfigError for objects with another interface, such as that of earlier versions.
+    Raises ConfigError for objects with another interface, with what to rename.
     """
     name = f"objective {type(objective).__name__}"
     former = sorted({"needs_row_scores", "with_token_values", "token_sums"} & set(dir(objective)))
