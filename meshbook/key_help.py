@@ -13,9 +13,10 @@ from yaml import YAMLError
 from components.config.compose.explain import SET_BY_KEY, did_you_mean, nearest, nearest_key
 from components.config.compose.help_text import (
     Default,
+    Entry,
     Key,
     default_and_others,
-    key_help,
+    entry_text,
     keys_of,
     purpose_of,
     recipe_defaults,
@@ -99,6 +100,7 @@ def _section(name: str, options: list[str], width: int) -> str:
 
 
 def _key(name: str, keys: dict[str, Key], width: int) -> list[str]:
+    """Return the text of a key: its values in the recipes with what sets each, its meaning, and other options."""
     section, lines = name.partition(".")[0], []
     kinds: dict[Key, list[str]] = {}
     for kind, key in keys.items():
@@ -108,11 +110,10 @@ def _key(name: str, keys: dict[str, Key], width: int) -> list[str]:
         lines += [f"{section}.kind={', '.join(names)}:"] if any(names) and len(kinds) > 1 else []
         defaults = recipe_defaults(name, names)
         used |= {each.source for each in defaults}
+        is_set = len({each.value for each in defaults}) > 1 or any(each.source for each in defaults)
         value = default_and_others(name, names, keys[names[0]])[0]
-        text = key_help(name, key, width, value)
-        if len({each.value for each in defaults}) > 1 or any(each.source for each in defaults):
-            text = "\n".join([*_default_lines(name, defaults, width), text.partition("\n")[2]])
-        lines.append(text)
+        stated = [_default_line(name, each) for each in defaults] if is_set else []
+        lines.append(entry_text(Entry(name, value, "", key), width, stated))
     settings = [f"{source} ({value})" for source, value in _settings(name) if source not in used]
     if settings:
         more = f" and {len(settings) - MOST_SETTINGS} more" if len(settings) > MOST_SETTINGS else ""
@@ -121,17 +122,12 @@ def _key(name: str, keys: dict[str, Key], width: int) -> list[str]:
     return lines
 
 
-def _default_lines(name: str, defaults: list[Default], width: int) -> list[str]:
-    """Return a line for each value of a key in the recipes, with what sets it."""
-    lines = []
-    for each in defaults:
-        source = each.source.replace("RECIPE", each.recipes[0]) if len(each.recipes) == 1 else each.source
-        value = "" if each.value == "required" else each.value or "''"
-        text = (
-            f"{name}={value} in {', '.join(each.recipes)} ({source or (value and 'no option sets it') or each.value})"
-        )
-        lines.append(textwrap.fill(text, width, initial_indent="  ", subsequent_indent=" " * 6))
-    return lines
+def _default_line(name: str, default: Default) -> str:
+    """Return the line for a value of a key in some recipes, with what sets it."""
+    source, recipes = default.source, default.recipes
+    source = source.replace("RECIPE", recipes[0]) if len(recipes) == 1 else source
+    value = "" if default.value == "required" else default.value or "''"
+    return f"{name}={value} in {', '.join(recipes)} ({source or (value and 'no option sets it') or default.value})"
 
 
 def _settings(name: str) -> list[tuple[str, str]]:

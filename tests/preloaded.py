@@ -115,7 +115,7 @@ def do_what_all_recipes_do() -> None:
             import_module(module.name)
     arguments, sys.argv = sys.argv, ["recipe"]
     try:
-        compose_from_command_line("finetune", FinetuneConfig, ROOT / "recipes", lambda cfg, rejected: [])
+        compose_from_command_line("finetune", FinetuneConfig, ROOT / "recipes", arguments=[])
     finally:
         sys.argv = arguments
     text.pydocs_conversations("train")

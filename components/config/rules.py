@@ -152,11 +152,13 @@ def _problems_on(cfg: RecipeConfig, nodes: int, shape: ModelShape | None) -> lis
 def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEnum]:
     """Return the kinds of a section that a recipe accepts: those of its field, pairs only with an objective of pairs.
 
-    Labels are accepted only with an objective of labels. A field annotated with a class that is not in the registry of
-    kinds accepts every kind.
+    Labels are accepted only with an objective of labels. A field annotated with a user's subclass of a kind accepts
+    that kind; one with another class that is not in the registry of kinds accepts every kind.
     """
     hints = get_type_hints(recipe)
-    kinds = set(kinds_of(hints.get(section)) or KINDS[section])
+    hint = hints.get(section)
+    own = {kind for kind, each in KINDS[section].items() if isinstance(hint, type) and issubclass(hint, each)}
+    kinds = set(kinds_of(hint) or own or KINDS[section])
     objective = hints.get("objective", object)
     classes = [each for each in (objective, *kinds_of(objective).values()) if isinstance(each, type)]
     if not any(issubclass(each, PreferenceConfig | RewardConfig) for each in classes):

@@ -11,11 +11,10 @@ import os
 import socket
 import sys
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from components.config.compose.command_line import compose_from_command_line
+from components.config.compose.command_line import Rewrite, Rewritten, compose_from_command_line
 from components.config.compose.frozen import from_yaml, to_yaml
 from components.config.layouts import fit_micro_batches
 from components.config.schema.parallelism import describe_processes
@@ -84,10 +83,15 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
             problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
         return backend_problems + problems
 
-    with _planned_command_line(recipe, world_size), _evaluated_run(recipe) as folders:
-        names = recipe.main.__globals__
-        description = names.get(HELP) or names["__doc__"] or ""
-        cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check, folders, description)
+    names = recipe.main.__globals__
+    cfg = compose_from_command_line(
+        recipe.name,
+        recipe.schema,
+        recipe.file.parent,
+        check,
+        rewrite=_rewriting(recipe, world_size),
+        description=names.get(HELP) or names["__doc__"] or "",
+    )
     if cfg is None:
         return None
     backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
@@ -116,22 +120,13 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     return CheckedRun(recipe, cfg, directory, processes, notes)
 
 
-def _planned_command_line(recipe: Recipe, world_size: int | None) -> AbstractContextManager[None]:
-    """Return a context in which the planner has chosen the mesh of `parallelism=auto`."""
-    if not any(each.startswith(("parallelism=auto", "parallelism=plan:")) for each in sys.argv[1:]):
-        return nullcontext()
-    from components.launch.overrides import planned_command_line  # few commands need the planner
+def _rewriting(recipe: Recipe, world_size: int | None) -> Rewrite:
+    """Return what replaces parallelism=auto and run=RUN on the command line."""
+    if not any(each.startswith(("parallelism=auto", "parallelism=plan:", "run=")) for each in sys.argv[1:]):
+        return Rewritten
+    from components.launch.overrides import rewriting  # few commands need the planner
 
-    return planned_command_line(recipe, world_size)
-
-
-def _evaluated_run(recipe: Recipe) -> AbstractContextManager[tuple[Path, ...]]:
-    """Return a context in which `run=RUN` is replaced by the run's settings; it yields the folders of their options."""
-    if not any(each.startswith("run=") for each in sys.argv[1:]):
-        return nullcontext(())
-    from components.launch.overrides import evaluated_run  # few commands need it
-
-    return evaluated_run(recipe.schema)
+    return rewriting(recipe, world_size)
 
 
 def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:

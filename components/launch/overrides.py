@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
 
-from components.config.compose.command_line import compose_from_command_line
+from components.config.compose.command_line import Rewrite, Rewritten, compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.frozen import read_frozen, read_optional_section
 from components.config.compose.sweep import override_of
 from components.config.compose.typed import literal
 from components.config.layouts import name_of
 from components.config.schema.cluster import Device
-from components.config.schema.data import DataConfig, MixtureDataConfig
+from components.config.schema.data import DataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.objective import DistillationConfig, ObjectiveConfig, PreferenceConfig, ScoreConfig
 from components.config.schema.parallelism import AXES
@@ -42,41 +40,43 @@ from components.terminal import fit, print_text
 
 _AUTO = "parallelism=auto"
 BEST = re.compile(r"parallelism=plan:(\d+)")
-_ANSWERED_WITHOUT_CONFIG = ("--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
-_TAKE_A_VALUE = ("--cfg", "-c", "--package", "-p")
 _LAYOUT_KEYS = tuple(f"parallelism.{name}" for name in (*AXES, "strategy", "sequence_parallel", "pp_schedule"))
 """Keys that an option of conf/parallelism sets."""
 Section = TypeVar("Section")
 KEY = "run="
-_OPTION = "of_run"
-"""Name of the config options that hold the sections of the run."""
 _SECTIONS: Mapping[str, type[Any]] = {"model": ModelConfig, "data": DataConfig, "peft": PeftConfig}
 """Sections that are taken as a whole, unless the command line chooses another option (data=jsonl)."""
 
 
-@contextmanager
-def planned_command_line(recipe: Recipe, world_size: int | None) -> Iterator[None]:
-    """Replace `parallelism=auto` on the command line by the fastest mesh that fits, within the block.
-
-    A run that resumes on as many ranks keeps its mesh.
+def rewriting(recipe: Recipe, world_size: int | None) -> Rewrite:
+    """Return what replaces `parallelism=auto` and `run=RUN` on a command line, before it is composed.
 
     Args:
+        recipe: The recipe; only an evaluation takes run=RUN.
         world_size: Number of ranks if they are already running; None if they are to be started.
+    """
+
+    def rewrite(overrides: list[str]) -> Rewritten:
+        _reject_plan(overrides)
+        runs = [each for each in overrides if each.startswith(KEY)] if issubclass(recipe.schema, EvaluateConfig) else []
+        rewritten = _of_run(runs, [each for each in overrides if each not in runs]) if runs else Rewritten(overrides)
+        return _with_best_mesh(recipe, rewritten, world_size) if _AUTO in overrides else rewritten
+
+    return rewrite
+
+
+def _with_best_mesh(recipe: Recipe, rewritten: Rewritten, world_size: int | None) -> Rewritten:
+    """Replace `parallelism=auto` by the fastest mesh that fits; a run that resumes on as many ranks keeps its mesh.
 
     Raises ConfigError if the device or the model's sizes are unknown, or if no mesh fits.
     """
-    _reject_plan(sys.argv)
-    overrides = [each for each in sys.argv[1:] if each != _AUTO]
-    argv, sys.argv = sys.argv, [sys.argv[0], *_without_print_options(overrides)]
-    try:
-        chosen: list[str] = []
-        if not any(each.partition("=")[0] in _ANSWERED_WITHOUT_CONFIG for each in overrides):
-            cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, lambda cfg, rejected: [])
-            chosen = [] if cfg is None else _auto_overrides(cfg, overrides, world_size)
-        sys.argv = [argv[0], *overrides, *chosen]
-        yield
-    finally:
-        sys.argv = argv
+    overrides = [each for each in rewritten.overrides if each != _AUTO]
+    plain = Rewritten(overrides, rewritten.sections)
+    cfg = compose_from_command_line(
+        recipe.name, recipe.schema, recipe.file.parent, arguments=overrides, rewrite=lambda _: plain
+    )
+    chosen = [] if cfg is None else _auto_overrides(cfg, overrides, world_size)
+    return Rewritten([*overrides, *chosen], rewritten.sections)
 
 
 def plan_run(cfg: TrainConfig, overrides: Sequence[str], world: int, count: int) -> list[Plan]:
@@ -132,16 +132,6 @@ def sweep_values(cfg: RecipeConfig, overrides: Sequence[str], world: int, best: 
     return [(_name(plan.candidate, world), plan.candidate.overrides(cfg.parallelism)) for plan in plans]
 
 
-def _without_print_options(arguments: Sequence[str]) -> list[str]:
-    """Return arguments without --cfg, --package and --resolve, with which Hydra prints a config and composes none."""
-    kept, skips = [], False
-    for each in arguments:
-        if not skips and each not in ("--resolve", *_TAKE_A_VALUE) and not each.startswith(("--cfg=", "--package=")):
-            kept.append(each)
-        skips = each in _TAKE_A_VALUE and not skips
-    return kept
-
-
 def _auto_overrides(cfg: RecipeConfig, overrides: Sequence[str], world_size: int | None) -> list[str]:
     train = _trains(cfg)
     world = world_size or processes_of(cfg, visible_gpus(os.environ))
@@ -183,46 +173,30 @@ def _trains(cfg: RecipeConfig) -> TrainConfig:
 
 def _reject_plan(arguments: Sequence[str]) -> None:
     """Reject `parallelism=plan:K` outside of a sweep, and misspelled forms of both."""
-    for each in arguments[1:]:
+    for each in arguments:
         if each.startswith(("parallelism=auto", "parallelism=plan:")) and each != _AUTO:
             hint = "needs -m" if BEST.fullmatch(each) else f"write {_AUTO}, or parallelism=plan:K with -m"
             raise ConfigError(f"{each}: {hint}; plan:K runs the best K meshes as a sweep")
 
 
-@contextmanager
-def evaluated_run(schema: type[RecipeConfig]) -> Iterator[tuple[Path, ...]]:
-    """Replace `run=RUN` on the command line (`sys.argv`) by the settings of a run; yield the folder of their options.
-
-    A section of the run becomes an option of its config group, so that the keys of the command line, whatever their
-    order, override the run's. Other recipes than evaluations are left alone.
-
-    Raises ConfigError if RUN is not the directory of a training run, or one whose held-out loss is not that of tokens.
-    """
-    given = [each for each in sys.argv[1:] if each.startswith(KEY)] if issubclass(schema, EvaluateConfig) else []
-    if not given:
-        yield ()
-        return
-    if len(given) > 1:
-        raise ConfigError(f"{' '.join(given)}: one evaluation takes one run; remove all but one")
-    others = [each for each in sys.argv[1:] if not each.startswith(KEY)]
-    argv = sys.argv
-    with TemporaryDirectory(prefix="meshbook-") as folder:
-        try:
-            sys.argv = [argv[0], *_overrides(given[0], others, Path(folder)), *others]
-            yield (Path(folder),)
-        finally:
-            sys.argv = argv
-
-
-def reject_swept_run(schema: type[RecipeConfig]) -> None:
+def reject_swept_run(schema: type[RecipeConfig], arguments: Sequence[str]) -> None:
     """Reject `run=RUN` in a sweep."""
-    given = next((each for each in sys.argv[1:] if each.startswith(KEY)), None)
+    given = next((each for each in arguments if each.startswith(KEY)), None)
     if given is not None and issubclass(schema, EvaluateConfig):
         raise ConfigError(f"{given}: -m cannot sweep over the settings of a run; remove -m, and start each evaluation")
 
 
-def _overrides(given: str, others: list[str], folder: Path) -> list[str]:
-    """Write the options of a run to `folder`, and return the overrides that choose them and set its other keys."""
+def _of_run(runs: list[str], others: list[str]) -> Rewritten:
+    """Return the settings of a run in place of `run=RUN`; those of the command line, whatever their order, override
+    them.
+
+    A section of the run replaces that of the config files, unless the command line chooses another option.
+
+    Raises ConfigError if RUN is not the directory of a training run, or one whose held-out loss is not that of tokens.
+    """
+    if len(runs) > 1:
+        raise ConfigError(f"{' '.join(runs)}: one evaluation takes one run; remove all but one")
+    (given,) = runs
     run_dir = Path(given.removeprefix(KEY).strip("'\"")).expanduser()
     file = run_dir / CONFIG
     if not file.is_file():
@@ -231,14 +205,13 @@ def _overrides(given: str, others: list[str], folder: Path) -> list[str]:
     _check_objective(
         _read_optional(given, file, "objective", ObjectiveConfig), given, run_dir, chooses_data="data" in chosen
     )
-    overrides = []
+    sections = {}
     for name, schema in _SECTIONS.items():
         lacks_adapters = name == "peft" and _read_optional(given, file, name, schema) is None  # an own recipe
         if name not in chosen and not lacks_adapters:
-            _write_option(folder / name / f"{_OPTION}.yaml", name, _read(given, file, name, schema))
-            overrides.append(f"{name}={_OPTION}")
+            sections[name] = literal(asdict(_read(given, file, name, schema)))
     training, run = _read(given, file, "training", TrainingConfig), _read(given, file, "run", RunConfig)
-    overrides += [
+    overrides = [
         f"run.seed={run.seed}",  # of weights that are drawn, not loaded
         f"run.private={run.private}",
         f"evaluation.seq_len={training.seq_len}",
@@ -247,7 +220,7 @@ def _overrides(given: str, others: list[str], folder: Path) -> list[str]:
     if "evaluation.checkpoint" not in chosen:
         averaged = training.ema_decay is not None and training.eval_weights is not EvalWeights.trained
         overrides += [override_of("evaluation.checkpoint", str(run_dir)), f"evaluation.average={averaged}"]
-    return overrides
+    return Rewritten([*overrides, *others], sections)
 
 
 def _read(given: str, file: Path, name: str, schema: type[Section]) -> Section:
@@ -285,13 +258,3 @@ def _check_objective(objective: ObjectiveConfig | None, given: str, run_dir: Pat
             f"eval_loss of {result}",
             file=sys.stderr,
         )
-
-
-def _write_option(file: Path, group: str, section: Any) -> None:
-    """Write a section as an option of its config group, composed with the classes of its kind and of its sources."""
-    defaults = [f"/schema/{group}/{section.kind}@_here_"] if hasattr(section, "kind") else []
-    sources = section.sources if isinstance(section, MixtureDataConfig) else {}
-    defaults += [f"/schema/{group}/{source.kind}@sources.{name}" for name, source in sources.items()]
-    values = {"defaults": [*defaults, "_self_"], **literal(asdict(section))}
-    file.parent.mkdir()
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(values)), encoding="utf-8")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from components.training.optimizers.gradients import clip_gradients, gradient_norm
     from components.training.optimizers.optim import build_optimizer, learning_rate, set_learning_rate
     from components.training.read_ahead import ReadAhead
-    from components.training.run import Run, Step
+    from components.training.run import GarbageCollection, Run, Step
     from components.training.setup.attention_report import check_kernels
     from components.training.setup.flops import StepFlops, step_flops
     from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from components.training.step import train_step
     from components.training.sync import get_sync_ctx
     from components.training.tasks.harness import BenchmarkTasks, evaluate_tasks, load_tasks
-    from components.watch.gc import GarbageCollection
     from components.watch.stop_requests import StopRequest
     from components.watch.watchdog import StepTimeout, Watchdog
 else:

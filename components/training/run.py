@@ -6,10 +6,11 @@ ignore an evaluation or a save that is due.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +38,6 @@ from components.training.optimizers.optim import keep_group_rates, learning_rate
 from components.training.read_ahead import ReadAhead
 from components.training.state import SaveClock, StepMetrics, StepReader, TrainState
 from components.watch.faults import arm_bit_flips
-from components.watch.gc import GarbageCollection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -456,3 +456,38 @@ class Step:
         """End the step with the metrics that `train_step` returned, and log them; on a GPU those of the step before."""
         self.is_done = True
         self.run._end_step(self, numbers)
+
+
+class GarbageCollection:
+    """Context in which Python's automatic collection is off and garbage is collected after every `every` steps.
+
+    Otherwise a rank may pause for a long collection in the middle of a step while all others wait for it. Objects that
+    exist on entry (model, optimizer, modules) are frozen, that is excluded from collections. With `every` 0 nothing
+    changes.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._steps = 0
+
+    def __enter__(self) -> GarbageCollection:
+        if self._every:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._every:
+            gc.enable()
+            gc.unfreeze()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count the body as one optimizer step, and collect after it if `every` steps have passed."""
+        yield
+        self._steps += 1
+        if self._every and self._steps % self._every == 0:
+            gc.collect()

@@ -12,13 +12,11 @@ from typing import get_args
 
 from components.config.compose.help_text import (
     RECIPES,
-    Key,
-    default_and_others,
+    Entry,
     file_of,
-    keys_of,
     recipes_with,
+    section_entries,
     sections,
-    shared_keys,
     summary,
     variants_of,
 )
@@ -33,35 +31,31 @@ def section_page(section: str) -> str:
     users = ", ".join(code(file_of(recipe)) for recipe in recipes_with(section))
     module = classes[0].__module__.replace(".", "/")
     parts = [f"{NOTE}\n# {section}\n", f"{summary(classes[0])} Part of {users}; defined in {code(module + '.py')}.\n"]
-    shared = shared_keys(variants, section)
     if len(variants) > 1:
         parts.append("## Keys of every kind\n")
-    parts.append(_key_table(shared, ""))
-    for name, schema in variants.items():
-        own = {name: key for name, key in keys_of(schema, section).items() if name not in shared}
-        if own:
+    for kind, entries in section_entries(section, variants):
+        if kind and entries:
+            schema = variants[kind]
             users = [file_of(recipe) for recipe, each in RECIPES.items() if type_hints(each).get(section) is schema]
             only = f"Only in {' and '.join(users)}"
-            title = only if name == schema.__name__ else code(f"{section}.kind={name}")
-            parts += [f"## {title}\n", f"{summary(schema)}\n", _key_table(own, name)]
+            parts += [
+                f"## {only if kind == schema.__name__ else code(f'{section}.kind={kind}')}\n",
+                f"{summary(schema)}\n",
+            ]
+        if entries or not kind:
+            rows = [[code(each.name), cell(each.key.type), _default(each), cell(each.key.doc)] for each in entries]
+            parts.append(table(["key", "type", "default", "meaning"], rows))
     choices = _choices(list(variants.values()))
     if choices:
         parts += ["## Choices\n", table(["type", "meaning"], [[code(e.__name__), cell(summary(e))] for e in choices])]
     return "\n".join(parts)
 
 
-def _key_table(keys: dict[str, Key], kind: str) -> str:
-    header = ["key", "type", "default", "meaning"]
-    rows = [[code(name), cell(key.type), _default(name, kind, key), cell(key.doc)] for name, key in keys.items()]
-    return table(header, rows)
-
-
-def _default(name: str, kind: str, key: Key) -> str:
+def _default(entry: Entry) -> str:
     """Return the value of a key without an option on the command line, in each recipe if they differ."""
-    if key.type == "section":
+    if entry.key.type == "section":
         return ""
-    first, others = default_and_others(name, [kind], key)
-    return f"{code(first)}; {cell(others.rstrip('.'))}" if others else code(first)
+    return f"{code(entry.value)}; {cell(entry.others.rstrip('.'))}" if entry.others else code(entry.value)
 
 
 def _choices(classes: list[type]) -> list[type]:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.config.compose.explain import NUMBER_NAMES, VALUE_RULES
 from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 
 GROUPS = (
@@ -103,16 +102,20 @@ def all_refusals() -> list[Refusal]:
 
 def _value_rules() -> list[str]:
     """Return the rules about the types of values."""
-    rules = dict.fromkeys(rule for _, rule in VALUE_RULES)
-    typed = [rule.replace("{wanted}", wanted) for rule in rules for wanted in _wanted(rule)]
-    unstorable = _parsed(ROOT / "components/config/compose/typed.py")
-    (function,) = [node for node in unstorable.body if getattr(node, "name", "") == "unstorable"]
-    returned = [_text(node.value, {}) for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
-    return typed + [text for text in returned if text]
+    found = []
+    for node in ast.walk(_parsed(ROOT / "components/config/compose/typed.py")):
+        raised = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(raised, ast.Call) and ast.unparse(raised.func) == "ValueError":
+            found += [_text(each, {}) for each in _branches(raised.args[0])]
+        elif isinstance(node, ast.FunctionDef) and node.name == "unstorable":
+            found += [_text(each.value, {}) for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
+    return [text for text in dict.fromkeys(found) if text and " " in text]
 
 
-def _wanted(rule: str) -> list[str]:
-    return list(NUMBER_NAMES.values()) if "{wanted}" in rule else [""]
+def _branches(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.Name):
+        return [_constants()[node.id]] if node.id in _constants() else []
+    return [node.body, node.orelse] if isinstance(node, ast.IfExp) else [node]
 
 
 def page() -> str:

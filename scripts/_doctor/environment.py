@@ -129,24 +129,18 @@ def check_project() -> list[Check]:
 
 def _composition_problems() -> list[str]:
     """Return the errors of composing conf/ as `python recipes/finetune.py` does in this folder."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from components.config.compose.frozen import from_container
-    from components.config.compose.sources import Request, config_folders, register_schemas
+    from components.config.compose.composition import compose
+    from components.config.compose.sources import Request, config_folders
     from components.config.schema import FinetuneConfig
     from components.protocol.errors import ConfigError
     from components.protocol.secrets import masked, secret_problems
 
     try:
-        register_schemas("finetune", FinetuneConfig)
         folders = config_folders("finetune", ROOT / "recipes")
-        cfg = from_container(Request("finetune", FinetuneConfig, folders, ()).compose(()), FinetuneConfig)
     except ConfigError as error:
         return [masked(problem) for problem in error.problems]  # before they are shortened
-    except (HydraException, OmegaConfBaseException) as error:
-        return [masked(str(error))]
-    return secret_problems(cfg)
+    composed = compose(Request("finetune", FinetuneConfig, folders, ()))
+    return [masked(problem) for problem in composed.problems] or secret_problems(composed.cfg)
 
 
 def _recorded_project() -> dict[str, Any]:

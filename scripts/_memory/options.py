@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import NoReturn
@@ -93,11 +92,8 @@ def models_to_measure(overrides: list[str]) -> dict[str, ModelConfig]:
 
 
 def _compose(overrides: list[str]) -> ModelConfig:
-    argv, sys.argv = sys.argv, [sys.argv[0], *overrides, "parallelism=single", "model.dtype=float32"]
-    try:
-        cfg = compose_from_command_line("finetune", FinetuneConfig, CONF.parent / "recipes", lambda cfg, refused: [])
-    finally:
-        sys.argv = argv
+    given = [*overrides, "parallelism=single", "model.dtype=float32"]
+    cfg = compose_from_command_line("finetune", FinetuneConfig, CONF.parent / "recipes", arguments=given)
     if cfg is None:
         raise ConfigError("scripts/memory.py: Hydra's --help and --cfg only print configs; use them with a recipe")
     return cfg.model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection
 from dataclasses import replace
@@ -96,11 +95,7 @@ def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
     def problems(cfg: FinetuneConfig, refused: Collection[str]) -> list[str]:
         return problems_before_start(replace(cfg, parallelism=single), 1, refused) if check else []
 
-    argv, sys.argv = sys.argv, [sys.argv[0], *overrides]
-    try:
-        return compose_from_command_line("finetune", FinetuneConfig, RECIPES, problems)
-    finally:
-        sys.argv = argv
+    return compose_from_command_line("finetune", FinetuneConfig, RECIPES, problems, overrides)
 
 
 def plan(options: Namespace, overrides: list[str], cfg: FinetuneConfig) -> list[MeshPlan]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -123,8 +122,4 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
 
 
 def _compose(recipe: str, overrides: list[str]) -> TrainConfig | None:
-    argv, sys.argv = sys.argv, [sys.argv[0], *overrides]
-    try:
-        return compose_from_command_line(recipe, RECIPES[recipe], CONF.parent / "recipes", lambda cfg, rejected: [])
-    finally:
-        sys.argv = argv
+    return compose_from_command_line(recipe, RECIPES[recipe], CONF.parent / "recipes", arguments=overrides)

@@ -79,8 +79,8 @@ def _serve(folder: Path) -> None:
     from components.config.schema import FinetuneConfig
     from components.launch import local, open_run  # noqa: F401  (needed by every command; imported once)
 
-    sys.argv = ["warm-up"]  # fills the caches of Hydra and omegaconf, which the children inherit
-    command_line.compose_from_command_line("finetune", FinetuneConfig, folder, lambda cfg, refused: [])
+    # Fills the caches of Hydra and omegaconf, which the children inherit.
+    command_line.compose_from_command_line("finetune", FinetuneConfig, folder, arguments=[])
     gc.disable()  # children are short-lived
 
     for line in sys.stdin:

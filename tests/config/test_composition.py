@@ -10,11 +10,10 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from components.config.compose.command_line import addable, compose_from_command_line
-from components.config.compose.diagnose import diagnose
+from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import nearest_key
-from components.config.compose.frozen import from_container, from_yaml, frozen_text, read_frozen, to_yaml
-from components.config.compose.sources import CONF, Request, option_groups, register_schemas
+from components.config.compose.frozen import from_yaml, frozen_text, read_frozen, to_yaml
+from components.config.compose.sources import CONF, option_groups
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.kinds import KINDS
 from components.config.schema import (
@@ -32,6 +31,7 @@ from components.config.schema.data import ChatDataConfig, DocsDataConfig, Mixtur
 from components.config.shape import read_shape
 from components.protocol.errors import ConfigError
 from tests.config.commands import Commands
+from tests.config.composed import config_of, problems_of
 from tests.config.ready import HUB_MODELS
 
 RECIPES: dict[str, type[RecipeConfig]] = {
@@ -65,7 +65,7 @@ def choices(name: str) -> list[str]:
     if name == "dpo":  # differs from finetune in these two sections
         return ["data=preferences", *(f"objective={each}" for each in ("dpo", "simpo", "orpo", "kto"))]
     if name == "classify":
-        return ["objective=classification", "objective=reward", "model/rope=none"]
+        return ["data=labels", "objective=classification", "objective=reward", "model/rope=none"]
     if name in ("distill", "teacher"):
         return ["objective=distillation"]
     groups = {*sections(name), "network", "model/rope"}
@@ -73,6 +73,7 @@ def choices(name: str) -> list[str]:
         groups = {"data", "model", "optimizer"}
     found = [f"{group}={option}" for group, options in GROUPS.items() if group in groups for option in options]
     left_out = {f"model={option}" for option in HUB_MODELS if option not in SAMPLED_MODELS}
+    left_out |= {"data=labels", "data=preferences"}  # of classify and dpo
     found = [each for each in found if each not in left_out]
     found = [each for each in found if not each.startswith("objective=") or each == "objective=next_token"]
     for option in GROUPS["experiment"]:
@@ -83,10 +84,7 @@ def choices(name: str) -> list[str]:
 
 
 def compose(name: str, *overrides: str) -> RecipeConfig:
-    schema = RECIPES[name]
-    register_schemas(name, schema)
-    overrides = addable(overrides, schema)
-    return from_container(Request(name, schema, (CONF,), overrides).compose(overrides), schema)
+    return config_of(name, *overrides)
 
 
 EVERY_CHOICE = [(name, choice) for name in RECIPES for choice in choices(name)]
@@ -302,7 +300,7 @@ def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_pa
         printed = yaml.safe_load(ended.output)
         assert (printed["run"]["name"], printed["model"]["tokenizer"]) == ("mine", "bytes")
         assert set(printed) == sections(name)
-    printed_help = commands.run(recipe, ["--help"], tmp_path)
+    printed_help = commands.run(recipe, ["--help", "all"], tmp_path)
     assert (printed_help.status, printed_help.imported_torch) == (0, False)
     assert "fsdp2_tp2" in printed_help.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["placeholder.py"]
@@ -314,7 +312,7 @@ def test_removed_working_directory_is_reported(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("sys.argv", ["finetune.py"])
     gone.rmdir()
     with pytest.raises(ConfigError, match="the current folder was removed"):
-        compose_from_command_line("finetune", FinetuneConfig, tmp_path, lambda cfg, refused: [])
+        compose_from_command_line("finetune", FinetuneConfig, tmp_path, arguments=[])
 
 
 def test_user_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> None:
@@ -420,9 +418,9 @@ FILES = {
         ("experiment=slash", "experiment/slash.yaml requests experiment/model: no such group; write `override /model"),
         ("experiment=kind", "experiment/kind.yaml: data.path: data of kind docs has no such key (kinds with"),
         ("data=mixture +data@data.sources.maths=gsmk8", "+data@data.sources.maths=gsmk8: no such option; did you"),
-        ("data=no_schema", "data.path: the file must begin with defaults: [/schema/data/sft@_here_, _self_] (or chat"),
+        ("data=no_schema", "data/no_schema.yaml: has no kind; add the line `kind: sft` (or chat, text, preferences"),
         ("data=bad_schema", "data/bad_schema.yaml requests schema/data=sfft: no such option; did you mean sft?"),
-        ("data=other", "data.sources.math.path: the mixture has no source math; add it to the defaults: OPTION@sourc"),
+        ("data=other", "data/other.yaml: data.sources.math: the mixture has no source math; did you mean maths?"),
         ("--config-name main", "conf file main.yaml requests parallelism=fsdp3: no such option; did you mean fsdp2?"),
     ],
 )  # fmt: skip
@@ -445,11 +443,10 @@ def test_error_in_a_conf_file_is_reported_with_the_file(
 def test_misspelled_keys_are_rejected_with_a_suggestion(name: str) -> None:
     """With one letter left out no key is accepted, and for nine of ten keys the right one is suggested."""
     schema = RECIPES[name]
-    register_schemas(name, schema)
     keys = [key for key in known_keys(schema) if not key.startswith("data.") and len(key.rpartition(".")[2]) > 3]
     misspelled = {key: key[:-2] + key[-1] for key in keys if key[:-2] + key[-1] not in keys}
     overrides = (*REQUIRED.get(name, []), *(f"{wrong}=1" for wrong in misspelled.values()))
-    problems = diagnose(Request(name, schema, (CONF,), overrides), ValueError(), lambda cfg, refused: [])
+    problems = problems_of(name, *overrides)
     assert len(problems) == len(misspelled)
     message = dict(re.fullmatch(r"(.*)=1: no such key(?:; did you mean (.*)\?)?", line).groups() for line in problems)
     right = [key for key, wrong in misspelled.items() if message[wrong] == key]

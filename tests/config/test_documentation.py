@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
+from components.config.compose.composition import compose
+from components.config.compose.frozen import resolve
 from components.config.compose.help_text import (
     RECIPES,
     field_docs,
@@ -24,7 +25,6 @@ from components.config.compose.help_text import (
     variants_of,
     written,
 )
-from components.config.compose.sources import CONF, Request, conf_resolvers, register_schemas
 from components.config.compose.typed import free_keys, known_keys
 from components.config.kinds import type_hints
 from scripts._docs import __main__ as docs
@@ -34,6 +34,7 @@ from scripts._docs.refusals import all_refusals
 from scripts._docs.walks import WALKS, Stop
 from tests.browser import WIDTHS, Word, lay_out
 from tests.config.commands import REPOSITORY
+from tests.config.composed import request
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
@@ -102,10 +103,7 @@ def test_reference_lists_every_key_and_no_other() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_documented_defaults_are_those_of_a_composed_config(recipe: str) -> None:
-    register_schemas(recipe, RECIPES[recipe])
-    composed = Request(recipe, RECIPES[recipe], (CONF,), ()).compose(())
-    with conf_resolvers():
-        values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    values: Any = resolve(compose(request(recipe)).values)[0]
     for section, hint in type_hints(RECIPES[recipe]).items():
         kinds = variants_of([section_class(hint)])
         for key in keys_of(kinds.get(str(values[section].get("kind")), next(iter(kinds.values()))), section):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from itertools import product
 from pathlib import Path
-
-import pytest
 
 from components.config.compose.sweep import expand_sweep
 from components.config.rules import validate
@@ -51,9 +48,7 @@ def points(recipe: str, arguments: list[str]) -> list[tuple[str, ...]]:
     overrides = [each for each in arguments if not PLANNED.fullmatch(each)]
     if "-m" not in overrides:
         return [tuple(overrides)]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", [f"{recipe}.py", *overrides])
-        found = expand_sweep(recipe, RECIPES[recipe], REPOSITORY / "recipes").points
+    found = expand_sweep(recipe, RECIPES[recipe], REPOSITORY / "recipes", overrides).points
     return [found[0].overrides, found[-1].overrides]
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from components.config.compose.command_line import compose_from_command_line
+from components.config.compose.command_line import Rewritten, compose_from_command_line
 from components.config.compose.frozen import frozen_text
 from components.config.compose.typed import literal
 from components.config.schema import EvaluateConfig, FinetuneConfig, PeftConfig, RecipeConfig
 from components.config.schema.data import DocsDataConfig
-from components.launch.overrides import evaluated_run
+from components.launch.backend import Recipe
+from components.launch.overrides import rewriting
 from scripts._export.checkpoints import read_run
 from tests.config.commands import REPOSITORY, Commands
 from tests.config.test_composition import compose
@@ -43,23 +43,23 @@ def write_run(folder: Path, name: str, *overrides: str) -> RecipeConfig:
     return cfg
 
 
-def compose_evaluation(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> EvaluateConfig:
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
-    with evaluated_run(EvaluateConfig) as folders:
-        cfg = compose_from_command_line(
-            "evaluate", EvaluateConfig, REPOSITORY / "recipes", lambda cfg, rejected: [], folders
-        )
+EVALUATE = Recipe("evaluate", print, EvaluateConfig, REPOSITORY / "recipes" / "evaluate.py")
+
+
+def compose_evaluation(*arguments: str) -> EvaluateConfig:
+    rewrite = rewriting(EVALUATE, None)
+    cfg = compose_from_command_line(
+        "evaluate", EvaluateConfig, REPOSITORY / "recipes", arguments=arguments, rewrite=rewrite
+    )
     assert cfg is not None
-    assert sys.argv == ["evaluate.py", *arguments]
-    assert not any(folder.exists() for folder in folders)
     return cfg
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sections_of_the_run_are_composed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_of_the_run_are_composed(case: str, tmp_path: Path) -> None:
     run = tmp_path / "a run"
     trained = write_run(run, *CASES[case])
-    cfg = compose_evaluation(monkeypatch, f"run={run}")
+    cfg = compose_evaluation(f"run={run}")
     assert (cfg.model, cfg.data, cfg.peft) == (trained.model, trained.data, trained.peft)
     assert (cfg.run.seed, cfg.run.private) == (trained.run.seed, trained.run.private)
     evaluation = cfg.evaluation
@@ -68,33 +68,30 @@ def test_sections_of_the_run_are_composed(case: str, tmp_path: Path, monkeypatch
     assert evaluation.micro_batch_size == trained.training.micro_batch_size
 
 
-def test_run_of_an_own_recipe_has_neither_objective_nor_adapters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_of_an_own_recipe_has_neither_objective_nor_adapters(tmp_path: Path) -> None:
     trained = write_run(tmp_path / "run", "finetune", "model=tiny")
     sections = {name: each for name, each in asdict(trained).items() if name not in ("objective", "peft")}
     (tmp_path / "run" / "config.yaml").write_text(frozen(OmegaConf.to_yaml(OmegaConf.create(literal(sections)))))
-    cfg = compose_evaluation(monkeypatch, f"run={tmp_path}/run")
+    cfg = compose_evaluation(f"run={tmp_path}/run")
     assert (cfg.model, cfg.peft) == (trained.model, PeftConfig())
     read = read_run(tmp_path / "run", trust_remote_code=False)
     assert (read.peft, read.labels) == (PeftConfig(), None)
 
 
-def test_other_arguments_override_the_run_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_arguments_override_the_run_in_any_order(tmp_path: Path) -> None:
     trained = write_run(tmp_path / "run", "finetune", "data=jsonl", "data.path=a.jsonl", "data.max_samples=9")
     before = ("data.path=b.jsonl", "evaluation.checkpoint=x", "parallelism=ddp", "run.seed=5")
-    cfg = compose_evaluation(monkeypatch, *before, f"run={tmp_path}/run", "evaluation.seq_len=64")
+    cfg = compose_evaluation(*before, f"run={tmp_path}/run", "evaluation.seq_len=64")
     assert cfg.data == replace(trained.data, path="b.jsonl")
     assert (cfg.evaluation.checkpoint, cfg.evaluation.seq_len, cfg.run.seed) == ("x", 64, 5)
-    cfg = compose_evaluation(monkeypatch, f"run={tmp_path}/run", "data=pydocs")
+    cfg = compose_evaluation(f"run={tmp_path}/run", "data=pydocs")
     assert isinstance(cfg.data, DocsDataConfig)
     assert cfg.model == trained.model
 
 
-def test_other_recipes_have_no_such_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "run=x"])
-    with evaluated_run(FinetuneConfig) as folders:
-        assert (folders, sys.argv) == ((), ["finetune.py", "run=x"])
+def test_other_recipes_have_no_such_argument() -> None:
+    finetune = replace(EVALUATE, name="finetune", schema=FinetuneConfig)
+    assert rewriting(finetune, None)(["run=x"]) == Rewritten(["run=x"])
 
 
 def test_runs_that_cannot_be_evaluated_are_rejected_without_torch(commands: Commands, tmp_path: Path) -> None:

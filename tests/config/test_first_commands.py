@@ -13,13 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from components.config.compose.command_line import addable
-from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
+from components.config.compose.composition import compose, no_check
 from components.config.compose.explain import no_option
-from components.config.compose.frozen import from_container, to_yaml
+from components.config.compose.frozen import to_yaml
 from components.config.compose.help_text import RECIPES
 from components.config.compose.short_forms import long_forms
-from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.sources import CONF
 from components.config.compose.sweep import compose_point, expand_sweep
 from components.config.compose.typed import known_keys
 from components.config.rules import validate
@@ -27,6 +26,7 @@ from components.config.schema import RecipeConfig
 from components.data.preflight import check_files
 from components.launch.machine import processes_of
 from tests.config.commands import REPOSITORY
+from tests.config.composed import request
 
 SFT = {"prompt": "q", "response": "a"}
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -71,15 +71,10 @@ def write(file: Path, *rows: dict[str, Any]) -> Path:
 
 def result(recipe: str, arguments: Sequence[str], folders: tuple[Path, ...] = (CONF,)) -> RecipeConfig | list[str]:
     """Return the config of a command line on a machine without GPUs, or its problems, as the command would."""
-    schema = RECIPES[recipe]
-    register_schemas(recipe, schema)
-    options = [no_option(each, known_keys(schema)) for each in arguments if each.startswith("--")]
-    overrides = addable([each for each in arguments if not each.startswith("--")], schema, folders)
-    request = Request(recipe, schema, folders, overrides)
-    try:
-        cfg = from_container(request.compose(request.overrides), schema)
-    except COMPOSITION_ERRORS as error:
-        return options + diagnose(request, error, lambda cfg, rejected: [])
+    options = [no_option(each, known_keys(RECIPES[recipe])) for each in arguments if each.startswith("--")]
+    composed = compose(request(recipe, *(each for each in arguments if not each.startswith("--")), folders=folders))
+    if (cfg := composed.cfg) is None:
+        return options + composed.problems
     return options + validate(cfg, processes_of(cfg, 0)) + check_files(cfg.data) or cfg
 
 
@@ -149,10 +144,9 @@ def test_the_frozen_config_and_the_points_of_a_sweep_are_those_of_the_long_form(
 
     single = frozen("model.path=Qwen/Qwen3-0.6B", "data=jsonl", "data.path=mine.jsonl")
     assert frozen("model=Qwen/Qwen3-0.6B", "data=mine.jsonl") == single
-    argv = ["finetune.py", "-m", "model=Qwen/Qwen3-0.6B,tiny", "data=mine.jsonl,~/mine.jsonl"]
-    monkeypatch.setattr("sys.argv", argv)
-    sweep = expand_sweep("finetune", RECIPES["finetune"], REPOSITORY / "recipes")
-    points = [compose_point(sweep, point, lambda cfg, rejected: [])[0] for point in sweep.points]
+    given = ["-m", "model=Qwen/Qwen3-0.6B,tiny", "data=mine.jsonl,~/mine.jsonl"]
+    sweep = expand_sweep("finetune", RECIPES["finetune"], REPOSITORY / "recipes", given)
+    points = [compose_point(sweep, point, no_check)[0] for point in sweep.points]
     assert [point.values["model"] for point in sweep.points] == ["Qwen/Qwen3-0.6B"] * 2 + ["tiny"] * 2
     assert to_yaml(points[0]) == single  # type: ignore[arg-type]
     assert points[3] == result("finetune", ["model=tiny", "data=jsonl", f"data.path={folder}/mine.jsonl"])

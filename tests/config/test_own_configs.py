@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
-from components.config.compose.frozen import Config, from_container, from_yaml, to_yaml
-from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.frozen import Config, from_yaml, to_yaml
 from components.config.compose.typed import free_keys, known_keys
 from components.config.layouts import fit_micro_batches
 from components.config.rules import validate
@@ -40,6 +38,7 @@ from components.config.schema.recipes import section, with_section
 from components.config.schema.run import ProfileConfig
 from components.protocol.errors import ConfigError
 from tests.config.commands import Commands
+from tests.config.composed import config_of, problems_of
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,8 +174,7 @@ def test_section_is_found_by_its_class() -> None:
 
 
 def composed(schema: type[Config], *overrides: str) -> Config:
-    register_schemas("finetune", schema)
-    return from_container(Request("finetune", schema, (CONF,), overrides).compose(overrides), schema)
+    return config_of("finetune", *overrides, schema=schema)
 
 
 def test_options_of_a_kind_fill_its_subclass() -> None:
@@ -209,17 +207,17 @@ def test_second_section_of_the_same_kind_has_its_own_keys() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data=pydocs"], "data: has kind docs, which this recipe does not accept; choose another option"),
+        (
+            ["data=pydocs"],
+            "data=pydocs: has kind docs, which this recipe does not train on; use recipes/finetune.py, or choose "
+            "another option of data",
+        ),
         (["data=jsonl", "data.stile=x"], "data.stile=x: no such key; did you mean data.style?"),
         (["data=jsonl", "optimizer.amsgrad=2"], "optimizer.amsgrad=2: must be true or false"),
     ],
 )
 def test_errors_in_a_subclass_are_reported(overrides: Sequence[str], message: str) -> None:
-    register_schemas("finetune", StyledConfig)
-    request = Request("finetune", StyledConfig, (CONF,), ("model=tiny", "data.path=x.jsonl", *overrides))
-    with pytest.raises(COMPOSITION_ERRORS) as caught:
-        from_container(request.compose(request.overrides), StyledConfig)
-    assert diagnose(request, caught.value, lambda cfg, refused: []) == [message]
+    assert problems_of("finetune", "model=tiny", "data.path=x.jsonl", *overrides, schema=StyledConfig) == [message]
 
 
 OWN_RECIPE = '''"""My recipe."""
@@ -248,11 +246,11 @@ main()
 
 def test_help_shows_own_sections_and_keys_without_docstrings(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN_RECIPE)
-    shown = commands.run(tmp_path / "mine.py", ["--help", "extra.gamma=5"], tmp_path)
+    shown = commands.run(tmp_path / "mine.py", ["--help", "all", "extra.gamma=5"], tmp_path)
     assert (shown.status, shown.errors, shown.imported_torch) == (0, "", False)
     assert shown.output.startswith("My recipe.\n")
     own = shown.output[shown.output.index("\nextra:") :]
     assert own == (
-        "\nextra:\n  extra.gamma=5\n      Number.\n  extra.pair=[1, 2]\n      Tuple.\n  extra.where=null\n"
+        "\nextra:\n  extra.gamma=5\n      Number.\n  extra.pair=[1,2]\n      Tuple.\n  extra.where=null\n"
         "      Path or null.\n\nother=null\n\ngoal=3\n"
     )

@@ -27,9 +27,8 @@ LARGEST_FULL = 150e9
 SCRIPT = """
 import json, sys
 from dataclasses import dataclass, field, replace
-from omegaconf import OmegaConf
-from components.config.compose.frozen import from_container
-from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.composition import compose
+from components.config.compose.sources import CONF, Request
 from components.protocol.errors import ConfigError
 from components.config.schema import FinetuneConfig, PretrainConfig
 from components.config.schema.model import CausalLMConfig
@@ -44,15 +43,16 @@ class AllModels(schema):
     models: dict[str, CausalLMConfig] = field(default_factory=dict)
 
 def composed(config, changes):
-    register_schemas(recipe, config)
-    return Request(recipe, config, (CONF,), tuple(changes)).compose(tuple(changes))
+    found = compose(Request(recipe, config, (CONF,), tuple(changes)))
+    assert not found.problems, found.problems
+    return found.cfg
 
-base = from_container(composed(schema, [f"model={names[0]}", *overrides]), schema)
+base = composed(schema, [f"model={names[0]}", *overrides])
 models = composed(AllModels, [*(f"+model@models.{name}={name}" for name in names), *overrides]).models
 adapted = replace(base, peft=replace(base.peft, method="lora"))
 answers = {}
 for name in names:
-    model = OmegaConf.to_object(models[name])
+    model = models[name]
     answers[name] = {"values": {key: getattr(model, key) for key in KEYS}}
     try:
         large = architecture_of(model).parameters > LARGEST_FULL

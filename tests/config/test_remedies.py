@@ -6,26 +6,17 @@ import re
 
 import pytest
 
-from components.config.compose.command_line import addable
-from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
-from components.config.compose.frozen import from_container
-from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.composition import compose
 from components.config.rules import validate
 from components.config.schema import RecipeConfig
 from components.launch.machine import processes_of
-from tests.config.test_composition import RECIPES
+from tests.config.composed import request
 
 
 def result(recipe: str, overrides: str) -> RecipeConfig | list[str]:
     """Return the config of a command line on a machine without GPUs, or its problems."""
-    schema = RECIPES[recipe]
-    register_schemas(recipe, schema)
-    request = Request(recipe, schema, (CONF,), addable(overrides.split(), schema))
-    try:
-        cfg = from_container(request.compose(request.overrides), schema)
-    except COMPOSITION_ERRORS as error:
-        return diagnose(request, error, lambda cfg, rejected: validate(cfg, processes_of(cfg, 0)))
-    return validate(cfg, processes_of(cfg, 0)) or cfg
+    composed = compose(request(recipe, *overrides.split()), lambda cfg, _: validate(cfg, processes_of(cfg, 0)))
+    return composed.problems or composed.cfg  # type: ignore[return-value]
 
 
 OTHER_TOOLS = [

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from omegaconf import OmegaConf
 
-from components.config.compose.command_line import addable
-from components.config.compose.frozen import from_container, from_yaml, to_yaml
-from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.composition import compose as compose_request
+from components.config.compose.frozen import from_yaml, to_yaml
+from components.config.compose.sources import CONF
 from components.config.kinds import kinds_of, type_hints
 from components.config.schema import FinetuneConfig
 from components.launch.run_checks import memory_report
 from components.planning.formulas.hardware import find_hardware
 from tests.config.commands import Commands
+from tests.config.composed import config_of, request
 from tests.config.test_composition import RECIPES, compose
 
 TEXTS = ["12:00:00", "16:00", "010", "0x10", "on", "no", "1e3", "1_000", "2026-11-27", ".5", "1.10", "True"]
@@ -69,7 +69,7 @@ def as_overrides(values: Any, key: str = "") -> list[str]:
 def composed(values: Any, cfg: Any) -> Any:
     """Return the composed values of the keys of `values`."""
     if not isinstance(values, dict):
-        return OmegaConf.to_container(cfg) if isinstance(values, list) else cfg
+        return cfg
     return {key: composed(value, cfg[key]) for key, value in values.items()}
 
 
@@ -77,14 +77,13 @@ def composed(values: Any, cfg: Any) -> Any:
 def test_every_text_of_the_schema_is_as_written_in_a_file_and_on_the_command_line(tmp_path: Path, text: str) -> None:
     values = text_values(EVERY, text)
     assert len(as_overrides(values)) > 250
-    register_schemas("every", EVERY)
     sections = "".join(f"{name}: {{}}\n" for name in values)
     (tmp_path / "every.yaml").write_text(f"defaults: [schema/every, _self_, {{text: null}}, {HYDRA}]\n{sections}")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "mine.yaml").write_text(f"# @package _global_\n{as_plain_yaml(values)}\n")
     for overrides in (["text=mine"], as_overrides(values)):
-        typed = addable(overrides, EVERY)
-        assert composed(values, Request("every", EVERY, (tmp_path,), typed).compose(typed)) == values
+        found = compose_request(request("every", *overrides, schema=EVERY, folders=(tmp_path,)))
+        assert composed(values, found.values) == values
 
 
 class Mode(Enum):
@@ -141,9 +140,7 @@ own:
 def test_an_own_recipes_texts_are_as_written_and_numbers_are_numbers(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_{OWN_OPTION}")
-    register_schemas("finetune", OwnConfig)
-    request = Request("finetune", OwnConfig, (tmp_path, CONF), ("experiment=mine", "model=tiny"))
-    cfg = from_container(request.compose(request.overrides), OwnConfig)
+    cfg = config_of("finetune", "experiment=mine", "model=tiny", schema=OwnConfig, folders=(tmp_path, CONF))
     assert (cfg.cluster.time, cfg.cluster.numa_binding.value, cfg.run.name, cfg.run.seed) == (
         "12:00:00",
         "off",
@@ -163,9 +160,11 @@ def test_an_own_recipes_texts_are_as_written_and_numbers_are_numbers(tmp_path: P
 
 
 def test_a_frozen_config_edited_by_hand_has_the_texts_as_written() -> None:
-    register_schemas("finetune", FinetuneConfig)
-    cfg = from_container(Request("finetune", FinetuneConfig, (CONF,), ()).compose(()), FinetuneConfig)
-    text = to_yaml(cfg).replace("  time: null\n", "  time: 12:00:00\n").replace("  env: {}\n", "  env: {X: 010}\n")
+    text = (
+        to_yaml(compose("finetune"))
+        .replace("  time: null\n", "  time: 12:00:00\n")
+        .replace("  env: {}\n", "  env: {X: 010}\n")
+    )
     edited = from_yaml(text, FinetuneConfig)
     assert (edited.cluster.time, edited.cluster.env) == ("12:00:00", {"X": "010"})
 

@@ -380,7 +380,7 @@ def test_evaluate_recipe_rejects_invalid_keys_and_values(commands: Commands, eva
     ended = commands.run(evaluate, ["model=tiny", "optimizer=adamw"], tmp_path)
     assert_rejected(ended, ["optimizer=adamw: this recipe has no options of optimizer; remove it"], tmp_path)
     listed = commands.run(evaluate, ["--help"], tmp_path).output
-    assert "\nmodel/rope: " in listed
+    assert "\n  model/rope: " in listed
     assert not any(f"\n{group}: " in listed.partition("Keys,")[0] for group in ("gpu", "optimizer", "objective"))
 
 
@@ -591,7 +591,7 @@ ALL_STAGES = {
     "checkpoint.keep=0": "checkpoint.keep=0: must be at least 1",
     "checkpoint.keep_best=true": "checkpoint.keep_best=true: needs checkpoint.every=0 to be a multiple of",
     "training.max_step=3": "training.max_step=3: no such key",
-    "+logging.plott=true": "logging.plott=True: no such key",
+    "+logging.plott=true": "logging.plott=true: no such key",
     "logging.progress=1": "logging.progress=1: must be true or false",
     "logging.profile.start=0": "logging.profile.start=0: must be at least 1",
     "run.seed=x": "run.seed=x: must be a whole number",

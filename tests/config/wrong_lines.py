@@ -23,7 +23,7 @@ UNKNOWN_KEY = [
     ("gpu=h100_80", "gpu=h100_80: no such key; write cluster.gpu=h100_80"),
     ("-m gpu=h100_80,b200", "no such key; did you mean cluster.gpu?"),
     ("cluster.env.V=null", "cluster.env.V=null: must not be null"),
-    ("training={max_stepz:3}", "training={max_stepz:3}", "does not have"),
+    ("training={max_stepz:3}", "training={max_stepz:3}: no such key", "did you mean training.max_steps?"),
     (
         "data.path=x.jsonl",
         *(
@@ -118,8 +118,8 @@ MISSING_VALUE = [
     ("data=chat_jsonl", "data.path: not set"),
     ("data=jsonl data.path=null", "data.path=null: must not be null"),
     ("data=jsonl data.path=''", "data.path='': is empty"),
-    ("training.max_steps=???", "training.max_steps: not set"),
-    ("~data", "data: not set"),
+    ("training.max_steps=???", "training.max_steps=???: ??? marks a missing value"),
+    ("~data", "~data: cannot be removed; choose an option with data=NAME"),
     ("model=tiny model.init=pretrained", "model.path=null: pretrained weights need a path", "model.init=random"),
 ]
 OUT_OF_RANGE = [
@@ -503,7 +503,7 @@ SLURM = [
     ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is not a valid variable name"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.env.A=???",
-        "cluster.env={'A': '???'}: ??? marks a missing value",
+        "cluster.env.A=???: ??? marks a missing value",
     ),
 ]
 KUBERNETES = [

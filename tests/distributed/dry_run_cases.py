@@ -35,7 +35,7 @@ from components.distributed.traffic import record_traffic, traffic_table
 from components.planning.dry_run.fake_rank import SavedForBackward, local_bytes, parameters_in_use
 from components.planning.dry_run.play import build_objective, play, synthetic_batches
 from components.planning.dry_run.played_run import DryRun
-from components.watch.gc import GarbageCollection
+from components.training.run import GarbageCollection
 from scripts._memory.ranks import allocations, highest
 from tests.harness import run_ranks
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from components.config.compose.frozen import from_container, frozen_text
-from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.frozen import frozen_text
 from components.config.schema import EvaluateConfig, FinetuneConfig, RecipeConfig
 from recipes import evaluate, finetune
+from tests.config.composed import config_of
 from tests.harness import run_ranks
 from tests.recipes.test_finetune import curve, result
 
@@ -24,9 +24,7 @@ TRAINING = ("training.global_batch_size=4", "training.micro_batch_size=1", "trai
 def run(recipe: Any, schema: type[RecipeConfig], run_dir: Path, *overrides: str) -> None:
     """Write the frozen config and call main, as the launcher does after validation."""
     name = recipe.__name__.rpartition(".")[2]
-    register_schemas(name, schema)
-    request = Request(name, schema, (CONF,), (*JOB, *overrides, f"run.dir={run_dir}"))
-    cfg = from_container(request.compose(request.overrides), schema)
+    cfg = config_of(name, *JOB, *overrides, f"run.dir={run_dir}", schema=schema)
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(frozen_text(cfg))
     run_ranks(1, lambda rank: recipe.main.__wrapped__(cfg), init=False, timeout=120)

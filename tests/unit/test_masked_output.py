@@ -290,9 +290,10 @@ def test_answers_to_the_command_line_show_no_secret(
     argument: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "two words")
-    monkeypatch.setattr(sys, "argv", ["finetune.py", argument, "--cfg", "job"])
+    given = [argument, "--cfg", "job"]
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *given])
     with pytest.raises(ConfigError) as error:
-        compose_from_command_line("finetune", FinetuneConfig, CONF.parent / "recipes", lambda *_: [])
+        compose_from_command_line("finetune", FinetuneConfig, CONF.parent / "recipes", arguments=given)
     print_problems(error.value.problems)
     output = capsys.readouterr()
     assert reason in output.err
@@ -315,7 +316,7 @@ COMMANDS = [
         ["recipes/finetune.py", f"training.max_steps={value}"]
         for value in (HF, "${oc.env:PIN}", "${oc.decode:${oc.env:PIN}}")
     ),
-    *(["recipes/finetune.py", *option, f"model.path={HF}"] for option in (["-m"], ["--cfg", "job"], ["--info", "all"])),
+    *(["recipes/finetune.py", *option, f"model.path={HF}"] for option in (["-m"], ["--cfg", "job"], ["--help"])),
     *(
         ["recipes/finetune.py", f"cluster={name}", "cluster.env={A: 1, API_KEY: hunter22}"]
         for name in ("slurm_1node", "k8s_1node")

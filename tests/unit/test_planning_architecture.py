@@ -18,16 +18,14 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from components.config.compose.frozen import from_container
-from components.config.compose.sources import CONF, Request, register_schemas
 from components.config.schema.model import ModelConfig
-from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape, read_shape
 from components.models.anatomy import SLIDING, read_anatomy
 from components.planning.formulas import step_time
 from components.planning.formulas.architecture import FAMILIES, Architecture, read_architecture
 from components.protocol.errors import ConfigError
 from components.training.setup.flops import model_flops
+from tests.config.composed import config_of
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
 from tests.unit.test_planning_time import workload
 
@@ -171,7 +169,5 @@ def test_options_of_hub_models_state_every_size() -> None:
 def test_sizes_that_a_local_config_omits_are_not_those_of_the_option(tmp_path: Path) -> None:
     sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, **sizes}))
-    register_schemas("finetune", FinetuneConfig)
-    request = Request("finetune", FinetuneConfig, (CONF,), ())
-    cfg = from_container(request.compose([f"model.path={tmp_path}"]), FinetuneConfig)
+    cfg = config_of("finetune", f"model.path={tmp_path}")
     assert read_architecture(read_shape(cfg.model), "llama").parameters == 6_738_415_616  # Llama 7B

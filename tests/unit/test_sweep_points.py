@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,13 +27,12 @@ from components.launch.sweep.points import point_command, retry
 from components.protocol.errors import ConfigError
 
 
-def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "-m", *arguments])
-    return expand_sweep("finetune", FinetuneConfig, Path("/nowhere"))
+def expanded(*arguments: str) -> SweepRequest:
+    return expand_sweep("finetune", FinetuneConfig, Path("/nowhere"), ["-m", *arguments])
 
 
 def test_points_are_the_product_in_command_line_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = expanded(monkeypatch, "model=tiny", "parallelism=ddp,fsdp2", "run.name='a b'", "run.seed=range(1,3)")
+    sweep = expanded("model=tiny", "parallelism=ddp,fsdp2", "run.name='a b'", "run.seed=range(1,3)")
     assert [point.overrides for point in sweep.points] == [
         ("model=tiny", f"parallelism={option}", "run.name='a b'", f"run.seed={seed}")
         for option in ("ddp", "fsdp2")
@@ -44,12 +42,12 @@ def test_points_are_the_product_in_command_line_order(monkeypatch: pytest.Monkey
 
 
 def test_glob_expands_to_matching_options_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = expanded(monkeypatch, "parallelism=glob([tp*,pp4*],exclude=tp3)")
+    sweep = expanded("parallelism=glob([tp*,pp4*],exclude=tp3)")
     assert [point.values["parallelism"] for point in sweep.points] == ["pp4_1f1b", "tp2", "tp4"]
 
 
 def test_run_dir_of_the_sweep_is_not_an_override_of_its_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sweep = expanded(monkeypatch, f"run.dir={tmp_path}/here", "run.seed=1,2", "--config-dir", str(tmp_path))
+    sweep = expanded(f"run.dir={tmp_path}/here", "run.seed=1,2", "--config-dir", str(tmp_path))
     assert [point.overrides for point in sweep.points] == [("run.seed=1",), ("run.seed=2",)]
     assert sweep.options == ("--config-dir", str(tmp_path))
     cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg, rejected: [])
@@ -68,20 +66,20 @@ def test_run_dir_of_the_sweep_is_not_an_override_of_its_points(monkeypatch: pyte
     ],
 )
 def test_spaced_values(monkeypatch: pytest.MonkeyPatch, override: str, values: list[str]) -> None:
-    sweep = expanded(monkeypatch, "model=tiny", override)
+    sweep = expanded("model=tiny", override)
     assert [list(point.values.values()) for point in sweep.points] == [[value] for value in values]
     assert all(compose_point(sweep, point, lambda cfg, rejected: [])[0] is not None for point in sweep.points)
 
 
 def test_spaced_values_are_part_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = expanded(monkeypatch, "parallelism=ddp,fsdp2", "optimizer.lr=log(1e-4,1e-2,3)")
+    sweep = expanded("parallelism=ddp,fsdp2", "optimizer.lr=log(1e-4,1e-2,3)")
     assert [tuple(point.values.values()) for point in sweep.points] == [
         (option, lr) for option in ("ddp", "fsdp2") for lr in ("0.0001", "0.001", "0.01")
     ]
 
 
 def drawn_values(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, str]]:
-    return [point.values for point in expanded(monkeypatch, *arguments).points]
+    return [point.values for point in expanded(*arguments).points]
 
 
 def test_draws_are_random_values_of_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +106,7 @@ def test_draws_of_a_whole_number_key_are_whole_numbers(monkeypatch: pytest.Monke
     assert 1 <= min(sizes) < max(sizes) <= 100
     assert 0.4 < sum(size < 10 for size in sizes) / 200 < 0.6
     with pytest.raises(ConfigError) as caught:
-        expanded(monkeypatch, "training.max_steps=uniform(1.5,9)", "sweep.draws=2")
+        expanded("training.max_steps=uniform(1.5,9)", "sweep.draws=2")
     assert caught.value.problems[0] == (
         "training.max_steps=uniform(1.5,9): write uniform(LOW,HIGH) with whole numbers, LOW less than HIGH"
     )
@@ -132,7 +130,7 @@ def test_draws_of_listed_values_are_different_points_of_the_grid(monkeypatch: py
 
 
 def test_keys_of_the_sweep_are_not_overrides_of_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = expanded(monkeypatch, "sweep.metric=score", "run.seed=1,2", "sweep.goal=max")
+    sweep = expanded("sweep.metric=score", "run.seed=1,2", "sweep.goal=max")
     assert [point.overrides for point in sweep.points] == [("run.seed=1",), ("run.seed=2",)]
     assert (sweep.keys.metric, sweep.keys.direction) == ("score", Goal.max)
 
@@ -149,7 +147,7 @@ def test_goal_is_inferred_from_the_name_of_a_metric(metric: str, goal: str | Non
 
 
 def test_free_form_keys_and_lists_can_be_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = expanded(monkeypatch, "model=tiny", "model.config.hidden_size=64,128", "generation.prompts=[a,b],[c]")
+    sweep = expanded("model=tiny", "model.config.hidden_size=64,128", "generation.prompts=[a,b],[c]")
     configs = [compose_point(sweep, point, lambda cfg, rejected: [])[0] for point in sweep.points]
     assert [(cfg.model.config["hidden_size"], cfg.generation.prompts) for cfg in configs if cfg] == [
         (64, ["a", "b"]),
@@ -161,7 +159,7 @@ def test_free_form_keys_and_lists_can_be_swept(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_source_of_a_mixture_can_be_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = ("+data@data.sources.a=pydocs,gsm8k", "+data@data.sources.b=pydocs", "data.sources.a.weight=2")
-    sweep = expanded(monkeypatch, "model=tiny", "data=mixture", *sources)
+    sweep = expanded("model=tiny", "data=mixture", *sources)
     kinds = []
     for point in sweep.points:
         cfg, _ = compose_point(sweep, point, lambda cfg, rejected: [])
@@ -174,7 +172,7 @@ def test_one_source_of_a_mixture_can_be_swept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_invalid_value_is_a_point_problem_and_unknown_option_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = expanded(monkeypatch, "model=tiny", "training.seq_len=0,64", "parallelism=ddp,fdsp2")
+    sweep = expanded("model=tiny", "training.seq_len=0,64", "parallelism=ddp,fdsp2")
     found = {}
     for point in sweep.points:
         try:
@@ -206,7 +204,7 @@ def test_point_names_are_valid_file_names(values: dict[str, str], name: str) -> 
 
 @pytest.mark.parametrize("text", ["plain", "it's", 'a "b"', "a\\b", "back\\'slash", "a=b,c", "x y", "[1]", "{}"])
 def test_quoted_override_round_trips(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    sweep = expanded(monkeypatch, "model=tiny", override_of("run.name", text), "run.seed=1,2")
+    sweep = expanded("model=tiny", override_of("run.name", text), "run.seed=1,2")
     cfg, _ = compose_point(sweep, sweep.points[0], lambda cfg, rejected: [])
     assert cfg is not None
     assert cfg.run.name == text

@@ -28,9 +28,8 @@ from components.protocol.errors import ConfigError
 COMMAND = ("model=tiny", "optimizer.lr=loguniform(1e-5,1e-1)", "training.global_batch_size=8,16", "sweep.trials=12")
 
 
-def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "-m", *arguments])
-    return expand_sweep("finetune", FinetuneConfig, Path("/nowhere"))
+def expanded(*arguments: str) -> SweepRequest:
+    return expand_sweep("finetune", FinetuneConfig, Path("/nowhere"), ["-m", *arguments])
 
 
 def opened(folder: Path, request: SweepRequest, goal: Goal = Goal.min) -> PointStudy:
@@ -64,7 +63,7 @@ def run_study(folder: Path, request: SweepRequest, *, reopen: bool) -> list[dict
 
 
 def test_listed_values_and_ends_of_ranges_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = expanded(monkeypatch, *COMMAND)
+    request = expanded(*COMMAND)
     assert [point.overrides for point in request.points] == [
         ("model=tiny", "optimizer.lr=1e-05", "training.global_batch_size=8"),
         ("model=tiny", "optimizer.lr=0.1", "training.global_batch_size=16"),
@@ -77,7 +76,7 @@ def test_listed_values_and_ends_of_ranges_are_checked(monkeypatch: pytest.Monkey
 
 def test_points_of_whole_number_keys_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ranges = ("training.max_steps=uniform(10,100)", "training.global_batch_size=loguniform(1,1e3)")
-    request = expanded(monkeypatch, "model=tiny", *ranges, "optimizer.lr=uniform(0,1)", "sweep.trials=12")
+    request = expanded("model=tiny", *ranges, "optimizer.lr=uniform(0,1)", "sweep.trials=12")
     study = opened(tmp_path, request)
     for number in range(12):
         chosen = request.study_point(study.choose() or {})
@@ -91,15 +90,15 @@ def test_points_of_whole_number_keys_are_valid(monkeypatch: pytest.MonkeyPatch, 
 def test_interrupted_study_chooses_the_points_of_one_that_was_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    request = expanded(monkeypatch, *COMMAND)
+    request = expanded(*COMMAND)
     points = run_study(tmp_path / "a", request, reopen=False)
     assert run_study(tmp_path / "b", request, reopen=True) == points
     assert sum(map(loss, points[10:])) / 6 < sum(map(loss, points[:10])) / 10  # the first 10 are random
-    assert run_study(tmp_path / "c", expanded(monkeypatch, *COMMAND, "sweep.seed=1"), reopen=False) != points
+    assert run_study(tmp_path / "c", expanded(*COMMAND, "sweep.seed=1"), reopen=False) != points
 
 
 def test_listed_values_are_not_chosen_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    study = opened(tmp_path, expanded(monkeypatch, "run.seed=1,2,3", "parallelism=ddp,fsdp2", "sweep.trials=6"))
+    study = opened(tmp_path, expanded("run.seed=1,2,3", "parallelism=ddp,fsdp2", "sweep.trials=6"))
     for number in range(6):
         assert study.choose() is not None
         finish(study, number, value=float(number))
@@ -109,7 +108,7 @@ def test_listed_values_are_not_chosen_twice(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_states_of_points_become_those_of_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    study = opened(tmp_path, expanded(monkeypatch, *COMMAND))
+    study = opened(tmp_path, expanded(*COMMAND))
     states = ("ok", "oom", "invalid", "failed", STOPPED_EARLY, "interrupted", "preempted", "running")
     for number, state in enumerate(states):
         study.choose()
@@ -126,11 +125,11 @@ def test_states_of_points_become_those_of_trials(monkeypatch: pytest.MonkeyPatch
         finish(study, number)
     assert [trial.state.name for trial in study._study.trials[9:]] == ["COMPLETE", "COMPLETE"]
     assert [trial.params for trial in study._study.trials[9:]] == [found[3].params, found[4].params]
-    assert len(opened(tmp_path, expanded(monkeypatch, *COMMAND)).values) == 9
+    assert len(opened(tmp_path, expanded(*COMMAND)).values) == 9
 
 
 def test_damaged_journal_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    request = expanded(monkeypatch, *COMMAND)
+    request = expanded(*COMMAND)
     opened(tmp_path, request).choose()
     file = tmp_path / JOURNAL
     file.write_text("{" + file.read_text())
@@ -141,7 +140,7 @@ def test_damaged_journal_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_missing_optuna_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError) as caught:
-        expanded(monkeypatch, *COMMAND)
+        expanded(*COMMAND)
     (problem,) = caught.value.problems
     assert problem.startswith("sweep.trials=12: optuna is not installed; run pip install 'meshbook[optuna]', or set ")
 

@@ -1,18 +1,20 @@
-"""Composition by Hydra and strict conversion to the schema: the only place that turns YAML into dataclasses.
+"""Composition: the only place that turns YAML and command lines into dataclasses.
 
-Hydra runs once, in the process that the user started. The composed config is checked against the dataclasses (Hydra
-itself accepts `+typo=1`), converted to plain objects, and frozen to RUN_DIR/config.yaml, which every rank reads.
+Hydra reads the defaults lists and decides which files are merged, in the process that the user started. Plain dicts
+are merged, completed by the defaults of the dataclasses, and typed once. The config is frozen to RUN_DIR/config.yaml,
+which every rank reads.
 
-command_line.py  compose_from_command_line: a typed and validated config from the command line
-sources.py       config folders, schemas in Hydra's store, options of each group
-short_forms.py   data=mine.jsonl and model=OWNER/NAME
-diagnose.py      all problems of a command line, not only the first one that Hydra finds
-explain.py       errors of Hydra, omegaconf and PyYAML in Meshbook's terms
+command_line.py  compose_from_command_line: options, --help and --cfg, and the config of a command line
+composition.py   files, values of the command line, defaults and typing, with all problems at once
+sources.py       config folders, the files that Hydra's defaults lists select, options of each group
+short_forms.py   data=mine.jsonl and model=OWNER/NAME; texts in quotes
+overrides.py     what is wrong with a single override
+typed.py         nested dicts to dataclasses, strictly; texts of YAML as they are written
+explain.py       config errors in one sentence
 synonyms.py      names that other tools use for the keys
 help_text.py     the keys with type, default and docstring; --help
 sweep.py         points of a command line with -m
 sweep_keys.py    keys of the sweep itself (sweep.metric), and values: log(1e-5,1e-3,5), random draws
-typed.py         nested dicts to dataclasses, strictly; strings that omegaconf or YAML would misread
 frozen.py        config to YAML and back; resolution of ${...}
 """
 

@@ -6,6 +6,7 @@ and environment variables that could hold a secret are not copied into the confi
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterator
@@ -43,19 +44,6 @@ _CHECKSUM = "# sha256 of the lines below: "
 """Prefix of the first line of a frozen config, a YAML comment."""
 _ENV = "oc.env"
 _UNSET: Any = object()
-
-
-def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
-    """Resolve interpolations and return the typed config. Raises ConfigError with all problems."""
-    container, rejected = resolve(cfg)
-    # A composed section is a node of its option's class; a frozen file is plain and states its kinds by the key `kind`.
-    composed = {name: kind for name in map(str, cfg) if (kind := OmegaConf.get_type(cfg, name)) is not None}
-    try:
-        config = typed(container, schema, composed, [key.partition("[")[0] for key in rejected])
-    except ConfigError as error:
-        raise ConfigError([*rejected.values(), *error.problems]) from error
-    raise_all(list(rejected.values()))
-    return config
 
 
 def read_frozen(path: Path, schema: type[Config]) -> Config:
@@ -131,15 +119,18 @@ def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
 
 
 def from_yaml(text: str, schema: type[Config]) -> Config:
-    """Return the config that `to_yaml` wrote. Raises ConfigError and yaml.YAMLError."""
+    """Return the config that `to_yaml` wrote. Raises ConfigError with all problems, and yaml.YAMLError."""
     check_expansion(text)
-    try:
-        loaded = OmegaConf.create(yaml_with_texts(text, schema) or text)
-    except ValueError as error:
-        raise yaml.YAMLError(str(error)) from error
-    if not isinstance(loaded, DictConfig):
+    loaded = yaml_with_texts(text, schema)
+    if not isinstance(loaded, dict):
         raise ConfigError("not the config of a run: it holds no keys")
-    return from_container(loaded, schema)
+    container, rejected = resolve(loaded)
+    try:
+        config = typed(container, schema, [key.partition("[")[0] for key in rejected])
+    except ConfigError as error:
+        raise ConfigError([*rejected.values(), *error.problems]) from error
+    raise_all(list(rejected.values()))
+    return config
 
 
 def to_yaml(cfg: RecipeConfig) -> str:
@@ -163,12 +154,12 @@ def _unreadable(path: Path, why: object) -> ConfigError:
     return ConfigError(f"{path}: cannot be read as the config of a run: {why}; {hint}")
 
 
-def resolve(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return `cfg` as nested dicts with its interpolations resolved, and the problems by key.
+def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return nested dicts with their interpolations resolved, and the problems by key.
 
     A key whose interpolation fails, or would copy a value that could be a secret, is removed.
     """
-    container: Any = OmegaConf.to_container(cfg, resolve=False)
+    cfg, container = OmegaConf.create(values), copy.deepcopy(values)
     problems: dict[str, str] = {}
     read: dict[str, dict[str, str]] = {}
     with conf_resolvers(), _recorded_environment() as variables_read:

@@ -1,4 +1,4 @@
-"""Help texts: the keys of the config with type, default and docstring, and `--help` with the options of each group."""
+"""Help texts: what is known of each key, `--help`, and the entries of which pages and `meshbook help` consist."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, Union, get_args, get_origin
 
-from omegaconf import DictConfig, OmegaConf
-
-from components.config.compose.sources import Request, conf_resolvers
 from components.config.kinds import WITHOUT_KIND, kinds_of, type_hints
 from components.config.schema import recipes as schemas
 from components.project import PROJECT
+from components.protocol.errors import ConfigError
 from components.protocol.safe_yaml import load_yaml
 from components.terminal import fit
 
@@ -31,8 +29,18 @@ _OPTIONS = """\
 --cfg job            print the composed config and exit; with --resolve, without references
 --config-dir FOLDER  search this folder for options, too
 --quiet              print only where the run is, its summary, and errors: logging.quiet=true
---help               print this text; after other arguments, with the values that they set
+--help [SECTION]     print this text, or the keys of a section, with the values that other arguments set; all: of all
 """
+_MOST_LINES, _MOST_KEYS = 60, 20
+"""Limits of the text of --help without a section."""
+_MOST_USED = """
+    model.path data.path teacher.path evaluation.checkpoint training.max_steps training.epochs
+    training.global_batch_size training.micro_batch_size training.seq_len training.eval_every evaluation.seq_len
+    optimizer.lr optimizer.warmup_steps optimizer.schedule objective.beta peft.rank parallelism.tp parallelism.pp
+    parallelism.cp parallelism.activation_checkpointing checkpoint.every run.dir run.resume cluster.nodes
+    cluster.procs_per_node logging.wandb.mode model.attention data.pack run.seed generation.prompts evaluation.tasks
+"""
+"""Keys of all recipes, of which a recipe shows the first that it has."""
 RECIPES = {
     "finetune": schemas.FinetuneConfig,
     "pretrain": schemas.PretrainConfig,
@@ -51,86 +59,152 @@ _RESOLVED = re.compile(r"\$\{(?:unless_epochs:(.*)|with_kto:.*)\}")
 _PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
 
-def recipe_help(description: str, request: Request, width: int) -> str:
-    """Return the help of a recipe in lines of at most `width` columns. Raises an error of the composition.
+def recipe_help(
+    description: str,
+    schema: type,
+    groups: Mapping[str, list[str]],
+    values: Mapping[str, Any],
+    width: int,
+    topics: Sequence[str] = (),
+) -> str:
+    """Return the help of a recipe in lines of at most `width` columns: an overview, sections, or everything.
 
     Args:
         description: Docstring of the recipe.
-        request: The command line; the text shows the values that it sets.
+        schema: Its config class.
+        groups: Names of the options of each group.
+        values: The values that this command sets.
+        topics: Sections to describe; `all`: the whole text. None: an overview in at most 60 lines.
+
+    Raises ConfigError for a topic that is no section.
     """
-    values = request.compose(request.overrides)
-    groups = request.groups
-    parts = [
-        f"{fit(description.strip(), width)}\n",
-        "Options:\n\n" + fit(textwrap.indent(_OPTIONS, "  "), width),
-        "Options of groups, GROUP=OPTION:\n",
-        *(_fill(f"{group}: {', '.join(groups[group])}", width, subsequent_indent="    ") for group in sorted(groups)),
-        "\nKeys, KEY=VALUE, with the values of this command:",
-    ]
-    with conf_resolvers():
-        for name, hint in type_hints(request.schema).items():
-            schema = section_class(hint)
-            if schema is None or values[name] is None:  # a user's own key outside of sections, or no section
-                parts.append(f"\n{name}={written(values[name])}")
-            else:
-                parts.append(section_help(name, {"": _class_of(schema, values[name])}, width, values))
+    hints = type_hints(schema)
+    if unknown := [each for each in topics if each not in (*hints, "all")]:
+        raise ConfigError(f"--help {unknown[0]}: no such section; write one of {', '.join(hints)}, or all")
+    if not topics:
+        return _overview(description, hints, groups, values, width)
+    parts = []
+    if "all" in topics:
+        parts += [
+            f"{fit(description.strip(), width)}\n",
+            "Options:\n\n" + fit(textwrap.indent(_OPTIONS, "  "), width),
+            "Options of groups, GROUP=OPTION:\n",
+            *(
+                _fill(f"{group}: {', '.join(groups[group])}", width, subsequent_indent="    ")
+                for group in sorted(groups)
+            ),
+            "\nKeys, KEY=VALUE, with the values of this command:",
+        ]
+    for name in hints if "all" in topics else topics:
+        section = section_class(hints[name])
+        if section is None or not isinstance(
+            values.get(name), Mapping
+        ):  # a user's own key outside of sections, or null
+            parts.append(f"\n{name}={written(values.get(name))}")
+        else:
+            parts.append(section_help(name, {"": _class_of(section, values[name])}, width, values))
     return "\n".join(parts)
 
 
-def section_help(section: str, variants: dict[str, type], width: int, values: DictConfig | None = None) -> str:
-    """Return the help of a section: the keys of every kind, then those of each kind.
+def _overview(
+    description: str, hints: Mapping[str, Any], groups: Mapping[str, list[str]], values: Mapping[str, Any], width: int
+) -> str:
+    """Return the examples of a recipe, its options, its groups and its most used keys."""
+    below = ["", "Options:", *fit(textwrap.indent(_OPTIONS, "  "), width).splitlines(), "", "Groups, GROUP=OPTION:"]
+    for group in sorted(groups):
+        names = f"  {group}: {', '.join(groups[group])}"
+        more = f", ... ({len(groups[group])}, see meshbook help {group})"
+        below.append(names if len(names) <= width else names[: width - len(more)].rpartition(",")[0] + more)
+    below += ["", "Keys, KEY=VALUE, with the values of this command (--help SECTION, --help all: more):"[:width]]
+    keys: dict[str, Key] = {}
+    for name, hint in hints.items():
+        if (section := section_class(hint)) is not None and isinstance(values.get(name), Mapping):
+            keys |= keys_of(_class_of(section, values[name]), name)
+    for key in [each for each in _MOST_USED.split() if each in keys][:_MOST_KEYS]:
+        meaning = " ".join(keys[key].doc.split()).partition(". ")[0].rstrip(".")
+        line = f"  {f'{key}={_value(values, key)}':<40} {meaning}"
+        below.append(line if len(line) <= width else f"{line[: width - 3].rstrip()}...")
+    summary, _, rest = description.strip().partition("\n\n")
+    above = fit(summary, width).splitlines()
+    examples = rest.partition("\n\n")[0].splitlines()
+    shown = [fit(each, width).splitlines() for each in examples]
+    while shown and len(above) + 1 + sum(map(len, shown)) + len(below) > _MOST_LINES:
+        shown.pop()
+    return "\n".join([*above, *([""] if shown else []), *(line for each in shown for line in each), *below])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key with the value that a text states for it."""
+
+    name: str
+    value: str
+    others: str
+    """The values in other recipes, as a sentence; or ''."""
+    key: Key
+
+
+def section_entries(
+    section: str, variants: Mapping[str, type], values: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield the keys of a section: those of every kind with the name "", then those of each kind with its name.
 
     Args:
         section: Name of the section.
         variants: Its classes by kind; one class without a kind has the name "".
-        width: Columns of a line.
-        values: The composed config, to show values instead of defaults.
+        values: The composed config, to state its values instead of those of the recipes.
     """
     shared = shared_keys(variants, section)
-    first = next(iter(variants.values()))
-    title = f"{section}: {summary(first)}".rstrip() if len(variants) == 1 else f"{section}, all kinds:"
-    lines = ["", _fill(title, width, subsequent_indent="    "), *_key_lines(shared, "", width, values)]
+    yield "", _entries(shared, "", values)
     for name, schema in variants.items() if len(variants) > 1 else ():
         own = {key: described for key, described in keys_of(schema, section).items() if key not in shared}
-        title = _fill(f"{section}.kind={name}: {summary(schema)}", width, subsequent_indent="    ")
-        lines += ["", title, *_key_lines(own, name, width, values)]
+        yield name, _entries(own, name, values)
+
+
+def _entries(keys: Mapping[str, Key], kind: str, values: Mapping[str, Any] | None) -> list[Entry]:
+    found = []
+    for name, key in keys.items():
+        value, others = "", ""
+        if key.type != "section":
+            value, others = (_value(values, name), "") if values is not None else default_and_others(name, [kind], key)
+        found.append(Entry(name, value, others, key))
+    return found
+
+
+def section_help(
+    section: str, variants: Mapping[str, type], width: int, values: Mapping[str, Any] | None = None
+) -> str:
+    """Return `section_entries` as text."""
+    lines = []
+    for kind, entries in section_entries(section, variants, values):
+        schema = variants.get(kind) or next(iter(variants.values()))
+        title = f"{section}.kind={kind}: " if kind else f"{section}: "
+        heading = f"{section}, all kinds:" if len(variants) > 1 and not kind else f"{title}{summary(schema)}".rstrip()
+        lines += ["", _fill(heading, width, subsequent_indent="    ")]
+        lines += [entry_text(each, width) for each in entries if each.key.type != "section"]
     return "\n".join(lines)
 
 
-def _key_lines(keys: dict[str, Key], kind: str, width: int, values: DictConfig | None) -> list[str]:
-    lines = []
-    for key, described in keys.items():
-        if described.type == "section":
-            continue
-        value, others = _value(values, key), ""
-        if values is None:
-            value, others = default_and_others(key, [kind], described)
-        lines.append(key_help(key, described, width, value, others))
-    return lines
-
-
-def key_help(name: str, key: Key, width: int, value: str, others: str = "") -> str:
-    """Return the lines of a key: its value, its meaning, its type, and its values in other recipes."""
-    value = "" if value == "required" else value
+def entry_text(entry: Entry, width: int, stated: Sequence[str] = ()) -> str:
+    """Return the lines of a key: its value, or the lines `stated` in its place; its meaning, type and other values."""
+    value = "" if entry.value == "required" else entry.value
+    key = entry.key
     ending = "" if key.doc.endswith((".", "?")) or not key.doc else "."
-    text = f"{' '.join(key.doc.split())}{ending} {key.type[:1].upper()}{key.type[1:]}. {others}".strip()
+    text = f"{' '.join(key.doc.split())}{ending} {key.type[:1].upper()}{key.type[1:]}. {entry.others}".strip()
     indent = " " * 6
-    stated = _fill(f"  {name}={value}", width, subsequent_indent=indent)
-    return f"{stated}\n" + _fill(text, width, initial_indent=indent, subsequent_indent=indent)
+    lines = [_fill(f"  {each}", width, subsequent_indent=indent) for each in stated or [f"{entry.name}={value}"]]
+    return "\n".join([*lines, _fill(text, width, initial_indent=indent, subsequent_indent=indent)])
 
 
-def _value(values: DictConfig | None, key: str) -> str:
-    if values is None or OmegaConf.is_missing(*_parent_of(values, key)):
-        return ""
-    return written(OmegaConf.select(values, key))
+def _value(values: Mapping[str, Any], key: str) -> str:
+    """Return a composed value as text; empty for a required one."""
+    found: Any = values
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return "" if found == "???" else written(found)
 
 
-def _parent_of(values: DictConfig, key: str) -> tuple[Any, str]:
-    parent, _, name = key.rpartition(".")
-    return OmegaConf.select(values, parent), name
-
-
-def _class_of(schema: type, values: DictConfig) -> type:
+def _class_of(schema: type, values: Mapping[str, Any]) -> type:
     """Return the class of a section's values: that of their kind, if the section has kinds."""
     variants = variants_of([schema])
     return variants.get(str(values.get("kind")), next(iter(variants.values()))) if len(variants) > 1 else schema
@@ -294,7 +368,7 @@ def variants_of(classes: list[type]) -> dict[str, type]:
     return {each.__name__: each for each in classes}
 
 
-def shared_keys(variants: dict[str, type], section: str) -> dict[str, Key]:
+def shared_keys(variants: Mapping[str, type], section: str) -> dict[str, Key]:
     """Return the keys that are alike in all classes of a section."""
     first, *others = [keys_of(each, section) for each in variants.values()]
     return {name: key for name, key in first.items() if all(each.get(name) == key for each in others)}

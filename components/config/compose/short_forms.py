@@ -1,10 +1,10 @@
-"""Short forms on the command line: data=mine.jsonl and model=Qwen/Qwen3-0.6B, as options with their path.
+"""Overrides as Hydra's grammar needs them: short forms as options with their path, and texts in quotes.
 
 data=mine.jsonl         data=jsonl data.path=mine.jsonl, or the option of the recipe that has the columns of the file
 model=Qwen/Qwen3-0.6B   model=smollm2_135m model.path=Qwen/Qwen3-0.6B; also a folder, a .gguf file, package:NAME/FILE
 
 An existing option takes precedence over a file of its name. Sources of a mixture (+data@data.sources.NAME=FILE) have
-the same forms.
+the same forms. Hydra would read run.dir=2024_06_15 as a number.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from hydra.errors import HydraException
 
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import option_texts
-from components.config.compose.typed import literal
+from components.config.compose.typed import Types, alternatives, below, is_class, is_text, literal, types_at
 from components.config.rules import accepted_kinds
 from components.config.schema.data import DataKind
 from components.config.schema.recipes import EvaluateConfig, PretrainConfig, RecipeConfig
@@ -61,6 +63,14 @@ _PAGE = re.compile(
 _NO_PATH = re.compile(r"""[]["'{}$,]""")
 """Characters of a value with another meaning than a path, unless it names an existing file."""
 _MOST_FILES = 1000  # of a folder, of which the formats are read
+_NUMBER_OR_BOOLEAN = re.compile(r"[+-]?(?:\d[\w.+-]*|\.\d[\w+-]*|inf|nan)|true|false", re.IGNORECASE)
+"""Text that Hydra may read as a number or a boolean."""
+_PARTS = re.compile(
+    r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\$\{(?:[^{}]|\{[^{}]*\})*\}|\\.|[][{}(),:]|[^][{}(),:"'$\\]+|."""
+)
+"""Parts of the value of an override: quoted text, interpolation, escaped character, delimiter, other text."""
+_CHOOSING = ("", "choice", "shuffle", "sort")
+"""Functions of Hydra's grammar whose arguments are values of the key; "": parentheses without a function."""
 
 
 def long_forms(overrides: Sequence[str], schema: type[RecipeConfig], folders: Sequence[Path]) -> list[str]:
@@ -230,3 +240,56 @@ def _other_path(override: str, overrides: Sequence[str]) -> str | None:
 
 def _quoted(path: str) -> str:
     return QuotedString(text=path, quote=Quote.single).with_quotes()
+
+
+def override_with_texts(override: str, schema: type) -> str:
+    """Return an override with quotes around the texts that Hydra would read as numbers or booleans."""
+    key, assigned, value = override_parts(override)
+    if not assigned or override.startswith("~") or not (kinds := types_at(schema, key)):
+        return override
+    return f"{override.partition('=')[0]}={_with_quotes(value, kinds)}"
+
+
+@dataclass
+class _Container:
+    """Open bracket in the value of an override."""
+
+    opening: str
+    kinds: Types
+    """Types of the container."""
+    entry: Types | None
+    """Types of the current entry; None before the colon of a dict's entry."""
+
+
+def _with_quotes(value: str, kinds: Types) -> str:
+    """Return the value of an override, or several separated by commas, with quotes around texts."""
+    written, scalar = [], ""
+    open_containers = [_Container("", kinds, kinds)]
+    for part in _PARTS.findall(value):
+        inside = open_containers[-1]
+        if part not in tuple("[]{}(),:") or (part == ":" and inside.entry is not None):
+            scalar += part
+            continue
+        if part == ":":
+            inside.entry = below(inside.kinds, scalar.strip())
+        elif part in "[{(":
+            current = inside.entry or ()
+            entry = {"[": below(current, ""), "{": None, "(": current if scalar.strip() in _CHOOSING else ()}
+            open_containers.append(_Container(part, current, entry[part]))
+        else:
+            scalar = _quoted_text(scalar, inside.entry or ())
+            if part == "," and inside.opening == "{":
+                inside.entry = None
+            elif part != "," and len(open_containers) > 1:
+                open_containers.pop()
+        written += [scalar, part]
+        scalar = ""
+    return "".join(written) + _quoted_text(scalar, open_containers[-1].entry or ())
+
+
+def _quoted_text(scalar: str, kinds: Types) -> str:
+    text = scalar.strip()
+    texts = tuple(each for each in alternatives(kinds) if not is_class(each, Enum))
+    if not _NUMBER_OR_BOOLEAN.fullmatch(text) or not is_text(text, texts):
+        return scalar
+    return scalar.rstrip().replace(text, f'"{text}"')

@@ -1,42 +1,38 @@
-"""Inputs of a composition: conf/ of this project, further config folders, the dataclasses and the command line."""
+"""Inputs of a composition: the config folders, their options, and the files that Hydra's defaults lists select."""
 
 from __future__ import annotations
 
-import copy
-import errno
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl  # Hydra has no public way to change how files are read
-from hydra._internal.config_repository import ConfigRepository, IConfigRepository
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import ResultDefault
-from hydra.core.global_hydra import GlobalHydra
+from hydra import version
+from hydra._internal.config_repository import ConfigRepository  # Hydra has no public way to resolve defaults lists only
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import BooleanNode, DictConfig, OmegaConf, ValidationError, open_dict
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf
+from yaml import MarkedYAMLError, YAMLError
 
-from components.config.compose.explain import override_parts
 from components.config.compose.typed import yaml_with_texts
-from components.config.kinds import KINDS, kinds_of, type_hints
+from components.config.kinds import KINDS, WITHOUT_KIND
 from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
-from components.config.shape import ModelShape
 from components.project import PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.safe_json import read_regular
-from components.protocol.safe_yaml import YamlLimitError, check_expansion, load_yaml
+from components.protocol.safe_yaml import YamlLimitError, load_yaml
 
 _LARGEST = 1 << 24  # bytes of a YAML file
 CONF = PROJECT / "conf"
 """conf/ of this project; absolute, so that a copied recipe finds it."""
+_SCHEMA = re.compile(r"schema/(?:(\w+)/)?(\w+)")
 _UNLESS_EPOCHS = "unless_epochs"
 """Resolver of training.max_steps: ${unless_epochs:40} is 40, or null if training.epochs is given."""
 _WITH_KTO = "with_kto"
@@ -53,82 +49,144 @@ class Request:
     folders: tuple[Path, ...]
     """Config folders in search order."""
     overrides: tuple[str, ...]
+    sections: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Values of whole sections, which replace those of the config files."""
     replaced: list[str] = field(default_factory=list, compare=False)
-    """A line for each file that a composition used instead of another one of its name and group."""
-
-    @property
-    def main_folder(self) -> Path:
-        """The first folder that holds the main config."""
-        return next(folder for folder in self.folders if (folder / f"{self.name}.yaml").is_file())
-
-    @property
-    def search_path(self) -> list[str]:
-        """Override that adds all folders but the main config's to Hydra's search path."""
-        others = [folder for folder in self.folders if folder != self.main_folder]
-        escaped = [str(folder).replace("\\", "\\\\").replace("'", "\\'") for folder in others]
-        return ["hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in escaped) + "]"] if escaped else []
+    """Lines about option files that are used instead of others of their name; filled by `read_files`."""
 
     @property
     def groups(self) -> dict[str, list[str]]:
         """Names of the options of each group of the recipe, by group."""
         return recipe_groups(self.name, self.folders)
 
-    def compose(self, overrides: Iterable[str]) -> DictConfig:
-        """Compose the main config with `overrides`. Raises HydraException or OmegaConfBaseException."""
-        GlobalHydra.instance().clear()
-        try:
-            with (
-                strict_booleans(),
-                replaceable_kinds(),
-                option_files(self),
-                initialize_config_dir(str(self.main_folder), job_name=self.name, version_base="1.3"),
-                conf_resolvers(),  # Hydra resolves the value of a key that an override adds
-            ):
-                overrides = list(overrides)
-                cfg = compose(self.name, overrides=[*self.search_path, *overrides], return_hydra_config=True)
-        except OmegaConfBaseException:
-            raise
-        except (ValueError, YAMLError) as error:  # Hydra's error for parallelism=3; an invalid YAML file
-            raise HydraException(str(error)) from error
-        option = str(OmegaConf.select(cfg, "hydra.runtime.choices.model"))
-        with open_dict(cfg):
-            cfg.pop("hydra", None)
-        files = (folder / "model" / f"{option}.yaml" for folder in self.folders)
-        if file := next((file for file in files if file.is_file()), None):
-            with suppress(OSError, UnicodeDecodeError, YAMLError):
-                drop_sizes(cfg, load_yaml(file.read_text("utf-8")), overrides)
-        return cfg
 
-    def note_replaced(self, folder: Path, name: str) -> None:
-        """Note the other files that have this name, but other content than the one in `folder`, which is used."""
-        used = (folder / name).read_bytes()
-        others = [other / name for other in self.folders if other != folder and (other / name).is_file()]
-        for other in others:
-            line = f"{folder / name}: used instead of {other}"
-            if line not in self.replaced and other.read_bytes() != used:
-                self.replaced.append(line)
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """Values of a config file."""
+
+    name: str
+    """Path in its folder without .yaml: optimizer/muon."""
+    package: str
+    """Dotted key below which its values are; empty for none."""
+    values: dict[str, Any]
 
 
-def drop_sizes(cfg: DictConfig, option: Any, overrides: Iterable[str]) -> None:
-    """Set the sizes that a model's option states to null if `model.path` is another model than the option's.
+def read_files(request: Request, options: Iterable[Override]) -> list[ConfigFile]:
+    """Return the files that the main config and these group options select, in the order in which they are merged.
 
-    Sizes of the wrong model would reject meshes that the model can have. Sizes among the overrides are kept.
-
-    Args:
-        cfg: A composed config.
-        option: Values of the section `model` before `model.path` was set; anything but a dict is ignored.
+    Raises HydraException for a defaults list that requests what does not exist, and ConfigError for a file that cannot
+    be read.
     """
-    model = cfg.get("model")
-    if not isinstance(option, dict) or not isinstance(model, DictConfig):
-        return
-    values: Any = OmegaConf.to_container(model)
-    if values.get("path") == option.get("path"):
-        return
-    given = {override_parts(override)[0] for override in overrides}
-    for name in (each.name for each in fields(ModelShape)):
-        stated = option.get(name)
-        if stated is not None and values.get(name) == stated and f"model.{name}" not in given:
-            model[name] = None
+    version.setbase("1.3")
+    folders = _Folders(request)
+    try:
+        found = create_defaults_list(folders, request.name, list(options), prepend_hydra=False, skip_missing=False)
+    except ConfigError:
+        raise
+    except ValueError as error:  # such as an item of a defaults list that is neither a text nor a mapping
+        raise HydraException(str(error)) from error
+    named = [(each.config_path, (each.package or "").replace("_global_", "").strip(".")) for each in found.defaults]
+    return [ConfigFile(name, package, folders.values(name, package)) for name, package in named if name is not None]
+
+
+class _Folders(ConfigRepository):
+    """Config folders as Hydra's code for defaults lists reads them; of two files of a name, the first one counts.
+
+    schema/<recipe> is an empty config, and schema/<section>/<kind> holds the kind.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._read: dict[str, ConfigResult | None] = {}
+        self._texts: dict[str, str] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Return the defaults list and the package of a config; None if there is none."""
+        if config_path not in self._read:
+            self._read[config_path] = self._load(config_path)
+        return self._read[config_path]
+
+    def group_exists(self, config_path: str) -> bool:
+        """Return whether a folder has this group."""
+        return any((folder / config_path).is_dir() for folder in self._request.folders)
+
+    def config_exists(self, config_path: str) -> bool:
+        """Return whether a folder has this config."""
+        return self.load_config(config_path) is not None
+
+    def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
+        """Return the names of the options of a group."""
+        return sorted(option_texts(self._request.folders, group_name))
+
+    def get_sources(self) -> list[ConfigSource]:
+        """Return nothing: Hydra lists its sources only in messages."""
+        return []
+
+    def values(self, name: str, package: str) -> dict[str, Any]:
+        """Return the values of a loaded config, with texts as they are written."""
+        if name not in self._texts:
+            schema = _SCHEMA.fullmatch(name)
+            return {"kind": schema[2]} if schema and schema[1] else {}
+        values = yaml_with_texts(self._texts[name], self._request.schema, package) or {}
+        return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
+
+    def _load(self, name: str) -> ConfigResult | None:
+        file = next((path for folder in self._request.folders if (path := folder / f"{name}.yaml").is_file()), None)
+        if file is None:
+            schema = _SCHEMA.fullmatch(name)
+            exists = schema is not None and (schema[1] is None or schema[2] in KINDS.get(schema[1], ()))
+            empty = ConfigResult(
+                "", name, OmegaConf.create(), {"package": None if schema and schema[1] else "_global_"}
+            )
+            empty.defaults_list = []
+            return empty if exists else None
+        self._note_replaced(file, f"{name}.yaml")
+        text = self._texts[name] = _text_of(file)
+        values = yaml_with_texts(text, self._request.schema) or {}
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}: must hold keys and values, such as lr: 1e-4, not {values!r:.40}")
+        header = ConfigSource._get_header_dict(text)
+        result = ConfigResult("", name, OmegaConf.create({"set": True} if values.keys() - {"defaults"} else {}), header)
+        defaults = values.get("defaults", [])
+        if not isinstance(defaults, list):
+            raise ConfigError(f"conf file {name}.yaml: defaults must be a list of options, not {defaults!r:.40}")
+        own = [each for each in defaults if not _is_of_hydra(each)]
+        result.defaults_list = self._create_defaults_list(name, OmegaConf.create(own))
+        return result
+
+    def _note_replaced(self, used: Path, name: str) -> None:
+        """Note the other files that have this name, but other content than the one that is used."""
+        replaced = self._request.replaced
+        for other in (folder / name for folder in self._request.folders if (folder / name).is_file()):
+            line = f"{used}: used instead of {other}"
+            if other != used and line not in replaced and other.read_bytes() != used.read_bytes():
+                replaced.append(line)
+
+
+def _is_of_hydra(default: Any) -> bool:
+    """Return whether an item of a defaults list sets options of Hydra itself, which have no effect here."""
+    return isinstance(default, dict) and any(str(key).split()[-1].startswith("hydra/") for key in default)
+
+
+def _text_of(file: Path) -> str:
+    """Return the text of a config file. Raises ConfigError if it cannot be read, is not YAML, or has too many
+    aliases."""
+    try:
+        text = read_regular(file, _LARGEST).decode()
+        if CONF not in file.parents:
+            load_yaml(text)  # in Python: the same messages on every machine, and limits
+    except YamlLimitError as error:
+        raise ConfigError(f"{file}: {error}; write the values without aliases, or remove the file") from error
+    except MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(
+            f"{file}{line}: is not valid YAML: {error.problem}; put quotes around special characters"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; remove it from the folder of configs") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: is not valid YAML: {error}".partition("\n")[0]) from error
+    return text
 
 
 @contextmanager
@@ -150,143 +208,18 @@ def conf_resolvers() -> Iterator[None]:
         OmegaConf.clear_resolver(_WITH_KTO)
 
 
-def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
-    """Register the dataclasses for defaults lists: schema/<name>, and schema/<section>/<kind> for options.
-
-    If a recipe's config uses a subclass of a kind, the subclass is registered, so that the kind's options apply to it.
-    """
-    _register("schema", name, schema, package="_global_")
-    annotations = [hint for hint in type_hints(schema).values() if isinstance(hint, type)]
-    for section, kinds in KINDS.items():
-        for kind, each in kinds.items():
-            registered = next((hint for hint in annotations if issubclass(hint, each)), each)
-            _register(f"schema/{section}", str(kind), registered)
-
-
-def _register(group: str, name: str, schema: type, package: str | None = None) -> None:
-    """Register one dataclass, unless it is registered already: each takes omegaconf 5 to 40 ms."""
-    store = ConfigStore.instance()
-    registered: Any = store.repo
-    for part in (*group.split("/"), f"{name}.yaml"):
-        registered = registered.get(part, {})
-    if not registered or OmegaConf.get_type(registered.node) is not schema:
-        store.store(group=group, name=name, node=schema, package=package)
-
-
-@contextmanager
-def option_files(request: Request) -> Iterator[None]:
-    """Let Hydra search the folders in their order, and read texts as they were written.
-
-    Hydra searches the main config's folder first, and merges what YAML 1.1 has made of a text (43200 for 12:00:00).
-    """
-    initialize, load = ConfigRepository.initialize_sources, ConfigLoaderImpl._load_single_config
-    order = {f"{folder}": number for number, folder in enumerate(request.folders)}
-
-    def initialize_in_order(repository: ConfigRepository, search_path: ConfigSearchPath) -> None:
-        initialize(repository, search_path)
-        *sources, schemas = repository.sources
-        repository.sources = [
-            *sorted(sources, key=lambda each: order.get(each.path.removeprefix("file://"), -1)),
-            schemas,
-        ]
-
-    def load_as_written(loader: ConfigLoaderImpl, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
-        result = load(loader, default, repo)
-        folder, name = Path(str(result.path).removeprefix("file://")), f"{default.config_path}.yaml"
-        if folder not in request.folders:
-            return result
-        request.note_replaced(folder, name)
-        package = default.package if default.package is not None else result.header["package"] or ""
-        values = yaml_with_texts((folder / name).read_text(encoding="utf-8"), request.schema, package)
-        if values is None:
-            return result
-        values.pop("defaults", None)
-        result = copy.copy(result)
-        result.config = OmegaConf.create(values)
-        return loader._embed_result_config(result, package)
-
-    ConfigRepository.initialize_sources = initialize_in_order  # type: ignore[method-assign,assignment]
-    ConfigLoaderImpl._load_single_config = load_as_written  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        ConfigRepository.initialize_sources = initialize  # type: ignore[method-assign]
-        ConfigLoaderImpl._load_single_config = load  # type: ignore[method-assign]
-
-
-@contextmanager
-def strict_booleans() -> Iterator[None]:
-    """Make omegaconf reject numbers for booleans; it would read `plot: 2` as true.
-
-    Patches the class, because omegaconf recreates the nodes of a section whenever another config is merged into it.
-    """
-    convert = BooleanNode._validate_and_convert_impl
-
-    def convert_strictly(node: BooleanNode, value: Any) -> Any:
-        if type(value) is int or (isinstance(value, str) and value.isdecimal()):
-            raise ValidationError("Value '$VALUE' is not a valid bool (type $VALUE_TYPE)")
-        return convert(node, value)
-
-    BooleanNode._validate_and_convert_impl = convert_strictly  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        BooleanNode._validate_and_convert_impl = convert  # type: ignore[method-assign]
-
-
-@contextmanager
-def replaceable_kinds() -> Iterator[None]:
-    """Let an option replace the default kind of a section, including its keys.
-
-    Hydra merges the option (`defaults: [/schema/optimizer/KIND@_here_, _self_]`) into the section's default. omegaconf
-    only allows to merge a dataclass into its base class, and keeps the keys of the target. The patched check first
-    replaces the target by an instance of the option's class.
-    """
-    validate = DictConfig._validate_merge
-
-    def replace_or_validate(node: DictConfig, value: Any) -> None:
-        kind, other = OmegaConf.get_type(node), OmegaConf.get_type(value)
-        annotation = node._metadata.ref_type
-        if other is not kind and {kind, other} <= set(kinds_of(annotation).values()):
-            node._set_value(other)
-        validate(node, value)
-
-    DictConfig._validate_merge = replace_or_validate  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        DictConfig._validate_merge = validate  # type: ignore[method-assign]
-
-
 def config_folders(name: str, recipe_dir: Path, given: Iterable[Path] = ()) -> tuple[Path, ...]:
     """Return the config folders in search order.
 
     They are `given`, ./conf, conf/ next to the recipe, and conf/ of this project, so that a file of the user replaces a
-    built-in one of its name. Raises ConfigError if none holds <name>.yaml, or if the aliases of a YAML file exceed the
-    limits of safe_yaml.py.
+    built-in one of its name. Raises ConfigError if none holds <name>.yaml.
     """
     nearby = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]
     folders = list(dict.fromkeys([*given, *(path for path in nearby if path != CONF), CONF]))
     if not any((folder / f"{name}.yaml").is_file() for folder in folders):
         searched = ", ".join(map(str, folders))
         raise ConfigError(f"{name}.yaml: no such config in {searched}; add it, or set --config-dir")
-    for folder in folders:
-        if folder != CONF:
-            _check_aliases(folder)
     return tuple(folders)
-
-
-def _check_aliases(folder: Path) -> None:
-    """Reject a folder with a file whose aliases or depth Hydra would follow without limit; leave others to Hydra."""
-    for file in sorted(folder.rglob("*.yaml")):
-        with suppress(OSError, UnicodeDecodeError, YAMLError):
-            try:
-                check_expansion(read_regular(file, _LARGEST).decode())
-            except YamlLimitError as error:
-                raise ConfigError(f"{file}: {error}; write the values without aliases, or remove the file") from error
-            except OSError as error:
-                if error.errno in (errno.EINVAL, errno.EFBIG, errno.ENXIO):  # reading it would not end
-                    raise ConfigError(f"{file}: {error.strerror}; remove it from the folder of configs") from error
 
 
 def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
@@ -314,7 +247,7 @@ def _listed_groups(name: str, folders: Sequence[Path]) -> set[str]:
     """Return the groups in the defaults list of a main config, and of those that it includes."""
     file = next((file for folder in folders if (file := folder / f"{name}.yaml").is_file()), None)
     try:
-        entries = (load_yaml(file.read_text("utf-8")) or {}).get("defaults", []) if file else []
+        entries = (load_yaml(read_regular(file, _LARGEST).decode()) or {}).get("defaults", []) if file else []
     except (OSError, UnicodeDecodeError, YAMLError, AttributeError):
         return set()  # the composition reports the file
     groups: set[str] = set()
@@ -332,5 +265,27 @@ def option_texts(folders: Iterable[Path], group: str) -> dict[str, str]:
     for folder in folders:
         for file in sorted((folder / group).glob("*.yaml")):
             with suppress(OSError, UnicodeDecodeError):
-                texts.setdefault(file.stem, file.read_text("utf-8"))
+                texts.setdefault(file.stem, read_regular(file, _LARGEST).decode())
     return texts
+
+
+def kind_of_option(section: str, option: str, texts: Mapping[str, str]) -> StrEnum | None:
+    """Return the kind of an option of a section; None for an unreadable or unknown one.
+
+    Args:
+        section: A section with kinds.
+        option: Name of the option.
+        texts: The files of the section's options by name.
+    """
+    try:
+        values = load_yaml(texts.get(option, "")) or {}
+        defaults = values.get("defaults", [])
+    except (YAMLError, AttributeError):
+        return None
+    named = values.get("kind")
+    for each in [] if named else defaults:
+        stated = re.fullmatch(rf"/schema/{section}/(\w+)@_here_", str(each))
+        if stated or each in texts:
+            named = stated[1] if stated else kind_of_option(section, each, {**texts, option: ""})
+    named = named or WITHOUT_KIND.get(section)
+    return next((kind for kind in KINDS[section] if kind == named), None)

@@ -12,13 +12,12 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
-from components.config.compose.command_line import addable, read_arguments, read_request
-from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, accepted_options, diagnose
+from components.config.compose.command_line import Rewritten, read_arguments, read_request
+from components.config.compose.composition import Check, compose, no_check
 from components.config.compose.explain import override_parts, unknown_key, unreadable
-from components.config.compose.frozen import from_container
-from components.config.compose.short_forms import long_forms, with_home
+from components.config.compose.overrides import accepted_options
+from components.config.compose.short_forms import long_forms, override_with_texts, with_home
 from components.config.compose.sources import Request
 from components.config.compose.sweep_keys import (
     ListedValues,
@@ -30,7 +29,7 @@ from components.config.compose.sweep_keys import (
     number_as_value,
     read_sweep_keys,
 )
-from components.config.compose.typed import free_keys, known_keys, override_with_texts, whole_number_keys
+from components.config.compose.typed import free_keys, known_keys, whole_number_keys
 from components.config.schema.recipes import RecipeConfig
 from components.protocol.errors import ConfigError
 
@@ -87,30 +86,27 @@ class SweepRequest:
 
 
 def expand_sweep(
-    name: str, schema: type[RecipeConfig], recipe_dir: Path, check: Check = lambda cfg, rejected: []
+    name: str, schema: type[RecipeConfig], recipe_dir: Path, given: Sequence[str], check: Check = no_check
 ) -> SweepRequest:
-    """Return the points of the sweep on the command line (`sys.argv`), without composing them.
+    """Return the points of the sweep on the command line `given`, without composing them.
 
     The points are the product of all choices (a,b), range(...), log(...) and glob(...), in the order of the command
     line; with sweep.draws they are random, and only their drawn values are in the result; with sweep.trials they are
     chosen later. Raises ConfigError with all problems of the syntax and, if there are any, also those of the first
     point.
     """
-    arguments, problems = read_arguments(schema)
+    arguments, problems = read_arguments(schema, given)
     keys, key_problems = read_sweep_keys(arguments.sweep)
     overrides = [with_home(override) for override in arguments.overrides]
     listed = list_values(overrides, keys, whole_number_keys(schema), only_ends=bool(key_problems))
-    arguments.overrides = [
-        override_with_texts(override, schema) if "," in override else override for override in listed.overrides
-    ]
+    texts = [override_with_texts(override, schema) if "," in override else override for override in listed.overrides]
     problems += key_problems + listed.problems
     try:
-        request = read_request(arguments, name, schema, recipe_dir)
+        request = read_request(arguments, name, schema, recipe_dir, Rewritten(texts))
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from error
-    groups = request.groups
-    arguments.overrides = long_forms(arguments.overrides, schema, request.folders)
-    parsed, unparsed = _parse(arguments.overrides, groups)
+    groups, overrides = request.groups, list(request.overrides)
+    parsed, unparsed = _parse(overrides, groups)
     swept = [override for override in parsed if override.is_sweep_override()]
     known = [*known_keys(schema), *groups]
     unknown = [given for given in swept if given.key_or_group not in known and not _is_free(given, schema)]
@@ -124,9 +120,11 @@ def expand_sweep(
     problems += _count_problems(keys, columns, listed)
     if problems:
         readable = [given for given in parsed if given.input_line not in rejected]
-        first = [_first_value(given) for given in readable]
-        request = replace(request, overrides=addable(first, schema, request.folders))
-        raise ConfigError(problems + _problems_of(request, check, problems))
+        first = long_forms([_first_value(given) for given in readable], schema, request.folders)
+        composed = compose(
+            replace(request, overrides=tuple(first)), lambda cfg, others: check(cfg, [*others, *problems])
+        )
+        raise ConfigError(problems + composed.problems)
     space: tuple[Dimension, ...] = ()
     if keys.draws and columns:
         products = draw_points(columns, listed.drawn, keys, keys.draws)
@@ -136,10 +134,10 @@ def expand_sweep(
                     for number in range(max(map(len, columns.values())))]  # fmt: skip
     else:
         products = BasicSweeper.split_arguments(swept, None)[0]
-    typed = [(_target_of(given), given) for given in arguments.overrides]
+    typed = [(_target_of(each), each) for each in overrides]
     return SweepRequest(
         request=request,
-        run_dir=next((given for key, given in reversed(typed) if key == "run.dir"), None),
+        run_dir=next((each for key, each in reversed(typed) if key == "run.dir"), None),
         keys=keys,
         points=[_point(typed, product) for product in products],
         space=space,
@@ -166,26 +164,12 @@ def compose_point(sweep: SweepRequest, point: PointRequest, check: Check) -> tup
 
     Raises ConfigError for problems that concern the whole sweep: an unknown key or option, a value of a wrong type.
     """
-    schema, common = sweep.request.schema, [sweep.run_dir] if sweep.run_dir else []
-    overrides = addable((*point.overrides, *common), schema, sweep.request.folders)
-    request = replace(sweep.request, overrides=overrides)
-    try:
-        composed = request.compose(request.overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(diagnose(request, error, check)) from error
-    try:
-        cfg = from_container(composed, schema)
-    except ConfigError as error:
-        return None, diagnose(request, error, check)
-    return cfg, check(cfg, ())
-
-
-def _problems_of(request: Request, check: Check, rejected: list[str]) -> list[str]:
-    """Return the problems of one point of a sweep that cannot be expanded."""
-    try:
-        return check(from_container(request.compose(request.overrides), request.schema), rejected)
-    except COMPOSITION_ERRORS as error:
-        return diagnose(request, error, check)
+    common = [sweep.run_dir] if sweep.run_dir else []
+    overrides = long_forms([*point.overrides, *common], sweep.request.schema, sweep.request.folders)
+    composed = compose(replace(sweep.request, overrides=tuple(overrides)), check)
+    if composed.malformed:
+        raise ConfigError(composed.problems)
+    return composed.cfg, composed.problems
 
 
 def _first_value(override: Override) -> str:

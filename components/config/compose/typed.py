@@ -1,30 +1,31 @@
-"""Strict conversion of nested dicts to dataclasses, and the texts that Hydra, omegaconf or YAML would misread."""
+"""Strict conversion of nested dicts to dataclasses, and the texts that Hydra or YAML would misread."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.explain import (
-    explain_value,
+    IS_A_SECTION,
+    NOT_A_MIXTURE,
+    SOURCES,
+    did_you_mean,
     key_of_another_kind,
+    nearest,
     no_kind,
     no_source,
-    override_parts,
     unknown_key,
 )
-from components.config.kinds import at_key, have_same_keys, kind_named, kinds_of, section_of, type_hints
+from components.config.kinds import at_key, kind_named, kinds_of, section_of, type_hints
 from components.config.schema.data import DataConfig, DataKind
 from components.protocol.errors import ConfigError
 from components.protocol.safe_yaml import Loader
@@ -34,7 +35,7 @@ Schema = TypeVar("Schema")
 _LARGEST = 2**63 - 1
 """Largest integer that torch and safetensors accept."""
 UNSET = "???"
-"""omegaconf's marker of a required value."""
+"""Marker of a required value, as in omegaconf."""
 _MARK = re.compile(r"(\\*)\$\{")
 _LOST = re.compile("[\x85\ud800-\udfff]")
 """NEL, which YAML reads as a line break, and surrogates, which stand for bytes that are not UTF-8."""
@@ -44,36 +45,70 @@ _TAG = "tag:yaml.org,2002:"
 _NULL, _TEXT = f"{_TAG}null", f"{_TAG}str"
 _MISREAD = {f"{_TAG}{name}" for name in ("int", "float", "bool", "value", "merge")}
 _USUAL_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
-_NUMBER_OR_BOOLEAN = re.compile(r"[+-]?(?:\d[\w.+-]*|\.\d[\w+-]*|inf|nan)|true|false", re.IGNORECASE)
-"""Text that Hydra may read as a number or a boolean."""
-_PARTS = re.compile(
-    r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\$\{(?:[^{}]|\{[^{}]*\})*\}|\\.|[][{}(),:]|[^][{}(),:"'$\\]+|."""
-)
-"""Parts of the value of an override: quoted text, interpolation, escaped character, delimiter, other text."""
-_CHOOSING = ("", "choice", "shuffle", "sort")
-"""Functions of Hydra's grammar whose arguments are values of the key; "": parentheses without a function."""
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "y"), True) | dict.fromkeys(("false", "no", "off", "n"), False)
+Subject = Callable[[str, Any], str]
+"""Return how a message names a key and its value."""
+
+
+def _key_and_value(key: str, value: Any) -> str:
+    return f"{key}={shown_value(key, value)}"
 
 
 def typed(
-    container: Any, schema: type[Schema], composed: Mapping[str, type] | None = None, rejected: Collection[str] = ()
+    container: Any, schema: type[Schema], rejected: Collection[str] = (), subject: Subject = _key_and_value
 ) -> Schema:
     """Return `container` (nested dicts, no interpolations left) as an instance of `schema`.
 
     Args:
-        container: Values by section and key.
+        container: Values by section and key. A section has the class of the kind that its key `kind` selects.
         schema: A dataclass of dataclasses, or the dataclass of one section.
-        composed: Section -> class that its option was composed with. Any other section gets the class of the kind that
-            its values select.
         rejected: Keys that were rejected before and whose values are not in `container`.
+        subject: How a message names a value of the wrong type or an unknown key.
 
     Raises ConfigError with all problems: unknown keys with the nearest existing one, keys of another kind, missing
     values, values of the wrong type, and the problems of each section.
     """
-    builder = _Builder(known_keys(schema), composed or {}, rejected)
+    builder = _Builder(known_keys(schema), rejected, subject)
     result = builder.build(container, schema, "")
     if builder.problems:
         raise ConfigError(builder.problems)
     return result
+
+
+def with_defaults(values: Any, schema: Any, default: Any = None) -> Any:
+    """Return nested dicts of values, completed by the defaults of a dataclass and of the kinds that they select.
+
+    Args:
+        values: Values of the dataclass; unknown keys are kept.
+        schema: Annotation of the values.
+        default: Instance of the dataclass whose values are the defaults, if its field has one.
+    """
+    if not isinstance(values, dict):
+        return values
+    kinds = kinds_of(schema)
+    if kinds and (kind := kind_named(values, schema)) is not None:
+        schema = kinds[kind]
+    known, complete = type_hints(schema), dict[str, Any]()
+    for each in fields(schema):
+        own = getattr(default, each.name) if type(default) is schema else _default_of(each)
+        nested = known[each.name]
+        if isinstance(nested, type) and is_dataclass(nested) and each.name in values:
+            complete[each.name] = with_defaults(values[each.name], nested, own)
+        elif values.get(each.name, UNSET) != UNSET:
+            complete[each.name] = values[each.name]
+        elif isinstance(nested, type) and is_dataclass(nested) and own == UNSET:
+            complete[each.name] = UNSET
+        else:
+            is_section = is_dataclass(own) and not isinstance(own, type)
+            complete[each.name] = literal(asdict(own) if is_section else copy.copy(own))
+    return complete | {name: value for name, value in values.items() if name not in known}
+
+
+def _default_of(each: Any) -> Any:
+    """Return the default of a field; the marker of a required value without one."""
+    if each.default_factory is not MISSING:
+        return each.default_factory()
+    return UNSET if each.default is MISSING else each.default
 
 
 def known_keys(schema: type, prefix: str = "") -> list[str]:
@@ -109,20 +144,22 @@ class _Builder:
     """Builder of dataclasses that collects problems instead of raising."""
 
     keys: list[str]
-    composed: Mapping[str, type]
     rejected: Collection[str] = ()
+    subject: Subject = _key_and_value
     problems: list[str] = field(default_factory=list)
 
     def build(self, values: Any, annotation: Any, prefix: str) -> Any:
         """Build a dataclass of the kind that `annotation` and `values` select; None if there are problems."""
         if not isinstance(values, dict):
-            self.problems.append(
-                f"{prefix.rstrip('.')}={shown_value(prefix, values)}: is a section with keys, not a value"
-            )
+            self.problems.append(f"{self.subject(prefix.rstrip('.'), values)}: {IS_A_SECTION}")
             return None
         before = len(self.problems)
-        if (schema := self._class_of(annotation, values, prefix)) is None:
+        kinds = kinds_of(annotation)
+        kind = kind_named(values, annotation)
+        if kinds and kind is None and values.get("kind", UNSET) != UNSET:
+            self.problems.append(no_kind(f"{prefix}kind", values["kind"], kinds))
             return None
+        schema = annotation if kind is None else kinds[kind]
         hints = type_hints(schema)
         for key in values:
             if key not in hints:
@@ -130,39 +167,29 @@ class _Builder:
         rejected = [name for name in hints if f"{prefix}{name}" in self.rejected]
         rejected += self._require(schema, values, prefix)
         arguments = {}
-        for name, kind in hints.items():
+        for name, hint in hints.items():
             if name in values and name not in rejected:
                 found = len(self.problems)
-                arguments[name] = self._value(values[name], kind, schema, f"{prefix}{name}")
+                arguments[name] = self._value(values[name], hint, f"{prefix}{name}")
                 if len(self.problems) > found:
                     rejected.append(name)
         built = self._construct(schema, arguments, rejected, prefix)
         return built if len(self.problems) == before else None
 
-    def _class_of(self, annotation: Any, values: dict[str, Any], prefix: str) -> Any:
-        """Return the class of a section: that of its option, or of the kind that its values select."""
-        kinds = kinds_of(annotation)
-        if not kinds:
-            return annotation
-        kind = kind_named(values, annotation)
-        composed = self.composed.get(prefix.rstrip("."))
-        if composed in kinds.values() and (kind is None or not have_same_keys(composed, kinds[kind])):
-            return composed  # `own_kind` rejects a `kind` that does not match
-        if kind is None and values.get("kind", UNSET) != UNSET:
-            self.problems.append(no_kind(f"{prefix}kind", values["kind"], kinds))
-            return None
-        return annotation if kind is None else kinds[kind]
-
     def _report_unknown(self, key: str, value: Any, schema: Any, annotation: Any, prefix: str) -> None:
         """Report a key that `schema` does not have: it belongs to another kind, or does not exist."""
+        if f"{prefix}{key}" == SOURCES:
+            self.problems.append(f"{SOURCES}: {NOT_A_MIXTURE}")
+            return
         kinds = kinds_of(annotation)
         kind_of_schema = next((kind for kind, each in kinds.items() if each is schema), None)
         fitting = [kind for kind, each in kinds.items() if key in type_hints(each)]
         if kind_of_schema is not None and fitting and not isinstance(value, dict):
-            section = section_of(annotation) or ""
-            self.problems.append(f"{prefix}{key}={value}: {key_of_another_kind(section, kind_of_schema, fitting)}")
-        else:
-            self.problems += [unknown_key(*leaf, self.keys) for leaf in _leaves(f"{prefix}{key}", value)]
+            rule = key_of_another_kind(section_of(annotation) or "", kind_of_schema, fitting)
+            self.problems.append(f"{self.subject(prefix + key, value)}: {rule}")
+            return
+        for leaf, each in _leaves(f"{prefix}{key}", value):
+            self.problems.append(unknown_key(leaf, each, self.keys, self.subject(leaf, each)))
 
     def _construct(self, schema: Any, arguments: dict[str, Any], rejected: list[str], prefix: str) -> Any:
         """Construct a section to collect its problems, with defaults in place of rejected values.
@@ -170,7 +197,7 @@ class _Builder:
         Problems that mention a rejected key are dropped, since they may be consequences.
         """
         accepted = {name: value for name, value in arguments.items() if name not in rejected}
-        required = [each.name for each in fields(schema) if each.default is MISSING and each.default_factory is MISSING]
+        required = [each.name for each in fields(schema) if _default_of(each) == UNSET]
         unset = {name: "unset:unset" for name in required if name not in accepted}
         try:
             return schema(**accepted, **unset)
@@ -181,49 +208,51 @@ class _Builder:
             self.problems += at_key(section, prefix.rstrip("."), problems) if section and prefix else problems
         return None
 
-    def _value(self, value: Any, kind: Any, schema: type, key: str) -> Any:
-        """Build a nested section, or convert a value to the type of its field by the rules of omegaconf, as Hydra
-        does."""
+    def _value(self, value: Any, hint: Any, key: str) -> Any:
+        """Build a nested section, or convert a value to the type of its field."""
         if value == UNSET:
             return None
-        if is_dataclass(kind):
-            return self.build(value, kind, f"{key}.")
-        if kind == dict[str, DataConfig] and isinstance(value, dict):
-            return {name: self._source(name, source, value) for name, source in value.items()}
-        if problem := unstorable(value):
-            self.problems.append(f"{key}={shown_value(key, value)!r}: {problem}")
-            return None
-        if kind is bool and not isinstance(value, bool):
-            self.problems.append(f"{key}={value}: must be true or false")
-            return None
-        if any(abs(number) > _LARGEST for number in _integers(value)):
-            self.problems.append(f"{key}={value}: must fit in 64 bits, at most {_LARGEST}")
-            return None
-        if _has_type(value, kind):
-            return copy.deepcopy(value)
-        name = key.rpartition(".")[2]
-        node = _node(schema)
+        sections = [each for each in alternatives((hint,)) if isinstance(each, type) and is_dataclass(each)]
+        if sections and (isinstance(value, dict) or hint in sections):
+            return self.build(value, sections[0], f"{key}.")
+        dicts = [each for each in alternatives((hint,)) if get_origin(each) is dict]
+        if dicts and isinstance(value, dict):
+            key_hint, entry_hint = get_args(dicts[0])
+            return self._entries(value, key_hint, entry_hint, key)
         try:
-            node[name] = literal(value)  # interpolations are already resolved: a remaining ${ is text
-            converted = node[name]
-        except OmegaConfBaseException as error:
-            self.problems.append(f"{key}={shown_value(key, value)}: {explain_value(error)}")
-            return None
-        return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+            if problem := unstorable(value):
+                raise ValueError(problem)
+            if any(abs(number) > _LARGEST for number in _integers(value)):
+                raise ValueError(f"must fit in 64 bits, at most {_LARGEST}")
+            return _converted(value, hint)
+        except ValueError as error:
+            self.problems.append(f"{self.subject(key, value)}: {error}")
+        return None
+
+    def _entries(self, values: dict[Any, Any], key_hint: Any, hint: Any, key: str) -> dict[Any, Any]:
+        """Build the entries of a dict."""
+        try:
+            _check_names(values, key_hint)
+        except ValueError as error:
+            self.problems.append(f"{self.subject(key, values)}: {error}")
+        if hint is DataConfig:
+            return {name: self._source(name, source, values) for name, source in values.items()}
+        return {name: self._value(entry, hint, f"{key}.{name}") for name, entry in values.items()}
 
     def _source(self, name: str, values: Any, sources: dict[str, Any]) -> Any:
         """Build a source of a mixture; its problems are reported with the keys below data.sources.NAME."""
         key = f"data.sources.{name}"
         kind = values.get("kind", UNSET) if isinstance(values, dict) else None
         if kind == UNSET:
-            self.problems.append(no_source(key, name, [other for other in sources if other != name]))
+            others = [other for other in sources if other != name]
+            self.problems.append(no_source(self.subject(key, values), name, others))
             return None
         if kind == DataKind.mixture:
             self.problems.append(f"{key}.kind=mixture: a mixture cannot be a source; add its sources to this mixture")
             return None
         named = kind_named(values, DataConfig)
         schema = DataConfig if named is None else kinds_of(DataConfig)[named]
-        builder = _Builder(known_keys(schema, f"{key}."), {})
+        builder = _Builder(known_keys(schema, f"{key}."), self.rejected, self.subject)
         source = builder.build(values, schema, f"{key}.")
         self.problems += builder.problems
         return source
@@ -232,8 +261,7 @@ class _Builder:
         """Report required values that are not set, and return their names."""
         missing = []
         for entry in fields(schema):
-            has_default = entry.default is not MISSING or entry.default_factory is not MISSING
-            if values.get(entry.name) == UNSET or (entry.name not in values and not has_default):
+            if values.get(entry.name) == UNSET or (entry.name not in values and _default_of(entry) == UNSET):
                 key = f"{prefix}{entry.name}"
                 if key not in self.rejected:
                     self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
@@ -241,29 +269,73 @@ class _Builder:
         return missing
 
 
-@functools.cache
-def _node(schema: type) -> DictConfig:
-    """Return a config of `schema` whose fields convert values. It takes milliseconds to make; few values need it."""
-    node: DictConfig = OmegaConf.structured(schema)
-    return node
+def _check_names(names: Iterable[Any], hint: Any) -> None:
+    """Raise ValueError for the key of a dict that has not the type of the hint."""
+    for name in names:
+        if name is None:
+            raise ValueError("has the key null; put quotes around it")
+        if hint is str and not isinstance(name, str):
+            raise ValueError(
+                f"the key {name} is a number or boolean here; set it in a file of yours, where keys are texts"
+            )
 
 
-def _has_type(value: Any, kind: Any) -> bool:
-    """Return whether a number, text, choice or null, or a list or dict of those, has exactly the type of its field.
+def _converted(value: Any, hint: Any) -> Any:
+    """Return a value as the type of its field. Raises ValueError with the rule that it violates."""
+    hints = tuple(alternatives((hint,)))
+    if value is None and not {types.NoneType, Any} & set(hints):
+        raise ValueError(
+            "must not be null; put quotes around a text that is null or ~" if str in hints else "must not be null"
+        )
+    if value is None or type(value) in hints:
+        return value
+    rules = []
+    for each in hints:
+        if each is types.NoneType:
+            continue
+        try:
+            return _as_container(value, each) if get_origin(each) else _as_type(value, each)
+        except ValueError as error:
+            rules.append(str(error))
+    raise ValueError(" or ".join(rules))
 
-    It needs no conversion then.
-    """
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    if type(value) is list:
-        return any(get_origin(each) is list and _have_type(value, get_args(each)[0]) for each in kinds)
-    if type(value) is dict:
-        pairs = [get_args(each) for each in kinds if get_origin(each) is dict]
-        return any(_have_type(value, key) and _have_type(value.values(), of) for key, of in pairs)
-    return type(value) in kinds and (value is None or isinstance(value, int | float | str | Enum))
+
+def _as_container(value: Any, hint: Any) -> Any:
+    """Return a value as a list or dict. Raises ValueError with the rule that it violates."""
+    if get_origin(hint) is not dict:
+        if not isinstance(value, list | tuple):
+            raise ValueError("must be a list, such as [a,b]")
+        return [_converted(entry, get_args(hint)[0]) for entry in value]
+    if not isinstance(value, dict):
+        raise ValueError(IS_A_SECTION)
+    _check_names(value, get_args(hint)[0])
+    return {name: _converted(entry, get_args(hint)[1]) for name, entry in value.items()}
 
 
-def _have_type(values: Iterable[Any], kind: Any) -> bool:
-    return all(each != UNSET and _has_type(each, kind) for each in values)
+def _as_type(value: Any, hint: Any) -> Any:
+    """Return a value as one type, which is neither that of null nor of a container. Raises ValueError with the rule
+    that it violates."""
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, Enum)
+    if hint is bool:
+        if isinstance(value, str) and value.lower() in _BOOLEANS:
+            return _BOOLEANS[value.lower()]
+        raise ValueError("must be true or false")
+    if hint in (int, float):
+        if isinstance(value, str) or (hint is float and isinstance(value, int) and not isinstance(value, bool)):
+            with suppress(ValueError):
+                return hint(value)
+        raise ValueError("must be a whole number" if hint is int else "must be a number")
+    if is_class(hint, Enum):
+        if isinstance(value, str) and value in hint.__members__:
+            return hint[value]
+        names = list(hint.__members__)
+        like = did_you_mean(nearest(str(value), names)) if is_plain else ""
+        raise ValueError(f"must be one of {', '.join(names)}{like}")
+    if is_class(hint, str | PurePath):
+        if is_plain or isinstance(value, PurePath):
+            return hint(value)
+        raise ValueError("must be a single value")
+    return copy.deepcopy(value)
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
@@ -289,41 +361,37 @@ class _Composer(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[
 
 
 def yaml_with_texts(text: str, schema: type, package: str = "") -> Any:
-    """Return the values of a YAML mapping, with the source text of numbers and booleans where `schema` has texts.
+    """Return the values of a YAML document, with the source text of numbers and booleans where `schema` has texts.
 
     Args:
-        text: Valid YAML.
+        text: YAML within the limits of `check_expansion`.
         schema: Dataclass of a recipe's config.
         package: Dotted key below which the values are.
 
-    Returns None if YAML reads every text as it was written.
+    Raises yaml.YAMLError; its subclass MarkedYAMLError has the line.
     """
-    node = _Composer(text).get_single_node()
-    if node is None or not _keep_texts(node, types_at(schema, package)):
-        return None
-    return Loader("").construct_document(node)
-
-
-def override_with_texts(override: str, schema: type) -> str:
-    """Return an override with quotes around the texts that Hydra would read as numbers or booleans."""
-    key, assigned, value = override_parts(override)
-    if not assigned or override.startswith("~") or not (kinds := types_at(schema, key)):
-        return override
-    return f"{override.partition('=')[0]}={_with_quotes(value, kinds)}"
+    try:
+        node = _Composer(text).get_single_node()
+        if node is None:
+            return None
+        _keep_texts(node, types_at(schema, package))
+        return Loader("").construct_document(node)
+    except (ValueError, OverflowError) as error:  # an integer of 5,000 digits
+        raise yaml.YAMLError(str(error)) from error
 
 
 def types_at(schema: type, key: str) -> Types:
     """Return the type hints of a dotted key, such as data.sources.NAME.path; () if there is no such key."""
     kinds: Types = (schema,)
     for name in key.split(".") if key else ():
-        kinds = _below(kinds, name)
+        kinds = below(kinds, name)
     return kinds
 
 
-def _below(kinds: Types, name: str) -> Types:
+def below(kinds: Types, name: str) -> Types:
     """Return the type hints of an entry of a section, dict or list."""
     found: list[Any] = []
-    for hint in _alternatives(kinds):
+    for hint in alternatives(kinds):
         if isinstance(hint, type) and is_dataclass(hint):
             hints = (type_hints(variant) for variant in kinds_of(hint).values() or (hint,))
             found += [each[name] for each in hints if name in each]
@@ -334,106 +402,55 @@ def _below(kinds: Types, name: str) -> Types:
     return tuple(dict.fromkeys(found))
 
 
-def _alternatives(kinds: Iterable[Any]) -> Iterator[Any]:
+def alternatives(kinds: Iterable[Any]) -> Iterator[Any]:
     for hint in kinds:
         yield from get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _is_text(text: str, kinds: Types) -> bool:
+def is_text(text: str, kinds: Types) -> bool:
     """Return whether a number or boolean is meant as text, for a value of these types.
 
     A value that may also be a number is text only in an unusual notation, such as 010 or 12:00:00.
     """
-    accepted = set(_alternatives(kinds))
+    accepted = set(alternatives(kinds))
     is_number = text[:1] in {*"+-.0123456789"}
-    if not is_number and (bool in accepted or any(_is_class(each, Enum) for each in accepted)):
+    if not is_number and (bool in accepted or any(is_class(each, Enum) for each in accepted)):
         return bool not in accepted
-    if not any(_is_class(each, str | PurePath) and not _is_class(each, Enum) for each in accepted):
+    if not any(is_class(each, str | PurePath) and not is_class(each, Enum) for each in accepted):
         return False
     return not (accepted & {int, float} and _USUAL_NUMBER.fullmatch(text))
 
 
-def _is_class(hint: Any, base: Any) -> bool:
+def is_class(hint: Any, base: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, base)
 
 
-def _keep_texts(node: yaml.Node, kinds: Types) -> bool:
-    """Mark scalars below a node as texts; return whether YAML would have read any of them as something else."""
+def _keep_texts(node: yaml.Node, kinds: Types) -> None:
+    """Mark the scalars below a node as texts that `kinds` has as texts."""
     if isinstance(node, yaml.MappingNode):
-        changed = False
-        has_names = any(is_dataclass(each) or get_args(each)[:1] == (str,) for each in _alternatives(kinds))
+        has_names = any(is_dataclass(each) or get_args(each)[:1] == (str,) for each in alternatives(kinds))
         for index, (key, value) in enumerate(node.value):
             if key.tag == f"{_TAG}merge":
-                mappings = value.value if isinstance(value, yaml.SequenceNode) else [value]
-                changed |= sum(_keep_texts(each, kinds) for each in mappings) > 0
+                for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    _keep_texts(each, kinds)
                 continue
             name = _as_text(key) if has_names and key.tag in {*_MISREAD, _NULL} else key
-            entry, entry_changed = _kept(value, _below(kinds, str(name.value)))
-            node.value[index] = (name, entry)
-            changed |= entry_changed or name is not key
-        return changed
-    if isinstance(node, yaml.SequenceNode):
-        kept = [_kept(each, _below(kinds, "")) for each in node.value]
-        node.value[:] = [entry for entry, _ in kept]
-        return any(changed for _, changed in kept)
-    return False
+            node.value[index] = (name, _kept(value, below(kinds, str(name.value))))
+    elif isinstance(node, yaml.SequenceNode):
+        node.value[:] = [_kept(each, below(kinds, "")) for each in node.value]
 
 
-def _kept(node: yaml.Node, kinds: Types) -> tuple[yaml.Node, bool]:
-    """Return the node of a value, and whether it or one below it differs from what YAML would have read."""
-    if isinstance(node, yaml.ScalarNode) and node.tag in _MISREAD and _is_text(node.value, kinds):
-        return _as_text(node), True
-    return node, _keep_texts(node, kinds)
+def _kept(node: yaml.Node, kinds: Types) -> yaml.Node:
+    """Return the node of a value, as a text if it is meant as one."""
+    if isinstance(node, yaml.ScalarNode) and node.tag in _MISREAD and is_text(node.value, kinds):
+        return _as_text(node)
+    _keep_texts(node, kinds)
+    return node
 
 
 def _as_text(node: yaml.ScalarNode) -> yaml.ScalarNode:
     """Return a copy that is text; the node itself may be aliased by a key whose value is a number."""
     return yaml.ScalarNode(_TEXT, node.value, node.start_mark, node.end_mark)
-
-
-@dataclass
-class _Container:
-    """Open bracket in the value of an override."""
-
-    opening: str
-    kinds: Types
-    """Types of the container."""
-    entry: Types | None
-    """Types of the current entry; None before the colon of a dict's entry."""
-
-
-def _with_quotes(value: str, kinds: Types) -> str:
-    """Return the value of an override, or several separated by commas, with quotes around texts."""
-    written, scalar = [], ""
-    open_containers = [_Container("", kinds, kinds)]
-    for part in _PARTS.findall(value):
-        inside = open_containers[-1]
-        if part not in tuple("[]{}(),:") or (part == ":" and inside.entry is not None):
-            scalar += part
-            continue
-        if part == ":":
-            inside.entry = _below(inside.kinds, scalar.strip())
-        elif part in "[{(":
-            current = inside.entry or ()
-            entry = {"[": _below(current, ""), "{": None, "(": current if scalar.strip() in _CHOOSING else ()}
-            open_containers.append(_Container(part, current, entry[part]))
-        else:
-            scalar = _quoted(scalar, inside.entry or ())
-            if part == "," and inside.opening == "{":
-                inside.entry = None
-            elif part != "," and len(open_containers) > 1:
-                open_containers.pop()
-        written += [scalar, part]
-        scalar = ""
-    return "".join(written) + _quoted(scalar, open_containers[-1].entry or ())
-
-
-def _quoted(scalar: str, kinds: Types) -> str:
-    text = scalar.strip()
-    texts = tuple(each for each in _alternatives(kinds) if not _is_class(each, Enum))
-    if not _NUMBER_OR_BOOLEAN.fullmatch(text) or not _is_text(text, texts):
-        return scalar
-    return scalar.rstrip().replace(text, f'"{text}"')
 
 
 def literal(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from components.config.compose.diagnose import Check
+from components.config.compose.composition import Check, no_check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
 from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
 from components.config.schema.checks import raise_all
@@ -52,7 +52,7 @@ def run_sweep(recipe: Recipe) -> int:
     0: every point is ok or submitted; 1: one is not, or losses disagree; 130: stopped by Ctrl-C. Raises ConfigError
     for problems shared by all points, before anything is written.
     """
-    reject_swept_run(recipe.schema)
+    reject_swept_run(recipe.schema, sys.argv[1:])
     keys = read_sweep_keys(each for each in sys.argv[1:] if is_sweep_key(each))[0]
     parallel = keys.parallel or 1
 
@@ -212,27 +212,25 @@ def _chosen_point(sweep: Sweep, request: SweepRequest, values: dict[str, str], c
 
 def _expand(recipe: Recipe, check: Check) -> SweepRequest:
     """Return the points of the sweep; with `parallelism=plan:K`, each of them on its best K meshes."""
-    if not any(each.startswith("parallelism=plan:") for each in sys.argv[1:]):
-        return expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
+    given = sys.argv[1:]
+    if not any(each.startswith("parallelism=plan:") for each in given):
+        return expand_sweep(recipe.name, recipe.schema, recipe.file.parent, given, check)
     from components.launch.overrides import BEST, requested_plans, sweep_values  # few commands need the planner
 
-    best = requested_plans(sys.argv[1:])
+    best = requested_plans(given)
+    others = [each for each in given if not (best and BEST.fullmatch(each))]
+    request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent, others, check)
     if best is None:
-        return expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
-    argv, sys.argv = sys.argv, [each for each in sys.argv if not BEST.fullmatch(each)]
-    try:
-        request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
-    finally:
-        sys.argv = argv
+        return request
     if request.space:
-        (count,) = [each for each in argv if BEST.fullmatch(each)]
+        (count,) = [each for each in given if BEST.fullmatch(each)]
         raise ConfigError(
             f"{count}: the planner chooses the meshes, and sweep.trials the points; list the meshes "
             "(parallelism=fsdp2,fsdp2_tp2), or remove sweep.trials"
         )
     points = []
     for point in request.points:
-        cfg, problems = compose_point(request, point, lambda cfg, rejected: [])
+        cfg, problems = compose_point(request, point, no_check)
         if cfg is None:
             raise ConfigError(problems)
         world = _processes(cfg, request.keys.parallel or 1)

@@ -62,7 +62,7 @@ from components.planning.dry_run.played_run import (
 from components.planning.dry_run.recipe_lines import RecipeLines
 from components.training.objectives.chunked_loss import CHUNK_LOGITS
 from components.training.objectives.preference import REFERENCE
-from components.watch.gc import GarbageCollection
+from components.training.run import GarbageCollection
 
 _CPU = torch.device("cpu")
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"

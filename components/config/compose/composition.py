@@ -1,0 +1,375 @@
+"""Composition: the files that Hydra selects, the values of the command line, defaults, and the typed config.
+
+Plain dicts are merged in this order, and the result is typed once. Every problem is collected: those of options and of
+single values, those that typing finds, and those of several sections on the config without the rejected values.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from components.config.compose.explain import SOURCES, explain_file, explain_option, explain_unknown_key, override_parts
+from components.config.compose.frozen import resolve
+from components.config.compose.overrides import OverrideChecks, value_at
+from components.config.compose.short_forms import override_with_texts
+from components.config.compose.sources import ConfigFile, Request, read_files
+from components.config.compose.typed import (
+    UNSET,
+    typed,
+    with_defaults,
+)
+from components.config.kinds import KINDS, WITHOUT_KIND, have_same_keys, kind_named, kinds_of, type_hints
+from components.config.schema.recipes import RecipeConfig
+from components.config.shape import ModelShape
+from components.protocol.errors import ConfigError
+from components.protocol.secrets import shown_value
+
+_SUGGESTION = re.compile(r"; did you mean ([\w.]+)")
+Check = Callable[[Any, Collection[str]], list[str]]
+"""Return the problems of a config that involve several sections, given the rejected keys and sections, for which the
+config does not hold the requested values."""
+
+
+def no_check(cfg: Any, rejected: Collection[str]) -> list[str]:
+    """Return no problems."""
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A composed command line."""
+
+    cfg: RecipeConfig | None
+    """The typed config; None if it has problems."""
+    values: dict[str, Any]
+    """The config as plain values with defaults, before its interpolations are resolved."""
+    problems: list[str]
+    malformed: bool
+    """Whether an option, a key or the type of a value is wrong; not for a missing or an illegal value."""
+
+
+def compose(request: Request, check: Check = no_check) -> Composed:
+    """Compose a request, and collect its problems, one sentence each.
+
+    Problems that mention a rejected key are left out, since they may be consequences.
+
+    Args:
+        request: The command line.
+        check: Returns the problems that involve several sections; called only if the single sections are valid, or
+            valid without the rejected values.
+    """
+    composition = _Composition(request)
+    try:
+        composition.choose_options()
+    except (HydraException, ConfigError) as error:
+        reported = (
+            error.problems if isinstance(error, ConfigError) else [explain_file(error, composition.checks.options)]
+        )
+        reported += composition.checks.file_independent(request.overrides)
+        return Composed(None, {}, reported, malformed=True)
+    composition.apply_values()
+    composition.malformed = bool(composition.problems)
+    cfg = composition.typed()
+    valid = None if composition.problems else cfg
+    checked = valid or composition.typed_without_problems()
+    if checked is not None:
+        composition.add_independent(check(checked, composition.rejected()))
+    return Composed(valid, composition.values, composition.problems, composition.malformed)
+
+
+@dataclass
+class _Composition:
+    """A composition in progress: accepted options and values, and the problems found so far."""
+
+    request: Request
+    problems: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    """Accepted overrides that choose an option of a group."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Accepted overrides of values, by the override's key."""
+    bad_sections: set[str] = field(default_factory=set)
+    """Sections that do not hold the requested values, since their option or several of their keys were rejected."""
+    rejected_keys: set[str] = field(default_factory=set)
+    files: list[ConfigFile] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    malformed: bool = False
+
+    @cached_property
+    def checks(self) -> OverrideChecks:
+        return OverrideChecks(self.request)
+
+    def choose_options(self) -> None:
+        """Read the files of the accepted options. Raises an error of a file that no option causes."""
+        chosen = [each for each in self.request.overrides if self.checks.is_option(each)]
+        for option in chosen:
+            if problem := self.checks.option_problem(option):
+                self._reject_option(option, problem)
+            else:
+                self.options.append(option)
+        try:
+            self.files = self._files(self.options)
+        except (HydraException, ConfigError):
+            self._files([])  # raises if no option causes the error
+            self._find_wrong_options()
+        for option in list(self.options):
+            problem = self._kind_problem(option)
+            if problem or ("data" in self.bad_sections and f"@{SOURCES}." in option):
+                self.options.remove(option)
+                self._reject_option(option, *([problem] if problem else []))
+        if self.problems:
+            self.files = self._files(self.options)
+
+    def _find_wrong_options(self) -> None:
+        existing, self.options = self.options, []
+        for option in existing:
+            try:
+                self.files = self._files([*self.options, option])
+                self.options.append(option)
+            except ConfigError as error:
+                self._reject_option(option, *error.problems)
+            except HydraException as error:
+                self._reject_option(option, explain_option(option, error, self.checks.keys, self.checks.options))
+
+    def _files(self, options: Iterable[str]) -> list[ConfigFile]:
+        return read_files(self.request, map(_parsed, options))
+
+    def _reject_option(self, option: str, *problems: str) -> None:
+        self.problems += problems
+        self.bad_sections.add(override_parts(option)[0])
+
+    def _kind_problem(self, option: str) -> str | None:
+        """Return the problem of an option of a kind that the recipe does not accept."""
+        section = option.partition("=")[0].lstrip("+~").partition("@")[2] or override_parts(option)[0]
+        kinds = [each.values["kind"] for each in self.files if each.package == section and each.values.get("kind")]
+        if section.startswith(f"{SOURCES}."):
+            section = "data"
+        if section not in KINDS:
+            return None
+        if not kinds and section not in WITHOUT_KIND:
+            file = next((each for each in reversed(self.files) if each.package == section), None)
+            return self.checks.missing_kind_problem(section, file.name, file.values) if file else None
+        return self.checks.kind_problem(option, section, kinds[-1]) if kinds else None
+
+    def apply_values(self) -> None:
+        """Merge the files, the sections of the request, and the values of the command line."""
+        self.values = self._merged_files()
+        self.values |= copy.deepcopy(dict(self.request.sections))
+        checks = self.checks
+        checks.chosen, checks.values = self._chosen(), self.values
+        for override in self.request.overrides:
+            key = override_parts(override)[0]
+            if checks.is_option(override):
+                continue
+            if key.partition(".")[0] in self.bad_sections and (key in checks.keys or key.startswith(checks.free)):
+                continue  # unknown whether the intended option has this key
+            if problem := checks.value_problem(override):
+                self.problems.append(problem)
+                self.rejected_keys.add(key)
+            else:
+                self.given[key] = override
+        self.values = self._with(self.values, self.given.values())
+        for section, schema in checks.chosen.items():
+            self._check_kind(section, schema)
+
+    def _merged_files(self) -> dict[str, Any]:
+        """Return the values of the files, without keys that do not exist, which are reported."""
+        values: dict[str, Any] = {}
+        for file in self.files:
+            known = self._without_unknown(file, file.package, file.values)
+            below = value_at(values, file.package) if file.package else None
+            if isinstance(below, dict) and _switches_kind(file, below):
+                below.clear()  # keys of another kind
+            values = merged(values, _nested(file.package, known) if known else {})
+        return values
+
+    def _without_unknown(self, file: ConfigFile, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        checks, known = self.checks, {}
+        for name, value in values.items():
+            key = f"{prefix}.{name}".lstrip(".")
+            if key not in checks.keys and not key.startswith(checks.free):
+                self.bad_sections |= {key.partition(".")[0]} if isinstance(value, dict) else set()
+                self.problems.append(explain_unknown_key(file.name, key, value, checks.keys))
+            elif checks.is_section(key) and isinstance(value, str | bool | int | float) and value != UNSET:
+                self.problems.append(checks.section_problem(file.name, key, value))
+            elif checks.is_section(key) and isinstance(value, dict):
+                known[name] = self._without_unknown(file, key, value)
+            else:
+                known[name] = value
+        return known
+
+    def _chosen(self) -> dict[str, Any]:
+        """Return the class of each section with kinds, by its options."""
+        hints, chosen = type_hints(self.request.schema), {}
+        for section in KINDS.keys() & hints.keys():
+            values, kinds = self.values.get(section), kinds_of(hints[section])
+            kind = kind_named(values, hints[section]) if isinstance(values, dict) else None
+            if kind is not None or (isinstance(hints[section], type) and not kinds):
+                chosen[section] = hints[section] if kind is None else kinds[kind]
+        return chosen
+
+    def _check_kind(self, section: str, schema: Any) -> None:
+        """Reject a kind that is set without choosing an option, unless both kinds have the same keys."""
+        values = self.values.get(section)
+        name = str(values.get("kind")) if isinstance(values, dict) else ""
+        now = next((each for kind, each in KINDS[section].items() if kind == name), None)
+        kind = next((each.default for each in fields(schema) if each.name == "kind"), None)
+        if section in self.bad_sections or not isinstance(values, dict):
+            return
+        if now is not None and name != kind and not have_same_keys(now, schema):
+            self.problems.append(
+                f"{section}.kind={name}: the chosen option has kind {kind}; choose another option of conf/{section}/ "
+                f"({section}=NAME) instead of setting the kind"
+            )
+            values["kind"] = kind
+
+    def _with(self, values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+        """Return composed values with those of overrides."""
+        kept = list(overrides)
+        for override in kept:
+            values = merged(values, _nested(override_parts(override)[0], self._value(override)))
+        options = [each for each in self.files if re.fullmatch(r"model/\w+", each.name) and each.package == "model"]
+        option = options[-1] if options else None
+        if option is not None and isinstance(values.get("model"), dict):
+            values["model"] = _without_sizes(values["model"], option.values, {override_parts(each)[0] for each in kept})
+        return values
+
+    def _value(self, override: str) -> Any:
+        return _parsed(override_with_texts(override, self.request.schema)).value()
+
+    def typed(self) -> RecipeConfig | None:
+        """Add the problems of the single sections; return the config if they are valid."""
+        self.values = with_defaults(self.values, self.request.schema)
+        container, unresolved = resolve(self.values)
+        keys = [key.partition("[")[0] for key in unresolved]
+        self.add_independent(unresolved.values())
+        try:
+            cfg = typed(container, self.request.schema, [*keys, *self.rejected_keys], self._subject)
+        except ConfigError as error:
+            self.add_independent(error.problems)
+            return None
+        return None if unresolved else cfg
+
+    def typed_without_problems(self) -> RecipeConfig | None:
+        """Return the config without the values that cause problems, if it is valid then."""
+        keys = {_key(problem) for problem in self.problems}
+        with suppress(ConfigError, HydraException):
+            return self._typed_without(lambda given: override_parts(given)[0] in keys)
+        self.bad_sections |= {_section(problem) for problem in self.problems}
+        with suppress(ConfigError, HydraException):
+            return self._typed_without(lambda given: _concerns(self.problems, _section(given)))
+        return None  # the cause is in a file, or a consequence of problems reported above
+
+    def _typed_without(self, is_bad: Callable[[str], bool]) -> RecipeConfig:
+        options = [option for option in self.options if not is_bad(option)]
+        rest = _Composition(self.request)
+        rest.files = self.files if options == self.options else self._files(options)
+        values = rest._with(
+            rest._merged_files() | dict(self.request.sections),
+            [each for each in self.given.values() if not is_bad(each)],
+        )
+        container, unresolved = resolve(with_defaults(values, self.request.schema))
+        return typed(container, self.request.schema, unresolved)
+
+    def _subject(self, key: str, value: Any) -> str:
+        """Return how a message names a key of a wrong type: as it was typed, or with the file that sets it."""
+        self.malformed = True
+        override = self.given.get(key)
+        parents = [each for each in self.given if key.startswith(f"{each}.")]
+        if override is not None or parents:
+            return (override or self.given[parents[-1]]).removeprefix("++")
+        for file in reversed(self.files):
+            inner: Any = _nested(file.package, file.values)
+            for part in key.split("."):
+                inner = inner.get(part, UNSET) if isinstance(inner, dict) else UNSET
+            if inner != UNSET and file.name.partition("/")[0] != "schema":
+                return f"conf file {file.name}.yaml: {key}"
+        return f"{key}={shown_value(key, value)}"
+
+    def rejected(self) -> set[str]:
+        """Return the keys with a problem, the keys suggested instead of them, and the sections of rejected options."""
+        suggested = {found[1] for problem in self.problems if (found := _SUGGESTION.search(problem))}
+        return {_key(problem) for problem in self.problems} | suggested | self.bad_sections
+
+    def add_independent(self, problems: Iterable[str]) -> None:
+        """Add the problems that do not mention a key that already has a problem."""
+        rejected = self.rejected()
+        self.problems += [problem for problem in problems if not any(_names(problem, key) for key in rejected)]
+
+
+def _switches_kind(file: ConfigFile, below: Mapping[str, Any]) -> bool:
+    """Return whether an option of a section has another kind than the values that are there."""
+    default = WITHOUT_KIND.get(file.package)
+    return "kind" in file.values and str(below.get("kind", default)) != str(file.values["kind"])
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts with the values of `over`; a required value of it leaves the one below."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        if isinstance(value, dict):
+            result[key] = merged(below if isinstance(below, dict) else {}, value)
+        elif value != UNSET or key not in result:
+            result[key] = value
+    return result
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a value below a dotted key."""
+    for part in reversed(key.split(".") if key else []):
+        value = {part: value}
+    return value
+
+
+def _without_sizes(model: dict[str, Any], option: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return the section model without the sizes of its option, if `model.path` is another model than the option's.
+
+    Sizes of the wrong model would reject meshes that the model can have. Sizes that are `given` are kept.
+    """
+    if model.get("path") == option.get("path"):
+        return model
+    stated = {
+        each.name: None
+        for each in fields(ModelShape)
+        if option.get(each.name) is not None
+        and model.get(each.name) == option[each.name]
+        and f"model.{each.name}" not in given
+    }
+    return {**model, **stated}
+
+
+def _parsed(override: str) -> Override:
+    return OverridesParser.create().parse_override(override)
+
+
+def _section(text: str) -> str:
+    """Return the section that an override or problem starts with: the text before the first dot, sign or colon."""
+    return re.split(r"[.=:@ ]", text.lstrip("+~"), maxsplit=1)[0]
+
+
+def _key(text: str) -> str:
+    """Return the key that a problem or override starts with: the text before the first sign or colon."""
+    found = re.match(r"conf file \S+\.yaml: ([\w.]+):", text)
+    return found[1] if found else re.split(r"[=:@ ]", text.lstrip("+~"), maxsplit=1)[0]
+
+
+def _names(problem: str, key: str) -> bool:
+    """Return whether a problem mentions a key, or, for a section, any key in it."""
+    fact = problem.partition("; did you mean")[0]
+    ends = r"(?!\w)" if "." in key else "[.=:]"
+    return re.search(rf"(?<![\w.]){re.escape(key)}{ends}", fact) is not None
+
+
+def _concerns(problems: Iterable[str], section: str) -> bool:
+    facts = (problem.partition("; did you mean")[0] for problem in problems)
+    return any(re.search(rf"(^|\W){re.escape(section)}[.=:]", fact) for fact in facts)
