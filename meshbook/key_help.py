@@ -10,7 +10,7 @@ from typing import Any
 
 from yaml import YAMLError
 
-from components.config.compose.explain import SET_BY_KEY, did_you_mean, nearest, nearest_key
+from components.config.compose.explain import SET_BY_KEY, did_you_mean, nearest, nearest_key, written
 from components.config.compose.help_text import (
     Default,
     Entry,
@@ -24,7 +24,6 @@ from components.config.compose.help_text import (
     sections,
     shared_keys,
     variants_of,
-    written,
 )
 from components.config.compose.sources import CONF, option_groups, option_texts
 from components.protocol.errors import ConfigError

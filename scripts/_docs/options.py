@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from components.config.compose.help_text import RECIPES, file_of, purpose_of, recipes_with, sections, written
+from components.config.compose.explain import written
+from components.config.compose.help_text import RECIPES, file_of, purpose_of, recipes_with, sections
 from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 
 CONF = ROOT / "conf"

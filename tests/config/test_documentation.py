@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from components.config.compose.composition import compose
+from components.config.compose.explain import written
 from components.config.compose.frozen import resolve
 from components.config.compose.help_text import (
     RECIPES,
@@ -23,7 +24,6 @@ from components.config.compose.help_text import (
     section_class,
     sections,
     variants_of,
-    written,
 )
 from components.config.compose.typed import free_keys, known_keys
 from components.config.kinds import type_hints

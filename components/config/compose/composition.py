@@ -20,9 +20,9 @@ from hydra.errors import HydraException
 
 from components.config.compose.explain import SOURCES, explain_file, explain_option, explain_unknown_key, override_parts
 from components.config.compose.frozen import resolve
-from components.config.compose.overrides import OverrideChecks, value_at
+from components.config.compose.overrides import OverrideChecks
 from components.config.compose.short_forms import override_with_texts
-from components.config.compose.sources import ConfigFile, Request, read_files
+from components.config.compose.sources import ConfigFile, Request, merged, nested, read_files, value_at
 from components.config.compose.typed import (
     UNSET,
     typed,
@@ -189,7 +189,7 @@ class _Composition:
             below = value_at(values, file.package) if file.package else None
             if isinstance(below, dict) and _switches_kind(file, below):
                 below.clear()  # keys of another kind
-            values = merged(values, _nested(file.package, known) if known else {})
+            values = merged(values, nested(file.package, known) if known else {})
         return values
 
     def _without_unknown(self, file: ConfigFile, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class _Composition:
         """Return composed values with those of overrides."""
         kept = list(overrides)
         for override in kept:
-            values = merged(values, _nested(override_parts(override)[0], self._value(override)))
+            values = merged(values, nested(override_parts(override)[0], self._value(override)))
         options = [each for each in self.files if re.fullmatch(r"model/\w+", each.name) and each.package == "model"]
         option = options[-1] if options else None
         if option is not None and isinstance(values.get("model"), dict):
@@ -288,7 +288,7 @@ class _Composition:
         if override is not None or parents:
             return (override or self.given[parents[-1]]).removeprefix("++")
         for file in reversed(self.files):
-            inner: Any = _nested(file.package, file.values)
+            inner: Any = nested(file.package, file.values)
             for part in key.split("."):
                 inner = inner.get(part, UNSET) if isinstance(inner, dict) else UNSET
             if inner != UNSET and file.name.partition("/")[0] != "schema":
@@ -310,25 +310,6 @@ def _switches_kind(file: ConfigFile, below: Mapping[str, Any]) -> bool:
     """Return whether an option of a section has another kind than the values that are there."""
     default = WITHOUT_KIND.get(file.package)
     return "kind" in file.values and str(below.get("kind", default)) != str(file.values["kind"])
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dicts with the values of `over`; a required value of it leaves the one below."""
-    result = dict(base)
-    for key, value in over.items():
-        below = result.get(key)
-        if isinstance(value, dict):
-            result[key] = merged(below if isinstance(below, dict) else {}, value)
-        elif value != UNSET or key not in result:
-            result[key] = value
-    return result
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return a value below a dotted key."""
-    for part in reversed(key.split(".") if key else []):
-        value = {part: value}
-    return value
 
 
 def _without_sizes(model: dict[str, Any], option: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, get_args
 
 from hydra.errors import MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
@@ -295,3 +297,22 @@ def _unknown_option(group: str, option: str, groups: Mapping[str, list[str]]) ->
 
 def _first_line(text: str) -> str:
     return next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), "")
+
+
+def written(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{written(entry)}' for key, entry in value.items())}}}"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Return the values of a type that has few: true and false, or those of an enumeration."""
+    kinds = [each for each in (get_args(hint) or (hint,)) if each is not type(None)]
+    if kinds == [bool]:
+        return ("true", "false")
+    return tuple(kinds[0]) if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], StrEnum) else ()

@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import re
 import sys
 import textwrap
 import types
@@ -16,9 +15,22 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Union, get_args, get_origin
 
-from components.config.kinds import WITHOUT_KIND, kinds_of, type_hints
+from components.config.compose.explain import choices_of, written
+from components.config.compose.frozen import resolve
+from components.config.compose.sources import (
+    CONF,
+    ConfigFile,
+    Request,
+    kind_of_option,
+    merged,
+    nested,
+    option_texts,
+    read_files,
+    value_at,
+)
+from components.config.compose.typed import UNSET, with_defaults
+from components.config.kinds import KINDS, kinds_of, type_hints
 from components.config.schema import recipes as schemas
-from components.project import PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.safe_yaml import load_yaml
 from components.terminal import fit
@@ -51,11 +63,6 @@ RECIPES = {
     "teacher": schemas.StoreTeacherConfig,
 }
 """Name of a config (conf/NAME.yaml) -> its class."""
-_CONF = PROJECT / "conf"
-_KIND = re.compile(r"/schema/\w+/(\w+)@_here_")
-_PACKAGE = re.compile(r"# @package ([\w.]+)")
-_RESOLVED = re.compile(r"\$\{(?:unless_epochs:(.*)|with_kto:.*)\}")
-"""Values of conf/ for a run of training.max_steps, and for another objective than kto."""
 _PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
 
@@ -198,10 +205,8 @@ def entry_text(entry: Entry, width: int, stated: Sequence[str] = ()) -> str:
 
 def _value(values: Mapping[str, Any], key: str) -> str:
     """Return a composed value as text; empty for a required one."""
-    found: Any = values
-    for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return "" if found == "???" else written(found)
+    found = value_at(values, key)
+    return "" if found == UNSET else written(found)
 
 
 def _class_of(schema: type, values: Mapping[str, Any]) -> type:
@@ -243,16 +248,15 @@ def recipe_defaults(key: str, of: Sequence[str] = ("",)) -> list[Default]:
     section = key.partition(".")[0]
     found: dict[tuple[str, str], list[str]] = {}
     for recipe, schema in RECIPES.items():
-        values, kinds = _recipe_values(recipe)
+        values, files = _recipe_values(recipe)
         hint = section_class(type_hints(schema).get(section))
-        if hint is None:
+        if hint is None or key not in keys_of(_class_of(hint, values[section]), section):
             continue
-        variants = variants_of([hint])
-        chosen = kinds.get(section) or str(WITHOUT_KIND.get(section, ""))
-        keys = keys_of(variants.get(chosen, next(iter(variants.values()))), section)
-        if key in keys and not {"", chosen, hint.__name__}.isdisjoint(of):
-            value, source = values.get(key, (keys[key].default, ""))
-            found.setdefault((value, source), []).append(recipe)
+        if not {"", str(values[section].get("kind")), hint.__name__}.isdisjoint(of):
+            set_by = [each for each in files if value_at(nested(each.package, each.values), key) not in (None, UNSET)]
+            source = set_by[-1].name.replace("/", "=") if set_by else ""
+            source = "conf/RECIPE.yaml" if source == recipe else source
+            found.setdefault((_value(values, key) or "required", source), []).append(recipe)
     return [Default(value, source, tuple(recipes)) for (value, source), recipes in found.items()]
 
 
@@ -265,55 +269,25 @@ def default_and_others(key: str, of: Sequence[str], described: Key) -> tuple[str
     for each in recipe_defaults(key, of):
         values.setdefault(each.value, []).extend(each.recipes)
     if not values:
-        section = key.partition(".")[0]
-        options = [_option_values(section, file.stem) for file in sorted((_CONF / section).glob("*.yaml"))]
-        stated = [found for found, kind in options if kind == of[0]]
-        return (stated[0].get(key, described.default) if len(stated) == 1 else described.default), ""
+        section, _, name = key.partition(".")
+        texts = option_texts((CONF,), section)
+        options = [option for option in texts if section in KINDS and kind_of_option(section, option, texts) == of[0]]
+        stated = value_at(load_yaml(texts[options[0]]), name) if len(options) == 1 else None
+        return (described.default if stated in (None, UNSET) else written(stated)), ""
     (first, _), *others = values.items()
-    texts = [f"{value or repr(value)} in {', '.join(recipes)}" for value, recipes in others]
-    return first, f"{'; '.join(texts)}." if texts else ""
+    texts_of = [f"{value or repr(value)} in {', '.join(recipes)}" for value, recipes in others]
+    return first, f"{'; '.join(texts_of)}." if texts_of else ""
 
 
 @functools.cache
-def _recipe_values(recipe: str) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
-    """Return what conf/RECIPE.yaml and its options set, as text with the source by key, and the kinds of sections."""
-    main = load_yaml((_CONF / f"{recipe}.yaml").read_text("utf-8"))
-    values, kinds = dict[str, tuple[str, str]](), dict[str, str]()
-    for key, value in _flat({name: each for name, each in main.items() if name not in ("defaults", "hydra")}):
-        values[key] = (value, "conf/RECIPE.yaml")
-    for entry in main["defaults"]:
-        group, option = next(iter(entry.items())) if isinstance(entry, dict) else ("", None)
-        if option is None or " " in group:  # optional local, override hydra/...
-            continue
-        found, kind = _option_values(group, option)
-        values |= {key: (value, f"{group}={option}") for key, value in found.items()}
-        kinds |= {group: kind} if kind else {}
-    return values, kinds
-
-
-@functools.cache
-def _option_values(group: str, option: str) -> tuple[dict[str, str], str]:
-    """Return what an option sets, as text by key, and the kind of its section that it selects, or ''."""
-    text = (_CONF / group / f"{option}.yaml").read_text("utf-8")
-    package, stated = _PACKAGE.match(text), _KIND.search(text)
-    prefix = package[1] if package else group.replace("/", ".")
-    values, found, kind = load_yaml(text) or {}, dict[str, str](), stated[1] if stated else ""
-    for entry in values.pop("defaults", ()):
-        if isinstance(entry, str) and re.fullmatch(r"\w+", entry) and entry != "_self_":
-            inherited, inherited_kind = _option_values(group, entry)
-            found, kind = found | inherited, kind or inherited_kind
-    return found | {f"{prefix}.{key}": value for key, value in _flat(values)}, str(values.get("kind", kind))
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return the values of nested dicts as text by dotted key."""
-    flat = []
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat += _flat(value, f"{prefix}{name}.")
-        elif value != "???":
-            flat.append((f"{prefix}{name}", _RESOLVED.sub(lambda found: found[1] or "null", written(value))))
-    return flat
+def _recipe_values(recipe: str) -> tuple[dict[str, Any], list[ConfigFile]]:
+    """Return the values of a recipe's config without overrides, and the files that set them, without the user's."""
+    files = read_files(Request(recipe, RECIPES[recipe], (CONF,), ()), ())
+    files = [each for each in files if not each.name.startswith("local/")]
+    values: dict[str, Any] = {}
+    for file in files:
+        values = merged(values, nested(file.package, file.values))
+    return resolve(with_defaults(values, RECIPES[recipe]))[0], files
 
 
 def file_of(recipe: str) -> str:
@@ -425,14 +399,6 @@ def _describe_type(hint: Any) -> str:
     return _PLAIN_TYPES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def choices_of(hint: Any) -> tuple[str, ...]:
-    """Return the values of a type that has few: true and false, or those of an enumeration."""
-    kinds = [each for each in (get_args(hint) or (hint,)) if each is not type(None)]
-    if kinds == [bool]:
-        return ("true", "false")
-    return tuple(kinds[0]) if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], StrEnum) else ()
-
-
 def _default_of(each: dataclasses.Field[Any]) -> str:
     """Return a field's default as it is written on a command line; "required" without one."""
     if each.default_factory is not dataclasses.MISSING:
@@ -442,17 +408,6 @@ def _default_of(each: dataclasses.Field[Any]) -> str:
     else:
         return "required"
     return written(value)
-
-
-def written(value: Any) -> str:
-    """Return a value as it is written on a command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(written, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{written(entry)}' for key, entry in value.items())}}}"
-    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
 
 
 def purpose_of(option: str) -> str:

@@ -17,16 +17,17 @@ from components.config.compose.explain import (
     NOT_A_MIXTURE,
     SEVERAL_VALUES,
     SOURCES,
+    choices_of,
     no_group,
     no_source,
     no_such_option,
     override_parts,
     unknown_key,
     unreadable,
+    written,
 )
-from components.config.compose.help_text import choices_of, written
 from components.config.compose.short_forms import explain_short_form, settings_of_word
-from components.config.compose.sources import Request, kind_of_option, option_groups, option_texts
+from components.config.compose.sources import Request, kind_of_option, option_groups, option_texts, value_at
 from components.config.compose.typed import UNSET, free_keys, known_keys, types_at, with_defaults
 from components.config.kinds import KINDS, WITHOUT_KIND, type_hints
 from components.config.rules import accepted_kinds
@@ -247,14 +248,6 @@ def accepted_options(request: Request, groups: Mapping[str, list[str]]) -> dict[
             option for option in groups[section] if kind_of_option(section, option, texts) in (None, *kinds)
         ]
     return accepted
-
-
-def value_at(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key of nested dicts; None if there is none."""
-    found: Any = values
-    for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
 
 
 def _parsed(override: str) -> Override:

@@ -20,7 +20,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from yaml import MarkedYAMLError, YAMLError
 
-from components.config.compose.typed import yaml_with_texts
+from components.config.compose.typed import UNSET, yaml_with_texts
 from components.config.kinds import KINDS, WITHOUT_KIND
 from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
@@ -161,6 +161,33 @@ class _Folders(ConfigRepository):
             line = f"{used}: used instead of {other}"
             if other != used and line not in replaced and other.read_bytes() != used.read_bytes():
                 replaced.append(line)
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts with the values of `over`; a required value of it leaves the one below."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        if isinstance(value, dict):
+            result[key] = merged(below if isinstance(below, dict) else {}, value)
+        elif value != UNSET or key not in result:
+            result[key] = value
+    return result
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a value below a dotted key."""
+    for part in reversed(key.split(".") if key else []):
+        value = {part: value}
+    return value
+
+
+def value_at(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a dotted key of nested dicts; None if there is none."""
+    found: Any = values
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _is_of_hydra(default: Any) -> bool:
