@@ -1,9 +1,9 @@
 """The kinds of each section, for composition, typing and error messages.
 
 A section with kinds is a base dataclass with a field `kind` and one subclass per kind. To add a kind, add a member to
-the section's enum, a subclass in schema/, a line in `KINDS`, and an option conf/SECTION/NAME.yaml that begins with
-`defaults: [/schema/SECTION/KIND@_here_, _self_]`. Its requirements on other sections go into rules.py. docs/extend.md
-lists the files that turn a kind into an object.
+the section's enum, a subclass in schema/, a line in `KINDS`, and an option conf/SECTION/NAME.yaml with the line
+`kind: KIND`. Its requirements on other sections go into rules.py. docs/extend.md lists the files that turn a kind into
+an object.
 
 The annotation of a recipe's config field selects the kinds that the recipe accepts: the base class accepts all
 (`optimizer: OptimizerConfig`), a subclass only its own (`objective: NextTokenConfig`).

@@ -23,7 +23,7 @@ UNKNOWN_KEY = [
     ("gpu=h100_80", "gpu=h100_80: no such key; write cluster.gpu=h100_80"),
     ("-m gpu=h100_80,b200", "no such key; did you mean cluster.gpu?"),
     ("cluster.env.V=null", "cluster.env.V=null: must not be null"),
-    ("training={max_stepz:3}", "training={max_stepz:3}: no such key", "did you mean training.max_steps?"),
+    ("training={max_stepz:3}", "training.max_stepz=3: no such key", "did you mean training.max_steps?"),
     (
         "data.path=x.jsonl",
         *(
@@ -119,7 +119,7 @@ MISSING_VALUE = [
     ("data=jsonl data.path=null", "data.path=null: must not be null"),
     ("data=jsonl data.path=''", "data.path='': is empty"),
     ("training.max_steps=???", "training.max_steps=???: ??? marks a missing value"),
-    ("~data", "~data: cannot be removed; choose an option with data=NAME"),
+    ("~data", "data: not set"),
     ("model=tiny model.init=pretrained", "model.path=null: pretrained weights need a path", "model.init=random"),
 ]
 OUT_OF_RANGE = [

@@ -29,11 +29,9 @@ OPTIONS = Path(__file__).parents[2] / "conf" / "data"
 
 
 def option(name: str, **values: object) -> DataConfig:
-    """Merge an option of conf/data/ into the schema named by its first default, as Hydra does."""
+    """Merge an option of conf/data/ into the schema that it names, by omegaconf."""
     yaml = OmegaConf.to_container(OmegaConf.load(OPTIONS / f"{name}.yaml"))
-    schema, last_default = yaml.pop("defaults")
-    assert last_default == "_self_"
-    kind = schema.removeprefix("/schema/data/").removesuffix("@_here_")
+    kind = yaml["kind"]
     merged = OmegaConf.merge(OmegaConf.structured(KINDS["data"][DataKind(kind)]), yaml, values)
     with conf_resolvers():
         return OmegaConf.to_object(merged)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.config.compose.sources import config_folders
-from components.protocol.errors import ConfigError
+from components.config.compose.sources import CONF
 from components.protocol.safe_yaml import YamlLimitError, load_yaml
+from tests.config.composed import problems_of
 from tests.frozen import frozen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,7 @@ from pathlib import Path
 from components.checkpoint.load import _began_from
 from components.config.compose.frozen import read_frozen, read_section
 from components.protocol.errors import ConfigError
+from tests.config.composed import problems_of
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import RunConfig
 from components.config.stored_run import read_config
@@ -131,5 +132,7 @@ def test_config_folder_with_a_file_that_never_ends_is_rejected(tmp_path: Path, k
     else:
         file.touch()
         os.truncate(file, 10**10)
-    with pytest.raises(ConfigError, match=rf"mine.yaml: {reason}; remove it from the folder of configs"):
-        config_folders("finetune", tmp_path, [tmp_path])
+    (problem,) = problems_of("finetune", "optimizer=mine", folders=(tmp_path, CONF))
+    assert problem == f"{file}: {reason}; remove it from the folder of configs"
+    (problem,) = problems_of("finetune", "optimizer=mien", folders=(tmp_path, CONF))
+    assert problem.startswith("optimizer=mien: no such option; did you mean mine?")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -95,8 +95,8 @@ class _Composition:
     problems: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     """Accepted overrides that choose an option of a group."""
-    given: dict[str, str] = field(default_factory=dict)
-    """Accepted overrides of values, by the override's key."""
+    given: list[str] = field(default_factory=list)
+    """Accepted overrides of values."""
     bad_sections: set[str] = field(default_factory=set)
     """Sections that do not hold the requested values, since their option or several of their keys were rejected."""
     rejected_keys: set[str] = field(default_factory=set)
@@ -176,15 +176,19 @@ class _Composition:
                 self.problems.append(problem)
                 self.rejected_keys.add(key)
             else:
-                self.given[key] = override
-        self.values = self._with(self.values, self.given.values())
+                self.given.append(override)
+        self.values = self._with(self.values, self.given)
         for section, schema in checks.chosen.items():
             self._check_kind(section, schema)
 
     def _merged_files(self) -> dict[str, Any]:
         """Return the values of the files, without keys that do not exist, which are reported."""
         values: dict[str, Any] = {}
+        keys, free = self.checks.keys, self.checks.free
         for file in self.files:
+            if file.package and file.package not in keys and not f"{file.package}.".startswith(free):
+                self.problems.append(explain_unknown_key(file.name, file.package, file.values, keys))
+                continue
             known = self._without_unknown(file, file.package, file.values)
             below = value_at(values, file.package) if file.package else None
             if isinstance(below, dict) and _switches_kind(file, below):
@@ -232,15 +236,19 @@ class _Composition:
             )
             values["kind"] = kind
 
-    def _with(self, values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    def _with(self, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         """Return composed values with those of overrides."""
-        kept = list(overrides)
-        for override in kept:
-            values = merged(values, nested(override_parts(override)[0], self._value(override)))
+        for override in overrides:
+            key = override_parts(override)[0]
+            if override.startswith("~"):
+                section, _, name = key.rpartition(".")
+                value_at(values, section).pop(name, None)
+            else:
+                values = merged(values, nested(key, self._value(override)))
         options = [each for each in self.files if re.fullmatch(r"model/\w+", each.name) and each.package == "model"]
-        option = options[-1] if options else None
-        if option is not None and isinstance(values.get("model"), dict):
-            values["model"] = _without_sizes(values["model"], option.values, {override_parts(each)[0] for each in kept})
+        if options and isinstance(values.get("model"), dict) and "model" not in self.request.sections:
+            given = {override_parts(each)[0] for each in overrides}
+            values["model"] = _without_sizes(values["model"], options[-1].values, given)
         return values
 
     def _value(self, override: str) -> Any:
@@ -275,7 +283,7 @@ class _Composition:
         rest.files = self.files if options == self.options else self._files(options)
         values = rest._with(
             rest._merged_files() | dict(self.request.sections),
-            [each for each in self.given.values() if not is_bad(each)],
+            [each for each in self.given if not is_bad(each)],
         )
         container, unresolved = resolve(with_defaults(values, self.request.schema))
         return typed(container, self.request.schema, unresolved)
@@ -283,15 +291,16 @@ class _Composition:
     def _subject(self, key: str, value: Any) -> str:
         """Return how a message names a key of a wrong type: as it was typed, or with the file that sets it."""
         self.malformed = True
-        override = self.given.get(key)
-        parents = [each for each in self.given if key.startswith(f"{each}.")]
-        if override is not None or parents:
-            return (override or self.given[parents[-1]]).removeprefix("++")
+        for override in reversed(self.given):
+            given = override_parts(override)[0]
+            if given == key:
+                return override.removeprefix("++")
+            if key.startswith(f"{given}."):
+                return f"{key}={shown_value(key, value)}"
         for file in reversed(self.files):
-            inner: Any = nested(file.package, file.values)
-            for part in key.split("."):
-                inner = inner.get(part, UNSET) if isinstance(inner, dict) else UNSET
-            if inner != UNSET and file.name.partition("/")[0] != "schema":
+            section, _, name = key.rpartition(".")
+            holder = value_at(nested(file.package, file.values), section)
+            if isinstance(holder, dict) and name in holder and not file.name.startswith("schema/"):
                 return f"conf file {file.name}.yaml: {key}"
         return f"{key}={shown_value(key, value)}"
 
@@ -308,8 +317,8 @@ class _Composition:
 
 def _switches_kind(file: ConfigFile, below: Mapping[str, Any]) -> bool:
     """Return whether an option of a section has another kind than the values that are there."""
-    default = WITHOUT_KIND.get(file.package)
-    return "kind" in file.values and str(below.get("kind", default)) != str(file.values["kind"])
+    kind = below.get("kind", WITHOUT_KIND.get(file.package))
+    return kind is not None and str(file.values.get("kind", kind)) != str(kind)
 
 
 def _without_sizes(model: dict[str, Any], option: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:

@@ -159,8 +159,16 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
     A key whose interpolation fails, or would copy a value that could be a secret, is removed.
     """
-    cfg, container = OmegaConf.create(values), copy.deepcopy(values)
+    container = copy.deepcopy(values)
     problems: dict[str, str] = {}
+    while True:
+        try:
+            cfg = OmegaConf.create(container)
+            break
+        except OmegaConfBaseException as error:  # ${ without }
+            key = str(error.full_key).partition("[")[0]
+            problems[key] = explain_resolution(error)
+            _remove(container, key)
     read: dict[str, dict[str, str]] = {}
     with conf_resolvers(), _recorded_environment() as variables_read:
         for key, parent, name, plain in list(_interpolations(cfg, container, "")):
@@ -183,6 +191,14 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         elif key in problems:
             plain[name] = ""
     return container, problems
+
+
+def _remove(values: dict[str, Any], key: str) -> None:
+    """Remove a dotted key from nested dicts."""
+    *path, last = key.split(".")
+    for name in path:
+        values = values[name]
+    del values[last]
 
 
 def _interpolations(node: Any, plain: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:

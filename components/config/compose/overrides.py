@@ -78,7 +78,7 @@ class OverrideChecks:
         group, assigned, name = override_parts(option)
         value = _parsed(option).value() if assigned else None
         if option.startswith("~"):
-            return f"{option}: cannot be removed; choose an option with {group}=NAME" if group in self.keys else None
+            return None
         if not isinstance(value, str | list):
             return f"{option}: must be the name of an option (there are: {', '.join(self.options[group])})"
         is_a_name = re.fullmatch(r"\w+", name) and isinstance(value, str)
@@ -118,7 +118,9 @@ class OverrideChecks:
             return problem
         key, _, value = override_parts(override)
         section, _, name = key.partition(".")
-        if override.startswith("~"):
+        if override.startswith("~") and not isinstance(value_at(self.values, key.rpartition(".")[0]), dict):
+            return f"{override}: is not set; remove it"
+        if override.startswith("~") and not key.startswith(self.free):
             return f"{override}: cannot be removed; set it to another value"
         if value == UNSET:
             return f"{override}: {UNSET} marks a missing value and cannot be used as a value"

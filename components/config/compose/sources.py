@@ -131,7 +131,7 @@ class _Folders(ConfigRepository):
         return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
 
     def _load(self, name: str) -> ConfigResult | None:
-        file = next((path for folder in self._request.folders if (path := folder / f"{name}.yaml").is_file()), None)
+        file = next((path for folder in self._request.folders if (path := folder / f"{name}.yaml").exists()), None)
         if file is None:
             schema = _SCHEMA.fullmatch(name)
             exists = schema is not None and (schema[1] is None or schema[2] in KINDS.get(schema[1], ()))
@@ -151,7 +151,12 @@ class _Folders(ConfigRepository):
         if not isinstance(defaults, list):
             raise ConfigError(f"conf file {name}.yaml: defaults must be a list of options, not {defaults!r:.40}")
         own = [each for each in defaults if not _is_of_hydra(each)]
-        result.defaults_list = self._create_defaults_list(name, OmegaConf.create(own))
+        try:
+            result.defaults_list = self._create_defaults_list(name, OmegaConf.create(own))
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(
+                f"conf file {name}.yaml: each item of its defaults must be FILE or GROUP: OPTION; it has {own!r:.100}"
+            ) from error
         return result
 
     def _note_replaced(self, used: Path, name: str) -> None:
@@ -200,7 +205,7 @@ def _text_of(file: Path) -> str:
     aliases."""
     try:
         text = read_regular(file, _LARGEST).decode()
-        if CONF not in file.parents:
+        if CONF not in file.parents or file.parent == CONF / "local":
             load_yaml(text)  # in Python: the same messages on every machine, and limits
     except YamlLimitError as error:
         raise ConfigError(f"{file}: {error}; write the values without aliases, or remove the file") from error
