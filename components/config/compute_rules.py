@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
@@ -101,6 +100,8 @@ def torch_problems(peft: PeftConfig | None, parallelism: ParallelismConfig, mesh
 @cache
 def _installed_torch() -> str:
     """Return the version of the installed torch; empty without one."""
+    from importlib.metadata import PackageNotFoundError, version  # 10 ms, which few commands need
+
     try:
         return version("torch")
     except PackageNotFoundError:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from components.config.schema.recipes import RecipeConfig
 from components.launch.run_directory.directory import RunDirectory
+from components.project import HELP
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write
 from components.protocol.safe_json import read_regular
@@ -34,6 +35,12 @@ class Recipe:
     main: Callable[[Any], object]
     schema: type[RecipeConfig]
     file: Path
+
+    @property
+    def description(self) -> str:
+        """The text that --help begins with: the docstring of the recipe's file."""
+        names = self.main.__globals__
+        return names.get(HELP) or names["__doc__"] or ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from components.config.compose.command_line import Rewrite, Rewritten, compose_from_command_line
+from components.config.compose.command_line import REWRITTEN, Rewrite, Rewritten, compose_from_command_line
 from components.config.compose.frozen import from_yaml, to_yaml
 from components.config.layouts import fit_micro_batches
 from components.config.schema.parallelism import describe_processes
@@ -36,7 +36,6 @@ from components.launch.run_checks import (
 )
 from components.launch.run_directory.directory import RunDirectory, start_record
 from components.launch.run_directory.opening import check_run_directory, open_run_directory
-from components.project import HELP
 from components.protocol.console_log import keep_console
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
@@ -83,14 +82,13 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
             problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
         return backend_problems + problems
 
-    names = recipe.main.__globals__
     cfg = compose_from_command_line(
         recipe.name,
         recipe.schema,
         recipe.file.parent,
         check,
         rewrite=_rewriting(recipe, world_size),
-        description=names.get(HELP) or names["__doc__"] or "",
+        description=recipe.description,
     )
     if cfg is None:
         return None
@@ -122,7 +120,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
 
 def _rewriting(recipe: Recipe, world_size: int | None) -> Rewrite:
     """Return what replaces parallelism=auto and run=RUN on the command line."""
-    if not any(each.startswith(("parallelism=auto", "parallelism=plan:", "run=")) for each in sys.argv[1:]):
+    if not any(each.startswith(REWRITTEN) for each in sys.argv[1:]):
         return Rewritten
     from components.launch.overrides import rewriting  # few commands need the planner
 

@@ -63,7 +63,19 @@ def _run(described: Recipe) -> int:
         from components.launch.rank import end_rank
 
         end_rank(run_attached(described))
-    from components.config.compose.command_line import is_sweep_requested
+    from components.config.compose.command_line import (
+        REWRITTEN,
+        compose_from_command_line,
+        is_answered,
+        is_sweep_requested,
+    )
+
+    if is_answered() and not any(each.startswith(REWRITTEN) for each in sys.argv[1:]):
+        with exit_on_broken_pipe():
+            compose_from_command_line(
+                described.name, described.schema, described.file.parent, description=described.description
+            )
+        return 0
     from components.launch.clusters import backend_of
     from components.launch.open_run import open_run
     from components.launch.rank import die_with, run_here

@@ -10,7 +10,7 @@ import pytest
 from hydra.errors import HydraException
 
 from components.config.compose import explain
-from components.config.compose.composition import _parsed
+from components.config.compose.overrides import parsed
 from components.config.compose.sources import CONF, read_files
 from tests.config.composed import problems_of, request
 
@@ -22,7 +22,7 @@ PATTERNS = {name: each for name, each in vars(explain).items() if isinstance(eac
 def composed(*options: str, folders: tuple[Path, ...] = (CONF,)) -> str:
     """Return Hydra's message for options of the real conf/."""
     with pytest.raises(HydraException) as caught:
-        read_files(request("finetune", folders=folders), map(_parsed, options))
+        read_files(request("finetune", folders=folders), map(parsed, options))
     return str(caught.value)
 
 

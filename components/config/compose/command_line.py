@@ -41,7 +41,9 @@ class Rewritten:
 
 
 Rewrite = Callable[[list[str]], Rewritten]
-"""Return the overrides to compose in place of the given ones, which may hold parallelism=auto or run=RUN."""
+"""Return the overrides to compose in place of the given ones, which may hold those of REWRITTEN."""
+REWRITTEN = ("parallelism=auto", "parallelism=plan:", "run=")
+"""Beginnings of the overrides that are replaced before the composition."""
 
 
 def compose_from_command_line(
@@ -112,9 +114,15 @@ def _print_config(composed: Composed, options: Namespace, overrides: Sequence[st
 
 
 def is_sweep_requested() -> bool:
-    """Return whether the command line (`sys.argv`) requests a sweep (-m), and not `--help` or the like."""
+    """Return whether the command line (`sys.argv`) requests a sweep (-m), and not `--help`."""
     options = _parser().parse_known_intermixed_args()[0]
     return options.multirun and not options.help
+
+
+def is_answered() -> bool:
+    """Return whether the command line (`sys.argv`) is answered by a text: `--help`, or `--cfg` of one run."""
+    options = _parser().parse_known_intermixed_args()[0]
+    return options.help or (not options.multirun and bool(options.cfg or options.resolve))
 
 
 def read_arguments(schema: type[Config], given: Sequence[str]) -> tuple[Namespace, list[str]]:

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from components.config.compose.explain import SOURCES, explain_file, explain_option, explain_unknown_key, override_parts
 from components.config.compose.frozen import resolve
-from components.config.compose.overrides import OverrideChecks
+from components.config.compose.overrides import OverrideChecks, parsed
 from components.config.compose.short_forms import override_with_texts
 from components.config.compose.sources import ConfigFile, Request, merged, nested, read_files, value_at
 from components.config.compose.typed import (
@@ -81,7 +79,7 @@ def compose(request: Request, check: Check = no_check) -> Composed:
     composition.malformed = bool(composition.problems)
     cfg = composition.typed()
     valid = None if composition.problems else cfg
-    checked = valid or composition.typed_without_problems()
+    checked = cfg or composition.typed_without_problems()
     if checked is not None:
         composition.add_independent(check(checked, composition.rejected()))
     return Composed(valid, composition.values, composition.problems, composition.malformed)
@@ -141,7 +139,7 @@ class _Composition:
                 self._reject_option(option, explain_option(option, error, self.checks.keys, self.checks.options))
 
     def _files(self, options: Iterable[str]) -> list[ConfigFile]:
-        return read_files(self.request, map(_parsed, options))
+        return read_files(self.request, map(parsed, options))
 
     def _reject_option(self, option: str, *problems: str) -> None:
         self.problems += problems
@@ -252,7 +250,7 @@ class _Composition:
         return values
 
     def _value(self, override: str) -> Any:
-        return _parsed(override_with_texts(override, self.request.schema)).value()
+        return parsed(override_with_texts(override, self.request.schema)).value()
 
     def typed(self) -> RecipeConfig | None:
         """Add the problems of the single sections; return the config if they are valid."""
@@ -336,10 +334,6 @@ def _without_sizes(model: dict[str, Any], option: Mapping[str, Any], given: Coll
         and f"model.{each.name}" not in given
     }
     return {**model, **stated}
-
-
-def _parsed(override: str) -> Override:
-    return OverridesParser.create().parse_override(override)
 
 
 def _section(text: str) -> str:

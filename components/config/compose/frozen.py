@@ -7,16 +7,18 @@ and environment variables that could hold a secret are not copied into the confi
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -159,24 +161,23 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
     A key whose interpolation fails, or would copy a value that could be a secret, is removed.
     """
-    container = copy.deepcopy(values)
-    problems: dict[str, str] = {}
+    container, problems, read = copy.deepcopy(values), dict[str, str](), dict[str, dict[str, str]]()
+    holders = list(_interpolations(container, (), ""))
     while True:
         try:
             cfg = OmegaConf.create(container)
             break
         except OmegaConfBaseException as error:  # ${ without }
-            key = str(error.full_key).partition("[")[0]
+            key = str(error.full_key)
             problems[key] = explain_resolution(error)
-            _remove(container, key)
-    read: dict[str, dict[str, str]] = {}
+            plain, name = next((plain, path[-1]) for found, path, plain in holders if found == key)
+            plain[name] = ""
     with conf_resolvers(), _recorded_environment() as variables_read:
-        for key, parent, name, plain in list(_interpolations(cfg, container, "")):
+        for key, (*parents, name), plain in [each for each in holders if each[0] not in problems]:
             variables_read.clear()
             try:
-                value = parent[name]
-                nested = isinstance(value, DictConfig | ListConfig)
-                plain[name] = OmegaConf.to_container(value, resolve=True) if nested else value
+                value = functools.reduce(getitem, parents, cfg)[name]
+                plain[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except OmegaConfBaseException as error:
                 problems[key] = explain_resolution(error)
             read[key] = dict(variables_read)
@@ -185,35 +186,23 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         for variable, value in variables.items():
             if problem := variable_problem(key, variable, value, allowed):
                 problems[key] = problem
-    for key, _, name, plain in list(_interpolations(cfg, container, "")):
+    for key, path, plain in holders:
         if key in problems and isinstance(plain, dict):
-            del plain[name]
+            del plain[path[-1]]
         elif key in problems:
-            plain[name] = ""
+            plain[path[-1]] = ""
     return container, problems
 
 
-def _remove(values: dict[str, Any], key: str) -> None:
-    """Remove a dotted key from nested dicts."""
-    *path, last = key.split(".")
-    for name in path:
-        values = values[name]
-    del values[last]
-
-
-def _interpolations(node: Any, plain: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield each interpolation below a node: its key, the node and the plain container that hold it, and its name
-    there."""
-    if node._is_none() or node._is_missing() or node._is_interpolation():
-        return
-    is_list = isinstance(node, ListConfig)
-    for name in range(len(node)) if is_list else list(node):
-        key = f"{prefix}[{name}]" if is_list else f"{prefix}.{name}".lstrip(".")
-        child = node._get_node(name)
-        if child._is_interpolation():
-            yield key, node, name, plain
-        elif isinstance(child, DictConfig | ListConfig):
-            yield from _interpolations(child, plain[name], key)
+def _interpolations(plain: Any, path: tuple[Any, ...], key: str) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    """Yield each interpolation below a dict or list: its key, its path, and the dict or list that holds it."""
+    is_list = isinstance(plain, list)
+    for name, value in enumerate(plain) if is_list else plain.items():
+        own = f"{key}[{name}]" if is_list else f"{key}.{name}".lstrip(".")
+        if isinstance(value, str) and "${" in value:
+            yield own, (*path, name), plain
+        elif isinstance(value, dict | list):
+            yield from _interpolations(value, (*path, name), own)
 
 
 def _allowed(container: Any) -> list[str]:

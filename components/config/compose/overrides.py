@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -65,6 +66,10 @@ class OverrideChecks:
         """Beginnings of the keys that need not be in the schema, such as model.config."""
         return tuple(f"{key}." for key in free_keys(self.request.schema))
 
+    @cached_property
+    def _sections(self) -> set[str]:
+        return {key.rpartition(".")[0] for key in self.keys}
+
     def is_option(self, override: str) -> bool:
         """Return whether an override chooses an option of a group, and does not set values of a section."""
         key, _, value = override_parts(override)
@@ -76,7 +81,7 @@ class OverrideChecks:
         if problem := short or _syntax_problem(option):
             return problem
         group, assigned, name = override_parts(option)
-        value = _parsed(option).value() if assigned else None
+        value = parsed(option).value() if assigned else None
         if option.startswith("~"):
             return None
         if not isinstance(value, str | list):
@@ -202,7 +207,7 @@ class OverrideChecks:
 
     def is_section(self, key: str) -> bool:
         """Return whether keys are below a key."""
-        return any(each.startswith(f"{key}.") for each in self.keys)
+        return key in self._sections
 
     def section_problem(self, file: str, key: str, value: Any) -> str:
         """Return the message for a value that a config file has in place of a section."""
@@ -252,14 +257,16 @@ def accepted_options(request: Request, groups: Mapping[str, list[str]]) -> dict[
     return accepted
 
 
-def _parsed(override: str) -> Override:
+@functools.cache
+def parsed(override: str) -> Override:
+    """Return an override as Hydra parses it. Raises HydraException."""
     return OverridesParser.create().parse_override(override)
 
 
 def _syntax_problem(override: str) -> str | None:
     """Return the problem of an override that cannot be parsed or is a sweep, or None."""
     try:
-        parsed = _parsed(override)
+        is_sweep = parsed(override).is_sweep_override()
     except HydraException:
         return unreadable(override.lstrip("+"))
-    return f"{override}: {SEVERAL_VALUES}" if parsed.is_sweep_override() else None
+    return f"{override}: {SEVERAL_VALUES}" if is_sweep else None

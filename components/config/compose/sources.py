@@ -271,7 +271,8 @@ def recipe_groups(name: str, folders: Iterable[Path]) -> dict[str, list[str]]:
     Hydra rejects the options of any other group.
     """
     folders = list(folders)
-    groups, known, listed = option_groups(folders), option_groups([CONF]), _listed_groups(name, folders)
+    groups, listed = option_groups(folders), _listed_groups(name, folders)
+    known = groups if folders == [CONF] else option_groups([CONF])
     return {group: options for group, options in groups.items() if group in listed or group not in known}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+import functools
+from collections.abc import Collection, Mapping, Sequence
 
 _NAMES = {
     "optimizer.lr": "learning_rate peak_lr max_lr base_lr lr",
@@ -191,12 +191,16 @@ _OPTIONS = {
     "cluster=local": "none single standalone laptop",
 }
 """Option -> names of it in other tools."""
-_KEYS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        name: tuple(key for key, names in _NAMES.items() if name in names.split())
-        for name in " ".join(_NAMES.values()).split()
-    }
-)
+
+
+@functools.cache
+def _keys_of() -> Mapping[str, Sequence[str]]:
+    """Return the keys that each name in another tool may mean."""
+    keys: dict[str, list[str]] = {}
+    for key, names in _NAMES.items():
+        for name in names.split():
+            keys.setdefault(name, []).append(key)
+    return keys
 
 
 def note_on(name: str, value: object) -> str:
@@ -221,7 +225,7 @@ def option_meant(name: str, value: object) -> str | None:
 
 def synonym_of(name: str, keys: Collection[str]) -> str | None:
     """Return the key, or the setting (peft=lora), that other tools call `name` and whose key is in `keys`; or None."""
-    candidates = _KEYS_OF.get(name.lower().replace("-", "_"), ())
+    candidates = _keys_of().get(name.lower().replace("-", "_"), ())
     return next((key for key in candidates if key.partition("=")[0] in keys), None)
 
 

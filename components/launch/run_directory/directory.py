@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import filecmp
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -291,9 +290,11 @@ def start_record(recipe: str, recipe_file: Path, processes: int, attempt: int) -
 
 
 def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # 10 ms; only a run that starts needs it
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return version(package)
+    except PackageNotFoundError:
         return None
 
 
