@@ -26,7 +26,7 @@ from components.config.compose.typed import (
     typed,
     with_defaults,
 )
-from components.config.kinds import KINDS, WITHOUT_KIND, have_same_keys, kind_named, kinds_of, type_hints
+from components.config.kinds import KINDS, WITHOUT_KIND, kind_named, kinds_of, type_hints
 from components.config.schema.recipes import RecipeConfig
 from components.config.shape import ModelShape
 from components.protocol.errors import ConfigError
@@ -176,8 +176,6 @@ class _Composition:
             else:
                 self.given.append(override)
         self.values = self._with(self.values, self.given)
-        for section, schema in checks.chosen.items():
-            self._check_kind(section, schema)
 
     def _merged_files(self) -> dict[str, Any]:
         """Return the values of the files, without keys that do not exist, which are reported."""
@@ -218,21 +216,6 @@ class _Composition:
             if kind is not None or (isinstance(hints[section], type) and not kinds):
                 chosen[section] = hints[section] if kind is None else kinds[kind]
         return chosen
-
-    def _check_kind(self, section: str, schema: Any) -> None:
-        """Reject a kind that is set without choosing an option, unless both kinds have the same keys."""
-        values = self.values.get(section)
-        name = str(values.get("kind")) if isinstance(values, dict) else ""
-        now = next((each for kind, each in KINDS[section].items() if kind == name), None)
-        kind = next((each.default for each in fields(schema) if each.name == "kind"), None)
-        if section in self.bad_sections or not isinstance(values, dict):
-            return
-        if now is not None and name != kind and not have_same_keys(now, schema):
-            self.problems.append(
-                f"{section}.kind={name}: the chosen option has kind {kind}; choose another option of conf/{section}/ "
-                f"({section}=NAME) instead of setting the kind"
-            )
-            values["kind"] = kind
 
     def _with(self, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         """Return composed values with those of overrides."""

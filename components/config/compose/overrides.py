@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, get_origin
 
@@ -30,7 +30,7 @@ from components.config.compose.explain import (
 from components.config.compose.short_forms import explain_short_form, settings_of_word
 from components.config.compose.sources import Request, kind_of_option, option_groups, option_texts, value_at
 from components.config.compose.typed import UNSET, free_keys, known_keys, types_at, with_defaults
-from components.config.kinds import KINDS, WITHOUT_KIND, type_hints
+from components.config.kinds import KINDS, WITHOUT_KIND, have_same_keys, type_hints
 from components.config.rules import accepted_kinds
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.objective import ObjectiveConfig
@@ -41,7 +41,7 @@ class OverrideChecks:
     """Checks of the overrides of a request."""
 
     request: Request
-    chosen: Mapping[str, type] = field(default_factory=dict)
+    chosen: Mapping[str, Any] = field(default_factory=dict)
     """Section with kinds -> its class by the chosen options."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values by the chosen options."""
@@ -140,6 +140,8 @@ class OverrideChecks:
             return no_source(override.lstrip("+"), key.split(".")[2], sources)
         if key.startswith(f"{SOURCES}.") and not self._has_key(section, name):
             return f"{override.lstrip('+')}: {NOT_A_MIXTURE}"
+        if name == "kind" and (problem := self._kind_override_problem(section, value)):
+            return problem
         if key in self.keys and not self._has_key(section, name):
             return self._other_kind_problem(key, value)
         if self.is_section(key) and not value.startswith(("{", "$", "???")):
@@ -156,6 +158,19 @@ class OverrideChecks:
         if key not in self.keys and not key.startswith(self.free):
             return unknown_key(key, value if assigned else None, [*self.keys, *self.groups])
         return None
+
+    def _kind_override_problem(self, section: str, name: str) -> str | None:
+        """Return the problem of a kind that is set without choosing an option, unless both kinds have the same keys."""
+        if (schema := self.chosen.get(section)) is None:
+            return None
+        kind = next(each.default for each in fields(schema) if each.name == "kind")
+        other = next((known for each, known in KINDS[section].items() if each == name), schema)
+        if kind == name or have_same_keys(schema, other):
+            return None
+        return (
+            f"{section}.kind={name}: the chosen option has kind {kind}; choose another option of conf/{section}/ "
+            f"({section}=NAME) instead of setting the kind"
+        )
 
     def _is_set(self, key: str) -> bool:
         return value_at(with_defaults(dict(self.values), self.request.schema), key) is not None

@@ -188,8 +188,9 @@ class _Builder:
             rule = key_of_another_kind(section_of(annotation) or "", kind_of_schema, fitting)
             self.problems.append(f"{self.subject(prefix + key, value)}: {rule}")
             return
-        for leaf, each in _leaves(f"{prefix}{key}", value):
-            self.problems.append(unknown_key(leaf, each, self.keys, self.subject(leaf, each)))
+        value = None if isinstance(value, dict) else value
+        subject = f"{prefix}{key}" if value is None else self.subject(prefix + key, value)
+        self.problems.append(unknown_key(prefix + key, value, self.keys, subject))
 
     def _construct(self, schema: Any, arguments: dict[str, Any], rejected: list[str], prefix: str) -> Any:
         """Construct a section to collect its problems, with defaults in place of rejected values.
@@ -336,14 +337,6 @@ def _as_type(value: Any, hint: Any) -> Any:
             return hint(value)
         raise ValueError("must be a single value")
     return copy.deepcopy(value)
-
-
-def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the values below `key` by dotted key, so that each key of an unknown section is reported as it was
-    typed."""
-    if not isinstance(value, dict) or not value:
-        return [(key, value)]
-    return [leaf for name, nested in value.items() for leaf in _leaves(f"{key}.{name}", nested)]
 
 
 def _integers(value: Any) -> Iterator[int]:

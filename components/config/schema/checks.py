@@ -6,7 +6,7 @@ Non-finite values (inf, nan, 1e400) fail every check.
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from components.protocol.errors import ConfigError
@@ -37,17 +37,6 @@ def above(key: str, value: float, bound: float) -> list[str]:
 def within(key: str, value: float, low: float, high: float) -> list[str]:
     """Require `low` <= `value` <= `high`."""
     return [] if low <= value <= high else [f"{key}={value}: must lie between {low:g} and {high:g}"]
-
-
-def own_kind(section: str, cfg: Any) -> list[str]:
-    """Require `kind` to match the class of the section. A base class, which has no default kind, accepts any."""
-    expected = next(each.default for each in fields(cfg) if each.name == "kind")
-    if expected is MISSING or cfg.kind is expected:
-        return []
-    return [
-        f"{section}.kind={cfg.kind}: the chosen option has kind {expected}; choose another option of conf/{section}/ "
-        f"({section}=NAME) instead of setting the kind"
-    ]
 
 
 def raise_all(problems: list[str]) -> None:
