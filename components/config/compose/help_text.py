@@ -128,7 +128,7 @@ def _overview(
         if (section := section_class(hint)) is not None and isinstance(values.get(name), Mapping):
             keys |= keys_of(_class_of(section, values[name]), name)
     for key in [each for each in _MOST_USED.split() if each in keys][:_MOST_KEYS]:
-        meaning = " ".join(keys[key].doc.split()).partition(". ")[0].rstrip(".")
+        meaning = re.split(r"[.;] | \(", " ".join(keys[key].doc.split()))[0].rstrip(".")
         line = f"  {f'{key}={_value(values, key)}':<40} {meaning}"
         below.append(line if len(line) <= width else f"{line[: width - 3].rstrip()}...")
     summary, _, rest = description.strip().partition("\n\n")

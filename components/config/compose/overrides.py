@@ -123,10 +123,10 @@ class OverrideChecks:
             return problem
         key, _, value = override_parts(override)
         section, _, name = key.partition(".")
-        if override.startswith("~") and not isinstance(value_at(self.values, key.rpartition(".")[0]), dict):
-            return f"{override}: is not set; remove it"
         if override.startswith("~") and not key.startswith(self.free):
             return f"{override}: cannot be removed; set it to another value"
+        if override.startswith("~") and not self._is_there(key):
+            return f"{override}: is not set; remove it"
         if value == UNSET:
             return f"{override}: {UNSET} marks a missing value and cannot be used as a value"
         is_added = override.startswith("+") and not override.startswith("++") and not value.startswith("{")
@@ -170,6 +170,14 @@ class OverrideChecks:
         return (
             f"{section}.kind={name}: the chosen option has kind {kind}; choose another option of conf/{section}/ "
             f"({section}=NAME) instead of setting the kind"
+        )
+
+    def _is_there(self, key: str) -> bool:
+        """Return whether an option or another override sets a key of a free-form section."""
+        section, _, name = key.rpartition(".")
+        others = [override_parts(each)[0] for each in self.request.overrides if not each.startswith("~")]
+        return name in (value_at(self.values, section) or {}) or any(
+            f"{key}.".startswith(f"{each}.") for each in others
         )
 
     def _is_set(self, key: str) -> bool:

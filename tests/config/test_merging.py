@@ -1,0 +1,153 @@
+"""Values of files and of the command line are merged in order, and every problem of both is reported at once."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.config.compose.sources import CONF
+from components.config.schema.data import MixtureDataConfig
+from components.config.schema.optimizer import MuonConfig
+from tests.config.commands import REPOSITORY, Commands
+from tests.config.composed import config_of, problems_of
+
+RECIPES = ("finetune", "pretrain", "evaluate", "dpo", "distill", "classify")
+
+
+def write(folder: Path, files: dict[str, str]) -> tuple[Path, ...]:
+    """Write option files, and return the config folders."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.yaml").write_text(text)
+    return folder, CONF
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["optimizer.lr=1", "optimizer={lr: 2}"], 2.0),
+        (["optimizer={lr: 2}", "optimizer.lr=3"], 3.0),
+        (["optimizer.lr=1", "optimizer={lr: 2}", "optimizer.lr=3"], 3.0),
+        (["optimizer.lr=3", "optimizer={weight_decay: 0}"], 3.0),
+        (["optimizer.lr=4", "optimizer=muon"], 4.0),
+    ],
+)
+def test_the_last_override_of_a_key_counts(overrides: list[str], expected: float) -> None:
+    assert config_of("finetune", *overrides).optimizer.lr == expected
+
+
+def test_dicts_of_several_overrides_are_merged_and_keys_are_removed() -> None:
+    cfg = config_of("finetune", "cluster.env={A: 1, B: 2}", "cluster.env={C: 3}", "cluster.env.B=4", "~cluster.env.A")
+    assert cfg.cluster.env == {"B": "4", "C": "3"}
+    assert "tie_word_embeddings" not in config_of("pretrain", "~model.config.tie_word_embeddings").model.config
+    assert problems_of("finetune", "~model.config.x") == ["~model.config.x: is not set; remove it"]
+    assert problems_of("finetune", "~run.seed") == ["~run.seed: cannot be removed; set it to another value"]
+
+
+def test_a_file_selects_a_kind_by_a_key_or_by_the_former_line(tmp_path: Path) -> None:
+    """Keys of the kind that was there before are dropped, as they belong to another dataclass."""
+    files = {
+        "experiment/line": "# @package _global_\n"
+        "defaults: [/schema/data/mixture@data, /pydocs@data.sources.a, _self_]\n",
+        "optimizer/line": "defaults: [/schema/optimizer/muon@_here_, _self_]\nns_steps: 7\n",
+        "optimizer/key": "kind: muon\nns_steps: 7\n",
+        "pydocs": (CONF / "data" / "pydocs.yaml").read_text(),
+    }
+    folders = write(tmp_path, files)
+    mixture = config_of("finetune", "experiment=line", folders=folders).data
+    assert (type(mixture), list(mixture.sources)) == (MixtureDataConfig, ["a"])
+    by_line, by_key = (
+        config_of("finetune", f"optimizer={each}", folders=folders).optimizer for each in ("line", "key")
+    )
+    assert (type(by_line), by_line.ns_steps) == (MuonConfig, 7)
+    assert by_line == by_key
+
+
+def test_texts_are_as_written_in_a_file_whose_package_a_defaults_list_states(tmp_path: Path) -> None:
+    files = {
+        "experiment/mine": "# @package _global_\ndefaults: [/anywhere/texts@run, _self_]\ncluster: {env: {010: yes}}\n",
+        "anywhere/texts": "name: 12:00:00\nseed: 0x10\n",
+    }
+    cfg = config_of("finetune", "experiment=mine", folders=write(tmp_path, files))
+    assert (cfg.run.name, cfg.run.seed, cfg.cluster.env) == ("12:00:00", 16, {"010": "yes"})
+
+
+def test_all_problems_of_files_and_of_the_command_line_are_reported_at_once(tmp_path: Path) -> None:
+    text = "# @package _global_\ntraining: {steps: 1, seq_len: long}\noptimizer: {lrr: 1}\nnowhere: {a: 1, b: 2}\n"
+    folders = write(tmp_path, {"experiment/mine": text})
+    wrong = ["experiment=mine", "run.sed=1", "checkpoint.keep=0", "parallelism=fsdp3", "logging.plot=7", "data=jsonl"]
+    file = "conf file experiment/mine.yaml"
+    assert sorted(each.partition("; ")[0] for each in problems_of("finetune", *wrong, folders=folders)) == [
+        "checkpoint.keep=0: must be at least 1",
+        f"{file}: nowhere: no such key",
+        f"{file}: optimizer.lrr: no such key",
+        f"{file}: training.seq_len: must be a whole number",
+        f"{file}: training.steps: no such key",
+        "data.path: not set, and it has no default",
+        "logging.plot=7: must be true or false",
+        "parallelism=fsdp3: no such option",
+        "run.sed=1: no such key",
+    ]
+
+
+def test_interpolations_see_defaults_that_nobody_set_and_cfg_job_keeps_them(commands: Commands, tmp_path: Path) -> None:
+    recipe = REPOSITORY / "recipes" / "finetune.py"
+    arguments = ["model=tiny", "training.max_steps=${checkpoint.keep}", "run.name=s${run.seed}", "--cfg", "job"]
+    shown = yaml.safe_load(commands.run(recipe, arguments, tmp_path).output)
+    resolved = yaml.safe_load(commands.run(recipe, [*arguments, "--resolve"], tmp_path).output)
+    assert (shown["training"]["max_steps"], shown["run"]["name"]) == ("${checkpoint.keep}", "s${run.seed}")
+    assert (resolved["training"]["max_steps"], resolved["run"]["name"]) == (resolved["checkpoint"]["keep"], "s42")
+    assert resolved["logging"]["wandb"]["project"] == "meshbook"
+    one = commands.run(recipe, [*arguments, "--package", "logging.wandb"], tmp_path)
+    assert yaml.safe_load(one.output) == resolved["logging"]["wandb"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_is_an_overview_that_fits_on_a_screen(commands: Commands, tmp_path: Path, name: str) -> None:
+    recipe = REPOSITORY / "recipes" / f"{name}.py"
+    shown = commands.run(recipe, ["--help", "run.seed=7"], tmp_path, COLUMNS="80")
+    lines = shown.output.splitlines()
+    assert (shown.status, shown.errors, shown.imported_torch) == (0, "", False)
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+    keys = [line.split("=")[0].strip() for line in lines if re.match(r"  [a-z_]+\.[a-z_.]+=", line)]
+    assert 15 <= len(keys) <= 20
+    assert any(line.startswith(f"python recipes/{name}.py") for line in lines)
+    everything = commands.run(recipe, ["--help", "all", "run.seed=7"], tmp_path, COLUMNS="80").output
+    assert "\n  run.seed=7\n" in everything
+    assert all(f"\n  {key}=" in everything for key in keys)
+    section = commands.run(recipe, ["--help", "run", "run.seed=7"], tmp_path, COLUMNS="80").output
+    assert section.lstrip().startswith("run: ")
+    assert section.strip() in everything
+    wrong = commands.run(recipe, ["--help", "runn"], tmp_path)
+    assert (wrong.status, wrong.errors.startswith("--help runn: no such section; write one of ")) == (2, True)
+
+
+def assigned_attributes(tree: ast.AST) -> Iterator[str]:
+    """Yield the attributes of names from hydra, omegaconf and sys that a module sets."""
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] in ("hydra", "omegaconf", "sys")
+    }
+    targets = [each for node in ast.walk(tree) if isinstance(node, ast.Assign) for each in node.targets]
+    for target in [inner for each in targets for inner in ast.walk(each)]:
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in imported:
+            yield f"{target.value.id}.{target.attr}"
+
+
+def test_no_attribute_of_hydra_or_omegaconf_and_no_command_line_is_replaced() -> None:
+    control = "import sys\nfrom omegaconf import DictConfig\nDictConfig.x = 1\nargv, sys.argv = sys.argv, []\n"
+    assert list(assigned_attributes(ast.parse(control))) == ["DictConfig.x", "sys.argv"]
+    folders = [REPOSITORY / "components", *(REPOSITORY / "scripts" / name for name in ("_plan", "_parity", "_memory"))]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    found = {file.name: names for file in files if (names := list(assigned_attributes(ast.parse(file.read_text()))))}
+    replaced = {name for names in found.values() for name in names if not name.startswith("sys.") or name == "sys.argv"}
+    assert replaced == set(), found
