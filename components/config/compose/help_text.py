@@ -123,7 +123,7 @@ def _overview(
         names = f"  {group}: {', '.join(groups[group])}"
         more = f", ... ({len(groups[group])}, see meshbook help {group})"
         below.append(names if len(names) <= width else names[: width - len(more)].rpartition(",")[0] + more)
-    below += ["", "Keys, KEY=VALUE, with the values of this command (--help SECTION, --help all: more):"[:width]]
+    below += ["", "Keys, KEY=VALUE (more: --help SECTION, --help all):"]
     keys: dict[str, Key] = {}
     for name, hint in hints.items():
         if (section := section_class(hint)) is not None and isinstance(values.get(name), Mapping):
