@@ -195,6 +195,9 @@ def test_keys_of_another_kind_are_rejected_with_the_option_to_choose(folders: tu
 
 def test_setting_a_kind_without_its_option_is_rejected(folders: tuple[Path, ...]) -> None:
     (problem,) = problems("optimizer=mine", "optimizer.kind=adamw", folders=folders)
+    with pytest.raises(ConfigError) as caught:
+        MomentumConfig(kind="adamw")  # type: ignore[arg-type]
+    assert [problem] == caught.value.problems
     assert problem == (
         "optimizer.kind=adamw: the chosen option has kind momentum; choose another option of conf/optimizer/ "
         "(optimizer=NAME) instead of setting the kind"

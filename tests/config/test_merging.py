@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,3 +153,12 @@ def test_no_attribute_of_hydra_or_omegaconf_and_no_command_line_is_replaced() ->
     found = {file.name: names for file in files if (names := list(assigned_attributes(ast.parse(file.read_text()))))}
     replaced = {name for names in found.values() for name in names if not name.startswith("sys.") or name == "sys.argv"}
     assert replaced == set(), found
+
+
+def test_ranks_read_a_frozen_config_without_hydra() -> None:
+    code = "import sys, components.launch.rank, components.config.compose.frozen; print('hydra' in sys.modules)"
+    control = code.replace("compose.frozen", "compose.sources")
+    shown = [
+        subprocess.check_output([sys.executable, "-c", each], text=True, cwd=REPOSITORY) for each in (code, control)
+    ]
+    assert shown == ["False\n", "True\n"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from components.config.compose.sources import conf_resolvers
+from components.config.compose.frozen import conf_resolvers
 from components.config.kinds import KINDS
 from components.config.schema.data import (
     ChatDataConfig,

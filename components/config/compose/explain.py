@@ -11,14 +11,14 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, get_args
-
-from hydra.errors import MissingConfigException
-from omegaconf.errors import OmegaConfBaseException
+from typing import TYPE_CHECKING, Any, get_args
 
 from components.config.compose.synonyms import note_on, option_meant, option_synonym, synonym_of, without_key
 from components.config.kinds import KINDS
 from components.protocol.secrets import shown_value
+
+if TYPE_CHECKING:
+    from omegaconf.errors import OmegaConfBaseException
 
 IN_FILE = re.compile(r"In '(?P<file>[^']*)': ")
 """File whose defaults list is wrong."""
@@ -187,8 +187,7 @@ def explain_option(override: str, error: Exception, keys: Sequence[str], groups:
         groups: Accepted options of every config group.
     """
     key, assigned, value = override_parts(override)
-    file, text = IN_FILE.search(str(error)), str(error)
-    missing = error.missing_cfg_file or "" if isinstance(error, MissingConfigException) else ""
+    file, text, missing = IN_FILE.search(str(error)), str(error), _missing_file(error)
     if missing.startswith(f"{key}/") and missing.rpartition("/")[2] in re.split(r"[\[\], ]+", value):
         return no_such_option(override, missing.rpartition("/")[2], groups)
     second = SECOND_OPTION.search(text)
@@ -218,12 +217,19 @@ def explain_file(error: Exception, groups: Mapping[str, list[str]], chosen: str 
     if second := SECOND_OPTION.search(text):
         group, option = second["group"], second["option"]
         return f"{where} adds a second option of {group}; write `override /{group}: {option}` in its defaults"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
+    if missing := _missing_file(error):
+        group, _, option = missing.rpartition("/")
         return f"{where} requests {_explain_missing_option(group, option, groups)}"
     if requested := NO_GROUP.search(text):
         return f"{where} {_explain_missing_group(requested['group'], groups)}"
     return f"{where}: {_first_line(text.removeprefix(found[0]) if found else text)}"
+
+
+def _missing_file(error: Exception) -> str:
+    """Return the file that a defaults list requests and no folder has, GROUP/OPTION; or ''."""
+    from hydra.errors import MissingConfigException  # ranks read frozen configs without Hydra
+
+    return error.missing_cfg_file or "" if isinstance(error, MissingConfigException) else ""
 
 
 def _explain_missing_option(group: str, option: str, groups: Mapping[str, list[str]]) -> str:

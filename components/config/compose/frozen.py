@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from components.config.compose.explain import explain_resolution
-from components.config.compose.sources import conf_resolvers
 from components.config.compose.typed import literal, typed, yaml_with_texts
 from components.config.schema.checks import raise_all
+from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import Config, RecipeConfig
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import (
@@ -46,6 +46,10 @@ _CHECKSUM = "# sha256 of the lines below: "
 """Prefix of the first line of a frozen config, a YAML comment."""
 _ENV = "oc.env"
 _UNSET: Any = object()
+_UNLESS_EPOCHS = "unless_epochs"
+"""Resolver of training.max_steps: ${unless_epochs:40} is 40, or null if training.epochs is given."""
+_WITH_KTO = "with_kto"
+"""Resolver of data.label_column: ${with_kto:label} is label with objective=kto, else null."""
 
 
 def read_frozen(path: Path, schema: type[Config]) -> Config:
@@ -192,6 +196,25 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         elif key in problems:
             plain[path[-1]] = ""
     return container, problems
+
+
+@contextmanager
+def conf_resolvers() -> Iterator[None]:
+    """Register the resolvers of conf/ within the block: `unless_epochs` and `with_kto`."""
+
+    def unless_epochs(steps: int, *, _parent_: DictConfig) -> int | None:
+        return steps if _parent_.get("epochs") is None else None
+
+    def with_kto(column: str, *, _root_: DictConfig) -> str | None:
+        return column if OmegaConf.select(_root_, "objective.kind") == ObjectiveKind.kto else None
+
+    OmegaConf.register_new_resolver(_UNLESS_EPOCHS, unless_epochs, replace=True)
+    OmegaConf.register_new_resolver(_WITH_KTO, with_kto, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.clear_resolver(_UNLESS_EPOCHS)
+        OmegaConf.clear_resolver(_WITH_KTO)
 
 
 def _interpolations(plain: Any, path: tuple[Any, ...], key: str) -> Iterator[tuple[str, tuple[Any, ...], Any]]:

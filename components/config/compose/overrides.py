@@ -32,6 +32,7 @@ from components.config.compose.sources import Request, kind_of_option, option_gr
 from components.config.compose.typed import UNSET, free_keys, known_keys, types_at, with_defaults
 from components.config.kinds import KINDS, WITHOUT_KIND, have_same_keys, type_hints
 from components.config.rules import accepted_kinds
+from components.config.schema.checks import wrong_kind_problem
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.objective import ObjectiveConfig
 
@@ -165,12 +166,7 @@ class OverrideChecks:
             return None
         kind = next(each.default for each in fields(schema) if each.name == "kind")
         other = next((known for each, known in KINDS[section].items() if each == name), schema)
-        if kind == name or have_same_keys(schema, other):
-            return None
-        return (
-            f"{section}.kind={name}: the chosen option has kind {kind}; choose another option of conf/{section}/ "
-            f"({section}=NAME) instead of setting the kind"
-        )
+        return None if kind == name or have_same_keys(schema, other) else wrong_kind_problem(section, name, kind)
 
     def _is_there(self, key: str) -> bool:
         """Return whether an option or another override sets a key of a free-form section."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,12 +17,11 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from yaml import MarkedYAMLError, YAMLError
 
 from components.config.compose.typed import UNSET, yaml_with_texts
 from components.config.kinds import KINDS, WITHOUT_KIND
-from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
 from components.project import PROJECT
 from components.protocol.errors import ConfigError
@@ -33,10 +32,6 @@ _LARGEST = 1 << 24  # bytes of a YAML file
 CONF = PROJECT / "conf"
 """conf/ of this project; absolute, so that a copied recipe finds it."""
 _SCHEMA = re.compile(r"schema/(?:(\w+)/)?(\w+)")
-_UNLESS_EPOCHS = "unless_epochs"
-"""Resolver of training.max_steps: ${unless_epochs:40} is 40, or null if training.epochs is given."""
-_WITH_KTO = "with_kto"
-"""Resolver of data.label_column: ${with_kto:label} is label with objective=kto, else null."""
 
 
 @dataclass(frozen=True)
@@ -219,25 +214,6 @@ def _text_of(file: Path) -> str:
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: is not valid YAML: {error}".partition("\n")[0]) from error
     return text
-
-
-@contextmanager
-def conf_resolvers() -> Iterator[None]:
-    """Register the resolvers of conf/ within the block: `unless_epochs` and `with_kto`."""
-
-    def unless_epochs(steps: int, *, _parent_: DictConfig) -> int | None:
-        return steps if _parent_.get("epochs") is None else None
-
-    def with_kto(column: str, *, _root_: DictConfig) -> str | None:
-        return column if OmegaConf.select(_root_, "objective.kind") == ObjectiveKind.kto else None
-
-    OmegaConf.register_new_resolver(_UNLESS_EPOCHS, unless_epochs, replace=True)
-    OmegaConf.register_new_resolver(_WITH_KTO, with_kto, replace=True)
-    try:
-        yield
-    finally:
-        OmegaConf.clear_resolver(_UNLESS_EPOCHS)
-        OmegaConf.clear_resolver(_WITH_KTO)
 
 
 def config_folders(name: str, recipe_dir: Path, given: Iterable[Path] = ()) -> tuple[Path, ...]:

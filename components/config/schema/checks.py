@@ -6,7 +6,7 @@ Non-finite values (inf, nan, 1e400) fail every check.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from components.protocol.errors import ConfigError
@@ -37,6 +37,20 @@ def above(key: str, value: float, bound: float) -> list[str]:
 def within(key: str, value: float, low: float, high: float) -> list[str]:
     """Require `low` <= `value` <= `high`."""
     return [] if low <= value <= high else [f"{key}={value}: must lie between {low:g} and {high:g}"]
+
+
+def own_kind(section: str, cfg: Any) -> list[str]:
+    """Require `kind` to match the class of the section. A base class, which has no default kind, accepts any."""
+    expected = next(each.default for each in fields(cfg) if each.name == "kind")
+    return [] if expected is MISSING or cfg.kind is expected else [wrong_kind_problem(section, cfg.kind, expected)]
+
+
+def wrong_kind_problem(section: str, name: object, expected: object) -> str:
+    """Return the message for the kind of a section that is not that of its option."""
+    return (
+        f"{section}.kind={name}: the chosen option has kind {expected}; choose another option of conf/{section}/ "
+        f"({section}=NAME) instead of setting the kind"
+    )
 
 
 def raise_all(problems: list[str]) -> None:

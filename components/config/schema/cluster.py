@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, field_values, raise_all, within
+from components.config.schema.checks import at_least, field_values, own_kind, raise_all, within
 from components.config.schema.kubernetes import KubernetesConfig, pod_variable_problems
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
@@ -170,6 +170,7 @@ class ClusterConfig:
 
     def _problems(self) -> list[str]:
         problems = [
+            *own_kind("cluster", self),
             *within("cluster.startup_timeout_minutes", self.startup_timeout_minutes, 0.01, LONGEST_TIMEOUT),
             *within("cluster.collective_timeout_minutes", self.collective_timeout_minutes, 0.01, LONGEST_TIMEOUT),
             *at_least("cluster.cpus_per_proc", self.cpus_per_proc, 1),

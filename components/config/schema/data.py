@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from components.config.schema.checks import above, at_least, field_values, raise_all
+from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
 from components.storage.object_store import is_url, url_problems
 
 IGNORED = -100
@@ -89,6 +89,7 @@ class DataConfig:
         problems = [
             *at_least("data.max_samples", self.max_samples, 1),
             *at_least("data.max_eval_samples", self.max_eval_samples, 1),
+            *own_kind("data", self),
         ]
         if not 0 <= self.eval_fraction < 1:
             problems.append(

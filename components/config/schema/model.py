@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from components.config.schema.checks import above, at_least, field_values, raise_all
+from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, ParallelismConfig
 
 CAUSAL_SDPA = "causal_sdpa"
@@ -349,7 +349,7 @@ class ModelConfig:
         return self.fused == Fused.all
 
     def _problems(self) -> list[str]:
-        problems: list[str] = []
+        problems = own_kind("model", self)
         values = field_values(self)
         if self.compile not in COMPILE:
             problems.append(f"model.compile={self.compile}: must be {', '.join(COMPILE[:-1])} or {COMPILE[-1]}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from components.config.schema.checks import above, at_least, raise_all
+from components.config.schema.checks import above, at_least, own_kind, raise_all
 
 
 class ObjectiveKind(StrEnum):
@@ -36,7 +36,7 @@ class ObjectiveConfig:
         raise_all(self._problems())
 
     def _problems(self) -> list[str]:
-        return []
+        return own_kind("objective", self)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from components.config.schema.checks import above, at_least, raise_all, within
+from components.config.schema.checks import above, at_least, own_kind, raise_all, within
 
 
 class OptimizerKind(StrEnum):
@@ -55,6 +55,7 @@ class OptimizerConfig:
 
     def _problems(self) -> list[str]:
         return [
+            *own_kind("optimizer", self),
             *above("optimizer.lr", self.lr, 0),
             *at_least("optimizer.weight_decay", self.weight_decay, 0),
             *at_least("optimizer.warmup_steps", self.warmup_steps, 0),
