@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from components.config.compose.sources import CONF
+from components.config.compose.sweep import expand_sweep
+from components.config.schema import FinetuneConfig
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.optimizer import MuonConfig
 from tests.config.commands import REPOSITORY, Commands
@@ -128,6 +130,11 @@ def test_help_is_an_overview_that_fits_on_a_screen(commands: Commands, tmp_path:
     assert section.strip() in everything
     wrong = commands.run(recipe, ["--help", "runn"], tmp_path)
     assert (wrong.status, wrong.errors.startswith("--help runn: no such section; write one of ")) == (2, True)
+
+
+def test_a_sweep_over_the_options_of_a_group_has_those_that_the_recipe_accepts() -> None:
+    swept = expand_sweep("finetune", FinetuneConfig, REPOSITORY / "recipes", ["-m", "data=glob(p*)"])
+    assert [point.values["data"] for point in swept.points] == ["pydocs", "pysource"]
 
 
 def assigned_attributes(tree: ast.AST) -> Iterator[str]:

@@ -106,13 +106,13 @@ def expand_sweep(
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from error
     groups, overrides = request.groups, list(request.overrides)
-    parsed, unparsed = _parse(overrides, groups)
+    accepted = accepted_options(request, groups)
+    parsed, unparsed = _parse(overrides, accepted)
     swept = [override for override in parsed if override.is_sweep_override()]
     known = [*known_keys(schema), *groups]
     unknown = [given for given in swept if given.key_or_group not in known and not _is_free(given, schema)]
     rejected = {given.input_line or "": unknown_key(given.key_or_group, given.get_value_string(), known)
                for given in unknown}  # fmt: skip
-    accepted = accepted_options(request, groups)
     for override, problem in _sweep_problems(parsed, [given for given in swept if given not in unknown], accepted):
         rejected.setdefault(override, problem)
     problems += [*unparsed.values(), *rejected.values()]
