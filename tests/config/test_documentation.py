@@ -21,11 +21,10 @@ from components.config.compose.help_text import (
     field_docs,
     keys_of,
     recipe_defaults,
-    section_class,
     sections,
     variants_of,
 )
-from components.config.compose.typed import free_keys, known_keys
+from components.config.compose.typed import free_keys, known_keys, section_class
 from components.config.kinds import type_hints
 from scripts._docs import __main__ as docs
 from scripts._docs import site

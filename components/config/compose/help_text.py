@@ -29,7 +29,7 @@ from components.config.compose.sources import (
     read_files,
     value_at,
 )
-from components.config.compose.typed import UNSET, with_defaults
+from components.config.compose.typed import UNSET, section_class, with_defaults
 from components.config.kinds import KINDS, kinds_of, type_hints
 from components.config.schema import recipes as schemas
 from components.protocol.errors import ConfigError
@@ -325,12 +325,6 @@ def keys_of(schema: type, prefix: str) -> dict[str, Key]:
         else:
             found[name] = Key(_describe_type(hint), _default_of(each), doc, choices_of(hint))
     return found
-
-
-def section_class(hint: Any) -> type | None:
-    """Return the dataclass of a section, which may be null; None for a key that is no section."""
-    kinds = (hint, *get_args(hint))
-    return next((each for each in kinds if isinstance(each, type) and dataclasses.is_dataclass(each)), None)
 
 
 def variants_of(classes: list[type]) -> dict[str, type]:

@@ -75,33 +75,35 @@ def typed(
     return result
 
 
-def with_defaults(values: Any, schema: Any, default: Any = None) -> Any:
-    """Return nested dicts of values, completed by the defaults of a dataclass and of the kinds that they select.
+def with_defaults(values: Any, hint: Any, default: Any = UNSET) -> Any:
+    """Return nested dicts of values, completed by the defaults of dataclasses and of the kinds that they select.
 
     Args:
-        values: Values of the dataclass; unknown keys are kept.
-        schema: Annotation of the values.
-        default: Instance of the dataclass whose values are the defaults, if its field has one.
+        values: Values of a field or a config; unknown keys are kept. UNSET: nobody set it.
+        hint: Annotation of the values.
+        default: Default of the field, which may be an instance of a dataclass.
     """
-    if not isinstance(values, dict):
+    if values == UNSET:
+        is_section = is_dataclass(default) and not isinstance(default, type)
+        return literal(asdict(default) if is_section else copy.copy(default))
+    entry = get_args(hint)[1] if get_origin(hint) is dict else None
+    schema = section_class(hint)
+    if isinstance(values, dict) and section_class(entry):
+        return {name: with_defaults(each, entry) for name, each in values.items()}
+    if schema is None or not isinstance(values, dict):
         return values
-    kinds = kinds_of(schema)
-    if kinds and (kind := kind_named(values, schema)) is not None:
-        schema = kinds[kind]
+    if (kind := kind_named(values, schema)) is not None:
+        schema = kinds_of(schema)[kind]
     known, complete = type_hints(schema), dict[str, Any]()
     for each in fields(schema):
         own = getattr(default, each.name) if type(default) is schema else _default_of(each)
-        nested = known[each.name]
-        if isinstance(nested, type) and is_dataclass(nested) and each.name in values:
-            complete[each.name] = with_defaults(values[each.name], nested, own)
-        elif values.get(each.name, UNSET) != UNSET:
-            complete[each.name] = values[each.name]
-        elif isinstance(nested, type) and is_dataclass(nested) and own == UNSET:
-            complete[each.name] = UNSET
-        else:
-            is_section = is_dataclass(own) and not isinstance(own, type)
-            complete[each.name] = literal(asdict(own) if is_section else copy.copy(own))
+        complete[each.name] = with_defaults(values.get(each.name, UNSET), known[each.name], own)
     return complete | {name: value for name, value in values.items() if name not in known}
+
+
+def section_class(hint: Any) -> Any:
+    """Return the dataclass of a section, which may be null; None for a key that is no section."""
+    return next((each for each in alternatives((hint,)) if isinstance(each, type) and is_dataclass(each)), None)
 
 
 def _default_of(each: Any) -> Any:
@@ -213,9 +215,9 @@ class _Builder:
         """Build a nested section, or convert a value to the type of its field."""
         if value == UNSET:
             return None
-        sections = [each for each in alternatives((hint,)) if isinstance(each, type) and is_dataclass(each)]
-        if sections and (isinstance(value, dict) or hint in sections):
-            return self.build(value, sections[0], f"{key}.")
+        section = section_class(hint)
+        if section is not None and (isinstance(value, dict) or hint is section):
+            return self.build(value, section, f"{key}.")
         dicts = [each for each in alternatives((hint,)) if get_origin(each) is dict]
         if dicts and isinstance(value, dict):
             key_hint, entry_hint = get_args(dicts[0])
