@@ -38,7 +38,8 @@ def documented_commands() -> list[tuple[str, str, str]]:
         text = (REPOSITORY / name).read_text().replace("\\\n", " ")
         for match in COMMAND.finditer(text):
             arguments = [*(["-m"] if match["sweep"] else []), *shlex.split(match["arguments"], comments=True)]
-            arguments = [argument for argument in arguments if argument != "--help"]
+            if "--help" in arguments:  # a word after it is a section
+                arguments = [argument for argument in arguments if "=" in argument]
             found.append((match["recipe"] or match["command"], match["ranks"] or "", shlex.join(arguments)))
     return sorted(set(found))
 

@@ -244,7 +244,10 @@ def test_file_modes_follow_the_umask_except_for_private_files(
 ) -> None:
     with umask(mask):
         directory = start(config(str(tmp_path / "run")))
-        Reporter(LoggingConfig(), str(directory.path), enabled=True).evaluation(step=0, eval_loss=2.0, count=3)
+        logging = LoggingConfig(
+            plot=False
+        )  # a thread draws loss.png, perhaps after the umask is that of the test again
+        Reporter(logging, str(directory.path), enabled=True).evaluation(step=0, eval_loss=2.0, count=3)
         write_report(directory.logs, 1, ValueError("a sample"))
         end(directory)
     private = {"environment.json", "rank_1.error.json", ".lock"}
