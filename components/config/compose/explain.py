@@ -188,12 +188,13 @@ def explain_option(override: str, error: Exception, keys: Sequence[str], groups:
     """
     key, assigned, value = override_parts(override)
     file, text, missing = IN_FILE.search(str(error)), str(error), _missing_file(error)
-    if missing.startswith(f"{key}/") and missing.rpartition("/")[2] in re.split(r"[\[\], ]+", value):
-        return no_such_option(override, missing.rpartition("/")[2], groups)
+    name = missing.removeprefix(f"{key}/")
+    if name != missing and ("${" in value or name in re.split(r"[\[\], ]+", value)):
+        return no_such_option(override, name, groups)
     second = SECOND_OPTION.search(text)
     if file or (second and second["group"] != key):
         return explain_file(error, groups, f"{key}/{value}")
-    if second or (override.startswith("+") and isinstance(groups.get(key), list) and "@" not in override):
+    if second or (override.startswith("+") and key in groups and "@" not in override):
         return f"{override}: is already set; write {key}={value} without the plus"
     if f"@{SOURCES}." in override:
         return f"{override}: adds a source; write it with a plus: +{override}"
