@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from components.config.compose.frozen import from_yaml, to_yaml
 from components.config.compose.sources import CONF
 from components.config.compose.sweep import expand_sweep
 from components.config.schema import FinetuneConfig
@@ -135,6 +139,120 @@ def test_help_is_an_overview_that_fits_on_a_screen(commands: Commands, tmp_path:
 def test_a_sweep_over_the_options_of_a_group_has_those_that_the_recipe_accepts() -> None:
     swept = expand_sweep("finetune", FinetuneConfig, REPOSITORY / "recipes", ["-m", "data=glob(p*)"])
     assert [point.values["data"] for point in swept.points] == ["pydocs", "pysource"]
+
+
+class Color(Enum):
+    """Choices whose names are not their values."""
+
+    red = 1
+    blue = 2
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """An entry of a list or dict of sections."""
+
+    until: int
+    note: str = ""
+
+
+@dataclass(kw_only=True)
+class Own:
+    """Types that a section of an own recipe may have."""
+
+    stages: list[Stage] = field(default_factory=list)
+    named: dict[str, Stage] = field(default_factory=dict)
+    maybe: Stage | None = None
+    pair: tuple[int, str] = (1, "a")
+    color: Color = Color.red
+    by_color: dict[Color, int] = field(default_factory=dict)
+    raw: bytes = b""
+
+
+@dataclass(kw_only=True)
+class OwnConfig(FinetuneConfig):
+    """A config with an own section."""
+
+    own: Own = field(default_factory=Own)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("own.stages=[{until: 3},{until: 4,note: 010}]", [Stage(until=3), Stage(until=4, note="010")]),
+        ("own.named={a: {until: 3}}", {"a": Stage(until=3)}),
+        ("own.maybe={until: 3}", Stage(until=3)),
+        ("own.maybe=null", None),
+        ("own.pair=[2,b]", (2, "b")),
+        ("own.color=Color.blue", Color.blue),
+        ("own.color=2", Color.blue),
+        ("own.by_color={blue: 3}", {Color.blue: 3}),
+        ("own.stages=[{until: x}]", "own.stages[0].until=x: must be a whole number"),
+        ("own.stages=[3]", "own.stages[0]=3: is a section with keys, not a value"),
+        ("own.maybe=3", "own.maybe=3: is a section with keys, not a value"),
+        ("own.maybe.untill=3", "own.maybe.untill=3: no such key; did you mean own.maybe.until?"),
+        ("own.pair=[2]", "own.pair=[2]: must be a list of 2 values"),
+        ("own.by_color={green: 3}", "own.by_color={green: 3}: must be one of red, blue"),
+        ("own.raw=abc", "own.raw=abc: must be of type bytes"),
+    ],
+)
+def test_own_sections_have_any_type_of_fields(override: str, expected: Any) -> None:
+    problems = problems_of("finetune", "model=tiny", override, schema=OwnConfig)
+    if isinstance(expected, str):
+        assert [problem[: len(expected)] for problem in problems] == [expected]
+    else:
+        assert problems == []
+        cfg = config_of("finetune", "model=tiny", override, schema=OwnConfig)
+        name = override.partition("=")[0].rpartition(".")[2]
+        assert asdict(cfg.own)[name] == asdict(Own(**{name: expected}))[name]
+        assert from_yaml(to_yaml(cfg), OwnConfig) == cfg
+
+
+@pytest.mark.parametrize(
+    ("files", "overrides", "message"),
+    [
+        ({"experiment/m": "training: {max_steps: 3}\ntraining: {seq_len: 32}\n"}, "experiment=m", "key training twice"),
+        (
+            {"experiment/m": "optimizer: {kind: muon}\n"},
+            "experiment=m",
+            "optimizer.kind=muon: the chosen option has kind",
+        ),
+        ({"experiment/m": "training.max_steps: 3\n"}, "experiment=m", "are nested; write `training: {max_steps: ...}`"),
+        (
+            {"experiment/m": "training: null\n"},
+            "experiment=m",
+            "file experiment/m.yaml: training: must not be null",
+        ),
+        ({"data/m": "kind: nope\n"}, "data=m", "conf file data/m.yaml: data.kind: must be one of docs, sft"),
+        ({"data/m": "kind: [sft]\n"}, "data=m", "conf file data/m.yaml: data.kind: must be one of docs, sft"),
+        ({"data/m": "path: 3\n"}, "data=m", "conf file data/m.yaml: has no kind; add the line `kind: sft`"),
+        ({"peft/m": "targets: !!set {a, b}\n"}, "peft=m", "peft.targets: holds a value of type set"),
+        ({"peft/m": "# @package\nrank: 3\n"}, "peft=m", "write `# @package SECTION` as its first line"),
+        ({"peft/m": "defaults: [nothere]\n"}, "peft=m", "conf file peft/m.yaml requests peft=nothere: no such option"),
+        ({"optimizer/m": "defaults: 3\n"}, "optimizer=adam", "optimizer=adam: no such option; did you mean adamw?"),
+        ({}, "model.config={null:2}", "model.config={null:2}: has the key null; put quotes around it"),
+        ({}, "data=mixture +data@data.sources.a=gsm8k data.sources.a=null", "data.sources.a=null: must not be null"),
+        ({}, "optimizer={kind:muon}", "optimizer.kind=muon: the chosen option has kind adamw"),
+        ({}, "~peft=qlora", "~peft=qlora: Could not delete 'peft=qlora'. No match in the defaults list"),
+        ({}, "model@x=tiny", "model@x=tiny: is not in the defaults list; add it with a plus: +model@x=tiny"),
+    ],
+)
+def test_a_wrong_file_or_override_has_one_message(
+    tmp_path: Path, files: dict[str, str], overrides: str, message: str
+) -> None:
+    texts = {name: f"# @package _global_\n{text}" if name.startswith("exp") else text for name, text in files.items()}
+    problems = problems_of("finetune", *overrides.split(" "), "model=tiny", folders=write(tmp_path, texts))
+    assert len(problems) == 1, problems
+    assert message in problems[0]
+
+
+def test_a_file_without_a_kind_has_that_of_the_recipe_and_a_folder_is_no_file(tmp_path: Path) -> None:
+    folders = write(tmp_path, {"objective/mine": "beta: 0.3\n"})
+    (tmp_path / "peft" / "dora.yaml").mkdir(parents=True)
+    cfg = config_of("dpo", "objective=mine", "peft=dora", "data.path=x", "run.name=${now:%Y}", folders=folders)
+    assert (cfg.objective.kind, cfg.objective.beta, cfg.peft.dora) == ("dpo", 0.3, True)
+    assert re.fullmatch(r"20\d\d", cfg.run.name)
+    assert config_of("finetune", "optimizer.weight_decay=99999999999999999999").optimizer.weight_decay == 1e20
 
 
 def assigned_attributes(tree: ast.AST) -> Iterator[str]:

@@ -204,10 +204,11 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
     assert "Options, cluster.gpu=OPTION:" in installed.run("help", "gpu").stdout
     assert "scale: rms" in installed.run("help", "optimizer=muon").stdout
     recipe = installed.run("finetune", "--help", "optimizer=muon", "training.max_steps=7").stdout
-    assert "  training.max_steps=7\n" in recipe
-    assert "  optimizer.lr=0.0002\n" in recipe
+    assert "  training.max_steps=7  " in recipe
+    assert "  optimizer.lr=0.0002  " in recipe
     assert max(map(len, recipe.partition("Keys, KEY=VALUE")[2].splitlines())) <= 80
     assert "meshbook finetune data=mine.jsonl" in recipe
+    assert "  optimizer.ns_steps=5\n" in installed.run("finetune", "--help", "optimizer", "optimizer=muon").stdout
     assert "python recipes/" not in recipe
     teacher = installed.run("teacher", "--help", "teacher.path=T").stdout
     assert "\nmeshbook distill teacher.stored=outputs/teacher/mine " in teacher

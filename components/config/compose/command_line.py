@@ -19,7 +19,7 @@ from components.config.compose.frozen import Config, resolve
 from components.config.compose.help_text import recipe_help
 from components.config.compose.overrides import accepted_options
 from components.config.compose.short_forms import long_forms
-from components.config.compose.sources import Request, config_folders
+from components.config.compose.sources import Request, config_folders, value_at
 from components.config.compose.sweep_keys import is_sweep_key, needs_multirun
 from components.config.compose.typed import known_keys, literal
 from components.config.schema.checks import raise_all
@@ -105,12 +105,10 @@ def _print_config(composed: Composed, options: Namespace, overrides: Sequence[st
     container, unresolved = resolve(composed.values)
     raise_all(secret_problems(container, overrides))
     raise_all(list(unresolved.values()) if options.resolve else [])
-    shown = OmegaConf.create(literal(container) if options.resolve else composed.values)
-    if options.package:
-        shown = OmegaConf.select(shown, options.package)
-        if shown is None:
-            raise ConfigError(f"--package={options.package}: no such key")
-    print_text(OmegaConf.to_yaml(shown) if OmegaConf.is_config(shown) else f"{shown}\n", end="")
+    shown: Any = literal(container) if options.resolve else composed.values
+    if options.package and (shown := value_at(shown, options.package)) is None:
+        raise ConfigError(f"--package={options.package}: no such key")
+    print_text(OmegaConf.to_yaml(OmegaConf.create(shown)) if isinstance(shown, dict | list) else f"{shown}\n", end="")
 
 
 def is_sweep_requested() -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 
 from components.config.compose.explain import SOURCES, explain_file, explain_option, explain_unknown_key, override_parts
@@ -66,6 +67,7 @@ def compose(request: Request, check: Check = no_check) -> Composed:
         check: Returns the problems that involve several sections; called only if the single sections are valid, or
             valid without the rejected values.
     """
+    setup_globals()  # registers the resolver ${now:...}
     composition = _Composition(request)
     try:
         composition.choose_options()
@@ -148,7 +150,7 @@ class _Composition:
     def _kind_problem(self, option: str) -> str | None:
         """Return the problem of an option of a kind that the recipe does not accept."""
         section = option.partition("=")[0].lstrip("+~").partition("@")[2] or override_parts(option)[0]
-        kinds = [each.values["kind"] for each in self.files if each.package == section and each.values.get("kind")]
+        kinds = [each.values["kind"] for each in self.files if each.package == section and "kind" in each.values]
         if section.startswith(f"{SOURCES}."):
             section = "data"
         if section not in KINDS:
@@ -156,7 +158,7 @@ class _Composition:
         if not kinds and section not in WITHOUT_KIND:
             file = next((each for each in reversed(self.files) if each.package == section), None)
             return self.checks.missing_kind_problem(section, file.name, file.values) if file else None
-        return self.checks.kind_problem(option, section, kinds[-1]) if kinds else None
+        return self.checks.kind_problem(option, section, str(kinds[-1])) if kinds else None
 
     def apply_values(self) -> None:
         """Merge the files, the sections of the request, and the values of the command line."""
@@ -176,6 +178,7 @@ class _Composition:
             else:
                 self.given.append(override)
         self.values = self._with(self.values, self.given)
+        self._check_kinds()
 
     def _merged_files(self) -> dict[str, Any]:
         """Return the values of the files, without keys that do not exist, which are reported."""
@@ -196,7 +199,8 @@ class _Composition:
         checks, known = self.checks, {}
         for name, value in values.items():
             key = f"{prefix}.{name}".lstrip(".")
-            if key not in checks.keys and not key.startswith(checks.free):
+            is_dotted = "." in str(name) and not f"{prefix}.".startswith(checks.free)
+            if is_dotted or (key not in checks.keys and not key.startswith(checks.free)):
                 self.bad_sections |= {key.partition(".")[0]} if isinstance(value, dict) else set()
                 self.problems.append(explain_unknown_key(file.name, key, value, checks.keys))
             elif checks.is_section(key) and isinstance(value, str | bool | int | float) and value != UNSET:
@@ -210,12 +214,23 @@ class _Composition:
     def _chosen(self) -> dict[str, Any]:
         """Return the class of each section with kinds, by its options."""
         hints, chosen = type_hints(self.request.schema), {}
-        for section in KINDS.keys() & hints.keys():
-            values, kinds = self.values.get(section), kinds_of(hints[section])
+        for section in KINDS.keys() & hints.keys() - self.bad_sections:
+            of_section = [each.values for each in self.files if each.package == section]
+            stated = [values for values in of_section if "kind" in values] or [{} for _ in of_section[:1]]
+            values, kinds = stated[-1] if stated else self.values.get(section), kinds_of(hints[section])
             kind = kind_named(values, hints[section]) if isinstance(values, dict) else None
             if kind is not None or (isinstance(hints[section], type) and not kinds):
                 chosen[section] = hints[section] if kind is None else kinds[kind]
         return chosen
+
+    def _check_kinds(self) -> None:
+        """Reject kinds that are set without choosing an option."""
+        for section in self.checks.chosen:
+            values = self.values.get(section)
+            kind = values.get("kind") if isinstance(values, dict) else None
+            if isinstance(kind, str) and (problem := self.checks.set_kind_problem(section, kind)):
+                self.problems.append(problem)
+                self.bad_sections.add(section)
 
     def _with(self, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         """Return composed values with those of overrides."""
@@ -281,7 +296,9 @@ class _Composition:
         for file in reversed(self.files):
             section, _, name = key.rpartition(".")
             holder = value_at(nested(file.package, file.values), section)
-            if isinstance(holder, dict) and name in holder and not file.name.startswith("schema/"):
+            if not isinstance(holder, dict) or name not in holder or file.name.startswith("schema/"):
+                continue
+            if isinstance(value, dict) or holder[name] == value:
                 return f"conf file {file.name}.yaml: {key}"
         return f"{key}={shown_value(key, value)}"
 

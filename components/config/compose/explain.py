@@ -91,10 +91,10 @@ def key_of_another_kind(section: str, kind: str, fitting: Sequence[str]) -> str:
     return f"{section} of kind {kind} has no such key (kinds with this key: {', '.join(fitting)})"
 
 
-def no_kind(key: str, name: object, kinds: Iterable[str]) -> str:
-    """Return the message for the name of a kind that a section does not accept."""
+def no_kind(subject: str, name: object, kinds: Iterable[str]) -> str:
+    """Return the message for the name of a kind that a section does not accept; `subject` is how it names the key."""
     names = list(kinds)
-    return f"{key}={name}: must be one of {', '.join(names)}{did_you_mean(nearest(str(name), names))}"
+    return f"{subject}: must be one of {', '.join(names)}{did_you_mean(nearest(str(name), names))}"
 
 
 def no_option(option: str, existing: Iterable[str]) -> str:
@@ -198,9 +198,11 @@ def explain_option(override: str, error: Exception, keys: Sequence[str], groups:
         return f"{override}: is already set; write {key}={value} without the plus"
     if f"@{SOURCES}." in override:
         return f"{override}: adds a source; write it with a plus: +{override}"
-    if NO_GROUP.search(text) or override.startswith("~"):
+    if key not in groups:
         return unknown_key(key, value if assigned else None, [*keys, *groups])
-    return f"{override}: must be the name of an option (there are: {', '.join(groups[key])})"
+    if NO_GROUP.search(text):
+        return f"{override}: is not in the defaults list; add it with a plus: +{override}"
+    return f"{override}: {_first_line(text)}"
 
 
 def explain_file(error: Exception, groups: Mapping[str, list[str]], chosen: str | None = None) -> str:
@@ -214,7 +216,7 @@ def explain_file(error: Exception, groups: Mapping[str, list[str]], chosen: str 
     text = str(error)
     found = IN_FILE.search(text)
     file = chosen if chosen is not None and not (found and "/" in found["file"]) else found and found["file"]
-    where = f"conf file {file}.yaml"
+    where = f"conf file {file}.yaml" if file else "a conf file"
     if second := SECOND_OPTION.search(text):
         group, option = second["group"], second["option"]
         return f"{where} adds a second option of {group}; write `override /{group}: {option}` in its defaults"
@@ -223,7 +225,8 @@ def explain_file(error: Exception, groups: Mapping[str, list[str]], chosen: str 
         return f"{where} requests {_explain_missing_option(group, option, groups)}"
     if requested := NO_GROUP.search(text):
         return f"{where} {_explain_missing_group(requested['group'], groups)}"
-    return f"{where}: {_first_line(text.removeprefix(found[0]) if found else text)}"
+    text = text.removeprefix(found[0]) if found else text
+    return f"{where}: {_first_line(text)}"
 
 
 def _missing_file(error: Exception) -> str:
@@ -234,6 +237,8 @@ def _missing_file(error: Exception) -> str:
 
 
 def _explain_missing_option(group: str, option: str, groups: Mapping[str, list[str]]) -> str:
+    if not group:
+        return f"{option}: no such file"
     named = f"{group}={option}"
     if group in ("data", "model") and re.search(r"\W", option):
         also = "`override /data: jsonl` in its defaults, and " if group == "data" else ""
@@ -270,6 +275,8 @@ def explain_unknown_key(file: str, key: str, value: object, keys: Sequence[str])
         return f"{where}: its keys are read as {group}.KEY, but no section {group} exists; make {header} its first line"
     if group and group not in keys and section.strip("_") == "global":
         return f"{where}: its package is read as {section}; make {header} its first line"
+    if key in keys:
+        return f"{where}: {key}: keys of a file are nested; write `{key.replace('.', ': {', 1)}: ...}}`"
     if group in keys and key == f"{group}.{group}":
         return (
             f"{where}: its keys are already below {group}; remove the line `{group}:`, or make {header} its first line"

@@ -167,15 +167,12 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """
     container, problems, read = copy.deepcopy(values), dict[str, str](), dict[str, dict[str, str]]()
     holders = list(_interpolations(container, (), ""))
-    while True:
+    for key, path, plain in holders:
         try:
-            cfg = OmegaConf.create(container)
-            break
+            OmegaConf.create([plain[path[-1]]])
         except OmegaConfBaseException as error:  # ${ without }
-            key = str(error.full_key)
-            problems[key] = explain_resolution(error)
-            plain, name = next((plain, path[-1]) for found, path, plain in holders if found == key)
-            plain[name] = ""
+            problems[key], plain[path[-1]] = f"{key}: {explain_resolution(error).partition(': ')[2]}", ""
+    cfg = OmegaConf.create(_referable(container), flags={"allow_objects": True}) if holders else OmegaConf.create()
     with conf_resolvers(), _recorded_environment() as variables_read:
         for key, (*parents, name), plain in [each for each in holders if each[0] not in problems]:
             variables_read.clear()
@@ -215,6 +212,13 @@ def conf_resolvers() -> Iterator[None]:
     finally:
         OmegaConf.clear_resolver(_UNLESS_EPOCHS)
         OmegaConf.clear_resolver(_WITH_KTO)
+
+
+def _referable(values: Any) -> Any:
+    """Return nested values without null keys, which omegaconf rejects; typing reports them."""
+    if isinstance(values, dict):
+        return {key: _referable(value) for key, value in values.items() if key is not None}
+    return [_referable(each) for each in values] if isinstance(values, list) else values
 
 
 def _interpolations(plain: Any, path: tuple[Any, ...], key: str) -> Iterator[tuple[str, tuple[Any, ...], Any]]:

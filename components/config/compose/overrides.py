@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -29,7 +30,7 @@ from components.config.compose.explain import (
 )
 from components.config.compose.short_forms import explain_short_form, settings_of_word
 from components.config.compose.sources import Request, kind_of_option, option_groups, option_texts, value_at
-from components.config.compose.typed import UNSET, free_keys, known_keys, types_at, with_defaults
+from components.config.compose.typed import UNSET, alternatives, free_keys, known_keys, types_at, with_defaults
 from components.config.kinds import KINDS, WITHOUT_KIND, have_same_keys, type_hints
 from components.config.rules import accepted_kinds
 from components.config.schema.checks import wrong_kind_problem
@@ -141,11 +142,10 @@ class OverrideChecks:
             return no_source(override.lstrip("+"), key.split(".")[2], sources)
         if key.startswith(f"{SOURCES}.") and not self._has_key(section, name):
             return f"{override.lstrip('+')}: {NOT_A_MIXTURE}"
-        if name == "kind" and (problem := self._kind_override_problem(section, value)):
-            return problem
         if key in self.keys and not self._has_key(section, name):
             return self._other_kind_problem(key, value)
-        if self.is_section(key) and not value.startswith(("{", "$", "???")):
+        may_be_null = types.NoneType in alternatives(types_at(self.request.schema, key))
+        if self.is_section(key) and not value.startswith(("{", "$")) and not (may_be_null and value == "null"):
             override, setting = override.removeprefix("++"), self._setting_in(key, value)
             return f"{override}: {IS_A_SECTION}{setting}"
         return None
@@ -160,10 +160,9 @@ class OverrideChecks:
             return unknown_key(key, value if assigned else None, [*self.keys, *self.groups])
         return None
 
-    def _kind_override_problem(self, section: str, name: str) -> str | None:
+    def set_kind_problem(self, section: str, name: str) -> str | None:
         """Return the problem of a kind that is set without choosing an option, unless both kinds have the same keys."""
-        if (schema := self.chosen.get(section)) is None:
-            return None
+        schema = self.chosen[section]
         kind = next(each.default for each in fields(schema) if each.name == "kind")
         other = next((known for each, known in KINDS[section].items() if each == name), schema)
         return None if kind == name or have_same_keys(schema, other) else wrong_kind_problem(section, name, kind)

@@ -126,10 +126,12 @@ class _Folders(ConfigRepository):
         return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
 
     def _load(self, name: str) -> ConfigResult | None:
-        file = next((path for folder in self._request.folders if (path := folder / f"{name}.yaml").exists()), None)
+        file = next((path for folder in self._request.folders if _is_there(path := folder / f"{name}.yaml")), None)
         if file is None:
             schema = _SCHEMA.fullmatch(name)
-            exists = schema is not None and (schema[1] is None or schema[2] in KINDS.get(schema[1], ()))
+            exists = schema is not None and (
+                schema[2] in KINDS[schema[1]] if schema[1] in KINDS else self._has(schema[2])
+            )
             empty = ConfigResult(
                 "", name, OmegaConf.create(), {"package": None if schema and schema[1] else "_global_"}
             )
@@ -140,7 +142,12 @@ class _Folders(ConfigRepository):
         values = yaml_with_texts(text, self._request.schema) or {}
         if not isinstance(values, dict):
             raise ConfigError(f"{file}: must hold keys and values, such as lr: 1e-4, not {values!r:.40}")
-        header = ConfigSource._get_header_dict(text)
+        try:
+            header = ConfigSource._get_header_dict(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"conf file {name}.yaml: {error}; write `# @package SECTION` as its first line"
+            ) from error
         result = ConfigResult("", name, OmegaConf.create({"set": True} if values.keys() - {"defaults"} else {}), header)
         defaults = values.get("defaults", [])
         if not isinstance(defaults, list):
@@ -153,6 +160,9 @@ class _Folders(ConfigRepository):
                 f"conf file {name}.yaml: each item of its defaults must be FILE or GROUP: OPTION; it has {own!r:.100}"
             ) from error
         return result
+
+    def _has(self, main_config: str) -> bool:
+        return any((folder / f"{main_config}.yaml").is_file() for folder in self._request.folders)
 
     def _note_replaced(self, used: Path, name: str) -> None:
         """Note the other files that have this name, but other content than the one that is used."""
@@ -185,9 +195,14 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 def value_at(values: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key of nested dicts; None if there is none."""
     found: Any = values
-    for name in key.split("."):
+    for name in key.split(".") if key else ():
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
+
+
+def _is_there(file: Path) -> bool:
+    """Return whether there is a file, perhaps one that cannot be read, such as a pipe."""
+    return file.exists() and not file.is_dir()
 
 
 def _is_of_hydra(default: Any) -> bool:
@@ -292,7 +307,9 @@ def kind_of_option(section: str, option: str, texts: Mapping[str, str]) -> StrEn
     except (YAMLError, AttributeError):
         return None
     named = values.get("kind")
-    for each in [] if named else defaults:
+    for each in defaults if isinstance(defaults, list) and not named else []:
+        if not isinstance(each, str):
+            continue
         stated = re.fullmatch(rf"/schema/{section}/(\w+)@_here_", str(each))
         if stated or each in texts:
             named = stated[1] if stated else kind_of_option(section, each, {**texts, option: ""})

@@ -92,8 +92,11 @@ def with_defaults(values: Any, hint: Any, default: Any = UNSET) -> Any:
         return {name: with_defaults(each, entry) for name, each in values.items()}
     if schema is None or not isinstance(values, dict):
         return values
+    kinds = kinds_of(schema)
+    if "kind" not in values and type(default) in kinds.values():
+        values = {**values, "kind": default.kind}
     if (kind := kind_named(values, schema)) is not None:
-        schema = kinds_of(schema)[kind]
+        schema = kinds[kind]
     known, complete = type_hints(schema), dict[str, Any]()
     for each in fields(schema):
         own = getattr(default, each.name) if type(default) is schema else _default_of(each)
@@ -137,8 +140,8 @@ def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
     for variant in kinds_of(schema).values() or (schema,):
         for name, hint in type_hints(variant).items():
             yield prefix + name, hint
-            if is_dataclass(hint):
-                yield from _keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+            if section := section_class(hint):
+                yield from _keys(section, f"{prefix}{name}.")
 
 
 @dataclass
@@ -153,13 +156,15 @@ class _Builder:
     def build(self, values: Any, annotation: Any, prefix: str) -> Any:
         """Build a dataclass of the kind that `annotation` and `values` select; None if there are problems."""
         if not isinstance(values, dict):
-            self.problems.append(f"{self.subject(prefix.rstrip('.'), values)}: {IS_A_SECTION}")
+            rule = "must not be null" if values is None else IS_A_SECTION
+            self.problems.append(f"{self.subject(prefix.rstrip('.'), values)}: {rule}")
             return None
         before = len(self.problems)
         kinds = kinds_of(annotation)
         kind = kind_named(values, annotation)
         if kinds and kind is None and values.get("kind", UNSET) != UNSET:
-            self.problems.append(no_kind(f"{prefix}kind", values["kind"], kinds))
+            subject = self.subject(f"{prefix}kind", values["kind"])
+            self.problems.append(no_kind(subject, values["kind"], kinds))
             return None
         schema = annotation if kind is None else kinds[kind]
         hints = type_hints(schema)
@@ -216,8 +221,10 @@ class _Builder:
         if value == UNSET:
             return None
         section = section_class(hint)
-        if section is not None and (isinstance(value, dict) or hint is section):
+        if section is not None and (hint is section or value is not None):
             return self.build(value, section, f"{key}.")
+        if get_origin(hint) is list and isinstance(value, list) and (section := section_class(get_args(hint)[0])):
+            return [self.build(entry, section, f"{key}[{number}].") for number, entry in enumerate(value)]
         dicts = [each for each in alternatives((hint,)) if get_origin(each) is dict]
         if dicts and isinstance(value, dict):
             key_hint, entry_hint = get_args(dicts[0])
@@ -225,9 +232,10 @@ class _Builder:
         try:
             if problem := unstorable(value):
                 raise ValueError(problem)
-            if any(abs(number) > _LARGEST for number in _integers(value)):
+            converted = _converted(value, hint)
+            if any(abs(number) > _LARGEST for number in _integers(converted)):
                 raise ValueError(f"must fit in 64 bits, at most {_LARGEST}")
-            return _converted(value, hint)
+            return converted
         except ValueError as error:
             self.problems.append(f"{self.subject(key, value)}: {error}")
         return None
@@ -235,7 +243,7 @@ class _Builder:
     def _entries(self, values: dict[Any, Any], key_hint: Any, hint: Any, key: str) -> dict[Any, Any]:
         """Build the entries of a dict."""
         try:
-            _check_names(values, key_hint)
+            values = {_entry_name(name, key_hint): entry for name, entry in values.items()}
         except ValueError as error:
             self.problems.append(f"{self.subject(key, values)}: {error}")
         if hint is DataConfig:
@@ -245,7 +253,9 @@ class _Builder:
     def _source(self, name: str, values: Any, sources: dict[str, Any]) -> Any:
         """Build a source of a mixture; its problems are reported with the keys below data.sources.NAME."""
         key = f"data.sources.{name}"
-        kind = values.get("kind", UNSET) if isinstance(values, dict) else None
+        if not isinstance(values, dict):
+            return self.build(values, DataConfig, f"{key}.")
+        kind = values.get("kind", UNSET)
         if kind == UNSET:
             others = [other for other in sources if other != name]
             self.problems.append(no_source(self.subject(key, values), name, others))
@@ -272,15 +282,13 @@ class _Builder:
         return missing
 
 
-def _check_names(names: Iterable[Any], hint: Any) -> None:
-    """Raise ValueError for the key of a dict that has not the type of the hint."""
-    for name in names:
-        if name is None:
-            raise ValueError("has the key null; put quotes around it")
-        if hint is str and not isinstance(name, str):
-            raise ValueError(
-                f"the key {name} is a number or boolean here; set it in a file of yours, where keys are texts"
-            )
+def _entry_name(name: Any, hint: Any) -> Any:
+    """Return the key of a dict as the type of its hint. Raises ValueError with the rule that it violates."""
+    if name is None:
+        raise ValueError("has the key null; put quotes around it")
+    if hint is str and not isinstance(name, str):
+        raise ValueError(f"the key {name} is a number or boolean here; set it in a file of yours, where keys are texts")
+    return _converted(name, hint)
 
 
 def _converted(value: Any, hint: Any) -> Any:
@@ -305,14 +313,18 @@ def _converted(value: Any, hint: Any) -> Any:
 
 def _as_container(value: Any, hint: Any) -> Any:
     """Return a value as a list or dict. Raises ValueError with the rule that it violates."""
+    of, *others = get_args(hint)
     if get_origin(hint) is not dict:
         if not isinstance(value, list | tuple):
             raise ValueError("must be a list, such as [a,b]")
-        return [_converted(entry, get_args(hint)[0]) for entry in value]
+        if others and others != [...]:
+            if len(value) != len(others) + 1:
+                raise ValueError(f"must be a list of {len(others) + 1} values")
+            return tuple(_converted(entry, each) for entry, each in zip(value, (of, *others), strict=True))
+        return [_converted(entry, of) for entry in value]
     if not isinstance(value, dict):
         raise ValueError(IS_A_SECTION)
-    _check_names(value, get_args(hint)[0])
-    return {name: _converted(entry, get_args(hint)[1]) for name, entry in value.items()}
+    return {_entry_name(name, of): _converted(entry, others[0]) for name, entry in value.items()}
 
 
 def _as_type(value: Any, hint: Any) -> Any:
@@ -329,8 +341,12 @@ def _as_type(value: Any, hint: Any) -> Any:
                 return hint(value)
         raise ValueError("must be a whole number" if hint is int else "must be a number")
     if is_class(hint, Enum):
-        if isinstance(value, str) and value in hint.__members__:
-            return hint[value]
+        name = str(value).removeprefix(f"{hint.__name__}.")
+        if name in hint.__members__ and isinstance(value, str):
+            return hint[name]
+        with suppress(ValueError):
+            if type(value) is int:
+                return hint(value)
         names = list(hint.__members__)
         like = did_you_mean(nearest(str(value), names)) if is_plain else ""
         raise ValueError(f"must be one of {', '.join(names)}{like}")
@@ -338,6 +354,8 @@ def _as_type(value: Any, hint: Any) -> Any:
         if is_plain or isinstance(value, PurePath):
             return hint(value)
         raise ValueError("must be a single value")
+    if hint is not Any and not isinstance(value, hint):
+        raise ValueError(f"must be of type {hint.__name__}")
     return copy.deepcopy(value)
 
 
@@ -461,17 +479,21 @@ def literal(value: Any) -> Any:
 
 def unstorable(value: Any) -> str | None:
     """Return why a config file cannot store `value`, or None."""
-    for text in _texts(value):
-        if text == UNSET:
-            return f"{text} marks a missing value and cannot be used as a value"
-        if found := _LOST.search(text):
+    for scalar in _scalars(value):
+        if scalar is not None and not isinstance(scalar, str | int | float | bytes | Enum | PurePath):
+            return (
+                f"holds a value of type {type(scalar).__name__}, which a config file cannot store; write it as a text"
+            )
+        if scalar == UNSET:
+            return f"{scalar} marks a missing value and cannot be used as a value"
+        if isinstance(scalar, str) and (found := _LOST.search(scalar)):
             return f"holds {found[0]!r}, which a config file cannot store; remove it"
     return None
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list | tuple):
         for entry in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _texts(entry)
+            yield from _scalars(entry)
+    else:
+        yield value
