@@ -37,6 +37,9 @@ from components.config.schema.checks import wrong_kind_problem
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.objective import ObjectiveConfig
 
+_DEEPEST = 50
+"""Nested lists that omegaconf can hold."""
+
 
 @dataclass
 class OverrideChecks:
@@ -86,7 +89,7 @@ class OverrideChecks:
         value = parsed(option).value() if assigned else None
         if option.startswith("~"):
             return None
-        if not isinstance(value, str | list):
+        if not all(isinstance(each, str) for each in (value if isinstance(value, list) else [value])):
             return f"{option}: must be the name of an option (there are: {', '.join(self.options[group])})"
         is_a_name = re.fullmatch(r"\w+", name) and isinstance(value, str)
         if is_a_name and name not in self.groups[group] and option[0] != "+":
@@ -285,6 +288,8 @@ def _syntax_problem(override: str) -> str | None:
     """Return the problem of an override that cannot be parsed or is a sweep, or None."""
     try:
         is_sweep = parsed(override).is_sweep_override()
-    except HydraException:
+    except (HydraException, ValueError):  # ValueError: a number of 5,000 digits
+        return unreadable(override.lstrip("+"))
+    if "[" * _DEEPEST in override.replace(" ", ""):
         return unreadable(override.lstrip("+"))
     return f"{override}: {SEVERAL_VALUES}" if is_sweep else None

@@ -78,6 +78,10 @@ def read_files(request: Request, options: Iterable[Override]) -> list[ConfigFile
         found = create_defaults_list(folders, request.name, list(options), prepend_hydra=False, skip_missing=False)
     except ConfigError:
         raise
+    except RecursionError as error:
+        raise ConfigError(
+            f"{request.name}.yaml, or a file of its defaults, includes itself; remove it there"
+        ) from error
     except ValueError as error:  # such as an item of a defaults list that is neither a text nor a mapping
         raise HydraException(str(error)) from error
     named = [(each.config_path, (each.package or "").replace("_global_", "").strip(".")) for each in found.defaults]
@@ -267,7 +271,7 @@ def recipe_groups(name: str, folders: Iterable[Path]) -> dict[str, list[str]]:
     return {group: options for group, options in groups.items() if group in listed or group not in known}
 
 
-def _listed_groups(name: str, folders: Sequence[Path]) -> set[str]:
+def _listed_groups(name: str, folders: Sequence[Path], including: tuple[str, ...] = ()) -> set[str]:
     """Return the groups in the defaults list of a main config, and of those that it includes."""
     file = next((file for folder in folders if (file := folder / f"{name}.yaml").is_file()), None)
     try:
@@ -278,8 +282,9 @@ def _listed_groups(name: str, folders: Sequence[Path]) -> set[str]:
     for entry in entries:
         if isinstance(entry, dict):
             groups |= {str(key).split()[-1].partition("@")[0].lstrip("/") for key in entry}
-        elif entry not in ("_self_", name):
-            groups |= _listed_groups(str(entry).split()[-1].partition("@")[0].lstrip("/"), folders)
+        elif entry not in ("_self_", name, *including):
+            included = str(entry).split()[-1].partition("@")[0].lstrip("/")
+            groups |= _listed_groups(included, folders, (*including, name))
     return groups
 
 

@@ -190,7 +190,7 @@ def _parse(overrides: list[str], groups: dict[str, list[str]]) -> tuple[list[Ove
     for override in overrides:
         try:
             parsed += parser.parse_overrides([override])
-        except HydraException:
+        except (HydraException, ValueError):
             problems[override] = unreadable(override)
     return parsed, problems
 
