@@ -118,7 +118,7 @@ MISSING_VALUE = [
     ("data=chat_jsonl", "data.path: not set"),
     ("data=jsonl data.path=null", "data.path=null: must not be null"),
     ("data=jsonl data.path=''", "data.path='': is empty"),
-    ("training.max_steps=???", "training.max_steps=???: ??? marks a missing value"),
+    ("training.max_steps=???", "training.max_steps=???: '???' marks a missing value"),
     ("~data", "data: not set"),
     ("model=tiny model.init=pretrained", "model.path=null: pretrained weights need a path", "model.init=random"),
 ]
@@ -503,7 +503,7 @@ SLURM = [
     ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is not a valid variable name"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.env.A=???",
-        "cluster.env.A=???: ??? marks a missing value",
+        "cluster.env.A=???: '???' marks a missing value",
     ),
 ]
 KUBERNETES = [

@@ -215,7 +215,8 @@ class _Composition:
         """Return the class of each section with kinds, by its options."""
         hints, chosen = type_hints(self.request.schema), {}
         for section in KINDS.keys() & hints.keys() - self.bad_sections:
-            of_section = [each.values for each in self.files if each.package == section]
+            replaced = section in self.request.sections
+            of_section = [each.values for each in self.files if each.package == section and not replaced]
             stated = [values for values in of_section if "kind" in values] or [{} for _ in of_section[:1]]
             values, kinds = stated[-1] if stated else self.values.get(section), kinds_of(hints[section])
             kind = kind_named(values, hints[section]) if isinstance(values, dict) else None

@@ -30,7 +30,16 @@ from components.config.compose.explain import (
 )
 from components.config.compose.short_forms import explain_short_form, settings_of_word
 from components.config.compose.sources import Request, kind_of_option, option_groups, option_texts, value_at
-from components.config.compose.typed import UNSET, alternatives, free_keys, known_keys, types_at, with_defaults
+from components.config.compose.typed import (
+    UNSET,
+    alternatives,
+    free_keys,
+    known_keys,
+    scalars,
+    types_at,
+    unstorable,
+    with_defaults,
+)
 from components.config.kinds import KINDS, WITHOUT_KIND, have_same_keys, type_hints
 from components.config.rules import accepted_kinds
 from components.config.schema.checks import wrong_kind_problem
@@ -132,8 +141,8 @@ class OverrideChecks:
             return f"{override}: cannot be removed; set it to another value"
         if override.startswith("~") and not self._is_there(key):
             return f"{override}: is not set; remove it"
-        if value == UNSET:
-            return f"{override}: {UNSET} marks a missing value and cannot be used as a value"
+        if UNSET in list(scalars(parsed(override).value())):
+            return f"{override}: {unstorable(UNSET)}"
         is_added = override.startswith("+") and not override.startswith("++") and not value.startswith("{")
         if is_added and key in self.keys and self._is_set(key):
             return f"{override}: is already set; write {key}={value} without the plus"

@@ -111,9 +111,8 @@ def section_class(hint: Any) -> Any:
 
 def _default_of(each: Any) -> Any:
     """Return the default of a field; the marker of a required value without one."""
-    if each.default_factory is not MISSING:
-        return each.default_factory()
-    return UNSET if each.default is MISSING else each.default
+    default = UNSET if each.default is MISSING else each.default
+    return default if each.default_factory is MISSING else each.default_factory()
 
 
 def known_keys(schema: type, prefix: str = "") -> list[str]:
@@ -248,6 +247,8 @@ class _Builder:
             self.problems.append(f"{self.subject(key, values)}: {error}")
         if hint is DataConfig:
             return {name: self._source(name, source, values) for name, source in values.items()}
+        unset = [f"{key}.{name}" for name, entry in values.items() if entry == UNSET]
+        self.problems += [f"{self.subject(name, UNSET)}: {unstorable(UNSET)}" for name in unset]
         return {name: self._value(entry, hint, f"{key}.{name}") for name, entry in values.items()}
 
     def _source(self, name: str, values: Any, sources: dict[str, Any]) -> Any:
@@ -328,8 +329,7 @@ def _as_container(value: Any, hint: Any) -> Any:
 
 
 def _as_type(value: Any, hint: Any) -> Any:
-    """Return a value as one type, which is neither that of null nor of a container. Raises ValueError with the rule
-    that it violates."""
+    """Return a value as a type other than a container or null. Raises ValueError with the rule that it violates."""
     is_plain = isinstance(value, str | int | float) and not isinstance(value, Enum)
     if hint is bool:
         if isinstance(value, str) and value.lower() in _BOOLEANS:
@@ -479,21 +479,22 @@ def literal(value: Any) -> Any:
 
 def unstorable(value: Any) -> str | None:
     """Return why a config file cannot store `value`, or None."""
-    for scalar in _scalars(value):
+    for scalar in scalars(value):
         if scalar is not None and not isinstance(scalar, str | int | float | bytes | Enum | PurePath):
             return (
                 f"holds a value of type {type(scalar).__name__}, which a config file cannot store; write it as a text"
             )
         if scalar == UNSET:
-            return f"{scalar} marks a missing value and cannot be used as a value"
+            return f"{scalar!r} marks a missing value and cannot be used as a value"
         if isinstance(scalar, str) and (found := _LOST.search(scalar)):
             return f"holds {found[0]!r}, which a config file cannot store; remove it"
     return None
 
 
-def _scalars(value: Any) -> Iterator[Any]:
+def scalars(value: Any) -> Iterator[Any]:
+    """Yield the keys and values below nested dicts and lists; the value itself if it is neither."""
     if isinstance(value, dict | list | tuple):
         for entry in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _scalars(entry)
+            yield from scalars(entry)
     else:
         yield value
