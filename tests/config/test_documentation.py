@@ -15,7 +15,6 @@ import yaml
 
 from components.config.compose.composition import compose
 from components.config.compose.explain import written
-from components.config.compose.frozen import resolve
 from components.config.compose.help_text import (
     RECIPES,
     field_docs,
@@ -102,7 +101,7 @@ def test_reference_lists_every_key_and_no_other() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_documented_defaults_are_those_of_a_composed_config(recipe: str) -> None:
-    values: Any = resolve(compose(request(recipe)).values)[0]
+    values: Any = compose(request(recipe)).resolved
     for section, hint in type_hints(RECIPES[recipe]).items():
         kinds = variants_of([section_class(hint)])
         for key in keys_of(kinds.get(str(values[section].get("kind")), next(iter(kinds.values()))), section):

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from components.config.compose.composition import Check, Composed, compose, no_check
 from components.config.compose.explain import no_option, override_parts
-from components.config.compose.frozen import Config, resolve
+from components.config.compose.frozen import Config
 from components.config.compose.help_text import recipe_help
 from components.config.compose.overrides import accepted_options
 from components.config.compose.short_forms import long_forms
@@ -89,8 +89,8 @@ def compose_from_command_line(
         return composed.cfg  # type: ignore[return-value]
     width = shutil.get_terminal_size().columns
     if options.help:
-        groups, values = accepted_options(request, request.groups), resolve(composed.values)[0]
-        print_text(recipe_help(description, schema, groups, values, width, options.topics))
+        groups = accepted_options(request, request.groups)
+        print_text(recipe_help(description, schema, groups, composed.resolved, width, options.topics))
     else:
         _print_config(composed, options, request.overrides)
     return None
@@ -102,10 +102,9 @@ def _with_problems(check: Check, problems: list[str]) -> Check:
 
 def _print_config(composed: Composed, options: Namespace, overrides: Sequence[str]) -> None:
     """Print the config for --cfg. Raises ConfigError for a config with secrets, as for a run of it."""
-    container, unresolved = resolve(composed.values)
-    raise_all(secret_problems(container, overrides))
-    raise_all(list(unresolved.values()) if options.resolve else [])
-    shown: Any = literal(container) if options.resolve else composed.values
+    raise_all(secret_problems(composed.resolved, overrides))
+    raise_all(composed.unresolved if options.resolve else [])
+    shown: Any = literal(composed.resolved) if options.resolve else composed.values
     if options.package and (shown := value_at(shown, options.package)) is None:
         raise ConfigError(f"--package={options.package}: no such key")
     print_text(OmegaConf.to_yaml(OmegaConf.create(shown)) if isinstance(shown, dict | list) else f"{shown}\n", end="")

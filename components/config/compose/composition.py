@@ -52,6 +52,9 @@ class Composed:
     """The typed config; None if it has problems."""
     values: dict[str, Any]
     """The config as plain values with defaults, before its interpolations are resolved."""
+    resolved: dict[str, Any]
+    unresolved: list[str]
+    """Problems of interpolations."""
     problems: list[str]
     malformed: bool
     """Whether an option, a key or the type of a value is wrong; not for a missing or an illegal value."""
@@ -76,7 +79,7 @@ def compose(request: Request, check: Check = no_check) -> Composed:
             error.problems if isinstance(error, ConfigError) else [explain_file(error, composition.checks.options)]
         )
         reported += composition.checks.file_independent(request.overrides)
-        return Composed(None, {}, reported, malformed=True)
+        return Composed(None, {}, {}, [], reported, malformed=True)
     composition.apply_values()
     composition.malformed = bool(composition.problems)
     cfg = composition.typed()
@@ -84,7 +87,8 @@ def compose(request: Request, check: Check = no_check) -> Composed:
     checked = cfg or composition.typed_without_problems()
     if checked is not None:
         composition.add_independent(check(checked, composition.rejected()))
-    return Composed(valid, composition.values, composition.problems, composition.malformed)
+    resolved = (composition.resolved, list(composition.unresolved.values()))
+    return Composed(valid, composition.values, *resolved, composition.problems, composition.malformed)
 
 
 @dataclass
@@ -102,6 +106,8 @@ class _Composition:
     rejected_keys: set[str] = field(default_factory=set)
     files: list[ConfigFile] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+    resolved: dict[str, Any] = field(default_factory=dict)
+    unresolved: dict[str, str] = field(default_factory=dict)
     malformed: bool = False
 
     @cached_property
@@ -254,15 +260,15 @@ class _Composition:
     def typed(self) -> RecipeConfig | None:
         """Add the problems of the single sections; return the config if they are valid."""
         self.values = with_defaults(self.values, self.request.schema)
-        container, unresolved = resolve(self.values)
-        keys = [key.partition("[")[0] for key in unresolved]
-        self.add_independent(unresolved.values())
+        self.resolved, self.unresolved = resolve(self.values)
+        keys = [key.partition("[")[0] for key in self.unresolved]
+        self.add_independent(self.unresolved.values())
         try:
-            cfg = typed(container, self.request.schema, [*keys, *self.rejected_keys], self._subject)
+            cfg = typed(self.resolved, self.request.schema, [*keys, *self.rejected_keys], self._subject)
         except ConfigError as error:
             self.add_independent(error.problems)
             return None
-        return None if unresolved else cfg
+        return None if self.unresolved else cfg
 
     def typed_without_problems(self) -> RecipeConfig | None:
         """Return the config without the values that cause problems, if it is valid then."""
