@@ -113,6 +113,7 @@ def do_what_all_recipes_do() -> None:
     for module in pkgutil.walk_packages(components.__path__, "components."):
         with contextlib.suppress(ModuleNotFoundError):  # of an optional library
             import_module(module.name)
+    import_module("meshbook")  # which examples import; a recipe has the project's folder on its path by installation
     arguments, sys.argv = sys.argv, ["recipe"]
     try:
         compose_from_command_line("finetune", FinetuneConfig, ROOT / "recipes", arguments=[])
