@@ -55,7 +55,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         recipe: The recipe.
         world_size: Number of ranks if they are already running; None if they are to be started.
 
-    Raises ConfigError with all problems, and SystemExit for an option unknown to Hydra.
+    Raises ConfigError with all problems, and SystemExit for an option without its value.
     """
     gpus = visible_gpus(os.environ)
     notes: list[str] = []
@@ -185,7 +185,7 @@ def _run_rank_zero(recipe: Recipe, world_size: int) -> int:
     except ConfigError as error:
         print_problems(error.problems)
         status = EXIT_INVALID
-    except SystemExit as end:  # an option unknown to Hydra, or --version
+    except SystemExit as end:  # an option without its value
         status = end.code if isinstance(end.code, int) else 1
     finally:  # the other ranks block in the broadcast even if this failed
         message = {"status": status} if run is None else _describe_run(run)

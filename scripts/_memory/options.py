@@ -95,5 +95,5 @@ def _compose(overrides: list[str]) -> ModelConfig:
     given = [*overrides, "parallelism=single", "model.dtype=float32"]
     cfg = compose_from_command_line("finetune", FinetuneConfig, CONF.parent / "recipes", arguments=given)
     if cfg is None:
-        raise ConfigError("scripts/memory.py: Hydra's --help and --cfg only print configs; use them with a recipe")
+        raise ConfigError("scripts/memory.py: --cfg only prints a config; use it with a recipe")
     return cfg.model

@@ -89,7 +89,7 @@ def read_options(arguments: list[str], description: str | None) -> tuple[Namespa
 
 
 def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
-    """Compose the recipe's config for one process; return None if Hydra handled the command line (--help, --cfg)."""
+    """Compose the recipe's config for one process; return None if it only prints a text (--cfg)."""
     single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
 
     def problems(cfg: FinetuneConfig, refused: Collection[str]) -> list[str]:

@@ -77,7 +77,7 @@ class _Parser(ArgumentParser):
 
 
 def read_request(arguments: Sequence[str], description: str | None) -> PlanRequest | None:
-    """Parse the command line and compose the recipe's config; None if Hydra answered it (--cfg job, --info).
+    """Parse the command line and compose the recipe's config; None if it only prints a text (--cfg job).
 
     Raises ConfigError with all problems.
     """

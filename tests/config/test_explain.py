@@ -10,8 +10,7 @@ import pytest
 from hydra.errors import HydraException
 
 from components.config.compose import explain
-from components.config.compose.overrides import parsed
-from components.config.compose.sources import CONF, read_files
+from components.config.compose.sources import CONF, parsed, read_files
 from tests.config.composed import problems_of, request
 
 OURS = ("HOME", "SWEEP_FUNCTION")

@@ -54,6 +54,9 @@ def test_dicts_of_several_overrides_are_merged_and_keys_are_removed() -> None:
     assert cfg.cluster.env == {"B": "4", "C": "3"}
     assert "tie_word_embeddings" not in config_of("pretrain", "~model.config.tie_word_embeddings").model.config
     assert problems_of("finetune", "~model.config.x") == ["~model.config.x: is not set; remove it"]
+    too_early = "~model.config.a.b"
+    assert problems_of("finetune", too_early, "model.config.a={b: 1}") == [f"{too_early}: is not set; remove it"]
+    assert config_of("finetune", "model.config.a=3", too_early).model.config["a"] == 3
     assert problems_of("finetune", "~run.seed") == ["~run.seed: cannot be removed; set it to another value"]
 
 
@@ -235,6 +238,8 @@ def test_own_sections_have_any_type_of_fields(override: str, expected: Any) -> N
         ({}, "experiment=[short,3]", "experiment=[short,3]: must be the name of an option"),
         ({}, f"run.seed={'9' * 5000}", "cannot be parsed; write KEY=VALUE"),
         ({}, f"peft.targets={'[' * 300}{']' * 300}", "cannot be parsed; write KEY=VALUE"),
+        ({}, f"model.config={'{a:' * 100}1{'}' * 100}", "cannot be parsed; write KEY=VALUE"),
+        ({}, f"data={'9' * 5000}", "cannot be parsed; write KEY=VALUE"),
         ({}, "model.config={null:2}", "model.config={null:2}: has the key null; put quotes around it"),
         ({}, "data=mixture +data@data.sources.a=gsm8k data.sources.a=null", "data.sources.a=null: must not be null"),
         ({}, "optimizer={kind:muon}", "optimizer.kind=muon: the chosen option has kind adamw"),

@@ -19,9 +19,9 @@ from hydra.errors import HydraException
 
 from components.config.compose.explain import SOURCES, explain_file, explain_option, explain_unknown_key, override_parts
 from components.config.compose.frozen import resolve
-from components.config.compose.overrides import OverrideChecks, parsed
+from components.config.compose.overrides import OverrideChecks
 from components.config.compose.short_forms import override_with_texts
-from components.config.compose.sources import ConfigFile, Request, merged, nested, read_files, value_at
+from components.config.compose.sources import ConfigFile, Request, merged, nested, parsed, read_files, value_at
 from components.config.compose.typed import (
     UNSET,
     typed,
@@ -53,6 +53,7 @@ class Composed:
     values: dict[str, Any]
     """The config as plain values with defaults, before its interpolations are resolved."""
     resolved: dict[str, Any]
+    """`values` with their interpolations resolved, without those that cannot be."""
     unresolved: list[str]
     """Problems of interpolations."""
     problems: list[str]
@@ -168,9 +169,7 @@ class _Composition:
 
     def apply_values(self) -> None:
         """Merge the files, the sections of the request, and the values of the command line."""
-        self.values = self._merged_files()
-        self.values |= copy.deepcopy(dict(self.request.sections))
-        checks = self.checks
+        self.values, checks = self._merged_files(), self.checks
         checks.chosen, checks.values = self._chosen(), self.values
         for override in self.request.overrides:
             key = override_parts(override)[0]
@@ -187,7 +186,8 @@ class _Composition:
         self._check_kinds()
 
     def _merged_files(self) -> dict[str, Any]:
-        """Return the values of the files, without keys that do not exist, which are reported."""
+        """Return the values of the files, without keys that do not exist, which are reported, and the sections of the
+        request."""
         values: dict[str, Any] = {}
         keys, free = self.checks.keys, self.checks.free
         for file in self.files:
@@ -199,7 +199,7 @@ class _Composition:
             if isinstance(below, dict) and _switches_kind(file, below):
                 below.clear()  # keys of another kind
             values = merged(values, nested(file.package, known) if known else {})
-        return values
+        return values | copy.deepcopy(dict(self.request.sections))
 
     def _without_unknown(self, file: ConfigFile, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
         checks, known = self.checks, {}
@@ -245,7 +245,8 @@ class _Composition:
             key = override_parts(override)[0]
             if override.startswith("~"):
                 section, _, name = key.rpartition(".")
-                value_at(values, section).pop(name, None)
+                if isinstance(holder := value_at(values, section), dict):
+                    holder.pop(name, None)
             else:
                 values = merged(values, nested(key, self._value(override)))
         options = [each for each in self.files if re.fullmatch(r"model/\w+", each.name) and each.package == "model"]
@@ -284,10 +285,7 @@ class _Composition:
         options = [option for option in self.options if not is_bad(option)]
         rest = _Composition(self.request)
         rest.files = self.files if options == self.options else self._files(options)
-        values = rest._with(
-            rest._merged_files() | dict(self.request.sections),
-            [each for each in self.given if not is_bad(each)],
-        )
+        values = rest._with(rest._merged_files(), [each for each in self.given if not is_bad(each)])
         container, unresolved = resolve(with_defaults(values, self.request.schema))
         return typed(container, self.request.schema, unresolved)
 

@@ -104,13 +104,11 @@ def recipe_help(
             "\nKeys, KEY=VALUE, with the values of this command:",
         ]
     for name in hints if "all" in topics else topics:
-        section = section_class(hints[name])
-        if section is None or not isinstance(
-            values.get(name), Mapping
-        ):  # a user's own key outside of sections, or null
-            parts.append(f"\n{name}={written(values.get(name))}")
-        else:
-            parts.append(section_help(name, {"": _class_of(section, values[name])}, width, values))
+        section, value = section_class(hints[name]), values.get(name)
+        if section is not None and isinstance(value, Mapping):
+            parts.append(section_help(name, {"": _class_of(section, value)}, width, values))
+        else:  # a user's own key outside of sections, or null
+            parts.append(f"\n{name}={written(value)}")
     return "\n".join(parts)
 
 

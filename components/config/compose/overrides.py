@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import types
 from collections.abc import Iterable, Mapping
@@ -10,8 +9,6 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, get_origin
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from components.config.compose.explain import (
@@ -29,7 +26,7 @@ from components.config.compose.explain import (
     written,
 )
 from components.config.compose.short_forms import explain_short_form, settings_of_word
-from components.config.compose.sources import Request, kind_of_option, option_groups, option_texts, value_at
+from components.config.compose.sources import Request, kind_of_option, option_groups, option_texts, parsed, value_at
 from components.config.compose.typed import (
     UNSET,
     alternatives,
@@ -45,9 +42,6 @@ from components.config.rules import accepted_kinds
 from components.config.schema.checks import wrong_kind_problem
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.objective import ObjectiveConfig
-
-_DEEPEST = 50
-"""Nested lists that omegaconf can hold."""
 
 
 @dataclass
@@ -139,7 +133,7 @@ class OverrideChecks:
         section, _, name = key.partition(".")
         if override.startswith("~") and not key.startswith(self.free):
             return f"{override}: cannot be removed; set it to another value"
-        if override.startswith("~") and not self._is_there(key):
+        if override.startswith("~") and not self._is_there(override):
             return f"{override}: is not set; remove it"
         if UNSET in list(scalars(parsed(override).value())):
             return f"{override}: {unstorable(UNSET)}"
@@ -179,13 +173,15 @@ class OverrideChecks:
         other = next((known for each, known in KINDS[section].items() if each == name), schema)
         return None if kind == name or have_same_keys(schema, other) else wrong_kind_problem(section, name, kind)
 
-    def _is_there(self, key: str) -> bool:
-        """Return whether an option or another override sets a key of a free-form section."""
+    def _is_there(self, override: str) -> bool:
+        """Return whether an option or an earlier override sets the key of one that removes it."""
+        key, overrides = override_parts(override)[0], self.request.overrides
         section, _, name = key.rpartition(".")
-        others = [override_parts(each)[0] for each in self.request.overrides if not each.startswith("~")]
-        return name in (value_at(self.values, section) or {}) or any(
-            f"{key}.".startswith(f"{each}.") for each in others
-        )
+        holder = value_at(self.values, section)
+        before = [
+            override_parts(each)[0] for each in overrides[: overrides.index(override)] if not each.startswith("~")
+        ]
+        return (isinstance(holder, dict) and name in holder) or any(f"{key}.".startswith(f"{each}.") for each in before)
 
     def _is_set(self, key: str) -> bool:
         return value_at(with_defaults(dict(self.values), self.request.schema), key) is not None
@@ -287,18 +283,10 @@ def accepted_options(request: Request, groups: Mapping[str, list[str]]) -> dict[
     return accepted
 
 
-@functools.cache
-def parsed(override: str) -> Override:
-    """Return an override as Hydra parses it. Raises HydraException."""
-    return OverridesParser.create().parse_override(override)
-
-
 def _syntax_problem(override: str) -> str | None:
     """Return the problem of an override that cannot be parsed or is a sweep, or None."""
     try:
         is_sweep = parsed(override).is_sweep_override()
-    except (HydraException, ValueError):  # ValueError: a number of 5,000 digits
-        return unreadable(override.lstrip("+"))
-    if "[" * _DEEPEST in override.replace(" ", ""):
+    except HydraException:
         return unreadable(override.lstrip("+"))
     return f"{override}: {SEVERAL_VALUES}" if is_sweep else None

@@ -18,12 +18,11 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from components.config.compose.explain import override_parts
-from components.config.compose.sources import option_texts
+from components.config.compose.sources import option_texts, parsed
 from components.config.compose.typed import Types, alternatives, below, is_class, is_text, literal, types_at
 from components.config.rules import accepted_kinds
 from components.config.schema.data import DataKind
@@ -122,8 +121,8 @@ def _short_path(override: str, folders: Sequence[Path]) -> str | None:
     if _exists(text):
         return str(literal(text))
     try:
-        parsed = OverridesParser.create().parse_override(f"{group}={text}")
-        value = None if parsed.is_sweep_override() else parsed.value()
+        given = parsed(f"{group}={text}")
+        value = None if given.is_sweep_override() else given.value()
     except HydraException:
         value = None if _NO_PATH.search(text) else text
     if not isinstance(value, str) or not value.strip():

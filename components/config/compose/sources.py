@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hydra import version
 from hydra._internal.config_repository import ConfigRepository  # Hydra has no public way to resolve defaults lists only
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -29,6 +32,7 @@ from components.protocol.safe_json import read_regular
 from components.protocol.safe_yaml import YamlLimitError, load_yaml
 
 _LARGEST = 1 << 24  # bytes of a YAML file
+_DEEPEST = 50  # nested lists and dicts of an override
 CONF = PROJECT / "conf"
 """conf/ of this project; absolute, so that a copied recipe finds it."""
 _SCHEMA = re.compile(r"schema/(?:(\w+)/)?(\w+)")
@@ -175,6 +179,17 @@ class _Folders(ConfigRepository):
             line = f"{used}: used instead of {other}"
             if other != used and line not in replaced and other.read_bytes() != used.read_bytes():
                 replaced.append(line)
+
+
+@functools.cache
+def parsed(override: str) -> Override:
+    """Return an override as Hydra parses it. Raises HydraException, also for nesting that omegaconf cannot hold."""
+    if max(accumulate((each in "[{(") - (each in "]})") for each in override), default=0) > _DEEPEST:
+        raise HydraException(f"nested more than {_DEEPEST} deep")
+    try:
+        return OverridesParser.create().parse_override(override)
+    except ValueError as error:  # a number of 5,000 digits
+        raise HydraException(str(error)) from error
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

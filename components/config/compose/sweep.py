@@ -76,7 +76,7 @@ class SweepRequest:
     typed: tuple[tuple[str, str], ...]
     """Key and text of each override on the command line."""
     options: tuple[str, ...]
-    """Hydra's options that also apply to each point, such as --config-dir."""
+    """Options that also apply to each point, such as --config-dir."""
     shown: tuple[str, ...]
     """--cfg, --package and --resolve, which print configs; empty if the points are to run."""
 

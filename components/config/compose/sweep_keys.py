@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from components.config.compose.explain import SWEEP_FUNCTION, override_parts, unreadable
+from components.config.compose.sources import parsed
 from components.config.compose.typed import typed
 from components.config.schema.checks import at_least, raise_all
 from components.protocol.errors import ConfigError
@@ -113,14 +113,14 @@ def read_sweep_keys(overrides: Iterable[str]) -> tuple[SweepConfig, list[str]]:
     for override in overrides:
         key, assigned, _ = override_parts(override)
         try:
-            parsed = OverridesParser.create().parse_override(override)
+            given = parsed(override)
         except HydraException:
             problems.append(unreadable(override))
             continue
-        if not assigned or parsed.is_delete() or parsed.is_sweep_override():
+        if not assigned or given.is_delete() or given.is_sweep_override():
             problems.append(f"{override}: is a key of the sweep itself; set one value")
         else:
-            values[key.removeprefix(_PREFIX)] = parsed.value()
+            values[key.removeprefix(_PREFIX)] = given.value()
     try:
         return typed({"sweep": values}, _Keys).sweep, problems
     except ConfigError as error:

@@ -323,7 +323,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
 
 
 def _show_configs(recipe: Recipe, request: SweepRequest) -> int:
-    """Print the config of each point as --cfg requests, by running Hydra once per point."""
+    """Print the config of each point as --cfg requests, in a process each."""
     statuses = []
     for number, point in enumerate(request.points):
         print_text(f"# {point_name(number, point.values)}", flush=True)

@@ -79,7 +79,7 @@ class Sweep:
     command: str
     """The command line, as typed."""
     options: list[str]
-    """Hydra options passed to every point."""
+    """Options passed to every point, such as --config-dir."""
     keys: list[str]
     """Swept keys, in the order of the command line."""
     points: list[Point]
