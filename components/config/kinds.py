@@ -20,6 +20,7 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 
 from components.config.schema.cluster import (
     ClusterKind,
+    CustomClusterConfig,
     KubernetesClusterConfig,
     LocalClusterConfig,
     SlurmClusterConfig,
@@ -62,6 +63,7 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
         ClusterKind.local: LocalClusterConfig,
         ClusterKind.slurm: SlurmClusterConfig,
         ClusterKind.k8s: KubernetesClusterConfig,
+        ClusterKind.custom: CustomClusterConfig,
     },
     "data": {
         DataKind.docs: DocsDataConfig,

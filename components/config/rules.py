@@ -121,32 +121,29 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     return problems
 
 
-def legal_node_counts(cfg: RecipeConfig, shape: ModelShape | None = None) -> list[int]:
+def legal_node_counts(
+    cfg: RecipeConfig, on_most: list[str], shape: ModelShape | None = None
+) -> tuple[list[int], list[str]]:
     """Return the numbers of nodes in `cluster.nodes` whose ranks the mesh and the global batch allow, in order.
 
+    Also returns the problems on the smallest number, which a range must allow.
+
     Args:
-        cfg: A config that is valid on the largest number of nodes.
+        cfg: The config.
+        on_most: What `validate` returns for the largest number.
         shape: Sizes of the model, as in `validate`.
     """
-    most = cfg.cluster.most_nodes
-    return [count for count in range(cfg.cluster.fewest_nodes, most) if not _problems_on(cfg, count, shape)] + [most]
-
-
-def node_count_problems(cfg: RecipeConfig, shape: ModelShape | None = None) -> list[str]:
-    """Return the problems of `cfg` on the smallest number of nodes in `cluster.nodes`, if that is a range."""
-    cluster = cfg.cluster
-    if cluster.fewest_nodes == cluster.most_nodes or not cluster.procs_per_node.isdecimal():
-        return []
-    on_most = _problems_on(cfg, cluster.most_nodes, shape)
-    return [
+    cluster, most = cfg.cluster, cfg.cluster.most_nodes
+    if cluster.fewest_nodes == most or not cluster.procs_per_node.isdecimal():
+        return [most], []
+    counts = range(cluster.fewest_nodes, most)
+    found = {count: validate(cfg, count * int(cluster.procs_per_node), shape) for count in counts}
+    problems = [
         f"cluster.nodes={cluster.nodes}: on {cluster.fewest_nodes} nodes: {problem}"
-        for problem in _problems_on(cfg, cluster.fewest_nodes, shape)
+        for problem in found[cluster.fewest_nodes]
         if problem not in on_most
     ]
-
-
-def _problems_on(cfg: RecipeConfig, nodes: int, shape: ModelShape | None) -> list[str]:
-    return validate(cfg, nodes * int(cfg.cluster.procs_per_node), shape)
+    return [count for count in counts if not found[count]] + [most], problems
 
 
 def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEnum]:

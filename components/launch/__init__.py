@@ -4,13 +4,13 @@ recipe.py          the decorator, and the dispatch by process role
 overrides.py       command lines with parallelism=auto, parallelism=plan:K and run=RUN
 open_run.py        compose and validate the config, create the run directory; ranks of the user's own torchrun or srun
 run_checks.py      the read-only checks that all backends share: files, hub access, estimated memory
-machine.py         cores and GPUs of this machine, the number of processes, run.deterministic's variables
+machine.py         cores, GPUs and health of this machine, the number of processes, run.deterministic's variables
 backend.py         the backend interface and its data types
-clusters.py        the backend of each cluster.kind
+clusters.py        the backend of each cluster.kind, and the jobs of all schedulers
 local.py           the local backend: start, monitor and stop ranks on this machine
-slurm/             the Slurm backend
-k8s/               the Kubernetes backend
-scheduled_jobs.py  what the backends of both schedulers share
+job/               runs as jobs: submission, attempts, limits on new starts
+slurm/             the Slurm scheduler
+k8s/               the Kubernetes scheduler
 sweep/             -m: many runs from one command line, reported in one table
 rank.py            main on one rank, and its failure report
 run_directory/     choose, validate, lock and populate the run directory

@@ -1,14 +1,13 @@
 """Interface of a backend, which starts a checked run on this machine or through a cluster's scheduler.
 
-Also the record, in a run directory, of the job that was submitted for it.
-
-To add a backend, add its schema to components/config, its folder here, and a branch to `clusters.backend_of`.
+Also the record, in a run directory, of the job that was submitted for it. `job.scheduler.Scheduler` is the backend of a
+scheduler.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,10 +20,6 @@ from components.protocol.errors import ConfigError
 from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write
 from components.protocol.safe_json import read_regular
 from components.terminal import fit, print_text
-
-
-class UnknownSubmission(Exception):
-    """The scheduler did not answer: it may or may not have accepted the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +48,9 @@ class CheckedRun:
     processes: int
     notes: list[str] = field(default_factory=list)
     """Informational messages of the checks."""
+    node_counts: list[int] = field(default_factory=list)
+    """Numbers of nodes in cluster.nodes on which the run can train, in order; an attempt uses the largest that its job
+    has."""
 
 
 class JobState(StrEnum):
@@ -89,7 +87,7 @@ class Job:
 
 
 class Backend(Protocol):
-    """Starts runs, and queries and cancels their jobs."""
+    """Starts runs."""
 
     runs_here: bool
     """Whether ranks are local processes that end with the launcher."""
@@ -118,24 +116,6 @@ class Backend(Protocol):
 
         Raises ConfigError if submission fails, after removing a newly created run directory.
         """
-
-    def job(self, run_dir: Path, *, search: bool = False) -> str | None:
-        """Return the id of the job submitted for a run directory, None if this backend submitted none.
-
-        Args:
-            run_dir: The run directory.
-            search: Query the scheduler for a job whose submission was not confirmed, and record its id. Raises
-                ConfigError if the scheduler does not respond.
-        """
-
-    def state(self, jobs: Iterable[str]) -> dict[str, Job]:
-        """Return the jobs with these ids, in as few queries as possible. Ids of other backends are omitted."""
-
-    def stop(self, job: str) -> bool:
-        """Cancel a job, and return whether the scheduler accepted the request."""
-
-    def stop_command(self, job: str) -> str | None:
-        """Return the shell command that cancels a job; None for an id of another backend."""
 
 
 def recorded_job(run_dir: Path) -> str | None:

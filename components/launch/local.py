@@ -13,14 +13,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from components.config.schema.recipes import RecipeConfig
 from components.kernel_counters import killed_for_memory, usable_memory
-from components.launch.backend import CheckedRun, Job
+from components.launch.backend import CheckedRun
 from components.launch.machine import device_problems, usable_cores, visible_gpus
 from components.launch.run_checks import MESH_KEYS, affects
 from components.launch.run_directory.directory import RunDirectory
@@ -60,7 +60,7 @@ _KILL_AFTER = 5.0
 
 
 class LocalBackend:
-    """Backend for this machine. It has no jobs: ranks end with their launcher, which receives the user's signals."""
+    """Backend for this machine: ranks end with their launcher, which receives the user's signals."""
 
     runs_here = True
 
@@ -94,22 +94,6 @@ class LocalBackend:
             del os.environ[name]
         os.environ.update(allocator_defaults(os.environ) | local_rank.variables())
         return run_here()
-
-    def job(self, run_dir: Path, *, search: bool = False) -> str | None:
-        """Return None: there are no local jobs."""
-        return None
-
-    def state(self, jobs: Iterable[str]) -> dict[str, Job]:
-        """Return an empty dict: there are no local jobs."""
-        return {}
-
-    def stop(self, job: str) -> bool:
-        """Return False: there are no local jobs."""
-        return False
-
-    def stop_command(self, job: str) -> str | None:
-        """Return None: there are no local jobs."""
-        return None
 
 
 def _run_ranks(run: CheckedRun) -> int:

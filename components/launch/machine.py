@@ -1,4 +1,4 @@
-"""CPU cores and GPUs of this machine, the number of ranks of a run, and the variables that run.deterministic sets.
+"""This machine: its CPU cores, GPUs and health, the ranks of a run, and the variables that run.deterministic sets.
 
 Libraries read these variables once, when CUDA starts.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from components.config.schema.cluster import Device
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.run import RunConfig
+from components.protocol.run_files import LOGS
 
 RANKS_PER_CORE = 4
 """Maximum number of local ranks per CPU core; more ranks only compete for the cores."""
@@ -26,6 +30,8 @@ _WORKSPACES = (":4096:8", ":16:8")
 """Values under which cuBLAS is deterministic. The second takes less memory and is slower."""
 _SWITCHES = ("TORCHINDUCTOR_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC")
 """Switches of torch's compiler, which otherwise selects kernels by their measured time, and of flash-attn."""
+_NEEDED_SHARED_MEMORY = 64 * 2**20
+"""Minimum free bytes of /dev/shm, which data workers and NCCL use."""
 
 
 def processes_of(cfg: RecipeConfig, gpus: int) -> int:
@@ -130,3 +136,41 @@ def set_deterministic_variables(run: RunConfig, environ: MutableMapping[str, str
     environ.setdefault(WORKSPACE, _WORKSPACES[0])
     for name in _SWITCHES:
         environ[name] = "1"
+
+
+def node_problems(run_dir: Path, gpus: int) -> list[str]:
+    """Return the problems of this node for a run that needs that many GPUs on it."""
+    return [*_folder_problems(run_dir), *_gpu_problems(gpus), *_memory_problems()]
+
+
+def _folder_problems(run_dir: Path) -> list[str]:
+    if not run_dir.is_dir():
+        return [f"cannot access the run directory {run_dir}; put run.dir on a file system that all nodes share"]
+    try:
+        with tempfile.TemporaryFile(dir=run_dir / LOGS) as file:
+            file.write(b"written")
+    except OSError as error:
+        return [f"cannot write to the run directory {run_dir}: {error.strerror}"]
+    return []
+
+
+def _gpu_problems(gpus: int) -> list[str]:
+    if not gpus:
+        return []
+    seen = visible_gpus(os.environ)
+    if seen < gpus:
+        return [f"has {seen} visible GPUs, but cluster.procs_per_node={gpus} requires one per process"]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return ["nvidia-smi did not respond within 60 s: a GPU may hang"]
+    return [f"nvidia-smi failed: {listed.stderr.strip() or listed.stdout.strip()}"] if listed.returncode else []
+
+
+def _memory_problems() -> list[str]:
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).free < _NEEDED_SHARED_MEMORY:
+        return [f"/dev/shm has less than {_NEEDED_SHARED_MEMORY // 2**20} MiB free"]
+    return []

@@ -60,9 +60,14 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     gpus = visible_gpus(os.environ)
     notes: list[str] = []
     memory_notes: list[str] = []
+    node_counts: list[int] = []
 
     def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:
-        backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
+        processes = world_size or processes_of(cfg, gpus)
+        try:
+            backend = backend_of(cfg.cluster)
+        except ConfigError as error:  # of the user's own scheduler
+            return error.problems + problems_before_start(cfg, processes, rejected)
         backend_problems: list[str] = []
         if world_size is None:
             backend_problems, notes[:] = backend.validate(cfg, processes, rejected)
@@ -70,7 +75,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
             backend_problems = [
                 f"cluster.kind={cfg.cluster.kind}: this process is already one of {world_size} ranks; set cluster=local"
             ]
-        problems, absent = split_absent(cfg, problems_before_start(cfg, processes, rejected))
+        problems, absent = split_absent(cfg, problems_before_start(cfg, processes, rejected, node_counts))
         notes.extend(absent)
         if not (problems or absent or backend_problems or rejected):
             fewest = processes * cfg.cluster.fewest_nodes // cfg.cluster.most_nodes  # each rank holds the most
@@ -92,7 +97,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     )
     if cfg is None:
         return None
-    backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
+    backend, processes = backend_of(cfg.cluster), world_size or processes_of(cfg, gpus)
     if backend.runs_here and (why := check_hub(cfg, os.environ)) and not is_offline(os.environ):
         os.environ[OFFLINE] = "1"
         notes.append(f"the hub cannot be reached ({why}): using only its local cache ({OFFLINE}=1)")
@@ -101,7 +106,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     if cfg.cluster.starts_nothing:
         directory = check_run_directory(cfg, recipe.name)
         notes += played_memory(cfg, processes, recipe.file)
-        backend.show(CheckedRun(recipe, cfg, directory, processes, notes))
+        backend.show(CheckedRun(recipe, cfg, directory, processes, notes, node_counts))
         return None
     restrict_new_files(cfg)
     _check_remote(cfg)
@@ -115,7 +120,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         waits = sys.stderr.isatty() and logging is not None and not logging.quiet
         starting = ["starting: loading PyTorch, the data and the model"] * waits
         print_text(*notes, *starting, sep="\n", end="\n" * bool(notes or starting), file=sys.stderr, flush=True)
-    return CheckedRun(recipe, cfg, directory, processes, notes)
+    return CheckedRun(recipe, cfg, directory, processes, notes, node_counts)
 
 
 def _rewriting(recipe: Recipe, world_size: int | None) -> Rewrite:

@@ -99,7 +99,7 @@ def device_of(cfg: RecipeConfig) -> Hardware:
     """
     cluster = cfg.cluster
     on_cpu = cluster.device is Device.cpu or (
-        backend_of(cluster.kind).runs_here and cluster.device is Device.auto and not visible_gpus(os.environ)
+        backend_of(cluster).runs_here and cluster.device is Device.auto and not visible_gpus(os.environ)
     )
     if cluster.gpu is not None or on_cpu:
         return find_hardware(cluster.gpu or CPU_NAME)

@@ -92,7 +92,7 @@ def _run(described: Recipe) -> int:
     if run is None:
         return 0
     keep_running()
-    return backend_of(run.cfg.cluster.kind).submit(run, lambda: run_here(described, run.cfg, run.directory))
+    return backend_of(run.cfg.cluster).submit(run, lambda: run_here(described, run.cfg, run.directory))
 
 
 def _describe(name: str, main: Callable[[Any], object]) -> Recipe:

@@ -17,7 +17,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from components.config.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
-from components.config.rules import harness_problems, node_count_problems, tracker_problems, validate
+from components.config.rules import harness_problems, legal_node_counts, tracker_problems, validate
 from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
 from components.config.schema.model import CausalLMConfig, Float8, Qat, TeacherConfig, TopKTeacherConfig, WeightInit
@@ -54,7 +54,9 @@ _CONNECT_TIMEOUT = 5.0
 _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 
-def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collection[str] = ()) -> list[str]:
+def problems_before_start(
+    cfg: RecipeConfig, world_size: int, rejected: Collection[str] = (), node_counts: list[int] | None = None
+) -> list[str]:
     """Return all problems of `cfg` on `world_size` ranks, including those of the files it names, one sentence each.
 
     If the config contains secrets, only those are reported, since the messages of other problems quote values.
@@ -63,6 +65,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
         cfg: The config.
         world_size: Number of ranks.
         rejected: Keys and sections already rejected; their values in `cfg` are not the user's.
+        node_counts: Receives the numbers of nodes in cluster.nodes on which the run can train, in order.
     """
     if secrets := secret_problems(cfg, sys.argv[1:]):
         return secrets
@@ -73,9 +76,13 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
         problems = _model_problems(cfg) + _teacher_problems(cfg, shape)
     except ConfigError as error:
         problems = error.problems
-    problems = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape) + problems
+    by_rules = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape)
+    problems = by_rules + problems
     if not affects(rejected, MESH_KEYS):
-        problems += node_count_problems(cfg, shape)
+        counts, on_fewest = legal_node_counts(cfg, by_rules, shape)
+        problems += on_fewest
+        if node_counts is not None:
+            node_counts[:] = counts
     problems += determinism_problems(cfg.run, os.environ)
     problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg) + _task_problems(cfg)
     if not affects(rejected, _MODEL_KEYS | {"model.tokenizer"}):

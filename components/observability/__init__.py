@@ -1,10 +1,9 @@
 """Console output, metrics and reports of a run.
 
-banner.py    the start banner: versions, mesh, ranks, batch arithmetic, parameters
 reporter.py  one line per log step, the progress bar, metrics.jsonl
 trackers.py  wandb, TensorBoard, MLflow and trackio; their failures never stop a run
 plot.py      loss.png, and torch.profiler traces of a few steps
-result.py    result.json, the summary at the end, peak memory, work lost by restarts, the model card
+result.py    the start banner; result.json, the summary at the end, peak memory, work lost by restarts, the model card
 """
 
 from __future__ import annotations
@@ -14,9 +13,15 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.observability.banner import BannerFacts, print_banner
     from components.observability.plot import StepProfile, run_title
     from components.observability.reporter import Reporter
-    from components.observability.result import Result, peak_memory_bytes, peak_reserved_bytes, render_model_card
+    from components.observability.result import (
+        BannerFacts,
+        Result,
+        peak_memory_bytes,
+        peak_reserved_bytes,
+        print_banner,
+        render_model_card,
+    )
 else:
     __getattr__, __dir__ = lazy.attach(__name__)

@@ -13,7 +13,9 @@ optimizers/    AdamW, learning-rate schedules, gradient norm and clipping, updat
 state.py       counters saved with every checkpoint, the timer of saves, and metrics that are read some steps later
 loss.py        count_targets; re-exports reduce_loss (distributed/collectives.py)
 sync.py        re-exports get_sync_ctx (distributed/fsdp.py)
-tasks/         load_tasks, evaluate_tasks: benchmark tasks of lm-eval
+harness.py     load_tasks, evaluate_tasks: benchmark tasks of lm-eval by name, on any mesh, and their scores
+mesh_lm.py     MeshLM: lm-eval's interface to a model; the only file that needs lm-eval at import
+continuations.py  score_continuations: log-probabilities of requests, batched and divided over dp ranks
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from components.training.attempt import EvaluationRun
     from components.training.context import RunContext
     from components.training.evaluation import Evaluation, TaskScores, evaluate, show_generations
+    from components.training.harness import BenchmarkTasks, evaluate_tasks, load_tasks
     from components.training.loss import count_targets, reduce_loss
     from components.training.objectives import PLAIN, CrossEntropy, NextToken
     from components.training.objectives.base import Chunk, RowObjective, TokenLoss, TokenObjective, Vocabulary
@@ -63,7 +66,6 @@ if TYPE_CHECKING:
     )
     from components.training.step import train_step
     from components.training.sync import get_sync_ctx
-    from components.training.tasks.harness import BenchmarkTasks, evaluate_tasks, load_tasks
     from components.watch.stop_requests import StopRequest
     from components.watch.watchdog import StepTimeout, Watchdog
 else:

@@ -24,7 +24,7 @@ GROUPS = (
         "This machine, the run directory and sweeps",
         ("launch", "launch/run_directory", "launch/sweep", "protocol/secrets"),
     ),
-    ("Slurm and Kubernetes", ("launch/scheduled_jobs",)),
+    ("Slurm and Kubernetes", ("launch/job",)),
     ("Slurm", ("launch/slurm",)),
     ("Kubernetes", ("launch/k8s",)),
     ("Data", ("data", "data/sources")),
@@ -34,7 +34,7 @@ GROUPS = (
         (
             *("distributed", "distributed/process", "distributed/tensor", "distributed/pipeline"),
             *("models", "models/lora", "models/quantization"),
-            *("training", "training/setup", "training/objectives", "training/optimizers", "training/tasks"),
+            *("training", "training/setup", "training/objectives", "training/optimizers"),
             "planning/formulas",
         ),
     ),

@@ -55,7 +55,7 @@ WALKS = (
         ("components/launch/open_run.py", "open_run", "Create and lock the run directory; freeze config.yaml."),
         ("components/launch/clusters.py", "backend_of", "Look up the backend of cluster.kind."),
         ("components/launch/local.py", "LocalBackend.submit", "local: start the ranks and watch them."),
-        ("components/launch/slurm/submit.py", "SlurmBackend.submit", "slurm: copy the code, sbatch, return."),
+        ("components/launch/job/scheduler.py", "Scheduler.submit", "slurm, k8s: copy the code, submit, return."),
         ("components/launch/rank.py", "run_worker", "On every rank: read config.yaml, call main(cfg)."),
     ),
     _walk(
@@ -132,11 +132,11 @@ WALKS = (
         ("components/training/run.py", "Run.steps", "Ends the loop of the recipe."),
         ("components/training/run.py", "Run.finish", "Saves a checkpoint and waits for it."),
         ("components/training/attempt.py", "Attempt", "Writes the status to result.json; exit status 0."),
-        ("components/launch/slurm/conclude.py", "conclude", "Decides at the end of the batch script."),
+        ("components/launch/job/attempts.py", "conclude", "Called by the batch script or the pod: what follows?"),
         (
-            "components/launch/slurm/attempt_start.py",
-            "reason_to_stop",
-            "Limits of requeues; else Slurm starts the job again.",
+            "components/launch/job/policy.py",
+            "reason_to_end",
+            "One table of limits; else the job starts again: begin.",
         ),
     ),
 )

@@ -24,19 +24,19 @@ OWN_NAMES = 30
 REFLECTION_SHARE = 1.5
 """Maximum uses of reflection in `components`, per thousand lines."""
 STRUCTURE = {
-    "files": 275,
+    "files": 274,
     "folders": 34,
-    "public_names_per_kcode": 45,
-    "names_defined_twice": 25,
-    "of_them_below_120_lines": 5,
+    "public_names_per_kcode": 44,
+    "names_defined_twice": 20,
+    "of_them_below_120_lines": 2,
     "circles": 0,
-    "reach_of_train_step": 80,
-    "reach_of_classify": 215,
-    "reach_of_distill": 220,
-    "reach_of_dpo": 220,
-    "reach_of_evaluate": 220,
-    "reach_of_finetune": 220,
-    "reach_of_pretrain": 220,
+    "reach_of_train_step": 79,
+    "reach_of_classify": 213,
+    "reach_of_distill": 217,
+    "reach_of_dpo": 218,
+    "reach_of_evaluate": 215,
+    "reach_of_finetune": 216,
+    "reach_of_pretrain": 216,
 }
 """Maximum of each figure of `measure_structure`, of `components`. These limits may only fall."""
 SHARED = 0.4

@@ -29,10 +29,10 @@ from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.models.tokenizer import byte_tokenizer
 from components.parity.reference import compute_in_float64
 from components.protocol.errors import ConfigError
+from components.training.continuations import SignedLogProbability
+from components.training.harness import TaskScores
+from components.training.mesh_lm import MeshLM
 from components.training.objectives import Chunk, Vocabulary
-from components.training.tasks.continuations import SignedLogProbability
-from components.training.tasks.harness import TaskScores
-from components.training.tasks.mesh_lm import MeshLM
 from tests.harness import run_ranks
 from tests.lm_eval_tasks import NAMES, write_tasks
 from tests.tiny_models import SIZES
@@ -117,7 +117,7 @@ def prepared(cfg: EvaluateConfig, run: Any) -> training.Prepared:
 
 
 def lm_of(cfg: EvaluateConfig, run: Any, tokenizer: Any) -> MeshLM:
-    from components.training.tasks.harness import _sizes
+    from components.training.harness import _sizes
 
     model = prepared(cfg, run)
     model.module.eval()

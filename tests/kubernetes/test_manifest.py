@@ -11,9 +11,9 @@ import pytest
 
 from components.config.schema import KubernetesClusterConfig, KubernetesConfig
 from components.config.schema.kubernetes import PodUser, Workload
-from components.launch.k8s.cluster_checks import amount
 from components.launch.k8s.pod_jobs import JobName
-from components.launch.k8s.pod_manifest import PodManifest, new_job_name, objects_in, render
+from components.launch.k8s.pod_manifest import PodManifest, new_job_name, objects_in, render_manifest
+from components.launch.k8s.submit import amount
 from components.protocol.errors import ConfigError
 from tests.slurm.strings import HOSTILE, UNSTORABLE
 
@@ -47,7 +47,7 @@ def rendered(env: dict[str, str] | None = None, template: Path | None = None, **
     manifest = PodManifest(
         cluster, new_job_name(cluster, "my run"), Path("/runs/a"), "recipes/dpo.py", Path("/runs/work")
     )
-    return objects_in(render(manifest), "manifest")
+    return objects_in(render_manifest(manifest), "manifest")
 
 
 def pod_of(workload: dict[str, Any]) -> dict[str, Any]:

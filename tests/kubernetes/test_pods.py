@@ -124,6 +124,22 @@ def test_failed_rank_ends_all_pods_and_the_job(pods: Any, desk: Desk) -> None:
     assert (result["status"], result["error"]) == ("failed", "rank 1: ValueError: planted")
 
 
+def test_killed_rank_restarts_the_pods_up_to_the_limit(pods: Any, desk: Desk) -> None:
+    """Rank 1 is killed in the second save of each attempt: twice, and the third attempt would end the run."""
+    fault = "cluster.env.MESHBOOK_FAULT='kill:after_shards:rank1:2'"
+    submission = desk.run(*LONG, "training.max_steps=15", fault, "cluster.requeue.crash=1", "run.dir=killed")
+    with pods.Player(submission.objects, desk.folder / "pods") as player:
+        assert player.play() == "Failed", player.logs()
+        assert sorted(player.ended[:2]) == [(0, 86), (1, 86)], player.logs()
+        assert (1, 1) in player.ended[2:]
+        log = (desk.folder / "pods" / "pod_2_index_1.log").read_text()
+        assert "rank 1 was ended by SIGKILL (out of memory, or killed by a person)" in log
+        assert log.splitlines()[-1] == "to be restarted from the last checkpoint"
+        limit = "not restarted: the limit of 1 new starts after a crash is reached (cluster.requeue.crash)"
+        assert limit in player.logs()
+    assert list((submission.run_dir / "checkpoints").glob("step_10")), pods.rank_logs(submission.run_dir)
+
+
 @only_long
 def test_pod_without_the_others_gives_its_node_back(pods: Any, desk: Desk) -> None:
     submission = desk.run("cluster.startup_timeout_minutes=0.01")
@@ -141,7 +157,7 @@ def test_limit_of_restarts_ends_the_job(pods: Any, desk: Desk) -> None:
     submission = desk.run("cluster.requeue.max=1", recipe=own_recipe(desk, stop))
     with pods.Player(submission.objects, desk.folder / "pods") as player:
         assert player.play() == "Failed"
-        assert "not restarted: the limit of 1 restarts is reached (cluster.requeue.max)" in player.logs()
+        assert "not restarted: the limit of 1 requeues is reached (cluster.requeue.max)" in player.logs()
         assert [status for index, status in player.ended if index == 0] == [86, 1]
 
 

@@ -15,7 +15,7 @@ from components.config.schema.kubernetes import Workload
 from components.config.schema.run import RunConfig
 from components.launch.backend import JobState
 from components.launch.clusters import job_of, jobs_by_id, stop, stop_command
-from components.launch.k8s.cluster_checks import job_problems
+from components.launch.k8s.submit import job_problems
 from tests.kubernetes.api import ApiServer
 from tests.kubernetes.desk import Desk, path_without_kubectl
 from tests.kubernetes.test_manifest import VERSIONS, validate
@@ -135,7 +135,7 @@ def test_dry_run_prints_the_manifest_and_creates_nothing(desk: Desk) -> None:
     shown = desk.run("cluster.dry_run=true")
     assert shown.status == 0, shown.errors
     assert "\nkind: Job\n" in shown.output
-    assert "# cluster.dry_run=true: would create these objects with kubectl" in shown.output
+    assert "# cluster.dry_run=true: would submit this to Kubernetes as" in shown.output
     assert not [path for path in desk.api.objects if path.startswith(JOBS)]
     assert list(desk.folder.iterdir()) == []
 

@@ -6,8 +6,11 @@ import importlib
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import ndiff
 from pathlib import Path
@@ -21,6 +24,7 @@ from components import data, models, training
 from components.batch import Batch
 from components.config.compose.frozen import read_section
 from components.config.schema import DataConfig, ModelConfig
+from tests.recipes.launching import until
 from tests.recipes.test_finetune import ROOT, curve, result
 from tests.suites import TORTURE
 
@@ -231,9 +235,52 @@ def test_own_cluster_is_rendered_by_a_dry_run(tmp_path: Path) -> None:
     assert not any((tmp_path / "here").iterdir())
 
 
+@pytest.fixture
+def spooler(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Variables of a queue of its own, and of the example's class; ends its jobs afterwards."""
+    if shutil.which("tsp") is None:
+        message = "there is no tsp (Debian: task-spooler)"
+        (pytest.fail if os.environ.get("MESHBOOK_REQUIRE_SLURM") == "1" else pytest.skip)(message)
+    variables = {"TS_SOCKET": str(tmp_path / "socket"), "TMPDIR": str(tmp_path)}
+    yield {**variables, "PYTHONPATH": str(EXAMPLES / "own_scheduler")}
+    environ = {**os.environ, **variables}
+    subprocess.run(["tsp", "-k"], env=environ, capture_output=True, check=False)
+    subprocess.run(["tsp", "-K"], env=environ, capture_output=True, check=False)
+
+
+def test_own_scheduler_survives_a_killed_rank_and_a_stop(spooler: dict[str, str], tmp_path: Path) -> None:
+    """A rank is killed and the ranks are started again; the job is stopped and requeued; the losses are those of an
+    undisturbed local run to the bit."""
+    exported, command = commands("own_scheduler")
+    assert exported == "export PYTHONPATH=examples/own_scheduler"
+    command += " training.max_steps=60 run.deterministic=true checkpoint.export=false generation.samples=0 run.dir=RUN"
+    local = run(command.replace("cluster=spooler", "cluster=local_2proc"), tmp_path / "local", **spooler)
+    assert local.status == 0, local.output
+    submitted = run(command, tmp_path / "here", **spooler)
+    folder = tmp_path / "here" / "RUN"
+    job = re.search(r"^job +(task_spooler:TaskSpooler/meshbook:\w+)$", submitted.output, re.MULTILINE)
+    assert job is not None, submitted.output
+    assert (folder / "job_id").read_text() == f"{job[1]}\n"
+
+    def signal_rank(attempt: int, number: int) -> None:
+        """Send a signal to a rank of an attempt that has taken a step."""
+        progress = folder / "logs" / f"attempt_{attempt}" / "progress.json"
+        until(lambda: progress.exists() and "first_step" in progress.read_text())
+        ranks = subprocess.run(["pgrep", "-f", f"{folder}/code/recipes/finetune.py$"], capture_output=True, check=True)
+        os.kill(int(ranks.stdout.split()[-1]), number)
+
+    signal_rank(0, signal.SIGKILL)
+    signal_rank(1, signal.SIGUSR2)
+    until(lambda: (folder / "result.json").exists() and result(folder)["status"] not in ("preempted", "failed"))
+    ended = result(folder)
+    assert (ended["status"], ended["restarts"], ended["processes"]) == ("ok", 2, 2)
+    assert curve(folder) == curve(tmp_path / "local" / "RUN")
+    assert [(folder / "logs" / f"attempt_{number}" / "job").read_text() for number in range(3)] == [f"{job[1]}\n"] * 3
+
+
 def test_examples_are_listed() -> None:
     folders = {file.parent.name for file in EXAMPLES.glob("*/README.md")}
-    assert folders == {*TRAINED, "own_cluster"}
+    assert folders == {*TRAINED, "own_cluster", "own_scheduler"}
     for name in folders:
         assert f"({name}/README.md)" in (EXAMPLES / "README.md").read_text()
         assert f"`examples/{name}/`" in (ROOT / "docs/recipes.md").read_text()

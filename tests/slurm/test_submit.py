@@ -168,7 +168,7 @@ def test_script_rendered_without_slurm_is_the_one_that_is_submitted(login: Login
     submission = login.run(*arguments)
     assert (submission.run_dir / "job.sbatch").read_text() == rendered.output
     again = login.run(*arguments, "cluster.dry_run=render", environment=without)
-    assert again.output == rendered.output.replace("attempt=0", "attempt=1") != rendered.output
+    assert again.output == rendered.output
     login.cluster.cancel(submission.job)
 
 
@@ -244,7 +244,7 @@ def test_job_whose_sbatch_fails_after_submission_is_adopted(login: Login, failur
         environment={"PATH": f"{program.parent}:{os.environ['PATH']}"},
     )
     login.wait_for_end(submission)
-    assert "sbatch failed, but Slurm had accepted the job" in submission.output
+    assert "the submission failed, but Slurm had accepted the job" in submission.output
     assert (submission.run_dir / "job_id").read_text().strip() == submission.job
     assert (submission.run_dir / "done").exists()
     assert not (submission.run_dir / ".submission").exists()
@@ -268,9 +268,7 @@ def test_script_submitted_by_hand_is_a_separate_attempt(login: Login) -> None:
     until((run / "job_id").exists, lambda: log_of(run))
     by_hand = cluster.run("sbatch", "--parsable", str(run / "job.sbatch")).stdout.strip()
     assert cluster.wait_for(by_hand, "FAILED")["ExitCode"] == "2:0"
-    assert f"belongs to job {submission.job}, which has not ended; cancel it with scancel {submission.job}" in log_of(
-        run
-    )
+    assert f"belongs to job {submission.job}, which has not ended; cancel that job, or choose another" in log_of(run)
     (run / "job_id").unlink()  # as if the other job had not written it yet
     at_once = cluster.run("sbatch", "--parsable", "--nodelist=n5", str(run / "job.sbatch")).stdout.strip()
     assert cluster.wait_for(at_once, "FAILED")["ExitCode"] == "2:0"

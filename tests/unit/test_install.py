@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.slurm.job_checks import torch_built_for_cpus
+from components.launch.slurm.submit import torch_built_for_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("bash", "dirname", "uname", "env", "tail")

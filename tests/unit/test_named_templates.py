@@ -20,7 +20,7 @@ from components.conversation import Conversation
 from components.data import examples
 from components.models.tokenizer import BYTE_CHAT_TEMPLATE, byte_tokenizer
 from components.protocol.errors import ConfigError
-from components.training.tasks.harness import load_tasks
+from components.training.harness import load_tasks
 from scripts import chat
 
 PLAIN = BYTE_CHAT_TEMPLATE

@@ -19,12 +19,13 @@ from components.config.compose.frozen import read_frozen, read_intact
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import LoggingConfig
 from components.config.stored_run import read_run
-from components.launch.k8s.pod_attempts import Pod
+from components.launch.clusters import job_of
+from components.launch.job.attempts import Ended, begin, conclude
+from components.launch.job.policy import attempts_of_job
+from components.launch.job.snapshot import copy_code
+from components.launch.k8s.pod import Pod
 from components.launch.run_directory.directory import RunDirectory
 from components.launch.run_directory.lease import take_lease
-from components.launch.scheduled_jobs import attempts_of_job
-from components.launch.slurm.jobs import adopt_submission
-from components.launch.slurm.snapshot import copy_code
 from components.models.weights.weight_files import NewFolder
 from components.observability import Reporter, Result
 from components.observability.result import lost_work
@@ -265,7 +266,14 @@ OWNED = (
     *("job.sbatch", "job.yaml", "job_id", ".submission", "requeue", "restart", ".lock", ".lease", ".lease/1"),
     *(".lease/7", "logs", "logs/latest", "logs/first_step", "logs/pods", "logs/pods/j", "logs/pods/j/0"),
     *("logs/attempt_0", "logs/attempt_0/config.yaml", "logs/attempt_0/environment.json", "logs/attempt_0/result.json"),
-    *("logs/attempt_0/progress.json", "logs/attempt_0/job", "logs/attempt_1", ".start", ".start/config.yaml"),
+    *(
+        "logs/attempt_0/progress.json",
+        "logs/attempt_0/job",
+        "logs/attempt_1",
+        "logs/attempt",
+        ".start",
+        ".start/config.yaml",
+    ),
     *(".start/environment.json", ".start/before", ".start/before/code", "checkpoints", "checkpoints/step_1"),
     *("checkpoints/step_1/manifest.json", "checkpoints/step_1/state.json", "code", "code.new", "export", "adapter"),
     *("tensorboard", "wandb", "profile"),
@@ -295,6 +303,7 @@ def use_run(run: Path, code: bool) -> None:
     directory = start(config(str(run)))
     os.close(directory.lock or os.open(os.devnull, os.O_RDONLY))
     take_lease(run, lambda error: None).release()
+    conclude(run, begin(run, "j", nodes=["n1"]), Ended(1))
     attempts_of_job(run, directory.attempt)
     Pod(run, "j", 0, 1, "uid").announce()
     assert "uid" in Pod(run, "j", 0, 1, "uid").announced().values()
@@ -317,7 +326,7 @@ def use_run(run: Path, code: bool) -> None:
         keep_only_folder(run / "code")
         copy_code(Path(__file__).parents[2] / "recipes" / "finetune.py", run / "code")
     create_marker(run / "requeue")
-    adopt_submission(run)
+    job_of(run, search=True)
     read_run(run)
     assert "seed: 42" in read_intact(run / "config.yaml")
     assert json.loads((run / "result.json").read_text())["status"] == "ok"
@@ -329,8 +338,8 @@ def test_what_is_planted_at_a_name_of_a_run_is_not_followed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start is refused in a sentence, or works; nothing outside of the run changes, and nothing hangs."""
-    monkeypatch.setattr("components.launch.slurm.jobs.find_submission", lambda tag, script: None)
-    monkeypatch.setattr("components.launch.slurm.snapshot._project_files", lambda: [Path("recipes/finetune.py")])
+    monkeypatch.setattr("components.launch.slurm.submit.SlurmScheduler.find", lambda *_: None)
+    monkeypatch.setattr("components.launch.job.snapshot._project_files", lambda: [Path("recipes/finetune.py")])
     monkeypatch.setattr("components.launch.run_directory.lease.SILENCE", 0.01)
     monkeypatch.setattr("components.launch.run_directory.lease._POLL", 0.01)
     monkeypatch.setenv("MESHBOOK_ATTEMPT", "1")
@@ -402,7 +411,7 @@ OTHER_FILES = {
     "components/data/token_store/manifest.py": "manifest.json of a token store",
     "components/config/compose/short_forms.py": "manifest.json of a token store",
     "components/data/sources/split_files.py": "state.json of a dataset that the datasets library saved",
-    "components/launch/scheduled_jobs.py": "the file `checkpoints` in the logs of an attempt",
+    "components/launch/job/policy.py": "the file `checkpoints` in the logs of an attempt",
 }
 
 

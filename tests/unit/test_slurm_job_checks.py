@@ -11,8 +11,8 @@ from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.cluster import Device, SlurmClusterConfig
 from components.config.schema.data import MixtureDataConfig, SftDataConfig
 from components.config.schema.slurm import GpuRequest
-from components.launch.slurm import job_checks
-from components.launch.slurm.job_checks import _build_problems, _local_paths, refusal
+from components.launch.slurm import submit
+from components.launch.slurm.submit import _build_problems, _local_paths, refusal
 
 CLUSTER = SlurmClusterConfig(procs_per_node="2")
 OPTIONS = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
@@ -89,7 +89,7 @@ def test_rejected_job_is_reported_with_every_reason_from_sbatch(lines: list[str]
 def test_cpu_build_of_torch_is_rejected_only_if_the_job_requests_gpus(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], requests_gpus: bool
 ) -> None:
-    monkeypatch.setattr(job_checks, "torch_built_for_cpus", lambda: "2.8.0+cpu")
+    monkeypatch.setattr(submit, "torch_built_for_cpus", lambda: "2.8.0+cpu")
     problems = _build_problems(SlurmClusterConfig(procs_per_node="2", **settings))
     assert ["the job requests GPUs" in problem for problem in problems] == [True] * requests_gpus
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from components.config.schema.cluster import SlurmClusterConfig
-from components.launch.backend import UnknownSubmission
+from components.launch.backend import CheckedRun, recorded_job
+from components.launch.clusters import job_of
+from components.launch.job.scheduler import QUERIES, UnknownSubmission
 from components.launch.slurm.jobs import (
     ENDED,
     GONE,
     RUNNING,
     SUBMITTED,
     UNKNOWN,
-    adopt_submission,
     describe_job,
     job_states,
-    recorded_job,
     to_job_state,
 )
-from components.launch.slurm.submit import QUERIES, _submit_script
+from components.launch.slurm.submit import SlurmScheduler
 from components.protocol.errors import ConfigError
 
 
@@ -126,16 +128,23 @@ ACCEPT_JOB = 'for word; do case "$word" in --comment=*) echo "31 ${word#--commen
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("components.launch.slurm.submit.PAUSE", 0.0)
+    monkeypatch.setattr("components.launch.job.scheduler.PAUSE", 0.0)
     monkeypatch.setattr("components.launch.slurm.jobs._TIMEOUT", 2.0)
     (tmp_path / "job_id").write_text("7\n")
+    (tmp_path / "logs").mkdir()
     return tmp_path / "job.sbatch"
+
+
+def submit(script: Path, notes: list[str]) -> str:
+    """Submit a script, and return the id of its job."""
+    run = CheckedRun(cast("Any", None), cast("Any", SimpleNamespace(cluster=CLUSTER)), cast("Any", None), 1, notes)
+    return SlurmScheduler()._submit(run, script, "meshbook:1")
 
 
 def test_submission_without_response_is_found_by_squeue(script: Path) -> None:
     _write_commands(script.parent, sbatch=f"{ACCEPT_JOB}\nexec sleep 60", squeue="cat jobs")
     notes: list[str] = []
-    assert _submit_script(script, CLUSTER, notes) == "31"
+    assert submit(script, notes) == "31"
     assert "did not respond within" in notes[0]
     assert recorded_job(script.parent) == "31"
 
@@ -146,7 +155,7 @@ def test_submission_that_never_reached_slurm_is_rejected(script: Path) -> None:
         script.parent, sbatch="echo Socket timed out >&2; exit 1", squeue="echo x >> asked; echo '30 other'"
     )
     with pytest.raises(ConfigError, match="sbatch failed: Socket timed out"):
-        _submit_script(script, CLUSTER, [])
+        submit(script, [])
     assert len(Path("asked").read_text().split()) == QUERIES
     assert recorded_job(script.parent) == "7"
     assert not Path(".submission").exists()
@@ -156,19 +165,19 @@ def test_rejected_submission_is_queried_once(script: Path) -> None:
     refusing = "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1"
     _write_commands(script.parent, sbatch=refusing, squeue="echo x >> asked")
     with pytest.raises(ConfigError, match="sbatch rejects"):
-        _submit_script(script, CLUSTER, [])
+        submit(script, [])
     assert len(Path("asked").read_text().split()) == 1
 
 
 def test_unresolved_submission_is_kept_until_it_is_found(script: Path) -> None:
     _write_commands(script.parent, sbatch=f"{ACCEPT_JOB}; echo Socket timed out >&2; exit 1", squeue="exit 1")
     with pytest.raises(UnknownSubmission, match="grep meshbook:"):
-        _submit_script(script, CLUSTER, [])
+        submit(script, [])
     assert recorded_job(script.parent) is None
     with pytest.raises(ConfigError, match="squeue failed"):
-        adopt_submission(script.parent)
+        job_of(script.parent, search=True)
     _write_commands(script.parent, squeue="cat jobs")
-    assert adopt_submission(script.parent) == "31"
+    assert job_of(script.parent, search=True) == "31"
     assert recorded_job(script.parent) == "31"
 
 
@@ -183,7 +192,7 @@ def test_interrupted_submission_is_cancelled(script: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes may ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
-            _submit_script(script, CLUSTER, [])
+            submit(script, [])
     finally:
         signal.signal(signal.SIGINT, before)
     assert Path("cancelled").read_text() == "31\n"

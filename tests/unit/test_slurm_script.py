@@ -22,7 +22,7 @@ from components.config.schema.slurm import (
     RequeueConfig,
     seconds_of,
 )
-from components.launch import scheduled_jobs
+from components.launch.job import scheduler
 from components.launch.slurm.script import (
     TEMPLATE,
     BatchScript,
@@ -31,7 +31,7 @@ from components.launch.slurm.script import (
     as_word,
     container_arguments,
     job_options,
-    render,
+    render_script,
     resource_options,
     setup_problems,
 )
@@ -87,7 +87,7 @@ CLUSTERS = {
 def script(cluster: ClusterConfig) -> str:
     run_dir = SHARED / "runs" / "20260101-000000-abcd"
     code = run_dir / "code"
-    return render(
+    return render_script(
         BatchScript(
             cluster=cluster,
             node_counts=[cluster.fewest_nodes, cluster.most_nodes] if "-" in cluster.nodes else [cluster.most_nodes],
@@ -176,45 +176,22 @@ def test_node_failure_policy_sets_requeue_flag(policy: RequeueConfig, flag: str,
     assert ("Requeue=0" in rendered.partition("while true")[0]) == bool(updates)
 
 
-@pytest.mark.parametrize(
-    ("settings", "excludes", "printed"),
-    [
-        ({"nodes": "2"}, True, "requeued without n2, where a rank failed"),
-        ({"nodes": "4"}, False, "requeued on any node: too few nodes that the job can use are up without n2"),
-        ({"nodes": "2", "constraint": "a100"}, True, "requeued without n2, where a rank failed"),
-        ({"nodes": "3", "constraint": "a100"}, False, "requeued on any node: too few nodes"),  # n4 has only a100_80
-        ({"nodes": "1", "constraint": "a100|a100_80"}, False, "requeued on any node: too few nodes"),
-        ({"nodes": "1", "nodelist": "n[1-2]"}, False, "requeued on any node, also n2: cluster.nodelist or"),
-        ({"nodes": "1", "reservation": "week"}, False, "requeued on any node, also n2: cluster.nodelist or"),
-    ],
-)
-def test_faulty_node_is_excluded_only_if_the_job_fits_without_it(
-    tmp_path: Path, settings: dict[str, str], excludes: bool, printed: str
-) -> None:
-    """An exclusion that leaves too few nodes would keep the job pending forever."""
-    commands = {
-        "scontrol": 'case "$*" in "show hostnames"*) printf "n1\\nn2\\n";; update*Exc*) echo "$@" > excluded;; esac',
-        "sinfo": r"""case "$*" in *%b*) features='; s/$/ ,a100,nvlink,/; /4/s/a100/a100_80/';; esac
-            printf 'n1\nn2\nn3\nn4\n' | sed "${features#; }" """,
-    }
-    for name, text in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "requeue").write_text("n2\n")
-    _, found, requeue = script(SlurmClusterConfig(**SLURM, **settings)).partition(
-        'if [ -e "$run_dir/requeue" ] && [ -z'
-    )
+@pytest.mark.parametrize(("marker", "update"), [("", None), ("n2\nn7\n", "update JobId=7 ExcNodeList=n2,n7")])
+def test_requeued_job_excludes_the_nodes_of_the_marker(tmp_path: Path, marker: str, update: str | None) -> None:
+    """`conclude` decides which ones; see test_job_conclude.py."""
+    (tmp_path / "scontrol").write_text('#!/bin/bash\necho "$@" >> asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "requeue").write_text(marker)
+    _, found, requeue = script(SlurmClusterConfig(**SLURM)).partition('if [ -e "$run_dir/requeue" ] && [ -z')
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "run_dir": str(tmp_path), "cancelled": "", "SLURM_JOB_ID": "7"}
-    environ |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_PARTITION": "gpu"}
     command = ["bash", "-uo", "pipefail", "-c", found + requeue]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert printed in done.stdout
-    assert (tmp_path / "excluded").exists() == excludes
+    subprocess.run(command, env=environ, cwd=tmp_path, check=True)
+    assert (tmp_path / "asked").read_text().splitlines() == ["requeue 7", *([update] if update else [])]
 
 
 def test_node_check_counts_gpus_unless_the_run_uses_none() -> None:
     for device, gpus in ((Device.auto, 8), (Device.cuda, 8), (Device.cpu, 0)):
-        assert f'node_check "$run_dir" {gpus}\n' in script(SlurmClusterConfig(**SLURM, device=device))
+        assert f'check "$run_dir" {gpus}\n' in script(SlurmClusterConfig(**SLURM, device=device))
 
 
 def test_code_without_snapshot_is_mounted() -> None:
@@ -224,7 +201,7 @@ def test_code_without_snapshot_is_mounted() -> None:
         [1],
         *("name", Path("/run"), 0, Path("/code"), Path("/mine/recipe.py"), Path("/folder")),
     )
-    assert "--bind=/run --bind=/code --bind=/mine --bind=/folder --pwd=/folder x.sif python)" in render(job)
+    assert "--bind=/run --bind=/code --bind=/mine --bind=/folder --pwd=/folder x.sif python)" in render_script(job)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +227,7 @@ def test_code_without_snapshot_is_mounted() -> None:
 def test_invalid_custom_template_is_rejected(
     tmp_path: Path, text: str | bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduled_jobs, "CPU_SECONDS", 1)
+    monkeypatch.setattr(scheduler, "CPU_SECONDS", 1)
     file = tmp_path / "mine.j2"
     if text == "fifo":
         os.mkfifo(file)

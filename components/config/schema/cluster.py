@@ -34,11 +34,13 @@ _RESOURCE_KEYS = ("partition", "account", "qos", "constraint", "exclude", "nodel
 
 
 class ClusterKind(StrEnum):
-    """local: start the run on this machine; slurm: submit it with sbatch; k8s: submit it with kubectl."""
+    """local: start the run on this machine; slurm: submit it with sbatch; k8s: with kubectl; custom: with a class of
+    yours."""
 
     local = "local"
     slurm = "slurm"
     k8s = "k8s"
+    custom = "custom"
 
 
 class Device(StrEnum):
@@ -74,7 +76,7 @@ class ClusterConfig:
     including local ones, and `cluster.kind=slurm` can be set on any option."""
 
     kind: ClusterKind
-    """local, slurm or k8s; selects one of the subclasses below."""
+    """local, slurm, k8s or custom; selects one of the subclasses below."""
     nodes: str = "1"
     """Number of nodes, 1 for a local run; on Slurm also a range such as 4-8: each attempt uses as many nodes as the
     cluster has free and the mesh and the global batch allow."""
@@ -235,7 +237,7 @@ class ClusterConfig:
     def has_same_packages(self) -> bool:
         """Whether the ranks run the Python that starts them: no other machine's or executable and no container."""
         same_python = self.python is None and self.container.runtime == ContainerRuntime.none and not self.only_renders
-        return self.kind == ClusterKind.local or (self.kind == ClusterKind.slurm and same_python)
+        return self.kind == ClusterKind.local or (self.kind != ClusterKind.k8s and same_python)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -342,6 +344,22 @@ class KubernetesClusterConfig(ClusterConfig):
         return (
             problems + pod_variable_problems("env", self.env) + pod_variable_problems("network_env", self.network_env)
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomClusterConfig(ClusterConfig):
+    """Job submitted to a scheduler of your own."""
+
+    kind: ClusterKind = ClusterKind.custom
+    """custom."""
+    factory: str
+    """Class as module:Class, a subclass of components.launch.job.scheduler.Scheduler; see examples/own_scheduler."""
+
+    def _problems(self) -> list[str]:
+        problems = ClusterConfig._problems(self) + self._automatic_problems() + self._variable_problems()
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", self.factory):
+            problems.append(f"cluster.factory={self.factory}: must be module:Class")
+        return problems
 
 
 def _minutes(key: str, time: str) -> str:

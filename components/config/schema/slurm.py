@@ -50,22 +50,8 @@ NOT_A_SUBMISSION = {
 """sbatch options that would prevent the submission of the run -> why. Abbreviations are rejected too."""
 
 SCRIPT_VARIABLES = {
-    *("run_dir", "attempt", "logs", "cancelled", "threads", "python", "container", "here", "status"),
-    *(
-        "nodes",
-        "where",
-        "ranks",
-        "rank",
-        "before",
-        "owner",
-        "signals",
-        "seen",
-        "file",
-        "ended",
-        "excluded",
-        "left",
-        "node",
-    ),
+    *("run_dir", "logs", "cancelled", "signals", "seen", "status", "threads", "python", "container", "job", "nodes"),
+    *("where", "left", "excluded", "owner", "unfinished", "ended", "IFS"),
     *("MASTER_ADDR", "MASTER_PORT", WORKER, RUN_DIR, ATTEMPT),
     *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"),
 }
@@ -116,8 +102,8 @@ class RequeueConfig:
     """Maximum number of times that a run that hung (exit status 75) after its first step is requeued, excluding the
     node of the rank that hung; 0: never."""
     crash: int = 20
-    """Maximum number of times that a Slurm job starts its ranks again, on the same nodes and without a requeue, after
-    one of them was killed, lost its connection or had a GPU error; 0: never."""
+    """Maximum number of times that a job starts its ranks again after one of them was killed, lost its connection or
+    had a GPU error, on Slurm on the same nodes and without a requeue; 0: never."""
     corruption: int = 3
     """Maximum number of times that a run in which a rank computes wrong numbers (exit status 76, see
     checkpoint.check_replicas) is requeued, excluding the nodes of the ranks that the comparison names; 0: never."""

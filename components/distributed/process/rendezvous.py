@@ -147,7 +147,9 @@ def _uses_store_file() -> bool:
 
 
 def _is_one_node() -> bool:
-    return os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES")) == "1"
+    """Return whether all ranks are on this node, as torchrun's agent or Slurm says."""
+    by_slurm = os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES"))
+    return "1" in (os.environ.get("GROUP_WORLD_SIZE"), by_slurm)
 
 
 def _open_store_by_file(variables: RankVariables, timeout: timedelta) -> dist.Store:

@@ -3,6 +3,12 @@
 Joins the job's next attempt, checks the node, starts this pod's ranks and forwards SIGTERM to them. The manifest's
 podFailurePolicy reads the exit status. 0: the run has finished. EXIT_RESTART: the job replaces the pod, and the run
 resumes in the next attempt. Any other status: the job fails and ends all its pods.
+
+The pods agree on an attempt through files in the run directory, since they start at different times, and the job
+replaces each pod that stopped. A new pod writes its uid to RUN/logs/pods/JOB/INDEX. The first pod waits until all pods
+have done so with uids that no earlier attempt used; it then begins the next attempt and publishes the uids in the
+attempt's `pods.json`, where the others find theirs. An attempt ends for all its pods when one of them is replaced. The
+first pod publishes how the attempt ended, since only rank 0 writes the result.
 """
 
 from __future__ import annotations
@@ -13,17 +19,19 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from components.config.compose.frozen import read_section
 from components.config.schema.cluster import ClusterConfig, Device
 from components.kernel_counters import killed_for_memory
-from components.launch.k8s.pod_attempts import DONE, RESTART, Pod, Refused, join_attempt, reason_not_to_restart
+from components.launch.job.attempts import AFTER, Refused, begin
+from components.launch.job.policy import attempt_numbers, attempts_of_job, reason_to_end
 from components.launch.local import RankProcesses, allocator_defaults, rank_defaults
-from components.launch.scheduled_jobs import node_problems
+from components.launch.machine import node_problems
 from components.project import PROJECT
-from components.protocol.errors import EXIT_HUNG, EXIT_INVALID, EXIT_RESTART, ConfigError
+from components.protocol.errors import EXIT_INVALID, EXIT_RESTART, ConfigError
 from components.protocol.failures import (
     LEFT_EARLY,
     Failure,
@@ -38,12 +46,18 @@ from components.protocol.failures import (
 )
 from components.protocol.role import ATTEMPT, JOB, RUN_DIR, WORKER, whole_number, without_ranks
 from components.protocol.run_files import (
+    LOGS,
     PRIVATE,
+    atomic_write,
+    atomic_write_json,
     attempt_logs,
     current_config,
     log_file,
     open_append,
+    own_folder,
+    read_json,
     read_result,
+    read_text,
     record_result,
     refuse_start,
 )
@@ -56,6 +70,14 @@ _LOOK_EVERY = 2.0
 """Seconds between checks whether the attempt's other pods have been replaced."""
 _OUTCOME_WITHIN = 300.0
 """Seconds that a pod waits for the outcome after its ranks have ended: rank 0 may still export the model."""
+PODS, MEMBERS, OUTCOME = "pods", "pods.json", "outcome"
+"""Folder of the pods' uids in RUN/logs; files in an attempt's logs: its pods, and how it ended."""
+DONE, RESTART = "done", "restart"
+"""Outcomes of an attempt."""
+_POLL = 0.5
+"""Polling interval for files of other pods, in seconds."""
+_REPORT_EVERY = 60.0
+"""Seconds between messages of a pod that waits."""
 
 
 def run_pod(run_dir: Path, recipe: str, environ: Mapping[str, str]) -> int:
@@ -195,7 +217,7 @@ class _PodAttempt:
         return self._restart()
 
     def _failed(self, failure: Failure) -> int:
-        """Record and print a failure, and return the exit status that ends the job, or restarts it after a hang."""
+        """Record and print a failure, and return the exit status by the limits of `policy`."""
         report, run_dir = failure.report, self.pod.run_dir
         if failure.rank in self.ranks.exits:
             print_failure(failure, self.logs)
@@ -206,11 +228,25 @@ class _PodAttempt:
                 self._refused(report.message)
             return EXIT_INVALID
         record_result(run_dir, {"status": self._status(failure, report), "error": failure.error})
-        if report is None or report.kind != Kind.hung:
+        after = AFTER.get(report.kind) if report is not None else None
+        if after is None and self._may_be_transient(failure):
+            after = "crash"
+        if after is None:
             return 1
-        reason = reason_not_to_restart(run_dir, self.attempt, self.cluster, hung=True)
-        print_text(f"the run hung and is not restarted: {reason}" if reason else "the run hung: restarting", flush=True)
-        return EXIT_HUNG if reason else EXIT_RESTART
+        reason = self._reason_to_end(after)
+        print_text(f"not restarted: {reason}" if reason else "to be restarted from the last checkpoint", flush=True)
+        return EXIT_RESTART if reason is None else report.kind.exit_status if report is not None else 1
+
+    def _may_be_transient(self, failure: Failure) -> bool:
+        """Return whether a rank of this pod was killed by a signal, or one had an error that need not occur again."""
+        if failure.report is not None:
+            return failure.report.may_be_transient
+        return failure.rank in self.ranks.exits and self.ranks.exits[failure.rank].status < 0
+
+    def _reason_to_end(self, after: str | None = None) -> str | None:
+        """Return why no attempt may follow this one; None if one may."""
+        attempts = attempts_of_job(self.pod.run_dir, self.attempt)
+        return reason_to_end(self.cluster, attempts, after=after, requeues=max(len(attempts) - 1, 0))
 
     def _refused(self, message: str) -> None:
         """Record that the start was refused, unless the run before it is restored; each of the pods tries."""
@@ -254,11 +290,121 @@ class _PodAttempt:
         """Return the status with which this pod is replaced, or 1 on the first pod if a limit is reached."""
         if self.pod.index:
             return EXIT_RESTART
-        reason = reason_not_to_restart(self.pod.run_dir, self.attempt, self.cluster)
+        reason = self._reason_to_end()
         if reason is None:
             return EXIT_RESTART
         print_text(f"not restarted: {reason}; submit the same command again", flush=True)
         return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod of a job."""
+
+    run_dir: Path
+    job: str
+    """Id of the job."""
+    index: int
+    nodes: int
+    """Number of pods."""
+    uid: str
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the uids of the job's pods."""
+        return self.run_dir / LOGS / PODS / self.job.replace("/", "_")
+
+    def announce(self) -> None:
+        """Write the uid of this pod."""
+        for folder in (self.run_dir / LOGS, self.folder.parent, self.folder):
+            own_folder(folder)
+        atomic_write(self.folder / str(self.index), self.uid, PRIVATE)
+
+    def announced(self) -> dict[int, str]:
+        """Return the uids of the newest pods by index."""
+        uids = {}
+        for index in range(self.nodes):
+            if uid := read_text(self.folder / str(index)):
+                uids[index] = uid
+        return uids
+
+    def lost_members(self, attempt: int) -> list[int]:
+        """Return the indices of the attempt's pods that have been replaced."""
+        members, newest = _members(self.run_dir, attempt), self.announced()
+        return [index for index, uid in members.items() if newest.get(index, uid) != uid]
+
+    def outcome(self, attempt: int) -> str | None:
+        """Return how the attempt ended, if the first pod has published it."""
+        return read_text(attempt_logs(self.run_dir, attempt) / OUTCOME) or None
+
+    def has_finished(self) -> bool:
+        """Return whether the job's last attempt has finished the run."""
+        attempts = attempt_numbers(self.run_dir, self.job)
+        return bool(attempts) and self.outcome(max(attempts)) == DONE
+
+    def publish(self, attempt: int, outcome: str) -> None:
+        """Publish how the attempt ended."""
+        atomic_write(attempt_logs(self.run_dir, attempt) / OUTCOME, outcome, PRIVATE)
+
+
+def join_attempt(pod: Pod, cluster: ClusterConfig, stopped: Callable[[], bool]) -> int | None:
+    """Wait for the other pods, and return the number of the attempt that starts; None if `stopped` became true.
+
+    Raises Refused if the others do not start within cluster.startup_timeout_minutes, or if a limit is reached.
+    """
+    pod.announce()
+    began, reported = time.monotonic(), time.monotonic()
+    while not stopped():
+        missing = _missing(pod) if pod.index == 0 else []
+        attempt = _find(pod) if pod.index else None if missing else _begin(pod)
+        if attempt is not None:
+            return attempt
+        waited = time.monotonic() - began
+        who = f"pods {', '.join(map(str, missing))}" if missing else "pod 0"
+        if waited > cluster.startup_timeout.total_seconds():
+            raise Refused(
+                f"{who} did not start within cluster.startup_timeout_minutes={cluster.startup_timeout_minutes:g}; "
+                "raise it, or let a queue start all pods at once (cluster.k8s.queue)"
+            )
+        if time.monotonic() - reported > _REPORT_EVERY:
+            reported = time.monotonic()
+            print_text(f"waiting for {who}, {waited:.0f} s", flush=True)
+        time.sleep(_POLL)
+    return None
+
+
+def _missing(pod: Pod) -> list[int]:
+    """Return the indices of pods that have not started since the last attempt."""
+    newest, used = pod.announced(), _used(pod)
+    return [index for index in range(pod.nodes) if newest.get(index) is None or newest[index] in used]
+
+
+def _used(pod: Pod) -> set[str]:
+    """Return the uids of the pods of all attempts."""
+    return {uid for attempt in attempt_numbers(pod.run_dir) for uid in _members(pod.run_dir, attempt).values()}
+
+
+def _find(pod: Pod) -> int | None:
+    """Return the attempt that this pod is part of, if the first pod has begun it."""
+    for attempt in reversed(attempt_numbers(pod.run_dir)):
+        if _members(pod.run_dir, attempt).get(pod.index) == pod.uid:
+            return attempt
+    return None
+
+
+def _begin(pod: Pod) -> int:
+    """Begin the next attempt, and publish its pods. Raises Refused if a limit is reached."""
+    members = pod.announced()
+    attempt = begin(pod.run_dir, pod.job, limit_requeues=True)
+    published = {str(index): uid for index, uid in members.items()}
+    atomic_write_json(attempt_logs(pod.run_dir, attempt) / MEMBERS, published, PRIVATE)
+    return attempt
+
+
+def _members(run_dir: Path, attempt: int) -> dict[int, str]:
+    """Return the uids of an attempt's pods by index; empty if it has not begun."""
+    members = read_json(attempt_logs(run_dir, attempt) / MEMBERS)
+    return {number: uid for index, uid in members.items() if (number := whole_number(index)) is not None}
 
 
 def _this_pod(run_dir: Path, cluster: ClusterConfig, environ: Mapping[str, str]) -> Pod:

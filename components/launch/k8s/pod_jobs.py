@@ -1,4 +1,4 @@
-"""kubectl as a child process, its errors, and jobs on Kubernetes: ids, states, and the job of a run directory."""
+"""kubectl as a child process, its errors, and jobs on Kubernetes: their ids and states."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from components.config.schema.kubernetes import Workload
-from components.launch.backend import Job, JobState, record_job, recorded_job
+from components.launch.backend import Job, JobState
+from components.launch.job.scheduler import NoAnswer
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import SUBMISSION, read_text
 from components.protocol.safe_json import parse_json
 
 _ID = re.compile(r"(?P<namespace>[a-z0-9-]+)/(?P<workload>job|jobset)/(?P<name>[a-z0-9.-]+)(@(?P<context>\S+))?")
-_GONE, _UNKNOWN = "gone", "unknown"
 _API = {Workload.job: ("batch/v1", "Job"), Workload.jobset: ("jobset.x-k8s.io/v1alpha2", "JobSet")}
 AT_ONCE = 8
 """Number of kubectl commands that run at once."""
@@ -95,63 +92,23 @@ class JobName:
         return f"{self.first_job}-0.{self.name}"
 
 
-def job_states(jobs: Iterable[str]) -> dict[str, Job]:
-    """Return the jobs with these ids, one request per job; ids of other backends are omitted."""
-    names = [name for name in map(JobName.parse, jobs) if name is not None]
-    if not names:
-        return {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return {job.id: job for job in pool.map(_state, names)}
-
-
-def stop_job(name: JobName) -> bool:
+def delete(name: JobName) -> bool:
     """Delete a job, and return whether the cluster accepted the request. Raises ConfigError if it does not answer."""
-    arguments = ["-n", name.namespace, "delete", _resource(name.workload), name.name, "--wait=false"]
-    return run_kubectl(name.context, arguments).status == 0
+    # The full name of a resource is unambiguous on any cluster.
+    resource = "jobs.batch" if name.workload == Workload.job else "jobsets.jobset.x-k8s.io"
+    return run_kubectl(name.context, ["-n", name.namespace, "delete", resource, name.name, "--wait=false"]).status == 0
 
 
-def stop_command(name: JobName) -> str:
-    """Return the shell command that deletes a job."""
-    return name.command("delete", name.workload, name.name)
-
-
-def adopt_submission(run_dir: Path) -> str | None:
-    """Return the job id of a run directory, after recording the job of an unconfirmed submission.
-
-    Raises ConfigError if there is such a submission and the cluster does not answer.
-    """
-    file, job = run_dir / SUBMISSION, submitted_job(run_dir)
-    if job is None:
-        name = JobName.parse(read_text(file).strip())
-        if name is not None and exists(name):
-            record_job(run_dir, str(name))
-            return str(name)
-    return job
-
-
-def submitted_job(run_dir: Path) -> str | None:
-    """Return the recorded job id of a run directory; None if there is none, or one of another backend."""
-    job = recorded_job(run_dir)
-    return job if job is not None and JobName.parse(job) else None
-
-
-def exists(name: JobName) -> bool:
-    """Return whether the cluster has a job. Raises ConfigError if it does not answer, or not this user."""
-    answer = get(name.context, name.path)
-    if answer.status and answer.reason != "NotFound":
-        raise ConfigError(f"cluster.kind=k8s: the job {name} cannot be queried: {answer.message}")
-    return answer.status == 0
-
-
-def _state(name: JobName) -> Job:
+def state_of(name: JobName) -> Job:
+    """Return a job as the cluster reports it."""
     try:
         answer = get(name.context, name.path)
     except ConfigError as error:
-        return Job(str(name), "Kubernetes", JobState.unknown, _UNKNOWN, over=False, doubt=str(error))
+        return Job(str(name), "Kubernetes", JobState.unknown, "unknown", over=False, doubt=str(error))
     if answer.reason == "NotFound":
-        return Job(str(name), "Kubernetes", JobState.gone, _GONE, over=True)
+        return Job(str(name), "Kubernetes", JobState.gone, "gone", over=True)
     if answer.status:
-        return Job(str(name), "Kubernetes", JobState.unknown, _UNKNOWN, over=False, doubt=answer.message)
+        return Job(str(name), "Kubernetes", JobState.unknown, "unknown", over=False, doubt=answer.message)
     state, reported, over = _describe_status(answer.json(), name.workload)
     return Job(str(name), "Kubernetes", state, reported, over=over)
 
@@ -181,12 +138,7 @@ def _describe_status(job: dict[str, Any], workload: Workload) -> tuple[JobState,
     return JobState.submitted, "Pending" if active else "Created", False
 
 
-def _resource(workload: Workload) -> str:
-    """Return the name of a workload's resource for kubectl, which is unambiguous on any cluster."""
-    return "jobs.batch" if workload == Workload.job else "jobsets.jobset.x-k8s.io"
-
-
-class Unreachable(ConfigError):
+class Unreachable(NoAnswer):
     """kubectl received no answer from the cluster, which may still carry out the request."""
 
 

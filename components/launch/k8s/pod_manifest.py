@@ -14,8 +14,8 @@ import yaml
 
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.kubernetes import PodUser, Workload
+from components.launch.job.scheduler import render_template
 from components.launch.k8s.pod_jobs import COLLECTIONS, JobName
-from components.launch.scheduled_jobs import render_template
 from components.project import COMPONENTS, PROJECT
 from components.protocol.errors import EXIT_RESTART, ConfigError
 from components.protocol.role import JOB
@@ -67,7 +67,7 @@ def recipe_in_pods(file: Path) -> str:
     return str(file.relative_to(PROJECT)) if file.is_relative_to(PROJECT) else str(file)
 
 
-def render(manifest: PodManifest) -> str:
+def render_manifest(manifest: PodManifest) -> str:
     """Return the manifest. Raises ConfigError if the template cannot be rendered, or its objects cannot be created."""
     from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment

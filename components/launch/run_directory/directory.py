@@ -35,6 +35,7 @@ from components.protocol.run_files import (
     CONFIG,
     JOB_ID,
     JOB_MANIFEST,
+    JOB_SCRIPT,
     LEASE,
     LOCK,
     LOGS,
@@ -60,7 +61,7 @@ from components.protocol.safe_json import read_regular
 from components.protocol.secrets import masked
 from components.terminal import print_text
 
-_START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_MANIFEST, JOB_ID, SUBMISSION, LEASE}
+_START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_MANIFEST, JOB_SCRIPT, JOB_ID, SUBMISSION, LEASE}
 """Entries that a start creates before main runs."""
 _PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
 
@@ -126,7 +127,7 @@ class RunDirectory:
 
     def _keep_submission(self, folder: Path) -> None:
         """Move the script and the code of the last submission to `folder`, from where a refusal restores them."""
-        for name in (SCRIPT, JOB_MANIFEST, CODE):
+        for name in (SCRIPT, JOB_MANIFEST, JOB_SCRIPT, CODE):
             if os.path.lexists(self.path / name) and not os.path.lexists(folder / name):
                 (self.path / name).rename(folder / name)
 

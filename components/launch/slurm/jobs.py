@@ -1,4 +1,4 @@
-"""Slurm jobs and commands: the job of a run directory, job states, and cancelling.
+"""Slurm commands as child processes, and the states of jobs.
 
 Commands run in an environment without the variables of a surrounding job.
 """
@@ -10,12 +10,11 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from components.launch.backend import Job, JobState, record_job, recorded_job
+from components.launch.backend import Job, JobState
+from components.launch.job.scheduler import NoAnswer
 from components.protocol.errors import ConfigError
 from components.protocol.role import without_ranks
-from components.protocol.run_files import SCRIPT, SUBMISSION, read_text
 
 SUBMITTED = {
     *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
@@ -38,8 +37,6 @@ GONE = "gone"
 """Slurm reports that it has no such job: it ended long ago."""
 UNKNOWN = "unknown"
 """Slurm does not respond."""
-TAG = "meshbook:"
-"""Prefix of the unique comment of a submission."""
 _TIMEOUT = 75.0
 """Timeout of a command in seconds."""
 WITHOUT_CLUSTER = "set cluster=local, or only print the script here: cluster.dry_run=render"
@@ -60,25 +57,6 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     return states | {job: _unlisted_state(job, is_up) for job in unlisted}
 
 
-def find_submission(tag: str, script: Path) -> str | None:
-    """Return the id of the job created by a submission, or None if Slurm has no such job.
-
-    Args:
-        tag: The unique comment of the submission. Empty if the user set a comment: then match unfinished jobs by the
-            path of their batch script.
-        script: The batch script of the run.
-
-    Raises ConfigError if squeue does not respond or fails.
-    """
-    states = ("-t", "all") if tag else ()
-    answer = run_slurm(["squeue", "-h", "--me", *states, "-o", "%A %k" if tag else "%A %o"])
-    if answer.status:
-        raise ConfigError(f"cluster.kind=slurm: squeue failed: {answer.errors}")
-    listed = [line.partition(" ") for line in answer.output.splitlines()]
-    found = [job for job, _, text in listed if text.strip() == (tag or str(script))]
-    return max(found, key=int, default=None)
-
-
 def to_job_state(state: str) -> str:
     """Return the `JobState` value of a Slurm state."""
     if state in (GONE, UNKNOWN):
@@ -92,25 +70,6 @@ def describe_job(job: str, state: str) -> Job:
     """Return a job as a `Job`, from its Slurm state."""
     doubt = "there is no squeue on PATH, or Slurm does not respond" if state == UNKNOWN else ""
     return Job(job, "Slurm", JobState(to_job_state(state)), state, over=state == GONE or state in ENDED, doubt=doubt)
-
-
-def stop_job(job: str) -> bool:
-    """Cancel a job, and return whether Slurm accepted the request. Raises ConfigError if it does not respond."""
-    return run_slurm(["scancel", job]).status == 0
-
-
-def adopt_submission(run_dir: Path) -> str | None:
-    """Return the job id of a run directory, after recording the job of an unconfirmed submission.
-
-    Raises ConfigError if there is such a submission and squeue does not respond.
-    """
-    file, job = run_dir / SUBMISSION, recorded_job(run_dir)
-    tag = read_text(file).strip() if job is None and os.path.lexists(file) else None
-    if tag is not None and (not tag or tag.startswith(TAG)):  # others are submissions of another backend
-        job = find_submission(tag, run_dir / SCRIPT)
-        if job is not None:
-            record_job(run_dir, job)
-    return job
 
 
 def _unlisted_state(job: str, is_up: bool) -> str:
@@ -139,10 +98,6 @@ def _result(*command: str) -> CommandResult | None:
         return None
 
 
-class NoResponse(ConfigError):
-    """The controller did not respond in time; it may still carry out the request."""
-
-
 @dataclass(frozen=True, slots=True)
 class CommandResult:
     """Exit status, stdout and stderr of a command."""
@@ -165,7 +120,7 @@ def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
     """Run a Slurm command with `script` as its stdin.
 
     Raises ConfigError if the command is not installed or SLURM_CONF is not a file (Slurm would retry for a minute), and
-    NoResponse if the controller does not respond in time.
+    NoAnswer if the controller does not respond in time.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf and not os.path.isfile(conf):
@@ -187,7 +142,7 @@ def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
             f"{WITHOUT_CLUSTER}"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise NoResponse(
+        raise NoAnswer(
             f"cluster.kind=slurm: {command[0]} did not respond within {_TIMEOUT:g} s; check the controller with sinfo"
         ) from error
     return CommandResult(done.returncode, done.stdout.strip(), done.stderr.strip())

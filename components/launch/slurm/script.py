@@ -15,7 +15,7 @@ from typing import Any
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.slurm import ContainerRuntime, GpuRequest, Launcher
-from components.launch.scheduled_jobs import render_template
+from components.launch.job.scheduler import render_template
 from components.project import PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import LOGS
@@ -46,7 +46,7 @@ class BatchScript:
     """run.private: create files with owner-only permissions."""
 
 
-def render(job: BatchScript) -> str:
+def render_script(job: BatchScript) -> str:
     """Return the batch script. Raises ConfigError if the template does not render or the script does not parse."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment

@@ -1,239 +1,312 @@
-"""The Slurm backend: copy the code, render the batch script, submit it with sbatch, and print a summary."""
+"""The Slurm scheduler: checks before submission, including sbatch --test-only, the batch script, and its submission."""
 
 from __future__ import annotations
 
-import secrets
+import importlib.util
+import os
+import re
 import shlex
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from components.config.rules import legal_node_counts
+from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig
-from components.config.schema.parallelism import describe_processes
-from components.config.schema.recipes import RecipeConfig
-from components.config.shape import read_shape
-from components.launch.backend import (
-    CheckedRun,
-    Job,
-    UnknownSubmission,
-    print_job,
-    record_job,
-    recorded_job,
-)
-from components.launch.run_checks import affects
-from components.launch.slurm.job_checks import job_problems, refusal
-from components.launch.slurm.jobs import (
+from components.config.schema.recipes import RecipeConfig, named_models
+from components.config.schema.slurm import ContainerRuntime
+from components.config.shape import locate
+from components.launch.backend import CheckedRun, Job
+from components.launch.job.scheduler import (
+    LOCAL_FILE_SYSTEMS,
     TAG,
-    NoResponse,
-    adopt_submission,
-    describe_job,
-    find_submission,
-    job_states,
-    run_slurm,
-    stop_job,
+    Findings,
+    NoAnswer,
+    Scheduler,
+    code_folder,
+    file_system,
+    named_paths,
+    recipe_file,
 )
-from components.launch.slurm.script import BatchScript, render
-from components.launch.slurm.snapshot import ROOT, copied_recipe_path, copy_code
+from components.launch.job.snapshot import ROOT
+from components.launch.run_checks import affects, hub_cache, is_offline
+from components.launch.slurm.jobs import WITHOUT_CLUSTER, describe_job, job_states, run_slurm
+from components.launch.slurm.script import BatchScript, as_argument, render_script, resource_options, setup_problems
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import (
-    CODE,
-    JOB_ID,
-    LOGS,
-    PRIVATE,
-    SCRIPT,
-    SUBMISSION,
-    atomic_write,
-    keep_only_folder,
-    open_append,
-)
-from components.terminal import print_text
+from components.protocol.run_files import LOGS, PRIVATE, SCRIPT, open_append
 
 _LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")
 """Substrings of sbatch's errors if the controller did not respond in time; it may have accepted the job."""
-QUERIES, PAUSE = 5, 2.0
-"""Number of squeue queries for a job whose submission was not confirmed, and the seconds between them."""
+_UNREACHABLE = (
+    *("cannot stat file", "configuration source", "configuration file", "Unable to contact slurm controller"),
+    "slurm_load",
+)
+"""Substrings of sbatch's output if it cannot reach Slurm."""
+_REASON = re.compile(r"^(sbatch|allocation failure|error|fatal|Batch job submission failed)[:\s]*", re.IGNORECASE)
 
 
-class SlurmBackend:
-    """Backend that submits jobs to Slurm with sbatch. Job ids are decimal numbers."""
+class SlurmScheduler(Scheduler):
+    """Slurm: a batch script submitted with sbatch. Job ids are decimal numbers."""
 
-    runs_here = False
+    name, file = "Slurm", SCRIPT
 
-    def validate(
-        self, cfg: RecipeConfig, processes: int, rejected: Collection[str], *, quick: bool = False
-    ) -> tuple[list[str], list[str]]:
+    def problems(self, cfg: RecipeConfig, rejected: Collection[str]) -> Findings:
         """Check the script, paths and caches, and run sbatch --test-only. Notes: estimated start, local paths."""
-        return ([], []) if quick else job_problems(cfg, query=not affects(rejected, ["cluster"]))
+        return job_problems(cfg, query=not affects(rejected, ["cluster"]))
 
-    def show(self, run: CheckedRun) -> None:
-        """Print the batch script that `submit` would submit."""
-        print_job(run, render(_batch_script(run)), f"submit this script with sbatch as {run.directory.path / SCRIPT}")
+    def render(self, run: CheckedRun, tag: str) -> str:
+        """Return the batch script."""
+        return render_script(
+            BatchScript(
+                cluster=run.cfg.cluster,
+                node_counts=run.node_counts,
+                name=run.cfg.run.name or run.recipe.name,
+                run_dir=run.directory.path,
+                attempt=run.directory.attempt,
+                private=run.cfg.run.private,
+                code=code_folder(run),
+                recipe=recipe_file(run),
+                folder=Path.cwd(),
+            )
+        )
 
-    def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
-        """Submit the run and print a summary; return 0, or 1 if it is unknown whether Slurm accepted the job."""
-        cfg, directory = run.cfg, run.directory
-        code, script = directory.path / CODE, directory.path / SCRIPT
-        try:
-            keep_only_folder(code)
-            files = copy_code(run.recipe.file, code) if cfg.cluster.snapshot else 0
-            batch = _batch_script(run)
-            atomic_write(script, render(batch), PRIVATE)
-            open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
-            job = _submit_script(script, cfg.cluster, run.notes)
-        except UnknownSubmission as error:
-            print_text(error, file=sys.stderr, flush=True)
-            return 1
-        except ConfigError as error:
-            directory.discard(str(error))
-            raise
-        except OSError as error:
-            directory.discard(str(error))
-            raise ConfigError(
-                f"run.dir={directory.path}: cannot be written: {error}; choose another run.dir"
-            ) from error
-        except KeyboardInterrupt:
-            directory.discard("interrupted during submission")
-            raise
-        _print_summary(run, job, files, batch.node_counts)
-        return 0
+    def new_tag(self, run: CheckedRun) -> str:
+        """Return a unique comment for the job; empty if the user sets a comment, so that `find` goes by the script."""
+        return "" if "comment" in run.cfg.cluster.sbatch_extra else super().new_tag(run)
 
-    def job(self, run_dir: Path, *, search: bool = False) -> str | None:
-        """Return the id of the job submitted for a run directory. See `Backend.job`."""
-        return adopt_submission(run_dir) if search else recorded_job(run_dir)
-
-    def state(self, jobs: Iterable[str]) -> dict[str, Job]:
-        """Return the jobs with these ids."""
-        return {job: describe_job(job, state) for job, state in job_states(jobs).items()}
-
-    def stop(self, job: str) -> bool:
-        """Cancel a job with scancel."""
-        return stop_job(job)
-
-    def stop_command(self, job: str) -> str | None:
-        """Return the scancel command; None for an id of another backend."""
-        return f"scancel {job}" if job.isdecimal() else None
-
-
-def _submit_script(script: Path, cluster: ClusterConfig, notes: list[str]) -> str:
-    """Submit a batch script, record the job id in the run directory, and return it.
-
-    sbatch may fail although the job was submitted, if the response of a busy controller is late or lost. The job
-    therefore gets a unique comment, and squeue is searched for it after any failure.
-
-    Raises:
-        ConfigError: Slurm rejected the job, or has no such job.
-        UnknownSubmission: sbatch failed, and squeue does not respond either.
-    """
-    run_dir, tag = script.parent, "" if "comment" in cluster.sbatch_extra else f"{TAG}{secrets.token_hex(8)}"
-    earlier = recorded_job(run_dir)  # has ended: checked when the run directory was opened
-    atomic_write(run_dir / SUBMISSION, tag)
-    (run_dir / JOB_ID).unlink(missing_ok=True)
-    failure: ConfigError
-    try:
-        answer = run_slurm(["sbatch", "--parsable", *([f"--comment={tag}"] if tag else []), str(script)])
+    def send(self, run: CheckedRun, file: Path, tag: str) -> str:
+        """Run sbatch, whose answer of a busy controller may be late or lost."""
+        open_append(file.parent / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
+        answer = run_slurm(["sbatch", "--parsable", *([f"--comment={tag}"] if tag else []), str(file)])
         job = answer.output.partition(";")[0]
         if answer.status == 0 and job.isdecimal():
-            record_job(run_dir, job)
             return job
-        lost = answer.status < 0 or any(text in answer.errors for text in _LOST_ANSWERS)
         why = answer.errors or f"it exited with status {answer.status}"
-        failure = ConfigError(
-            f"cluster.kind=slurm: sbatch failed: {why}; run the command again"
-            if lost
-            else refusal(answer.errors.splitlines(), cluster)
-        )
-    except NoResponse as error:
-        lost, failure = True, error
-    except KeyboardInterrupt:
-        _cancel(tag, script)
-        raise
-    found = _find_job(tag, script, failure, retry=lost)
-    if found is None:
-        (run_dir / SUBMISSION).unlink()
-        if earlier is not None:
-            record_job(run_dir, earlier)
-        raise failure
-    record_job(run_dir, found)
-    notes.append(f"sbatch failed, but Slurm had accepted the job, which squeue lists: {failure}")
-    return found
+        if answer.status < 0 or any(text in answer.errors for text in _LOST_ANSWERS):
+            raise NoAnswer(f"cluster.kind=slurm: sbatch failed: {why}; run the command again")
+        with suppress(ConfigError):  # an error other than those above may be one of the answer, too
+            if (accepted := self.find(file, tag)) is not None:
+                return accepted
+        raise ConfigError(refusal(answer.errors.splitlines(), run.cfg.cluster))
+
+    def find(self, file: Path, tag: str) -> str | None:
+        """Return the job with the comment `tag`; without a tag the unfinished one with this batch script."""
+        states = ("-t", "all") if tag else ()
+        answer = run_slurm(["squeue", "-h", "--me", *states, "-o", "%A %k" if tag else "%A %o"])
+        if answer.status:
+            raise ConfigError(f"cluster.kind=slurm: squeue failed: {answer.errors}")
+        listed = [line.partition(" ") for line in answer.output.splitlines()]
+        found = [job for job, _, text in listed if text.strip() == (tag or str(file))]
+        return max(found, key=int, default=None)
+
+    def find_command(self, file: Path, tag: str) -> str:
+        """Return a squeue command."""
+        return f"squeue --me -o '%A %k' | grep {tag}" if tag else f"squeue --me -o '%A %o' | grep {file}"
+
+    def owns(self, job: str) -> bool:
+        """Return whether an id is a number, or a tag one of this scheduler."""
+        return job.isdecimal() or not job or job.startswith(TAG)
+
+    def query(self, jobs: Sequence[str]) -> dict[str, Job]:
+        """Return the jobs, from squeue, scontrol and sacct."""
+        return {job: describe_job(job, state) for job, state in job_states(jobs).items()}
+
+    def cancel(self, job: str) -> bool:
+        """Cancel a job with scancel."""
+        return run_slurm(["scancel", job]).status == 0
+
+    def cancel_command(self, job: str) -> str:
+        """Return the scancel command."""
+        return f"scancel {job}"
+
+    def summary(self, run: CheckedRun, job: str) -> list[tuple[str, str]]:
+        """Return the commands to follow, stop and requeue the job."""
+        logs = run.directory.path / LOGS
+        followed = shlex.join([str(logs / "job.log"), str(logs / "latest" / "rank_0.log")])
+        return [
+            ("follow", f"tail -F {followed}"),
+            ("stop", f"scancel {job}"),
+            ("save, requeue", f"scancel --signal=USR2 {job}"),
+        ]
 
 
-def _find_job(tag: str, script: Path, failure: ConfigError, *, retry: bool) -> str | None:
-    """Return the job of a failed submission, or None. With `retry`, give the job time to appear in squeue."""
-    for query in range(QUERIES if retry else 1):
-        time.sleep(PAUSE if query else 0)
-        try:
-            job = find_submission(tag, script)
-        except ConfigError as error:
-            if not retry:
-                return None  # sbatch's error implies that nothing was submitted
-            search = f"squeue --me -o '%A %k' | grep {tag}" if tag else f"squeue --me -o '%A %o' | grep {script}"
-            raise UnknownSubmission(
-                f"{failure}\nIt is unknown whether Slurm accepted the job, since squeue does not respond either: "
-                f"{error}\nThe run directory {script.parent} is kept. Once Slurm responds, find the job with {search}, "
-                "or run the command again with this run.dir: it looks for the job first"
-            ) from error
-        if job is not None:
-            return job
-    return None
+def job_problems(cfg: RecipeConfig, *, query: bool = True) -> tuple[list[str], list[str]]:
+    """Return the problems of submitting `cfg`, and notes: the estimated start, and paths that may be local; with
+    cluster.dry_run=render, what was not checked.
 
-
-def _cancel(tag: str, script: Path) -> None:
-    """Cancel the job of an interrupted submission if Slurm has accepted it, and print the outcome."""
+    Args:
+        cfg: The config.
+        query: Whether to run `sbatch --test-only`, which is pointless if a key of `cluster` was rejected.
+    """
+    problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _path_problems(cfg)
+    if cfg.cluster.only_renders:
+        return problems, _unchecked(cfg)
+    problems += _cache_problems(cfg) + _build_problems(cfg.cluster)
+    if not query:
+        return problems, []
     try:
-        job = find_submission(tag, script)
-        done = job is None or stop_job(job)
-    except ConfigError:
-        comment = tag or "the one in cluster.sbatch_extra"
-        print_text(f"interrupted: look for the job with squeue --me; its comment is {comment}", file=sys.stderr)
-        return
-    if job is not None:
-        ending = "was cancelled" if done else f"could not be cancelled: run scancel {job}"
-        print_text(f"interrupted: job {job}, which Slurm had accepted, {ending}", file=sys.stderr)
+        rejections, estimate = _test_only(cfg.cluster)
+    except ConfigError as error:
+        return problems + error.problems, []
+    return problems + rejections, [*estimate, *_local_paths(cfg)]
 
 
-def _batch_script(run: CheckedRun) -> BatchScript:
-    """Return the template's input for a run, with the paths of the code's copy if there is one."""
-    recipe, cfg, run_dir = run.recipe, run.cfg, run.directory.path
-    copied = cfg.cluster.snapshot
-    return BatchScript(
-        cluster=cfg.cluster,
-        node_counts=_node_counts(cfg),
-        name=cfg.run.name or recipe.name,
-        run_dir=run_dir,
-        attempt=run.directory.attempt,
-        private=cfg.run.private,
-        code=run_dir / CODE if copied else ROOT,
-        recipe=copied_recipe_path(recipe.file, run_dir / CODE) if copied else recipe.file,
-        folder=Path.cwd(),
+def _unchecked(cfg: RecipeConfig) -> list[str]:
+    """Return what a submission checks on the cluster, one note each, with the keys and values."""
+    cluster, container = cfg.cluster, cfg.cluster.container
+    values = field_values(cluster)
+    defaults = {"partition": "the default one", "account": "your default", "qos": "the account's", "time": "the limit"}
+    asked = [f"{key}={values[key] or f'null ({what})'}" for key, what in defaults.items()]
+    keys = ("constraint", "nodelist", "exclude", "reservation", "mem", "cpus_per_proc")
+    asked += [f"{key}={values[key]}" for key in keys if values[key] is not None]
+    asked += [f"sbatch_extra.{name}={value}" for name, value in cluster.sbatch_extra.items()]
+    in_container = container.runtime != ContainerRuntime.none
+    python = cluster.python or ("python" if in_container else sys.executable)
+    image = f" in the image {container.image} ({container.runtime})" if in_container else ""
+    folders = [Path(os.path.expanduser(cfg.run.dir or "")), Path(), *_shared_paths(cfg).values()]
+    paths = dict.fromkeys(str(path.absolute()) for path in folders)
+    offline = {**os.environ, **cluster.network_env, **cluster.env}
+    return [
+        f"not checked: cluster.{', '.join(asked)}: whether Slurm accepts them, and their limits (sbatch --test-only)",
+        f"not checked: cluster.nodes={cluster.nodes}, procs_per_node={cluster.procs_per_node}, "
+        f"device={cluster.device}, gpu_request={cluster.gpu_request}: whether there are such nodes",
+        f"not checked: python={python}{image}: whether it starts on the nodes, with Meshbook's packages and a build of "
+        "torch for their devices",
+        f"not checked: {', '.join(paths)}: whether the nodes have access",
+        *(["not checked: HF_HUB_OFFLINE: whether the nodes' cache has the model"] if is_offline(offline) else []),
+    ]
+
+
+def _test_only(cluster: ClusterConfig) -> tuple[list[str], list[str]]:
+    """Run sbatch --test-only with the options of the job; return its objections, and its estimate of the start."""
+    arguments = [as_argument(option) for option in resource_options(cluster)]
+    answer = run_slurm(["sbatch", "--test-only", *arguments], script="#!/bin/sh\n")
+    lines = [line for line in answer.errors.splitlines() if line.strip()]
+    if answer.status == 0:
+        starts = [line.removeprefix("sbatch: ") for line in lines if " to start at " in line]
+        return [], [re.sub(r"^Job \d+ to start", "could start", line) for line in starts]
+    return [refusal(lines, cluster)], []
+
+
+def refusal(lines: list[str], cluster: ClusterConfig) -> str:
+    """Return the error output of sbatch as one sentence, with the keys to change.
+
+    If Slurm cannot be reached, quote only the first line that reports that.
+    """
+    reasons = []
+    for line in lines:
+        text = line
+        while (shorter := _REASON.sub("", text)) != text:
+            text = shorter
+        reasons.append(text)
+    unreachable = next((reason for reason in reasons if any(text in reason for text in _UNREACHABLE)), None)
+    if unreachable is not None:
+        advice = f"submit from a login node of the cluster, {WITHOUT_CLUSTER}"
+        why = unreachable.partition(", retrying")[0]
+        return f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
+    why = "; ".join(dict.fromkeys(reasons)) or "no reason given"
+    requested = " ".join(as_argument(option) for option in resource_options(cluster))
+    return f"cluster.kind=slurm: sbatch rejects {requested}: {why}; change these keys of cluster (see sinfo)"
+
+
+def _script_problems(cluster: ClusterConfig) -> list[str]:
+    if cluster.template is not None and not Path(os.path.expanduser(cluster.template)).is_file():
+        return [f"cluster.template={cluster.template}: no such file"]
+    python = cluster.python
+    if python and "/" in python and cluster.container.runtime == ContainerRuntime.none and not cluster.only_renders:
+        return [] if os.access(python, os.X_OK) else [f"cluster.python={python}: is not an executable file"]
+    return []
+
+
+def _build_problems(cluster: ClusterConfig) -> list[str]:
+    """Reject GPU jobs with a CPU build of torch, if the job uses the Python that submits it."""
+    # Of values, only those of generic resources count: a partition for CPU jobs may be called gpu-test.
+    requests_gpus = any(
+        "gpu" in name or ("gpu" in value and name.startswith(("gres", "tres")))
+        for name, value in resource_options(cluster)
     )
+    version = torch_built_for_cpus() if requests_gpus and cluster.has_same_packages else None
+    if version is None:
+        return []
+    return [
+        f"cluster.device={cluster.device}: the job requests GPUs, but torch {version} in {sys.prefix} was built for "
+        "CPUs; install a CUDA build (make install TORCH=cuda), set another cluster.python, or set cluster.device=cpu"
+    ]
 
 
-def _node_counts(cfg: RecipeConfig) -> list[int]:
-    """Return the numbers of nodes on which a run can train, in order."""
-    cluster = cfg.cluster
-    if cluster.fewest_nodes == cluster.most_nodes:
-        return [cluster.most_nodes]
-    return legal_node_counts(cfg, read_shape(cfg.model))
+def torch_built_for_cpus(version_file: Path | None = None) -> str | None:
+    """Return torch's version if it was built for CPUs only, else None, without importing torch.
+
+    Args:
+        version_file: torch/version.py, which torch's build generates; None for that of the installed torch.
+    """
+    if version_file is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        version_file = Path(spec.origin).with_name("version.py")
+    text = version_file.read_text() if version_file.is_file() else ""
+    values = dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *(.*)$", text, re.MULTILINE))
+    if "cuda" not in values or any(values.get(name, "None") != "None" for name in ("cuda", "hip", "xpu")):
+        return None
+    return values.get("__version__", "").strip("'\"")
 
 
-def _print_summary(run: CheckedRun, job: str, files: int, node_counts: list[int]) -> None:
-    """Print the job, and the commands to follow, stop and requeue it."""
-    cluster, logs = run.cfg.cluster, run.directory.path / LOGS
-    followed = shlex.join([str(logs / "job.log"), str(logs / "latest" / "rank_0.log")])
-    rows = [
-        ("run", str(run.directory.path)),
-        ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} on "
-         f"{cluster.nodes} node{'s' if cluster.most_nodes > 1 else ''}"),
-        *([("nodes", f"each attempt uses {' or '.join(map(str, node_counts))}")] if len(node_counts) > 1 else []),
-        ("code", f"{files} files copied: later edits do not affect the job" if files else str(ROOT)),
-        *(("note", note) for note in run.notes),
-        ("job", job),
-        ("follow", f"tail -F {followed}"),
-        ("stop", f"scancel {job}"),
-        ("save, requeue", f"scancel --signal=USR2 {job}"),
-    ]  # fmt: skip
-    for name, value in rows:
-        print_text(f"{name:<14} {value}")
+def _path_problems(cfg: RecipeConfig) -> list[str]:
+    """Reject paths with characters special to Slurm (% and \\ in log paths), PYTHONPATH (:) or container mounts (,)."""
+    in_container = cfg.cluster.container.runtime != ContainerRuntime.none
+    special = "%\\:," if in_container else "%\\:"
+    problems = []
+    for key, path in (("run.dir", cfg.run.dir or ""), ("the working directory", str(Path.cwd()))):
+        bad = sorted({character for character in path if character in special or not character.isprintable()})
+        if bad:
+            listed = " ".join(map(repr, bad))
+            problems.append(f"{key}={path!r}: holds {listed}, which Slurm would interpret; choose another path")
+    return problems
+
+
+def _cache_problems(cfg: RecipeConfig) -> list[str]:
+    """Check that the model and tokenizer are cached if the nodes run with HF_HUB_OFFLINE."""
+    environ = {**os.environ, **cfg.cluster.network_env, **cfg.cluster.env}
+    if not is_offline(environ):
+        return []
+    cache = hub_cache(environ)
+    return [
+        f"{key}={name}: is not in the hub's cache {cache}, and the nodes use only that (HF_HUB_OFFLINE); download it "
+        f"first: hf download {name}"
+        for key, name in named_models(cfg).items()
+        if _is_missing(name, key, cache)
+    ]
+
+
+def _is_missing(name: str, key: str, cache: Path) -> bool:
+    try:
+        files = locate(name, key)
+    except ConfigError:
+        return False  # problems of the name are reported by other checks
+    folder = cache / ("models--" + files.name_or_folder.replace("/", "--")) / "snapshots"
+    return not files.is_local and not any(folder.glob("*/config.json"))
+
+
+def _shared_paths(cfg: RecipeConfig) -> dict[str, Path]:
+    """Return the paths that the nodes need, by key; not names of models on the hub."""
+    in_container = cfg.cluster.container.runtime != ContainerRuntime.none
+    named = {
+        **named_paths(cfg),
+        "code": None if cfg.cluster.snapshot else str(ROOT),
+        "python": None if in_container else cfg.cluster.python or sys.prefix,
+    }
+    paths = {key: Path(os.path.expanduser(name)) for key, name in named.items() if name}
+    return {key: path for key, path in paths.items() if path.is_absolute() or path.exists()}
+
+
+def _local_paths(cfg: RecipeConfig) -> list[str]:
+    """Return a note on paths that the nodes may not be able to access."""
+    local = [
+        f"{key} ({kind})"
+        for key, path in _shared_paths(cfg).items()
+        if (kind := file_system(path)) in LOCAL_FILE_SYSTEMS
+    ]
+    if not local:
+        return []
+    return [f"the nodes need access to {', '.join(local)}, but these file systems look local to this machine"]

@@ -58,7 +58,7 @@ def run_sweep(recipe: Recipe) -> int:
 
     def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:
         processes = _processes(cfg, parallel)
-        backend = backend_of(cfg.cluster.kind)
+        backend = backend_of(cfg.cluster)
         shared = (
             [] if affects(rejected, MESH_KEYS) or not backend.runs_here else share_problems(cfg, processes, parallel)
         )
@@ -280,7 +280,7 @@ def _point(sweep: Sweep, number: int, point: PointRequest, cfg: RecipeConfig | N
     if cfg is not None:
         processes = _processes(cfg, sweep.parallel or 1)
         mesh = None if problems else str(cfg.parallelism.resolve(processes))
-        runs_here = backend_of(cfg.cluster.kind).runs_here
+        runs_here = backend_of(cfg.cluster).runs_here
         overrides += [override_of(f"{key}.group", sweep.id) for key in trackers_without_group(cfg.logging)]
         checkpoints = section(cfg, CheckpointConfig)
         if checkpoints is not None and checkpoints.remote is not None and "checkpoint.remote" not in point.values:
@@ -302,7 +302,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
     print_text(f"cluster.dry_run: {what}")
     failed = False
     for point, cfg, found in zip(sweep.points, configs, problems, strict=True):
-        runs_here = cfg is not None and backend_of(cfg.cluster.kind).runs_here
+        runs_here = cfg is not None and backend_of(cfg.cluster).runs_here
         if not found and cfg is not None and runs_here:
             cfg.run.dir = str(sweep.run_dir(point))
             found = directory_problems(cfg, sweep.recipe)

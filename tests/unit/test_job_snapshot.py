@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.slurm import snapshot
-from components.launch.slurm.snapshot import PROJECT, copied_recipe_path, copy_code
+from components.launch.job import snapshot
+from components.launch.job.snapshot import PROJECT, copied_recipe_path, copy_code
 from components.protocol.errors import ConfigError
 
 

@@ -1,36 +1,181 @@
-"""Checks of a job before submission: of its paths here, and of the cluster with kubectl."""
+"""The Kubernetes scheduler: checks of the config and of the cluster, and the creation of a job, with kubectl."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shlex
+import time
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.kubernetes import Workload
 from components.config.schema.recipes import RecipeConfig
-from components.launch.k8s.pod_jobs import AT_ONCE, Answer, Unreachable, create, get, may
+from components.launch.backend import CheckedRun, Job
+from components.launch.job.scheduler import LOCAL_FILE_SYSTEMS, Findings, Scheduler, file_system, named_paths
+from components.launch.k8s.pod_jobs import (
+    AT_ONCE,
+    Answer,
+    JobName,
+    Unreachable,
+    create,
+    delete,
+    get,
+    may,
+    run_kubectl,
+    state_of,
+)
 from components.launch.k8s.pod_manifest import (
+    RUN_LABEL,
     PodManifest,
+    code_in_pods,
     is_workload,
     mounted_at,
     new_job_name,
     objects_in,
     pod_resources,
-    render,
+    recipe_in_pods,
+    render_manifest,
 )
-from components.launch.scheduled_jobs import LOCAL_FILE_SYSTEMS, file_system, named_paths
+from components.launch.run_checks import affects
+from components.project import PROJECT
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import JOB_MANIFEST, LOGS
 
-Findings = tuple[list[str], list[str]]
-"""Problems, and notes for the user."""
-
+TRIES, PAUSE = 3, 2.0
+"""Number of attempts to create a job if the cluster does not answer, and the seconds between them."""
 _SUFFIXES = {"m": 1e-3, "": 1.0}
 _SUFFIXES |= {suffix: 1e3**power for power, suffix in enumerate(("k", "M", "G", "T", "P", "E"), 1)}
 _SUFFIXES |= {f"{suffix}i": 1024.0**power for power, suffix in enumerate(("K", "M", "G", "T", "P", "E"), 1)}
 _SHARED_MODES = ("ReadWriteMany", "RWX")
+
+
+class KubernetesScheduler(Scheduler):
+    """Kubernetes: objects created with kubectl. Job ids are NAMESPACE/job/NAME or NAMESPACE/jobset/NAME, and @CONTEXT.
+
+    The id is chosen here and is the tag of the submission, too.
+    """
+
+    name, file, unit, copies_code = "Kubernetes", JOB_MANIFEST, ("in", "pod"), False
+
+    def problems(self, cfg: RecipeConfig, rejected: Collection[str]) -> Findings:
+        """Check image, volumes and paths, and with kubectl the namespace, permissions, claims, quota and manifest."""
+        return ([], []) if affects(rejected, ["cluster"]) else job_problems(cfg)
+
+    def render(self, run: CheckedRun, tag: str) -> str:
+        """Return the manifest. Raises ConfigError if the pods cannot read the recipe."""
+        cluster, problems = run.cfg.cluster, _recipe_problems(run)
+        raise_all([] if cluster.only_renders else problems)
+        run.notes.extend(_as_notes(problems))
+        recipe = recipe_in_pods(run.recipe.file)
+        return render_manifest(PodManifest(cluster, _name(tag), run.directory.path, recipe, Path.cwd()))
+
+    def new_tag(self, run: CheckedRun) -> str:
+        """Return a new job id."""
+        return str(new_job_name(run.cfg.cluster, run.cfg.run.name or run.recipe.name))
+
+    def send(self, run: CheckedRun, file: Path, tag: str) -> str:
+        """Create the objects of the manifest; the others refer to the job as their owner, and are deleted with it."""
+        job, cluster, objects = _name(tag), run.cfg.cluster, objects_in(file.read_text(), JOB_MANIFEST)
+        owner = _create_workload(job, next(filter(is_workload, objects)), cluster)
+        for each in objects:
+            if is_workload(each):
+                continue
+            each["metadata"]["ownerReferences"] = [owner]
+            answer = create(job.context, job.namespace, each)
+            if answer.status and answer.reason != "AlreadyExists":
+                delete(job)
+                raise ConfigError(refusal(answer, cluster))
+        return tag
+
+    def find(self, file: Path, tag: str) -> str | None:
+        """Return the id if the cluster has the job."""
+        answer = get(_name(tag).context, _name(tag).path)
+        if answer.status and answer.reason != "NotFound":
+            raise ConfigError(f"cluster.kind=k8s: the job {tag} cannot be queried: {answer.message}")
+        return None if answer.status else tag
+
+    def find_command(self, file: Path, tag: str) -> str:
+        """Return a kubectl command."""
+        return _name(tag).command("get", _name(tag).workload, _name(tag).name)
+
+    def owns(self, job: str) -> bool:
+        """Return whether an id has the form of this scheduler's."""
+        return JobName.parse(job) is not None
+
+    def query(self, jobs: Sequence[str]) -> dict[str, Job]:
+        """Return the jobs, one request per job."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return {job.id: job for job in pool.map(state_of, map(_name, jobs))}
+
+    def cancel(self, job: str) -> bool:
+        """Delete a job: its pods receive SIGTERM, save and exit."""
+        return delete(_name(job))
+
+    def cancel_command(self, job: str) -> str:
+        """Return the kubectl delete command."""
+        return _name(job).command("delete", _name(job).workload, _name(job).name)
+
+    def code(self, run: CheckedRun) -> str:
+        """Return the folder of the code in the pods."""
+        return code_in_pods(run.cfg.cluster) or f"that of the image {run.cfg.cluster.k8s.image}"
+
+    def summary(self, run: CheckedRun, job: str) -> list[tuple[str, str]]:
+        """Return the commands to follow, stop and restart the job."""
+        name, logs = _name(job), run.directory.path / LOGS
+        pods = f"-l {RUN_LABEL}={name.name}"
+        first = f"{pods},batch.kubernetes.io/job-completion-index=0"
+        return [
+            ("follow", name.command("logs", "-f", first)),
+            ("", f"tail -F {shlex.quote(str(logs / 'latest' / 'rank_0.log'))}"),
+            ("pods", name.command("describe", "pods", pods)),
+            ("stop", self.cancel_command(job)),
+            ("save, restart", name.command("delete", "pods", "--wait=false", first)),
+        ]
+
+
+def _name(job: str) -> JobName:
+    """Return the name in an id of this scheduler."""
+    name = JobName.parse(job)
+    if name is None:
+        raise ConfigError(f"{job}: is no id of a job on Kubernetes: NAMESPACE/job/NAME")
+    return name
+
+
+def _recipe_problems(run: CheckedRun) -> list[str]:
+    """Check that the pods can read the recipe."""
+    cluster, file = run.cfg.cluster, run.recipe.file
+    if file.is_relative_to(PROJECT) or mounted_at(cluster, file) is not None:
+        return []
+    return [
+        f"{file}: this recipe is on no volume of cluster.k8s.volumes, so that the pods could not read it; copy it to "
+        f"one of {', '.join(cluster.k8s.volumes.values())}"
+    ]
+
+
+def _create_workload(job: JobName, body: dict[str, Any], cluster: ClusterConfig) -> dict[str, str]:
+    """Create the Job or JobSet, and return the reference to it as the owner of other objects.
+
+    Raises:
+        ConfigError: The cluster rejected it.
+        Unreachable: The cluster did not answer any attempt.
+    """
+    for attempt in range(1, TRIES + 1):
+        try:
+            answer = create(job.context, job.namespace, body)
+            break
+        except Unreachable:
+            if attempt == TRIES:
+                raise
+            time.sleep(PAUSE)
+    if answer.status and answer.reason != "AlreadyExists":
+        raise ConfigError(refusal(answer, cluster))
+    created = answer.json() if answer.status == 0 else run_kubectl(job.context, ["get", "--raw", job.path]).json()
+    uid = (created.get("metadata") or {}).get("uid", "")
+    return {"apiVersion": body["apiVersion"], "kind": body["kind"], "name": job.name, "uid": uid}
 
 
 def job_problems(cfg: RecipeConfig) -> Findings:
@@ -41,7 +186,7 @@ def job_problems(cfg: RecipeConfig) -> Findings:
         problems.append(f"cluster.template={cluster.template}: no such file")
     if not problems:
         here = _run_directory_problems(cfg)
-        notes, problems = (notes + as_notes(here), []) if cluster.only_renders else (notes, here)
+        notes, problems = (notes + _as_notes(here), []) if cluster.only_renders else (notes, here)
     if cluster.most_nodes > 1 and cluster.k8s.queue is None:
         notes.append(
             "cluster.k8s.queue=null: without a queue some pods may hold nodes while others wait for theirs, until "
@@ -50,7 +195,8 @@ def job_problems(cfg: RecipeConfig) -> Findings:
     if problems:
         return problems, notes
     try:
-        text = render(PodManifest(cluster, new_job_name(cluster, "check"), Path("/run"), "recipe.py", Path.cwd()))
+        name = new_job_name(cluster, "check")
+        text = render_manifest(PodManifest(cluster, name, Path("/run"), "recipe.py", Path.cwd()))
     except ConfigError as error:
         return error.problems, notes
     if cluster.only_renders:
@@ -60,7 +206,7 @@ def job_problems(cfg: RecipeConfig) -> Findings:
     return problems + found[0], notes + found[1]
 
 
-def as_notes(problems: list[str]) -> list[str]:
+def _as_notes(problems: list[str]) -> list[str]:
     """Return the problems of the place of a submission as notes, with cluster.dry_run=render."""
     return [f"a submission from here would be rejected: {problem}" for problem in problems]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from components.launch.slurm import conclude as conclude_module
-from components.launch.slurm.conclude import conclude
+from components.launch.job import attempts as attempts_module
+from components.launch.job.attempts import Cluster, Ended, conclude, seconds_left
 from components.launch.slurm.jobs import CommandResult, clean_environment, run_slurm
 from components.protocol.errors import ConfigError
 from components.protocol.failures import CorruptRank, HungRun, write_report
@@ -75,7 +76,7 @@ def test_end_of_attempt_sets_exit_status_result_and_requeue(run_dir: Path, name:
         (run_dir / "result.json").write_text(json.dumps(before))
     if before == STOPPED:
         (run_dir / "requeue").touch()
-    assert conclude(run_dir, 1, status, cancelled=False) == expected
+    assert conclude(run_dir, 1, Ended(status)) == expected
     assert result(run_dir).get("status") == outcome
     assert (run_dir / "requeue").exists() == (outcome in ("preempted", "corrupted"))
 
@@ -121,7 +122,7 @@ def test_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys: 
     last = job_of_attempts(run_dir, *attempts)
     (run_dir / "result.json").write_text(json.dumps(STOPPED))
     (run_dir / "requeue").touch()
-    assert conclude(run_dir, last, 0, cancelled=False) == (1 if limit else 0)
+    assert conclude(run_dir, last, Ended(0)) == (1 if limit else 0)
     assert (run_dir / "requeue").exists() == (limit is None)
     assert (limit or "requeuing the job") in capsys.readouterr().out
     following = run_dir / "logs" / f"attempt_{last + 1}"
@@ -144,7 +145,7 @@ def test_requeue_limits_are_read_from_the_config_of_the_run(run_dir: Path) -> No
     )
     (run_dir / "result.json").write_text(json.dumps(STOPPED))
     (run_dir / "requeue").touch()
-    assert conclude(run_dir, last, 0, cancelled=False) == 1
+    assert conclude(run_dir, last, Ended(0)) == 1
 
 
 HANGS = {
@@ -164,7 +165,7 @@ def test_run_that_hung_after_its_first_step_is_requeued_without_the_node(run_dir
     attempts, before, requeued = HANGS[name]
     last = job_of_attempts(run_dir, *attempts, hung=before)
     write_report(run_dir / "logs" / f"attempt_{last}", 0, HUNG)
-    assert conclude(run_dir, last, 137, cancelled=False) == 75
+    assert conclude(run_dir, last, Ended(137)) == 75
     assert result(run_dir)["status"] == "hung"
     marker = run_dir / "requeue"
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
@@ -185,7 +186,7 @@ def test_run_with_wrong_numbers_is_requeued_without_the_node(run_dir: Path, name
     attempts, before, requeued = CORRUPTIONS[name]
     last = job_of_attempts(run_dir, *attempts, hung=before, status="corrupted")
     write_report(run_dir / "logs" / f"attempt_{last}", 0, CORRUPT)
-    assert conclude(run_dir, last, 1, cancelled=False) == 76
+    assert conclude(run_dir, last, Ended(1)) == 76
     assert result(run_dir) == {"status": "corrupted", "error": str(CORRUPT)}
     marker = run_dir / "requeue"
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
@@ -220,7 +221,7 @@ def test_ranks_are_started_again_after_a_crash_that_may_not_recur(run_dir: Path,
     last = job_of_attempts(run_dir, *attempts, hung=before, status="failed")
     for rank, error in reports.items():
         write_report(run_dir / "logs" / f"attempt_{last}", rank, error)
-    conclude(run_dir, last, status, cancelled=False, restart_if_left="UNLIMITED")
+    conclude(run_dir, last, Ended(status, seconds_left=math.inf))
     assert [name for name in ("requeue", "restart") if (run_dir / name).exists()] == ([marker] if marker else [])
     assert result(run_dir)["status"] == (
         "preempted" if marker == "requeue" else "oom" if "memory" in name else "failed"
@@ -242,17 +243,17 @@ def test_job_is_requeued_if_its_ranks_cannot_be_started_again(
 ) -> None:
     """srun cannot reach a node after a crash or a requeue; before the job's first step it is an error of the job."""
     last = job_of_attempts(run_dir, *attempts, hung=before, status="failed")
-    conclude(run_dir, last, status, cancelled=False, restart_if_left="UNLIMITED")
+    conclude(run_dir, last, Ended(status, seconds_left=math.inf))
     assert (run_dir / "requeue").exists() == requeued
     assert not (run_dir / "restart").exists()
 
 
-@pytest.mark.parametrize(("cancelled", "left"), [(True, "UNLIMITED"), (False, None)])
+@pytest.mark.parametrize(("cancelled", "left"), [(True, math.inf), (False, None)])
 def test_cancelled_job_and_template_without_restarts_end_after_a_crash(
-    run_dir: Path, cancelled: bool, left: str | None
+    run_dir: Path, cancelled: bool, left: float | None
 ) -> None:
     last = job_of_attempts(run_dir, STEP)
-    assert conclude(run_dir, last, 137, cancelled=cancelled, restart_if_left=left) == 137
+    assert conclude(run_dir, last, Ended(137, cancelled, left)) == 137
     assert not (run_dir / "restart").exists()
 
 
@@ -266,7 +267,7 @@ def test_crash_near_the_time_limit_requeues_the_job(run_dir: Path, left: str, ma
     (run_dir / "config.yaml").write_text(
         frozen("cluster: {kind: slurm, procs_per_node: '1', signal_lead_seconds: 100}")
     )
-    conclude(run_dir, last, 137, restart_if_left=left)
+    conclude(run_dir, last, Ended(137, seconds_left=seconds_left(left)))
     assert [name for name in ("requeue", "restart") if (run_dir / name).exists()] == [marker]
 
 
@@ -276,11 +277,11 @@ def test_only_a_node_with_a_gpu_error_counts_as_failed(run_dir: Path, monkeypatc
     last = job_of_attempts(run_dir, STEP)
     file = run_dir / "logs" / f"attempt_{last}" / "failed_nodes"
     write_report(run_dir / "logs" / f"attempt_{last}", 0, LOST)
-    conclude(run_dir, last, 137, cancelled=False, restart_if_left="UNLIMITED")
+    conclude(run_dir, last, Ended(137, seconds_left=math.inf))
     assert not file.exists()
     (run_dir / "result.json").unlink()
     write_report(run_dir / "logs" / f"attempt_{last}", 1, gpu_error("CUDA error: uncorrectable ECC error encountered"))
-    conclude(run_dir, last, 1, cancelled=False, restart_if_left="UNLIMITED")
+    conclude(run_dir, last, Ended(1, seconds_left=math.inf))
     assert file.read_text() == "n3\n"
 
 
@@ -288,7 +289,7 @@ def test_nodes_of_a_hang_come_from_the_report_and_not_from_its_message(run_dir: 
     """A message that names hosts, but a report without faulty_hosts: the requeued job excludes no node."""
     last = job_of_attempts(run_dir, PUBLISHED)
     write_report(run_dir / "logs" / f"attempt_{last}", 0, HungRun(str(HUNG)))
-    assert conclude(run_dir, last, 137, cancelled=False) == 75
+    assert conclude(run_dir, last, Ended(137)) == 75
     assert (run_dir / "requeue").read_text() == ""
 
 
@@ -297,14 +298,14 @@ def test_cancelled_file_of_batch_script_prevents_requeue(run_dir: Path) -> None:
     (run_dir / "logs" / "attempt_1" / "cancelled").touch()
     (run_dir / "result.json").write_text(json.dumps(STOPPED))
     (run_dir / "requeue").touch()
-    assert conclude(run_dir, 1, 0, cancelled=False) == 1
+    assert conclude(run_dir, 1, Ended(0)) == 1
     assert result(run_dir)["status"] == "cancelled"
     assert not (run_dir / "requeue").exists()
 
 
 def test_torchrun_stopped_before_ranks_handle_signals_is_preempted(run_dir: Path) -> None:
     (run_dir / "logs" / "attempt_1" / "node_0.log").write_text("Process 7 got signal: 12\n")
-    assert conclude(run_dir, 1, 1, cancelled=False) == 0
+    assert conclude(run_dir, 1, Ended(1)) == 0
     assert result(run_dir)["status"] == "preempted"
     assert (run_dir / "requeue").exists()
 
@@ -312,7 +313,7 @@ def test_torchrun_stopped_before_ranks_handle_signals_is_preempted(run_dir: Path
 @pytest.mark.parametrize(("error", "outcome"), [(LOST, "cancelled"), (RAISED, "failed")])
 def test_cancelled_run_reports_failed_only_if_a_rank_raised(run_dir: Path, error: Exception, outcome: str) -> None:
     write_report(run_dir / "logs" / "attempt_1", 0, error)
-    assert conclude(run_dir, 1, 143, cancelled=True) == 143
+    assert conclude(run_dir, 1, Ended(143, cancelled=True)) == 143
     assert result(run_dir)["status"] == outcome
 
 
@@ -320,7 +321,7 @@ def test_root_cause_is_reported_instead_of_its_consequence(run_dir: Path, capsys
     logs = run_dir / "logs" / "attempt_1"
     write_report(logs, 0, LOST)
     write_report(logs, 3, ValueError("boom"))
-    conclude(run_dir, 1, 1, cancelled=False)
+    conclude(run_dir, 1, Ended(1))
     lines = capsys.readouterr().err.splitlines()
     assert lines[-2:] == ["rank 3 exited with status 1: ValueError: boom", f"logs: {logs}"]
     assert result(run_dir)["error"] == "rank 3: ValueError: boom"
@@ -334,14 +335,14 @@ def test_rank_without_a_report_is_named_if_the_others_only_lost_it(
         (logs / f"rank_{rank}.log").touch()
     write_report(logs, 0, LOST)
     write_report(logs, 2, LOST)
-    conclude(run_dir, 1, 1, cancelled=False)
+    conclude(run_dir, 1, Ended(1))
     assert "rank 1 reported nothing: killed, or exited with status 0 before the end" in capsys.readouterr().out
 
 
 def test_unexplained_exit_status_points_to_the_job_log(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert conclude(run_dir, 1, 7, cancelled=False) == 7
+    assert conclude(run_dir, 1, Ended(7)) == 7
     output = capsys.readouterr().out
-    assert "srun exited with status 7, and no rank reported an error; see job.log" in output
+    assert "the ranks ended with status 7, and none reported an error; see job.log" in output
     assert result(run_dir)["status"] == "failed"
 
 
@@ -349,20 +350,51 @@ def test_unexplained_exit_status_points_to_the_job_log(run_dir: Path, capsys: py
 def test_cancelled_run_is_not_requeued_and_keeps_its_result(run_dir: Path, status: int, expected: int) -> None:
     (run_dir / "result.json").write_text('{"status": "preempted", "steps": 9}')
     (run_dir / "requeue").touch()
-    assert conclude(run_dir, 1, status, cancelled=True) == expected
+    assert conclude(run_dir, 1, Ended(status, cancelled=True)) == expected
     assert result(run_dir) == {"status": "cancelled", "steps": 9}
     assert not (run_dir / "requeue").exists()
 
 
-def test_conclude_runs_as_a_module_of_the_batch_script(run_dir: Path) -> None:
-    command = [sys.executable, "-m", conclude_module.__name__, str(run_dir), "1", "0", "--cancelled"]
-    process = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert (process.returncode, process.stdout) == (1, "cancelled\n")
-    assert result(run_dir) == {"status": "cancelled"}
+@pytest.mark.parametrize(
+    ("settings", "excluded", "printed"),
+    [
+        ("nodes: '2'", ["n2"], "requeued without n2, where a rank failed"),
+        ("nodes: '4'", [], "requeued on any node: too few nodes that the job can use are up without n2"),
+        ("nodes: '3-9'", ["n2"], "requeued without n2, where a rank failed"),
+        ("nodes: '2', constraint: a100", ["n2"], "requeued without n2, where a rank failed"),
+        ("nodes: '3', constraint: a100", [], "requeued on any node: too few nodes"),  # n4 has only a100_80
+        ("nodes: '1', constraint: 'a100|a100_80'", [], "requeued on any node: too few nodes"),
+        ("nodes: '1', nodelist: 'n[1-2]'", [], "requeued on any node, also n2: cluster.nodelist or"),
+        ("nodes: '1', reservation: week", [], "requeued on any node, also n2: cluster.nodelist or"),
+    ],
+)
+def test_faulty_node_is_excluded_only_if_the_job_fits_without_it(
+    run_dir: Path, settings: str, excluded: list[str], printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exclusion that leaves too few nodes would keep the job pending forever. n9 is not one of the job's."""
+    (run_dir / "config.yaml").write_text(frozen(f"cluster: {{kind: slurm, procs_per_node: '1', {settings}}}"))
+    last = job_of_attempts(run_dir, PUBLISHED)
+    logs = run_dir / "logs" / f"attempt_{last}"
+    (logs / "nodes").write_text("n1\nn2\n")
+    write_report(logs, 0, HungRun("no progress", ("n2", "n9")))
+    up = ["n1|a100,nvlink", "n2|a100,nvlink", "n3|a100,nvlink", "n4|a100_80,nvlink", "n4|a100_80,nvlink"]
+    conclude(run_dir, last, Ended(137, cluster=Cluster(up=up, excluded=["n7"])))
+    assert printed in capsys.readouterr().out
+    assert (run_dir / "requeue").read_text().split() == ([*excluded, "n7"] if excluded else [])
+
+
+def test_requeues_are_counted_by_the_scheduler_or_by_the_attempts(run_dir: Path) -> None:
+    """Starts of the ranks in the same job are no requeues; without a count every attempt is one."""
+    last = job_of_attempts(run_dir, *[PUBLISHED] * 21)
+    for requeues, requeued in ((19, True), (20, False), (None, False)):
+        (run_dir / "result.json").write_text(json.dumps(STOPPED))
+        (run_dir / "requeue").touch()
+        conclude(run_dir, last, Ended(0, requeues=requeues))
+        assert (run_dir / "requeue").exists() == requeued
 
 
 def node_check(run_dir: Path, gpus: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "components.launch.slurm.node_check", str(run_dir), str(gpus)]
+    command = [sys.executable, "-m", "components.launch.job", "check", str(run_dir), str(gpus)]
     return subprocess.run(
         command, cwd=PROJECT, env=os.environ | environment, capture_output=True, text=True, check=False
     )
@@ -446,10 +478,9 @@ def test_sigpipe_does_not_kill_a_slurm_command() -> None:
 def test_stop_signal_does_not_end_the_node_check(run_dir: Path) -> None:
     """The node check ignores the stop signal; the ranks handle the next one."""
     program = (
-        "import os, signal, sys; from components.launch.slurm import node_check\n"
-        f"sys.argv = ['node_check', {str(run_dir)!r}, '0']\n"
-        "print(node_check.check_node()); os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
+        "import os, pathlib, signal; from components.launch.job.__main__ import check_node\n"
+        f"print(check_node(pathlib.Path({str(run_dir)!r}), 0)); os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stdout) == (0, "0\nalive\n")
-    assert 128 + signal.SIGUSR2 == conclude_module._STOPPED_EARLY
+    assert 128 + signal.SIGUSR2 == attempts_module._STOPPED_EARLY

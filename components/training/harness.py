@@ -23,9 +23,9 @@ from components.config.schema.training import TasksConfig, TrainingTasksConfig
 from components.exchange import all_gather_json
 from components.protocol.errors import ConfigError
 from components.training.context import RunContext
+from components.training.continuations import RequestBatches
 from components.training.evaluation import TaskScores
 from components.training.setup.prepared import Prepared
-from components.training.tasks.continuations import RequestBatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +99,7 @@ def evaluate_tasks(model: Prepared, tasks: BenchmarkTasks, run: RunContext) -> T
         return TaskScores()
     from lm_eval.evaluator import evaluate
 
-    from components.training.tasks.mesh_lm import MeshLM, Stopped
+    from components.training.mesh_lm import MeshLM, Stopped
 
     cfg, was_training = tasks.cfg, model.module.training
     lm = MeshLM(model, tasks.tokenizer, *_sizes(cfg, model, tasks.tokenizer, run), run)
@@ -168,7 +168,7 @@ def _check_names(cfg: TasksConfig, known: Collection[str]) -> None:
 
 def _check_task(name: str, task: Any) -> None:
     """Reject a task that needs what Meshbook does not support."""
-    from components.training.tasks.mesh_lm import GENERATION_KEYS
+    from components.training.mesh_lm import GENERATION_KEYS
 
     why = ""
     if getattr(task, "UNSAFE_CODE", False):

@@ -1,0 +1,115 @@
+"""The commands of a batch script, on every scheduler; they print to the job's log.
+
+    python -m components.launch.job begin RUN_DIR --job ID --nodes "n1 n2" --counts 2    # before the ranks start
+    python -m components.launch.job check RUN_DIR GPUS                                   # on each node
+    python -m components.launch.job conclude RUN_DIR STATUS                              # after they have ended
+
+`begin` writes the attempt's number to RUN_DIR/logs/attempt, for MESHBOOK_ATTEMPT of the ranks and of `conclude`. It
+exits with status 1 or 2 if the job must end. If RUN_DIR/requeue exists, the ranks must not be started. `conclude` exits
+with the job's exit status; then RUN_DIR/restart asks for the ranks to be started again with another `begin`, and
+RUN_DIR/requeue for the job to be requeued without the nodes that it lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from components.launch.job.attempts import Cluster, Ended, Refused, begin, conclude, seconds_left
+from components.launch.machine import node_problems
+from components.protocol.errors import EXIT_INVALID, ConfigError
+from components.protocol.failures import print_problems
+from components.protocol.role import ATTEMPT, JOB, whole_number
+from components.protocol.run_files import ATTEMPT_NUMBER, LOGS, REQUEUE, create_marker, read_text
+from components.terminal import HelpText, keep_running, open_output, print_text
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run a command of a batch script, and return its exit status."""
+    open_output()
+    keep_running()
+    given = _parser().parse_args(arguments)
+    try:
+        return given.run(given)
+    except ConfigError as error:
+        print_problems(error.problems)
+        return EXIT_INVALID
+    except Refused as error:
+        print_text(error, flush=True)
+        return 1
+
+
+def check_node(run_dir: Path, gpus: int) -> int:
+    """Print one line per problem of this node; return 1 if there is any, else 0."""
+    # The stop request: there is nothing to save yet, so only leave the marker for the batch script.
+    signal.signal(signal.SIGUSR2, lambda number, frame: create_marker(run_dir / REQUEUE))
+    problems = node_problems(run_dir, gpus)
+    for problem in problems:
+        print_text(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
+    return 1 if problems else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="components.launch.job", description=__doc__, formatter_class=HelpText)
+    commands = parser.add_subparsers(required=True)
+    start = commands.add_parser("begin", help="claim the next attempt, and choose its nodes")
+    start.set_defaults(run=_begin)
+    start.add_argument("run_dir", type=Path)
+    start.add_argument("--job", default=os.environ.get(JOB), help=f"id of the job (default: {JOB})")
+    start.add_argument("--nodes", default="", help="nodes of the job, separated by spaces")
+    start.add_argument("--counts", type=int, nargs="+", default=[], help="numbers of nodes that the run can use")
+    start.add_argument("--down", type=Path, help="file with nodes that are down, each NODE|STATE|REASON")
+    start.add_argument("--unfinished", default="", help="the job in RUN_DIR/job_id, if it has not ended")
+    check = commands.add_parser("check", help="check a node")
+    check.set_defaults(run=lambda given: check_node(given.run_dir, given.gpus))
+    check.add_argument("run_dir", type=Path)
+    check.add_argument("gpus", type=int, help="GPUs that the ranks of this node need")
+    end = commands.add_parser("conclude", help="report how the attempt ended, and decide what follows")
+    end.set_defaults(run=_conclude)
+    end.add_argument("run_dir", type=Path)
+    end.add_argument("status", type=int, help="exit status of the command that started the ranks")
+    end.add_argument("--cancelled", action="store_true", help="the user cancelled the job")
+    end.add_argument("--left", metavar="TIME", help="time left, H:M:S or UNLIMITED, if this job can restart its ranks")
+    end.add_argument("--requeues", type=int, help="how often the job was started again (default: attempts less one)")
+    end.add_argument("--up", type=Path, help="file with nodes that a requeued job can get, each NODE|FEATURE,FEATURE")
+    end.add_argument("--excluded", default="", help="nodes that the job excludes already, separated by spaces")
+    return parser
+
+
+def _begin(given: argparse.Namespace) -> int:
+    if not given.job:
+        raise ConfigError(f"--job and {JOB} are not set; pass the id of the job, as your scheduler names it")
+    cluster = Cluster(down=_lines(given.down) or [])
+    begin(
+        given.run_dir,
+        given.job,
+        nodes=given.nodes.split(),
+        counts=given.counts,
+        cluster=cluster,
+        unfinished=given.unfinished,
+    )
+    return 0
+
+
+def _conclude(given: argparse.Namespace) -> int:
+    number = os.environ.get(ATTEMPT) or read_text(given.run_dir / LOGS / ATTEMPT_NUMBER).strip()
+    attempt = whole_number(number)
+    if attempt is None:
+        raise ConfigError(f"{given.run_dir / LOGS / ATTEMPT_NUMBER}: holds no number; call `begin` first")
+    left = None if given.left is None else seconds_left(given.left)
+    cluster = Cluster(up=_lines(given.up), excluded=given.excluded.split())
+    ended = Ended(given.status, given.cancelled, seconds_left=left, requeues=given.requeues, cluster=cluster)
+    return conclude(given.run_dir, attempt, ended)
+
+
+def _lines(file: Path | None) -> list[str] | None:
+    return None if file is None else file.read_text(errors="replace").splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(sys.argv[1:]))

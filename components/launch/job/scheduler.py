@@ -1,0 +1,308 @@
+"""Backend that submits runs as jobs: what all schedulers share, and what each of them states.
+
+`submit` is the same for all: copy the code, render the script, record the submission, send it, adopt the job if the
+answer came too late, and print a summary. A scheduler states how to render, send, find, query and cancel a job.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from components.config.schema.checks import field_values
+from components.config.schema.data import MixtureDataConfig
+from components.config.schema.parallelism import describe_processes
+from components.config.schema.recipes import RecipeConfig, named_models
+from components.kernel_counters import CpuLimitError, limited
+from components.launch.backend import CheckedRun, Job, print_job, record_job, recorded_job
+from components.launch.job.snapshot import ROOT, copied_recipe_path, copy_code
+from components.protocol.errors import ConfigError
+from components.protocol.run_files import (
+    CODE,
+    JOB_ID,
+    JOB_SCRIPT,
+    LOGS,
+    PRIVATE,
+    SUBMISSION,
+    atomic_write,
+    keep_only_folder,
+)
+from components.protocol.safe_json import read_regular
+from components.terminal import print_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+Findings = tuple[list[str], list[str]]
+"""Problems, and notes for the user."""
+
+TAG = "meshbook:"
+"""Prefix of the unique tag of a submission."""
+QUERIES, PAUSE = 5, 2.0
+"""Number of queries for a job whose submission was not confirmed, and the seconds between them."""
+LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
+"""Types of file systems that other machines cannot access, unless this one exports them."""
+_LARGEST = 1 << 20
+"""Most bytes of a template, and of what it renders to; Slurm accepts scripts of 4 MiB."""
+CPU_SECONDS = 5
+"""Most CPU time that a template may take; the built-in ones take milliseconds."""
+MEMORY = 1 << 29
+"""Most bytes that a template may allocate."""
+
+
+class NoAnswer(ConfigError):
+    """The scheduler did not answer in time; it may still carry out the request."""
+
+
+class UnknownSubmission(Exception):
+    """The scheduler did not answer: it may or may not have accepted the job."""
+
+
+class Scheduler(ABC):
+    """Backend that submits runs as jobs; a subclass states what differs between schedulers.
+
+    For a scheduler of your own, see examples/own_scheduler.
+    """
+
+    runs_here = False
+    name = "the scheduler"
+    """Name in messages."""
+    file = JOB_SCRIPT
+    """Name of the file in the run directory that is submitted."""
+    unit = ("on", "node")
+    """Words for the place of the ranks: "on 2 nodes"."""
+    copies_code = True
+    """Whether cluster.snapshot applies."""
+    prefix = ""
+    """Beginning of the ids of this scheduler's jobs in RUN/job_id, for one of the user's own (cluster.factory)."""
+
+    def problems(self, cfg: RecipeConfig, rejected: Collection[str]) -> Findings:
+        """Return the problems of submitting `cfg`, and notes. See `Backend.validate`; never called with `quick`."""
+        return [], []
+
+    @abstractmethod
+    def render(self, run: CheckedRun, tag: str) -> str:
+        """Return the text of `file`. Raises ConfigError."""
+
+    @abstractmethod
+    def send(self, run: CheckedRun, file: Path, tag: str) -> str:
+        """Submit `file`, and return the id of the job.
+
+        Raises:
+            NoAnswer: The scheduler may have accepted the job.
+            ConfigError: It has not.
+        """
+
+    @abstractmethod
+    def find(self, file: Path, tag: str) -> str | None:
+        """Return the id of the job that a submission created; None if there is none.
+
+        Raises ConfigError if the scheduler does not answer.
+        """
+
+    @abstractmethod
+    def query(self, jobs: Sequence[str]) -> dict[str, Job]:
+        """Return the jobs with these ids, in as few queries as possible."""
+
+    @abstractmethod
+    def cancel(self, job: str) -> bool:
+        """Cancel a job, and return whether the scheduler accepted the request. Raises ConfigError without an answer."""
+
+    @abstractmethod
+    def cancel_command(self, job: str) -> str:
+        """Return the shell command that cancels a job."""
+
+    def owns(self, job: str) -> bool:
+        """Return whether an id, or the tag of a submission, is one of this scheduler's."""
+        return job.startswith(self.prefix)
+
+    def new_tag(self, run: CheckedRun) -> str:
+        """Return a unique tag for a submission, by which `find` finds its job."""
+        return f"{TAG}{secrets.token_hex(8)}"
+
+    def find_command(self, file: Path, tag: str) -> str:
+        """Return a shell command with which a user finds the job of a submission."""
+        return f"a search for {tag}"
+
+    def summary(self, run: CheckedRun, job: str) -> list[tuple[str, str]]:
+        """Return what to print of a submitted job, each a name and a text: how to follow, stop and requeue it."""
+        return [
+            ("follow", f"tail -F {run.directory.path / LOGS / 'latest' / 'rank_0.log'}"),
+            ("stop", self.cancel_command(job)),
+        ]
+
+    def validate(
+        self, cfg: RecipeConfig, processes: int, rejected: Collection[str], *, quick: bool = False
+    ) -> Findings:
+        """Return the problems specific to this scheduler, and notes. See `Backend.validate`."""
+        return ([], []) if quick else self.problems(cfg, rejected)
+
+    def show(self, run: CheckedRun) -> None:
+        """Print what `submit` would submit."""
+        text = self.render(run, self.new_tag(run))
+        print_job(run, text, f"submit this to {self.name} as {run.directory.path / self.file}")
+
+    def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
+        """Submit a run and print a summary; return 0, or 1 if it is unknown whether the scheduler accepted the job."""
+        directory, path = run.directory, run.directory.path
+        try:
+            files = self._copy_code(run)
+            tag = self.new_tag(run)
+            atomic_write(path / self.file, self.render(run, tag), PRIVATE)
+            job = self._submit(run, path / self.file, tag)
+        except UnknownSubmission as error:
+            print_text(error, file=sys.stderr, flush=True)
+            return 1
+        except ConfigError as error:
+            directory.discard(str(error))
+            raise
+        except OSError as error:
+            directory.discard(str(error))
+            raise ConfigError(f"run.dir={path}: cannot be written: {error}; choose another run.dir") from error
+        except KeyboardInterrupt:
+            directory.discard("interrupted during submission")
+            raise
+        (place, word), nodes = self.unit, run.cfg.cluster
+        where = f"{place} {nodes.nodes} {word}{'s' if nodes.most_nodes > 1 else ''}"
+        rows = [
+            ("run", str(path)),
+            ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} {where}"),
+            *([("nodes", f"each attempt uses {' or '.join(map(str, run.node_counts))}")] * (len(run.node_counts) > 1)),
+            ("code", f"{files} files copied: later edits do not affect the job" if files else self.code(run)),
+            *(("note", note) for note in run.notes),
+            ("job", self.prefix + job),
+            *self.summary(run, job),
+        ]
+        for name, value in rows:
+            print_text(f"{name:<14} {value}")
+        return 0
+
+    def code(self, run: CheckedRun) -> str:
+        """Return where the code of the ranks is, as text."""
+        return str(code_folder(run))
+
+    def _copy_code(self, run: CheckedRun) -> int:
+        """Copy the code to the run directory if cluster.snapshot is set, and return the number of files."""
+        if not (self.copies_code and run.cfg.cluster.snapshot):
+            return 0
+        keep_only_folder(run.directory.path / CODE)
+        return copy_code(run.recipe.file, run.directory.path / CODE)
+
+    def _submit(self, run: CheckedRun, file: Path, tag: str) -> str:
+        """Submit a file, record the job in the run directory, and return its id.
+
+        A submission may fail although the scheduler accepted the job, if the answer is late or lost. The tag is
+        therefore recorded first, and the job is searched for by it.
+
+        Raises:
+            ConfigError: The scheduler rejected the job, or has no such job.
+            UnknownSubmission: It answers neither the submission nor the search.
+        """
+        run_dir = file.parent
+        earlier = recorded_job(run_dir)  # has ended: checked when the run directory was opened
+        atomic_write(run_dir / SUBMISSION, self.prefix + tag)
+        (run_dir / JOB_ID).unlink(missing_ok=True)
+        try:
+            job = self.send(run, file, tag)
+        except ConfigError as error:
+            found = self._find_late(file, tag, error) if isinstance(error, NoAnswer) else None
+            if found is None:
+                (run_dir / SUBMISSION).unlink()
+                if earlier is not None:
+                    record_job(run_dir, earlier)
+                raise
+            job = found
+            run.notes.append(f"the submission failed, but {self.name} had accepted the job: {error}")
+        except KeyboardInterrupt:
+            self._cancel_submission(file, tag)
+            raise
+        record_job(run_dir, self.prefix + job)
+        return job
+
+    def _find_late(self, file: Path, tag: str, failure: ConfigError) -> str | None:
+        """Return the job of a failed submission, which may take seconds to appear; None if there is none."""
+        for query in range(QUERIES):
+            time.sleep(PAUSE if query else 0)
+            try:
+                if (job := self.find(file, tag)) is not None:
+                    return job
+            except ConfigError as error:
+                raise UnknownSubmission(
+                    f"{failure}\nIt is unknown whether {self.name} accepted the job, since a search for it fails, too: "
+                    f"{error}\nThe run directory {file.parent} is kept. Once {self.name} responds, find the job with "
+                    f"{self.find_command(file, tag)}, or run the command again with this run.dir: it looks for the job "
+                    "first"
+                ) from error
+        return None
+
+    def _cancel_submission(self, file: Path, tag: str) -> None:
+        """Cancel the job of an interrupted submission if the scheduler has accepted it, and print the outcome."""
+        try:
+            job = self.find(file, tag)
+            done = job is None or self.cancel(job)
+        except ConfigError:
+            print_text(f"interrupted: look for the job with {self.find_command(file, tag)}", file=sys.stderr)
+            return
+        if job is not None:
+            ending = "was cancelled" if done else f"could not be cancelled: run {self.cancel_command(job)}"
+            print_text(f"interrupted: job {job}, which {self.name} had accepted, {ending}", file=sys.stderr)
+
+
+def code_folder(run: CheckedRun) -> Path:
+    """Return the folder of the code that the ranks run, for PYTHONPATH."""
+    return run.directory.path / CODE if run.cfg.cluster.snapshot else ROOT
+
+
+def recipe_file(run: CheckedRun) -> Path:
+    """Return the recipe's file that the ranks run."""
+    return copied_recipe_path(run.recipe.file, code_folder(run)) if run.cfg.cluster.snapshot else run.recipe.file
+
+
+def named_paths(cfg: RecipeConfig) -> dict[str, str | None]:
+    """Return the paths that a config names, by key; a model's may be a name on the hub."""
+    sources = cfg.data.sources if isinstance(cfg.data, MixtureDataConfig) else {}
+    return {
+        "run.dir": cfg.run.dir or str(Path.cwd()),
+        **named_models(cfg),
+        "data.path": field_values(cfg.data).get("path"),
+        **{f"data.sources.{name}.path": field_values(each).get("path") for name, each in sources.items()},
+    }
+
+
+def _mounts() -> dict[str, str]:
+    """Return the file system type of each mount point."""
+    table = Path("/proc/self/mounts")
+    lines = table.read_text().splitlines() if table.exists() else []
+    return {entry[1].replace("\\040", " "): entry[2] for entry in map(str.split, lines) if len(entry) > 2}
+
+
+def file_system(path: Path) -> str | None:
+    """Return the type of the file system that contains a path; None if unknown."""
+    absolute, mounts = path.absolute(), _mounts()
+    return next((mounts[str(folder)] for folder in (absolute, *absolute.parents) if str(folder) in mounts), None)
+
+
+def render_template(environment: Environment, file: Path, values: Mapping[str, Any]) -> str:
+    """Return the rendered template. Raises ConfigError, also if it exceeds a limit."""
+    from jinja2 import TemplateSyntaxError
+
+    what = f"cluster.template={file}: cannot be rendered"
+    try:
+        source = read_regular(file, _LARGEST).decode()
+        with limited(CPU_SECONDS, MEMORY):
+            text = environment.from_string(source).render(values)
+    except CpuLimitError as error:
+        raise ConfigError(f"{what}: it takes more than {CPU_SECONDS} s of CPU time") from error
+    except MemoryError as error:
+        raise ConfigError(f"{what}: it takes more than {MEMORY >> 20} MiB of memory") from error
+    except Exception as error:  # a template can raise anything: ZeroDivisionError, SecurityError
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise ConfigError(f"{what}{line}: {str(error)[:1000]}") from error
+    if len(text) > _LARGEST:
+        raise ConfigError(f"{what}: it renders to more than {_LARGEST:,} characters")
+    return text
