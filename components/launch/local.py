@@ -180,6 +180,13 @@ class RankProcesses:
         if not self.end_requested:
             self._set_plan((0.0, signal.SIGTERM), (_KILL_AFTER, signal.SIGKILL))
 
+    def status_of(self, failure: Failure) -> str:
+        """Return the status in result.json of a run that failed so."""
+        if failure.report is not None:
+            return failure.report.status
+        killed = self.exits[failure.rank].status == -signal.SIGKILL
+        return "oom" if killed and killed_for_memory() > self.killed_for_memory_before else "failed"
+
     def _forward(self, number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in self.stops:
             self.aborted = True
@@ -284,16 +291,9 @@ def _conclude(ranks: RankProcesses, directory: RunDirectory) -> int:
             directory.discard(report.message)
         print_failure(failure, directory.logs)
         return EXIT_INVALID
-    directory.conclude(_status(ranks, failure), failure.error)  # before printing: stderr may be closed
+    directory.conclude(ranks.status_of(failure), failure.error)  # before printing: stderr may be closed
     print_failure(failure, directory.logs, is_shown=failure.rank == 0)
     return report.kind.exit_status if report is not None else 1
-
-
-def _status(ranks: RankProcesses, failure: Failure) -> str:
-    if failure.report is not None:
-        return failure.report.status
-    killed = ranks.exits[failure.rank].status == -signal.SIGKILL
-    return "oom" if killed and killed_for_memory() > ranks.killed_for_memory_before else "failed"
 
 
 def _stopped(ranks: RankProcesses, directory: RunDirectory) -> int:

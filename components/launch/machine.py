@@ -24,6 +24,8 @@ RANKS_PER_CORE = 4
 """Maximum number of local ranks per CPU core; more ranks only compete for the cores."""
 RANK_BYTES = 256 * 2**20
 """Private memory of a rank in bytes after importing torch and transformers, before a model is loaded."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Variable with the devices that CUDA shows to a process."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable with the sizes of cuBLAS's buffers, which determine the order of its sums."""
 _WORKSPACES = (":4096:8", ":16:8")
@@ -56,16 +58,30 @@ def usable_cores() -> int:
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     """Return the number of CUDA devices visible to a process with these variables, without initializing CUDA.
 
-    If CUDA_VISIBLE_DEVICES is set, count its entries before the first invalid one, as CUDA does. Otherwise count the
-    device files, or the GPUs that the driver lists in /proc.
+    If CUDA_VISIBLE_DEVICES is set, count its entries. Otherwise count the device files, or the GPUs that the driver
+    lists in /proc.
     """
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        entries = [entry.strip() for entry in listed.split(",")]
-        ends = [index for index, entry in enumerate(entries) if entry in ("", "-1", "NoDevFiles")]
-        return ends[0] if ends else len(entries)
+    if (listed := environ.get(VISIBLE_DEVICES)) is not None:
+        return len(_listed_devices(listed))
     files = sum(1 for _ in (root / "dev").glob("nvidia[0-9]*"))
     return files or sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
+
+
+def _listed_devices(listed: str) -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES that CUDA uses, without spaces.
+
+    They are numbers, or UUIDs of GPUs or of MIG devices like the first one. CUDA ignores the first other entry and what
+    follows it (Slurm writes NoDevFiles), and uses no device if one is repeated.
+    """
+    kind = next((kind for kind in ("GPU-", "MIG-") if listed.strip().startswith(kind)), "")
+    entries: list[str] = []
+    for entry in map(str.strip, listed.split(",")):
+        if not (entry.startswith(kind) if kind else entry[:1].isdecimal()):
+            break
+        if entry in entries:
+            return []
+        entries.append(entry)
+    return entries
 
 
 def device_problems(cfg: RecipeConfig, processes: int, gpus: int, memory: int | None = None) -> list[str]:
@@ -80,6 +96,11 @@ def device_problems(cfg: RecipeConfig, processes: int, gpus: int, memory: int | 
     if cfg.cluster.device == Device.cuda and not gpus:
         return ["cluster.device=cuda: no GPU is visible; set cluster.device=cpu, or check CUDA_VISIBLE_DEVICES"]
     if cfg.cluster.device != Device.cpu and gpus:
+        if processes > 1 and (listed := os.environ.get(VISIBLE_DEVICES, "")).startswith("MIG-"):
+            return [
+                f"{VISIBLE_DEVICES}={listed}: {processes} processes on MIG devices, of which CUDA shows a process only "
+                "the first and NCCL connects none; set cluster.procs_per_node=1, or run on whole GPUs"
+            ]
         if processes <= gpus:
             return []
         return [

@@ -465,7 +465,10 @@ SLURM = [
         "did you mean cluster.requeue.max?",
     ),
     ("cluster=slurm_1node cluster.device=cpu cluster.launcher=mpirun", "must be one of srun, torchrun", "did you mean"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.gpu_request=gpus", "must be one of gpus_per_node, gres, none"),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.gpu_request=gpus",
+        "must be one of gpus_per_node, gres, gpus_per_task, none",
+    ),
     (
         "cluster=slurm_8node cluster.device=cpu cluster.nodes=8-4",
         "cluster.nodes=8-4: must be a number of nodes, 1 or more, or a range such as 4-8",

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,57 @@ def test_node_without_enough_gpus_is_named_before_the_ranks_start(login: Login) 
     assert "node n2: has 0 visible GPUs, but cluster.procs_per_node=2" in log
     assert not (submission.run_dir / "started").exists()
     assert result_of(submission.run_dir)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("asked", "each"),
+    [
+        (("cluster.gpu_request=gpus_per_task",), ["0", "1"]),
+        (("cluster.gpu_request=gres",), ["0,1", "0,1"]),
+        pytest.param(
+            ("cluster.gpu_request=none", "+cluster.sbatch_extra.gpus-per-task='1'"), ["0", "1"], marks=in_torture
+        ),
+        pytest.param(("cluster.srun_extra=['--gpu-bind=single:1']",), ["0", "1"], marks=in_torture),
+        pytest.param(
+            ("cluster.gpu_request=gpus_per_task", "cluster.launcher=torchrun"), ["0,1", "0,1"], marks=in_torture
+        ),
+    ],
+)
+def test_nodes_with_gpus_for_all_ranks_pass_the_check(login: Login, asked: tuple[str, ...], each: list[str]) -> None:
+    """In every form of CUDA_VISIBLE_DEVICES that Slurm sets: one GPU of its own for a rank, or all of the node."""
+    python = login.folder / "python"  # of its own, so that the CPU build of torch is no problem
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    recipe = login.write_recipe(
+        """
+        local = os.environ.get("LOCAL_RANK") or os.environ["SLURM_LOCALID"]
+        (HERE / f"gpus_{RANK}").write_text(f"{local} {os.environ['CUDA_VISIBLE_DEVICES']}")
+        """
+    )
+    submission = login.run(
+        *("cluster=slurm_2node", "cluster.procs_per_node=2", *CPU, *QUICK, "training.micro_batch_size=1"),
+        *("cluster.device=auto", f"cluster.python={python}", "cluster.nodelist='n[3,8]'", *asked),
+        recipe=recipe,
+    )
+    login.wait_for_end(submission)
+    seen = sorted(file.read_text() for file in submission.run_dir.glob("gpus_*"))
+    assert seen == sorted(f"{number} {gpus}" for number, gpus in enumerate(each) for _ in range(2))
+    assert (submission.run_dir / "logs" / "attempt_0" / "nodes").read_text().split() == ["n3", "n8"]
+
+
+@pytest.mark.parametrize("devices", ["GPU-1a,GPU-2b", pytest.param("MIG-1a,MIG-2b", marks=in_torture)])
+def test_names_of_devices_pass_the_check(login: Login, devices: str) -> None:
+    """As Slurm writes them with AutoDetect=nvml and MIG; here the Python of the job sets them."""
+    python = login.folder / "python"
+    python.write_text(f'#!/bin/sh\nexport CUDA_VISIBLE_DEVICES={devices}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    submission = login.run(
+        *("cluster=slurm_1node", "cluster.procs_per_node=2", *CPU, *QUICK, "training.micro_batch_size=1"),
+        *("cluster.device=auto", "cluster.gpu_request=none", f"cluster.python={python}"),
+        recipe=login.write_recipe("(HERE / 'seen').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"),
+    )
+    login.wait_for_end(submission)
+    assert (submission.run_dir / "seen").read_text() == devices
 
 
 def no_process_is_left(login: Login, *nodes: str) -> bool:

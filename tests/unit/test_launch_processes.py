@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from components.config.schema import (
     Device,
@@ -55,10 +56,27 @@ def test_process_count_follows_gpus_degrees_and_explicit_counts(cfg: FinetuneCon
 
 @pytest.mark.parametrize(
     ("value", "gpus"),
-    [("0", 1), ("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a,GPU-2b", 2), ("MIG-x", 1), ("NoDevFiles", 0)],
+    [
+        *(("0", 1), ("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("NoDevFiles", 0), (" 3, 5", 2), ("0,1,x,3", 2)),
+        *(("0,1,0", 0), ("GPU-1a,GPU-2b", 2), ("GPU-1a,GPU-1a", 0), ("GPU-1a,2", 1), ("0,GPU-1a", 1), ("MIG-x", 1)),
+        *(("MIG-GPU-1a/1/0,MIG-GPU-1a/2/0", 2), ("MIG-x,GPU-1a", 1), ("gpu0", 0), ("(null)", 0), ("0,", 1)),
+    ],
 )
-def test_cuda_visible_devices_sets_the_gpu_count(tmp_path: Path, value: str, gpus: int) -> None:
+def test_cuda_visible_devices_sets_the_gpu_count(
+    tmp_path: Path, value: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch reads the variable, which does as CUDA does."""
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, tmp_path) == gpus
+    if value.strip() == value:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert len(torch.cuda._parse_visible_devices()) == gpus
+
+
+def test_ranks_on_several_mig_devices_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert device_problems(config("1"), 1, gpus=2) == []
+    (problem,) = device_problems(config("2"), 2, gpus=2)
+    assert problem.startswith("CUDA_VISIBLE_DEVICES=MIG-a,MIG-b: 2 processes on MIG devices")
 
 
 def test_gpus_are_counted_by_device_files_without_cuda_visible_devices(tmp_path: Path) -> None:

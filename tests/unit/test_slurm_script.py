@@ -276,6 +276,11 @@ def requested(**values: object) -> list[str]:
             ["--nodes=4-8", "--mincpus=24", "--cpus-per-task=6"],
         ),
         ({"gpu_request": GpuRequest.gres}, ["--nodes=1", "--ntasks-per-node=4", "--gres=gpu:4"]),
+        ({"gpu_request": GpuRequest.gpus_per_task}, ["--nodes=1", "--ntasks-per-node=4", "--gpus-per-task=1"]),
+        (
+            {"gpu_request": GpuRequest.gpus_per_task, "launcher": Launcher.torchrun},
+            ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-task=4"],
+        ),
         ({"gpu_request": GpuRequest.none}, ["--nodes=1", "--ntasks-per-node=4"]),
         ({"device": Device.cpu}, ["--nodes=1", "--ntasks-per-node=4"]),
         ({"device": Device.cpu, "gpu_request": GpuRequest.gres}, ["--nodes=1", "--ntasks-per-node=4"]),

@@ -133,7 +133,8 @@ class ClusterConfig:
     cpus_per_proc: int | None = None
     """CPU cores per process, at least 1; null: the partition's default."""
     gpu_request: GpuRequest = GpuRequest.gpus_per_node
-    """sbatch option that requests GPUs: gpus_per_node (--gpus-per-node), gres (--gres=gpu:N) or none."""
+    """sbatch option that requests GPUs: gpus_per_node (--gpus-per-node), gres (--gres=gpu:N), gpus_per_task
+    (--gpus-per-task, by which each rank sees only its own GPU; not with a range of nodes) or none."""
     python: str | None = None
     """Python executable on the nodes; null: the one that submits the job, which must be on a shared file system; in a
     container `python`."""
@@ -279,6 +280,11 @@ class SlurmClusterConfig(ClusterConfig):
                     f"cluster.{key}={value!r}: is not a valid Slurm {key}; remove spaces, quotes and special characters"
                 )
         problems += self._time_problems() + self._variable_problems() + self._text_problems()
+        if self.gpu_request == GpuRequest.gpus_per_task and "-" in self.nodes:
+            problems.append(
+                f"cluster.gpu_request=gpus_per_task: with the range cluster.nodes={self.nodes} the job has no tasks; "
+                "set gpus_per_node or gres"
+            )
         return problems + [
             f"cluster.{section}.{name}: is reserved by the batch script; choose another name"
             for section, variables in (("env", self.env), ("network_env", self.network_env))

@@ -68,10 +68,12 @@ class Launcher(StrEnum):
 
 
 class GpuRequest(StrEnum):
-    """sbatch options that request GPUs: --gpus-per-node, --gres=gpu:N, or none."""
+    """sbatch options that request GPUs: --gpus-per-node, --gres=gpu:N, --gpus-per-task (each rank sees only its own
+    GPU), or none."""
 
     gpus_per_node = "gpus_per_node"
     gres = "gres"
+    gpus_per_task = "gpus_per_task"
     none = "none"
 
 

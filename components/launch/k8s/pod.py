@@ -14,7 +14,6 @@ first pod publishes how the attempt ended, since only rank 0 writes the result.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -25,7 +24,6 @@ from pathlib import Path
 
 from components.config.compose.frozen import read_section
 from components.config.schema.cluster import ClusterConfig, Device
-from components.kernel_counters import killed_for_memory
 from components.launch.job.attempts import AFTER, Refused, begin
 from components.launch.job.policy import attempt_numbers, attempts_of_job, reason_to_end
 from components.launch.local import RankProcesses, allocator_defaults, rank_defaults
@@ -128,7 +126,6 @@ class _PodAttempt:
         self.ranks = RankProcesses(self.logs, self.first)
         self.lost: list[int] = []
         """Indices of pods that were replaced."""
-        self.killed_for_memory_before = killed_for_memory()
         self._next_look = 0.0
         self._shown = 0
 
@@ -227,7 +224,7 @@ class _PodAttempt:
             if report.kind == Kind.config:
                 self._refused(report.message)
             return EXIT_INVALID
-        record_result(run_dir, {"status": self._status(failure, report), "error": failure.error})
+        record_result(run_dir, {"status": self.ranks.status_of(failure), "error": failure.error})
         after = AFTER.get(report.kind) if report is not None else None
         if after is None and self._may_be_transient(failure):
             after = "crash"
@@ -253,12 +250,6 @@ class _PodAttempt:
         logs = attempt_logs(self.pod.run_dir, self.attempt)
         if first_to_report(logs) and not refuse_start(self.pod.run_dir, self.attempt):
             record_result(self.pod.run_dir, {"status": "invalid", "error": message})
-
-    def _status(self, failure: Failure, report: RankReport | None) -> str:
-        if report is not None:
-            return report.status
-        killed = self.ranks.exits[failure.rank].status == -signal.SIGKILL
-        return "oom" if killed and killed_for_memory() > self.killed_for_memory_before else "failed"
 
     def _ended_by_itself(self) -> int:
         """Publish the outcome of the attempt on the first pod, by the result of rank 0."""

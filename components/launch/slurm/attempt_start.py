@@ -17,17 +17,13 @@ from components.terminal import keep_running, open_output, print_text
 
 def start_attempt(run_dir: Path, attempt: int, counts: list[int]) -> int:
     """Check the limits on attempts and choose the nodes of an attempt; return 1 if the job must end, else 0."""
+    nodes = attempt_logs(run_dir, attempt) / NODES
     try:
         check_limits(run_dir, attempt, cluster_of(run_dir))
+        if not lines_of(nodes):
+            raise Refused(f"{nodes}: lists no node; compare cluster.template with slurm/train.sbatch.j2")
     except Refused as reason:
         print_text(reason, flush=True)
-        return 1
-    if not lines_of(attempt_logs(run_dir, attempt) / NODES):
-        print_text(
-            f"{attempt_logs(run_dir, attempt) / NODES}: lists no node; compare cluster.template with "
-            "slurm/train.sbatch.j2",
-            flush=True,
-        )
         return 1
     down = lines_of(attempt_logs(run_dir, attempt - 1) / "down_nodes")
     choose_nodes(run_dir, attempt, counts, Cluster(down=down))

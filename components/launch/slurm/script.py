@@ -137,8 +137,11 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
     if cluster.cpus_per_proc is not None:
         options.append(("cpus-per-task", str(cluster.cpus_per_proc * (procs if by_agent else 1))))
     if cluster.device != Device.cpu and cluster.gpu_request != GpuRequest.none:
-        by_gres = cluster.gpu_request == GpuRequest.gres
-        options.append(("gres", f"gpu:{procs}") if by_gres else ("gpus-per-node", str(procs)))
+        requests = {
+            GpuRequest.gres: ("gres", f"gpu:{procs}"),
+            GpuRequest.gpus_per_task: ("gpus-per-task", str(procs if by_agent else 1)),
+        }
+        options.append(requests.get(cluster.gpu_request, ("gpus-per-node", str(procs))))
     keys = ("mem", "time", "partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation")
     values = field_values(cluster)
     options += [(key, values[key]) for key in keys if values[key] is not None]

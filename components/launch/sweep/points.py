@@ -24,7 +24,7 @@ from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.kernel_counters import killed_for_memory
 from components.launch.clusters import job_of, jobs_by_id, stop
-from components.launch.machine import RANKS_PER_CORE, usable_cores, visible_gpus
+from components.launch.machine import RANKS_PER_CORE, VISIBLE_DEVICES, usable_cores, visible_gpus
 from components.launch.rank import die_with
 from components.launch.sweep.plan import PLAN, Point, PointRecord, Sweep, is_running, locked, read_record, write_record
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STATES, SweepRow, read_points
@@ -48,7 +48,7 @@ _MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
 _LAST_LINES = 15
 """Lines of a point's output kept in its record."""
-GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+THREADS = "OMP_NUM_THREADS"
 
 
 def run_points(sweep: Sweep, points: Sequence[Point]) -> list[int]:
@@ -414,7 +414,7 @@ def share_problems(cfg: RecipeConfig, processes: int, parallel: int) -> list[str
             divisors = ", ".join(str(number) for number in range(1, gpus + 1) if gpus % number == 0)
             return [
                 f"sweep.parallel={parallel}: the points share {gpus} visible GPUs, which must be divisible by it; set "
-                f"it to one of {divisors}, or change CUDA_VISIBLE_DEVICES"
+                f"it to one of {divisors}, or change {VISIBLE_DEVICES}"
             ]
         if share < processes <= gpus:  # more than all GPUs are rejected for any run
             return [
@@ -448,6 +448,6 @@ def share_of(slot: int, parallel: int, point: Point, environ: Mapping[str, str])
         variables[THREADS] = str(max(usable_cores() // ((point.processes or 1) * parallel), 1))
     size = visible_gpus(environ) // parallel
     if size and visible_gpus(environ) % parallel == 0:
-        names = environ.get(GPUS, ",".join(map(str, range(size * parallel)))).split(",")
-        variables[GPUS] = ",".join(name.strip() for name in names[slot * size : (slot + 1) * size])
+        names = environ.get(VISIBLE_DEVICES, ",".join(map(str, range(size * parallel)))).split(",")
+        variables[VISIBLE_DEVICES] = ",".join(name.strip() for name in names[slot * size : (slot + 1) * size])
     return variables
