@@ -21,8 +21,7 @@ run_dir={run_dir} job=({python} -m components.launch.job) cancelled=
 trap 'cancelled=--cancelled' TERM  # from `tsp -k`; the ranks receive it, too, and save
 
 while true; do
-    "${{job[@]}}" begin "$run_dir" --nodes "$(hostname)" --counts 1 || exit
-    MESHBOOK_ATTEMPT=$(cat "$run_dir/logs/attempt")
+    MESHBOOK_ATTEMPT=$("${{job[@]}}" begin "$run_dir" --nodes "$(hostname)" --counts 1) || exit
     export MESHBOOK_ATTEMPT
     {python} -m torch.distributed.run --standalone --nproc-per-node={procs} --shutdown-timeout={lead} \\
         --signals-to-handle=SIGTERM,SIGUSR2 {recipe} >>"$run_dir/logs/attempt_$MESHBOOK_ATTEMPT/node_0.log" 2>&1 &

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.job.attempts import Cluster, Refused, begin, record_failed_nodes
+from components.launch.job.attempts import Refused, begin, record_failed_nodes
 from components.protocol.errors import ConfigError
 from tests.frozen import frozen
 
@@ -52,7 +52,7 @@ def test_attempts_are_numbered_and_keep_what_the_one_before_left(run_dir: Path) 
     assert (logs / "attempt_0" / "first_step").exists()
     assert {entry.name for entry in run_dir.iterdir()} == {"config.yaml", "checkpoints", "logs", "job_id"}
     assert [(logs / f"attempt_{number}" / "job").read_text() for number in (0, 1)] == ["7\n", "8\n"]
-    assert ((run_dir / "job_id").read_text(), (logs / "attempt").read_text()) == ("8\n", "1\n")
+    assert (run_dir / "job_id").read_text() == "8\n"
     assert ((logs / "attempt_1" / "checkpoints").read_text(), (logs / "latest").readlink()) == (
         "step_3\n",
         Path("attempt_1"),
@@ -103,7 +103,7 @@ def test_nodes_that_are_down_count_as_failed(run_dir: Path, capsys: pytest.Captu
     """sinfo lists a node once per partition, and nodes of other jobs, too."""
     attempt(run_dir, NODES[:4], [4])
     down = ["n2|down*|Not responding", "n7|drained|a|b", "n2|down*|Not responding"]
-    begin(run_dir, "7", nodes=NODES[:4], counts=[4], cluster=Cluster(down=down))
+    begin(run_dir, "7", nodes=NODES[:4], counts=[4], down=down)
     assert capsys.readouterr().out == "node n2 of the previous attempt is down*: Not responding\n"
     assert (run_dir / "logs" / "attempt_0" / "failed_nodes").read_text() == "n2\n"
 
@@ -137,11 +137,15 @@ def test_commands_of_a_batch_script(run_dir: Path) -> None:
     """As the template calls them: a rank is killed, then the job is stopped and requeued without the node that hung."""
     start = ("begin", str(run_dir), "--nodes", "n1 n2 n3 ", "--counts", "2", "3", "--down", "/dev/stdin")
     began = command(run_dir, *start, "--job", "7", stdin="n9|down|x\n")
-    assert (began.returncode, began.stdout, began.stderr) == (0, "", "")
+    assert (began.returncode, began.stdout, began.stderr) == (0, "0\n", "")
     (run_dir / "logs" / "first_step").touch()
-    killed = command(run_dir, "conclude", str(run_dir), "137", "--left", "UNLIMITED", "--requeues", "0")
+    killed = command(
+        run_dir, "conclude", str(run_dir), "137", "--left", "UNLIMITED", "--requeues", "0", MESHBOOK_ATTEMPT="0"
+    )
     assert (killed.returncode, (run_dir / "restart").exists()) == (137, True), killed.stdout
-    assert command(run_dir, *start, MESHBOOK_JOB="7").returncode == 0
+    down = command(run_dir, *start, MESHBOOK_JOB="7", stdin="n3|down*|gone\n")
+    assert (down.returncode, down.stdout) == (0, "1\n")
+    assert down.stderr == "node n3 of the previous attempt is down*: gone\n"
     (run_dir / "requeue").write_text("n2\nelsewhere\n")
     (run_dir / "result.json").write_text('{"status": "preempted"}')
     up = "".join(f"n{number}|gpu\n" for number in range(1, 7))
@@ -157,7 +161,7 @@ def test_wrong_calls_of_a_batch_script_are_explained(run_dir: Path) -> None:
     environment = {"MESHBOOK_JOB": "", "MESHBOOK_ATTEMPT": ""}
     for arguments, status, message in (
         (("begin", str(run_dir)), 2, "--job and MESHBOOK_JOB are not set; pass the id of the job"),
-        (("conclude", str(run_dir), "0"), 2, "logs/attempt: holds no number; call `begin` first"),
+        (("conclude", str(run_dir), "0"), 2, "MESHBOOK_ATTEMPT=: is no number; export the one that `begin` printed"),
         (("begin", str(run_dir / "gone"), "--job", "7"), 2, "no longer contains a run; submit the command again"),
         (("finish", str(run_dir)), 2, "invalid choice: 'finish'"),
     ):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from components.launch.job import attempts as attempts_module
-from components.launch.job.attempts import Cluster, Ended, conclude, seconds_left
+from components.launch.job.attempts import Ended, conclude, seconds_left
 from components.launch.slurm.jobs import CommandResult, clean_environment, run_slurm
 from components.protocol.errors import ConfigError
 from components.protocol.failures import CorruptRank, HungRun, write_report
@@ -378,7 +378,7 @@ def test_faulty_node_is_excluded_only_if_the_job_fits_without_it(
     (logs / "nodes").write_text("n1\nn2\n")
     write_report(logs, 0, HungRun("no progress", ("n2", "n9")))
     up = ["n1|a100,nvlink", "n2|a100,nvlink", "n3|a100,nvlink", "n4|a100_80,nvlink", "n4|a100_80,nvlink"]
-    conclude(run_dir, last, Ended(137, cluster=Cluster(up=up, excluded=["n7"])))
+    conclude(run_dir, last, Ended(137, up=up, excluded=["n7"]))
     assert printed in capsys.readouterr().out
     assert (run_dir / "requeue").read_text().split() == ([*excluded, "n7"] if excluded else [])
 

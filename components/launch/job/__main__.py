@@ -1,13 +1,14 @@
-"""The commands of a batch script, on every scheduler; they print to the job's log.
+"""The commands of a batch script, on every scheduler.
 
-    python -m components.launch.job begin RUN_DIR --job ID --nodes "n1 n2" --counts 2    # before the ranks start
-    python -m components.launch.job check RUN_DIR GPUS                                   # on each node
-    python -m components.launch.job conclude RUN_DIR STATUS                              # after they have ended
+    attempt=$(python -m components.launch.job begin RUN_DIR --job ID --nodes "n1 n2" --counts 2) || exit
+    export MESHBOOK_ATTEMPT=$attempt                            # for the ranks and for conclude
+    python -m components.launch.job check RUN_DIR GPUS          # on each node
+    python -m components.launch.job conclude RUN_DIR STATUS     # after the ranks have ended
 
-`begin` writes the attempt's number to RUN_DIR/logs/attempt, for MESHBOOK_ATTEMPT of the ranks and of `conclude`. It
-exits with status 1 or 2 if the job must end. If RUN_DIR/requeue exists, the ranks must not be started. `conclude` exits
-with the job's exit status; then RUN_DIR/restart asks for the ranks to be started again with another `begin`, and
-RUN_DIR/requeue for the job to be requeued without the nodes that it lists.
+`begin` prints the number of the attempt, and messages to stderr; it fails if the job must end. If RUN_DIR/requeue
+exists afterwards, the ranks must not be started. `conclude` exits with the job's exit status; then RUN_DIR/restart asks
+for the ranks to be started again with another `begin`, and RUN_DIR/requeue for the job to be requeued without the nodes
+that it lists.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
-from components.launch.job.attempts import Cluster, Ended, Refused, begin, conclude, seconds_left
+from components.launch.job.attempts import Ended, Refused, begin, conclude, seconds_left
 from components.launch.machine import node_problems
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.role import ATTEMPT, JOB, whole_number
-from components.protocol.run_files import ATTEMPT_NUMBER, LOGS, REQUEUE, create_marker, read_text
+from components.protocol.run_files import REQUEUE, create_marker
 from components.terminal import HelpText, keep_running, open_output, print_text
 
 
@@ -40,7 +42,7 @@ def run_command(arguments: Sequence[str]) -> int:
         print_problems(error.problems)
         return EXIT_INVALID
     except Refused as error:
-        print_text(error, flush=True)
+        print_text(error, file=sys.stderr, flush=True)
         return 1
 
 
@@ -84,26 +86,26 @@ def _parser() -> argparse.ArgumentParser:
 def _begin(given: argparse.Namespace) -> int:
     if not given.job:
         raise ConfigError(f"--job and {JOB} are not set; pass the id of the job, as your scheduler names it")
-    cluster = Cluster(down=_lines(given.down) or [])
-    begin(
-        given.run_dir,
-        given.job,
-        nodes=given.nodes.split(),
-        counts=given.counts,
-        cluster=cluster,
-        unfinished=given.unfinished,
-    )
+    with redirect_stdout(sys.stderr):
+        attempt = begin(
+            given.run_dir,
+            given.job,
+            nodes=given.nodes.split(),
+            counts=given.counts,
+            down=_lines(given.down) or [],
+            unfinished=given.unfinished,
+        )
+    print_text(attempt, flush=True)
     return 0
 
 
 def _conclude(given: argparse.Namespace) -> int:
-    number = os.environ.get(ATTEMPT) or read_text(given.run_dir / LOGS / ATTEMPT_NUMBER).strip()
-    attempt = whole_number(number)
+    attempt = whole_number(os.environ.get(ATTEMPT, ""))
     if attempt is None:
-        raise ConfigError(f"{given.run_dir / LOGS / ATTEMPT_NUMBER}: holds no number; call `begin` first")
+        raise ConfigError(f"{ATTEMPT}={os.environ.get(ATTEMPT)}: is no number; export the one that `begin` printed")
     left = None if given.left is None else seconds_left(given.left)
-    cluster = Cluster(up=_lines(given.up), excluded=given.excluded.split())
-    ended = Ended(given.status, given.cancelled, seconds_left=left, requeues=given.requeues, cluster=cluster)
+    up, excluded = _lines(given.up), given.excluded.split()
+    ended = Ended(given.status, given.cancelled, left, given.requeues, up=up, excluded=excluded)
     return conclude(given.run_dir, attempt, ended)
 
 

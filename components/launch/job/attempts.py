@@ -13,7 +13,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from components.config.schema.cluster import ClusterConfig
@@ -43,7 +43,6 @@ from components.protocol.failures import (
     read_reports,
 )
 from components.protocol.run_files import (
-    ATTEMPT_NUMBER,
     CANCELLED,
     CHECKPOINTS,
     FIRST_STEP,
@@ -91,18 +90,6 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """What a scheduler reports about its nodes; everything is optional."""
-
-    down: Sequence[str] = ()
-    """Nodes that are down, each NODE|STATE|REASON."""
-    up: Sequence[str] | None = None
-    """Nodes that a requeued job could get, each NODE|FEATURE,FEATURE; None if the scheduler cannot exclude nodes."""
-    excluded: Collection[str] = ()
-    """Nodes that the job excludes already."""
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     """How an attempt ended, as its scheduler sees it."""
 
@@ -115,7 +102,10 @@ class Ended:
     if they cannot."""
     requeues: int | None = None
     """How often the scheduler has started the job again; None: as often as it has attempts, less one."""
-    cluster: Cluster = field(default_factory=Cluster)
+    up: Sequence[str] | None = None
+    """Nodes that a requeued job could get, each NODE|FEATURE,FEATURE; None if the scheduler cannot exclude nodes."""
+    excluded: Collection[str] = ()
+    """Nodes that the job excludes already."""
 
 
 def begin(
@@ -124,7 +114,7 @@ def begin(
     *,
     nodes: Sequence[str] = (),
     counts: Sequence[int] = (),
-    cluster: Cluster | None = None,
+    down: Sequence[str] = (),
     unfinished: str = "",
     limit_requeues: bool = False,
 ) -> int:
@@ -137,7 +127,7 @@ def begin(
         job: Id of the job.
         nodes: Nodes of the job; none if the scheduler does not name them.
         counts: Numbers of nodes that the run can use, in order.
-        cluster: What the scheduler reports about its nodes.
+        down: Nodes that are down, each NODE|STATE|REASON.
         unfinished: The job of RUN/job_id if it has not ended.
         limit_requeues: Apply cluster.requeue.max, too, since the scheduler starts the job again by itself.
 
@@ -161,11 +151,10 @@ def begin(
     if nodes:
         atomic_write(logs / NODES, _as_lines(nodes), PRIVATE)
     point_latest(run_dir / LOGS / "latest", logs)
-    atomic_write(run_dir / LOGS / ATTEMPT_NUMBER, f"{attempt}\n", PRIVATE)
     settings = cluster_of(run_dir)
     check_limits(run_dir, attempt, settings, limit_requeues=limit_requeues)
     if nodes:
-        choose_nodes(run_dir, attempt, counts or [len(nodes)], cluster or Cluster())
+        choose_nodes(run_dir, attempt, counts or [len(nodes)], down)
         _create_logs(logs, settings)
     return attempt
 
@@ -210,7 +199,7 @@ def check_limits(run_dir: Path, attempt: int, cluster: ClusterConfig | None, *, 
         raise Refused(f"not restarted: {reason}")
 
 
-def choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], cluster: Cluster) -> None:
+def choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], down: Sequence[str]) -> None:
     """Write the nodes to use to the attempt's logs, or request a requeue if too few of them are left.
 
     A node that failed in two attempts of the job is not used, unless the job was requeued for others and got it again.
@@ -219,7 +208,7 @@ def choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], cluster: Cl
     numbers = attempt_numbers(run_dir, job_of_attempt(run_dir, attempt))
     earlier = [attempt_logs(run_dir, number) for number in numbers if number < attempt]
     if earlier:
-        _record_down_nodes(earlier[-1], cluster.down)
+        _record_down_nodes(earlier[-1], down)
     failures = Counter(node for each in earlier for node in lines_of(each / FAILED_NODES))
     failing = {node for node, count in failures.items() if count >= _FAILURES}
     if earlier and (earlier[-1] / LEFT_OUT_NODES).exists():
@@ -277,7 +266,7 @@ def conclude(run_dir: Path, attempt: int, ended: Ended) -> int:
     (run_dir / RESTART).unlink(missing_ok=True)
     status = _Conclusion(run_dir, attempt, ended).conclude()
     if (run_dir / REQUEUE).exists():
-        _exclude_nodes(run_dir, attempt, ended.cluster)
+        _exclude_nodes(run_dir, attempt, ended)
     return status
 
 
@@ -422,7 +411,7 @@ class _Conclusion:
         return report.kind.exit_status
 
 
-def _exclude_nodes(run_dir: Path, attempt: int, cluster: Cluster) -> None:
+def _exclude_nodes(run_dir: Path, attempt: int, ended: Ended) -> None:
     """Replace the faulty nodes in RUN/requeue by all nodes that the job must exclude, if it fits on the others.
 
     An exclusion that leaves too few nodes would keep the job pending forever.
@@ -430,7 +419,7 @@ def _exclude_nodes(run_dir: Path, attempt: int, cluster: Cluster) -> None:
     logs, settings, excluded = attempt_logs(run_dir, attempt), cluster_of(run_dir), list[str]()
     used = [*lines_of(logs / NODES), *lines_of(logs / LEFT_OUT_NODES)]
     faulty = [node for node in dict.fromkeys(lines_of(run_dir / REQUEUE)) if node in used]
-    if cluster.up is None or settings is None:
+    if ended.up is None or settings is None:
         return
     names = " ".join(faulty)
     if faulty and (settings.nodelist or settings.reservation):
@@ -439,8 +428,8 @@ def _exclude_nodes(run_dir: Path, attempt: int, cluster: Cluster) -> None:
             flush=True,
         )
     elif faulty:
-        excluded = sorted({*cluster.excluded, *faulty})
-        left = {node for node in _with_feature(cluster.up, settings.constraint) if node not in excluded}
+        excluded = sorted({*ended.excluded, *faulty})
+        left = {node for node in _with_feature(ended.up, settings.constraint) if node not in excluded}
         if len(left) >= settings.fewest_nodes:
             print_text(f"to be requeued without {names}, where a rank failed", flush=True)
         else:

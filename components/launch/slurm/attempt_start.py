@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from components.launch.job.attempts import NODES, Cluster, Refused, check_limits, choose_nodes
+from components.launch.job.attempts import NODES, Refused, check_limits, choose_nodes
 from components.launch.job.policy import cluster_of, lines_of
 from components.protocol.run_files import attempt_logs
 from components.terminal import keep_running, open_output, print_text
@@ -26,7 +26,7 @@ def start_attempt(run_dir: Path, attempt: int, counts: list[int]) -> int:
         print_text(reason, flush=True)
         return 1
     down = lines_of(attempt_logs(run_dir, attempt - 1) / "down_nodes")
-    choose_nodes(run_dir, attempt, counts, Cluster(down=down))
+    choose_nodes(run_dir, attempt, counts, down)
     return 0
 
 
