@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from components.config.schema.checks import IMPORT_PATH
 from components.config.schema.cluster import ClusterConfig, ClusterKind, CustomClusterConfig
 from components.launch.backend import Backend, Job, JobState, record_job, recorded_job
 from components.launch.job.scheduler import Scheduler
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import SUBMISSION, read_text
 
-_OF_FACTORY = re.compile(r"(?P<factory>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)/(?P<id>.*)", re.DOTALL)
+_OF_FACTORY = re.compile(rf"(?P<factory>{IMPORT_PATH})/.*", re.DOTALL)
 
 
 def backend_of(cluster: ClusterConfig) -> Backend:
@@ -110,13 +111,16 @@ def _own_scheduler(factory: str) -> Scheduler:
     """Return the user's scheduler. Raises ConfigError if it cannot be imported or is none."""
     key = f"cluster.factory={factory}"
     try:
-        scheduler = pkgutil.resolve_name(factory)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(factory)
+    except Exception as error:  # of the user's module, which may also come from the files of a foreign run
         raise ConfigError(
-            f"{key}: cannot be imported: {error}; put the file next to the recipe, or its folder on PYTHONPATH"
+            f"{key}: cannot be imported: {type(error).__name__}: {error}; put the file next to the recipe, or its "
+            "folder on PYTHONPATH"
         ) from error
-    if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):  # the name may come from a foreign run
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
         raise ConfigError(f"{key}: is no subclass of components.launch.job.scheduler.Scheduler")
-    own = scheduler()
-    own.prefix = f"{factory}/"
-    return own
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"{key}: does not define {', '.join(missing)}; see examples/own_scheduler")
+    scheduler = found()
+    scheduler.prefix = f"{factory}/"
+    return scheduler

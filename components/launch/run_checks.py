@@ -17,6 +17,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from components.config.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
+from components.config.layouts import fit_micro_batches
 from components.config.rules import harness_problems, legal_node_counts, tracker_problems, validate
 from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
@@ -79,7 +80,8 @@ def problems_before_start(
     by_rules = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape)
     problems = by_rules + problems
     if not affects(rejected, MESH_KEYS):
-        counts, on_fewest = legal_node_counts(cfg, by_rules, shape)
+        fitted = cfg if by_rules else fit_micro_batches(cfg, world_size)  # the ranks read the config that is fitted
+        counts, on_fewest = legal_node_counts(fitted, by_rules, shape)
         problems += on_fewest
         if node_counts is not None:
             node_counts[:] = counts

@@ -23,7 +23,7 @@ STORE_FILE = "MESHBOOK_STORE_FILE"
 LAUNCHER_PID = "MESHBOOK_LAUNCHER_PID"
 """Process id of the launcher; ranks exit when it exits. On a launcher: of the process that called `meshbook.run`."""
 JOB = "MESHBOOK_JOB"
-"""Id of the Kubernetes job that a rank or pod belongs to."""
+"""Id of the job that a rank or pod belongs to, on Kubernetes or a scheduler of the user's own."""
 EXPORTED = "MESHBOOK_EXPORTED"
 """JSON record of the rank variables that this process has set, with their previous values."""
 
@@ -110,6 +110,9 @@ class BatchJob:
 def current_job(environ: Mapping[str, str]) -> BatchJob:
     """Return the batch job of a process with these variables. Each attempt of a Kubernetes job counts as a requeue."""
     if job := environ.get(JOB):
+        factory = job.partition("/")[0]
+        if ":" in factory:  # module:Class of the user's own scheduler, which may start ranks again in a job
+            return BatchJob(cluster=factory, id=job, restart=0)
         return BatchJob(cluster="Kubernetes", id=job, restart=whole_number(environ.get(ATTEMPT, "")) or 0)
     return BatchJob(
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),

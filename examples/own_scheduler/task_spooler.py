@@ -10,7 +10,7 @@ from pathlib import Path
 
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import CheckedRun, Job, JobState
-from components.launch.job.scheduler import Findings, NoAnswer, Scheduler, code_folder, recipe_file
+from components.launch.job.scheduler import Findings, NoAnswer, Scheduler
 from components.protocol.errors import ConfigError
 
 SCRIPT = """#!/bin/bash
@@ -27,12 +27,12 @@ while true; do
         --signals-to-handle=SIGTERM,SIGUSR2 {recipe} >>"$run_dir/logs/attempt_$MESHBOOK_ATTEMPT/node_0.log" 2>&1 &
     status=0
     wait $! || status=$?
-    [ -z "$cancelled" ] || wait $!  # the trap interrupted wait
-    "${{job[@]}}" conclude "$run_dir" "$status" --left UNLIMITED --requeues "${{REQUEUES:-0}}" $cancelled
+    if [ -n "$cancelled" ]; then status=0 && wait $! || status=$?; fi  # the trap interrupted wait
+    "${{job[@]}}" conclude "$run_dir" "$status" --left UNLIMITED $cancelled
     status=$?
-    [ -e "$run_dir/restart" ] || break
+    [ -e "$run_dir/restart" ] && [ -z "$cancelled" ] || break
 done
-if [ -e "$run_dir/requeue" ]; then REQUEUES=$((${{REQUEUES:-0}} + 1)) tsp -L {tag} bash {file}; fi
+if [ -e "$run_dir/requeue" ] && [ -z "$cancelled" ]; then tsp -L {tag} bash {file}; fi
 exit "$status"
 """
 STATES = {"queued": JobState.submitted, "running": JobState.running, "finished": JobState.ended, "gone": JobState.gone}
@@ -48,7 +48,8 @@ class TaskSpooler(Scheduler):
         nodes = cfg.cluster.nodes
         problems = [] if nodes == "1" else [f"cluster.nodes={nodes}: task-spooler has one node; set cluster.nodes=1"]
         try:
-            self._tsp("-S")
+            if not cfg.cluster.only_renders:
+                self._tsp("-S")
         except ConfigError as error:
             problems += error.problems
         return problems, []
@@ -60,8 +61,8 @@ class TaskSpooler(Scheduler):
         words = {
             "run_dir": folder,
             "file": folder / self.file,
-            "code": code_folder(run),
-            "recipe": recipe_file(run),
+            "code": self.code_folder(run),
+            "recipe": self.recipe_file(run),
             "python": cluster.python or sys.executable,
             "tag": tag,
             "job": self.prefix + tag,
@@ -86,8 +87,9 @@ class TaskSpooler(Scheduler):
         """Return the jobs by the state of their last command."""
         found = {job: self._commands(job)[-1:] for job in jobs}
         states = {job: commands[0][1] if commands else "gone" for job, commands in found.items()}
+        over = {job: state not in ("queued", "running") for job, state in states.items()}
         return {
-            job: Job(job, self.name, STATES.get(state, JobState.unknown), state, over=state in ("finished", "gone"))
+            job: Job(job, self.name, STATES.get(state, JobState.cancelled), state, over[job])
             for job, state in states.items()
         }
 
@@ -99,8 +101,8 @@ class TaskSpooler(Scheduler):
         return True
 
     def cancel_command(self, job: str) -> str:
-        """Return the command that stops the job's last command."""
-        return f"tsp -k {self._commands(job)[-1][0]}"
+        """Return the command that stops the job's running command."""
+        return f"tsp -k $(tsp -l | grep -F '[{job}]' | awk '$2 == \"running\" {{print $1}}')"
 
     def _commands(self, label: str) -> list[tuple[str, str]]:
         """Return number and state of the commands with a label, in the order of their numbers."""

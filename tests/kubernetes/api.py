@@ -60,6 +60,8 @@ class ApiServer:
         """Methods and paths of all requests."""
         self.lose_answers = 0
         """Number of the next creations after whose completion the connection is closed without an answer."""
+        self.refuse_after: int | None = None
+        """Number of creations after which every connection is closed without an answer."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"api": self}))
 
     def __enter__(self) -> Self:
@@ -184,6 +186,12 @@ class _Handler(BaseHTTPRequestHandler):
             allowed = (wanted["verb"], wanted["resource"]) not in self.api.forbidden
             self._reply(201, {**body, "status": {"allowed": allowed}})
             return
+        stored = "dryRun" not in query
+        if stored and self.api.refuse_after is not None:
+            if self.api.refuse_after == 0:
+                self.close_connection = True
+                return
+            self.api.refuse_after -= 1
         answer = self.api.create(path, body, dry_run="All" in query.get("dryRun", ()))
         if answer[0] == 201 and self.api.lose_answers and "dryRun" not in query:
             self.api.lose_answers -= 1

@@ -107,6 +107,17 @@ def test_lost_answer_to_the_creation_creates_one_job(desk: Desk) -> None:
     ]
 
 
+def test_job_whose_service_cannot_be_created_is_not_reported_as_submitted(desk: Desk) -> None:
+    """Its pods could not find rank 0. The job is named, with the command that deletes it."""
+    desk.api.refuse_after = 1
+    unknown = desk.run("training.max_steps=3", "run.dir=mine")
+    (job,) = [path.rpartition("/")[2] for path in desk.api.objects if path.startswith(JOBS)]
+    assert (unknown.status, unknown.output) == (1, "")
+    assert f"It is unknown whether the cluster has the job {job} and its other objects" in unknown.errors
+    assert f"kubectl -n train delete job {job}" in unknown.errors
+    assert (desk.folder / "mine" / ".submission").read_text() == f"train/job/{job}"
+
+
 def test_unconfirmed_submission_is_found_by_the_next_start(desk: Desk, kubectl_here: ApiServer) -> None:
     submission = desk.run("training.max_steps=3")
     run, job = submission.run_dir, submission.field("job")

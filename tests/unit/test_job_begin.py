@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from components.launch.job.attempts import Refused, begin, record_failed_nodes
+from components.launch.job.policy import attempts_of_job
 from components.protocol.errors import ConfigError
 from tests.frozen import frozen
 
@@ -29,7 +30,7 @@ def attempt(
     run_dir: Path, nodes: list[str], counts: list[int], *, failed: list[str] | None = None, **given: str
 ) -> int:
     """Begin an attempt of job 7 on `nodes`, of which some fail; return its number."""
-    number = begin(run_dir, given.get("job", "7"), nodes=nodes, counts=counts)
+    number = begin(run_dir, given.get("job", "7"), nodes=nodes, counts=counts, ended="6")
     record_failed_nodes(run_dir / "logs" / f"attempt_{number}", failed or [])
     return number
 
@@ -46,7 +47,7 @@ def test_attempts_are_numbered_and_keep_what_the_one_before_left(run_dir: Path) 
     (run_dir / "logs" / "first_step").touch()
     for marker in ("requeue", "restart"):
         (run_dir / marker).touch()
-    assert begin(run_dir, "8", nodes=["n1"], counts=[1]) == 1
+    assert begin(run_dir, "8", nodes=["n1"], counts=[1], ended="7") == 1
     logs = run_dir / "logs"
     assert json.loads((logs / "attempt_0" / "result.json").read_text()) == {"status": "preempted"}
     assert (logs / "attempt_0" / "first_step").exists()
@@ -64,9 +65,10 @@ def test_attempts_are_numbered_and_keep_what_the_one_before_left(run_dir: Path) 
 def test_job_without_a_run_or_beside_another_job_is_refused(run_dir: Path) -> None:
     (run_dir / "job_id").write_text("6\n")
     with pytest.raises(ConfigError, match="belongs to job 6, which has not ended; cancel that job, or choose another"):
-        begin(run_dir, "7", nodes=["n1"], counts=[1], unfinished="6")
+        begin(run_dir, "7", nodes=["n1"], counts=[1], ended="5")
     assert not (run_dir / "logs" / "attempt_0" / "job").exists()
-    assert begin(run_dir, "7", nodes=["n1"], counts=[1], unfinished="7") == 0
+    assert begin(run_dir, "7", nodes=["n1"], counts=[1], ended="6") == 0
+    assert begin(run_dir, "7", nodes=["n1"], counts=[1], ended="6") == 1
     (run_dir / "config.yaml").unlink()
     with pytest.raises(ConfigError, match="no longer contains a run; submit the command again"):
         begin(run_dir, "7", nodes=["n1"], counts=[1])
@@ -76,6 +78,31 @@ def test_job_without_a_run_or_beside_another_job_is_refused(run_dir: Path) -> No
 def test_attempt_uses_as_many_nodes_as_the_run_can(run_dir: Path, counts: list[int], used: int) -> None:
     assert chosen(run_dir, attempt(run_dir, NODES[:7], counts if used < 7 else [*counts, 7])) == NODES[:used]
     assert not (run_dir / "requeue").exists()
+
+
+def test_logs_of_a_local_attempt_are_not_those_of_a_job(run_dir: Path) -> None:
+    """A run was continued locally and failed, and its script was submitted by hand."""
+    begin(run_dir, "7", nodes=["n1"], counts=[1])
+    logs = run_dir / "logs" / "attempt_1"
+    logs.mkdir()
+    (logs / "rank_0.error.json").write_text("{}")
+    assert begin(run_dir, "8", nodes=["n1"], counts=[1], ended="7") == 2
+
+
+def test_attempt_that_was_killed_as_it_began_made_no_progress(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "step_3").mkdir(parents=True)
+    for _ in range(3):
+        begin(run_dir, "7", nodes=["n1"], counts=[1])
+    (run_dir / "logs" / "attempt_1" / "checkpoints").unlink()
+    assert [each.progressed for each in attempts_of_job(run_dir, 2)] == [False] * 3
+
+
+def test_file_system_without_links_has_no_latest(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    assert begin(run_dir, "7", nodes=["n1"], counts=[1]) == 0
 
 
 def test_node_that_failed_twice_is_left_out(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +144,7 @@ def test_scheduler_that_starts_jobs_again_by_itself_is_limited(run_dir: Path) ->
         assert begin(run_dir, "a/job/b", limit_requeues=True) == number
     with pytest.raises(Refused, match="not restarted: the limit of 2 requeues is reached"):
         begin(run_dir, "a/job/b", limit_requeues=True)
-    assert begin(run_dir, "7") == 4
+    assert begin(run_dir, "7", ended="a/job/b") == 4
 
 
 def command(run_dir: Path, *arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -135,13 +162,11 @@ def command(run_dir: Path, *arguments: str, stdin: str = "", **environment: str)
 
 def test_commands_of_a_batch_script(run_dir: Path) -> None:
     """As the template calls them: a rank is killed, then the job is stopped and requeued without the node that hung."""
-    start = ("begin", str(run_dir), "--nodes", "n1 n2 n3 ", "--counts", "2", "3", "--down", "/dev/stdin")
+    start = ("begin", str(run_dir), "--nodes", "n1 n2 n3 ", "--counts", "2", "3", "--down", "-")
     began = command(run_dir, *start, "--job", "7", stdin="n9|down|x\n")
     assert (began.returncode, began.stdout, began.stderr) == (0, "0\n", "")
     (run_dir / "logs" / "first_step").touch()
-    killed = command(
-        run_dir, "conclude", str(run_dir), "137", "--left", "UNLIMITED", "--requeues", "0", MESHBOOK_ATTEMPT="0"
-    )
+    killed = command(run_dir, "conclude", str(run_dir), "137", "--left", "UNLIMITED", MESHBOOK_ATTEMPT="0")
     assert (killed.returncode, (run_dir / "restart").exists()) == (137, True), killed.stdout
     down = command(run_dir, *start, MESHBOOK_JOB="7", stdin="n3|down*|gone\n")
     assert (down.returncode, down.stdout) == (0, "1\n")
@@ -149,7 +174,7 @@ def test_commands_of_a_batch_script(run_dir: Path) -> None:
     (run_dir / "requeue").write_text("n2\nelsewhere\n")
     (run_dir / "result.json").write_text('{"status": "preempted"}')
     up = "".join(f"n{number}|gpu\n" for number in range(1, 7))
-    end = ("conclude", str(run_dir), "0", "--up", "/dev/stdin", "--excluded", "n6")
+    end = ("conclude", str(run_dir), "0", "--up", "-", "--excluded", "n6")
     stopped = command(run_dir, *end, stdin=up, MESHBOOK_ATTEMPT="1")
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stdout.splitlines()[-1] == "to be requeued without n2, where a rank failed"
@@ -163,6 +188,11 @@ def test_wrong_calls_of_a_batch_script_are_explained(run_dir: Path) -> None:
         (("begin", str(run_dir)), 2, "--job and MESHBOOK_JOB are not set; pass the id of the job"),
         (("conclude", str(run_dir), "0"), 2, "MESHBOOK_ATTEMPT=: is no number; export the one that `begin` printed"),
         (("begin", str(run_dir / "gone"), "--job", "7"), 2, "no longer contains a run; submit the command again"),
+        (
+            ("begin", str(run_dir), "--job", "7", "--counts", "2", "--nodes", " "),
+            2,
+            "--nodes: lists no node of the job",
+        ),
         (("finish", str(run_dir)), 2, "invalid choice: 'finish'"),
     ):
         done = command(run_dir, *arguments, **environment)

@@ -342,7 +342,7 @@ def test_rank_without_a_report_is_named_if_the_others_only_lost_it(
 def test_unexplained_exit_status_points_to_the_job_log(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert conclude(run_dir, 1, Ended(7)) == 7
     output = capsys.readouterr().out
-    assert "the ranks ended with status 7, and none reported an error; see job.log" in output
+    assert "the ranks ended with status 7, and none reported an error; see the output of the job and " in output
     assert result(run_dir)["status"] == "failed"
 
 
@@ -383,14 +383,19 @@ def test_faulty_node_is_excluded_only_if_the_job_fits_without_it(
     assert (run_dir / "requeue").read_text().split() == ([*excluded, "n7"] if excluded else [])
 
 
-def test_requeues_are_counted_by_the_scheduler_or_by_the_attempts(run_dir: Path) -> None:
-    """Starts of the ranks in the same job are no requeues; without a count every attempt is one."""
+def test_starts_of_the_ranks_in_their_job_are_no_requeues(run_dir: Path) -> None:
+    """A script that was copied before counts with SLURM_RESTART_COUNT instead."""
     last = job_of_attempts(run_dir, *[PUBLISHED] * 21)
-    for requeues, requeued in ((19, True), (20, False), (None, False)):
+
+    def is_requeued(requeues: int | None = None) -> bool:
         (run_dir / "result.json").write_text(json.dumps(STOPPED))
         (run_dir / "requeue").touch()
         conclude(run_dir, last, Ended(0, requeues=requeues))
-        assert (run_dir / "requeue").exists() == requeued
+        return (run_dir / "requeue").exists()
+
+    assert (is_requeued(), is_requeued(20), is_requeued(19)) == (False, False, True)
+    (run_dir / "logs" / "attempt_5" / "restarted").touch()
+    assert is_requeued()
 
 
 def node_check(run_dir: Path, gpus: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -475,12 +480,39 @@ def test_sigpipe_does_not_kill_a_slurm_command() -> None:
     assert run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == CommandResult(0, "alive", "")
 
 
-def test_stop_signal_does_not_end_the_node_check(run_dir: Path) -> None:
-    """The node check ignores the stop signal; the ranks handle the next one."""
-    program = (
-        "import os, pathlib, signal; from components.launch.job.__main__ import check_node\n"
-        f"print(check_node(pathlib.Path({str(run_dir)!r}), 0)); os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
-    )
-    process = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert (process.returncode, process.stdout) == (0, "0\nalive\n")
+def test_stop_signal_during_the_node_check_requests_a_requeue(run_dir: Path, tmp_path: Path) -> None:
+    """There is nothing to save yet. Without the handler the signal would end the check with status 140."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nkill -USR2 $PPID\nsleep 0.5\n")
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    checked = node_check(run_dir, gpus=1, CUDA_VISIBLE_DEVICES="0", PATH=path)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert (run_dir / "requeue").exists()
     assert 128 + signal.SIGUSR2 == attempts_module._STOPPED_EARLY
+
+
+def test_folder_in_place_of_a_marker_is_none(run_dir: Path) -> None:
+    for name in ("requeue", "restart"):
+        (run_dir / name).mkdir()
+    (run_dir / "result.json").write_text(json.dumps(STOPPED))
+    assert conclude(run_dir, 1, Ended(0)) == 0
+    assert not (run_dir / "requeue").exists()
+    assert not (run_dir / "restart").exists()
+    assert (run_dir / "requeue.damaged").is_dir()
+
+
+def test_job_that_can_exclude_nodes_goes_on_after_wrong_numbers(run_dir: Path) -> None:
+    """Pods cannot, nor can a scheduler of the user's own that reports no nodes."""
+    for kind in ("k8s", "custom, factory: 'a:b'"):
+        last = job_of_attempts(run_dir, PUBLISHED)
+        (run_dir / "config.yaml").write_text(frozen(f"cluster: {{kind: {kind}, procs_per_node: '1', device: cpu}}"))
+        (run_dir / "logs" / f"attempt_{last}" / "nodes").write_text("n1\nn2\n")
+        write_report(run_dir / "logs" / f"attempt_{last}", 0, CORRUPT)
+        conclude(run_dir, last, Ended(1))
+        assert not (run_dir / "requeue").exists()
+        conclude(run_dir, last, Ended(1, up=["n1", "n3"]))
+        assert (run_dir / "requeue").read_text() == "n2\n"
+        shutil.rmtree(run_dir / "checkpoints")
+        (run_dir / "requeue").unlink()

@@ -76,9 +76,16 @@ def test_every_cluster_kind_has_a_backend(kind: ClusterKind) -> None:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("no_such_module:Queue", "cannot be imported: No module named 'no_such_module'; put the file next to"),
-        (f"{__name__}:Queue", "cannot be imported: module .* has no attribute 'Queue'"),
+        (
+            "no_such_module:Queue",
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'; put the file next to",
+        ),
+        (f"{__name__}:Queue", "cannot be imported: AttributeError: module .* has no attribute 'Queue'"),
         ("os:abort", "is no subclass of components.launch.job.scheduler.Scheduler"),  # which a foreign run may name
+        (
+            "components.launch.job.scheduler:Scheduler",
+            "does not define cancel, cancel_command, find, query, render, send",
+        ),
         ("components.launch.local:LocalBackend", "is no subclass of components.launch.job.scheduler.Scheduler"),
     ],
 )

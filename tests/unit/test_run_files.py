@@ -19,6 +19,7 @@ from components.config.compose.frozen import read_frozen, read_intact
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import LoggingConfig
 from components.config.stored_run import read_run
+from components.launch.backend import recorded_job
 from components.launch.clusters import job_of
 from components.launch.job.attempts import Ended, begin, conclude
 from components.launch.job.policy import attempts_of_job
@@ -303,7 +304,7 @@ def use_run(run: Path, code: bool) -> None:
     directory = start(config(str(run)))
     os.close(directory.lock or os.open(os.devnull, os.O_RDONLY))
     take_lease(run, lambda error: None).release()
-    conclude(run, begin(run, "j", nodes=["n1"]), Ended(1))
+    conclude(run, begin(run, "j", nodes=["n1"], ended=recorded_job(run) or ""), Ended(1))
     attempts_of_job(run, directory.attempt)
     Pod(run, "j", 0, 1, "uid").announce()
     assert "uid" in Pod(run, "j", 0, 1, "uid").announced().values()

@@ -181,6 +181,28 @@ def test_unresolved_submission_is_kept_until_it_is_found(script: Path) -> None:
     assert recorded_job(script.parent) == "31"
 
 
+def test_interrupt_after_the_answer_cancels_the_job(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between sbatch's answer and the record of its id, and while a lost answer is searched for."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    accepted = f"{ACCEPT_JOB}; echo 31"
+    _write_commands(script.parent, sbatch=accepted, squeue="cat jobs", scancel='echo "$@" > cancelled')
+    with monkeypatch.context() as patched:
+        patched.setattr("components.launch.job.scheduler.record_job", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            submit(script, [])
+    assert Path("cancelled").read_text() == "31\n"
+    Path("cancelled").unlink()
+    _write_commands(script.parent, sbatch=f"{ACCEPT_JOB}; echo Socket timed out >&2; exit 1")
+    with monkeypatch.context() as patched:
+        patched.setattr(SlurmScheduler, "_find_late", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            submit(script, [])
+    assert Path("cancelled").read_text() == "31\n"
+
+
 def test_interrupted_submission_is_cancelled(script: Path) -> None:
     """Ctrl-C reaches a terminal's whole process group, sbatch included."""
     _write_commands(

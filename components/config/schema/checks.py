@@ -14,6 +14,9 @@ from components.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+"""Pattern of the import path of a function or class of the user's: package.module:name."""
+
 
 def field_values(section: DataclassInstance) -> dict[str, Any]:
     """Return the values of a dataclass by field name, without converting nested dataclasses."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, field_values, own_kind, raise_all, within
+from components.config.schema.checks import IMPORT_PATH, at_least, field_values, own_kind, raise_all, within
 from components.config.schema.kubernetes import KubernetesConfig, pod_variable_problems
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
@@ -363,7 +363,7 @@ class CustomClusterConfig(ClusterConfig):
 
     def _problems(self) -> list[str]:
         problems = ClusterConfig._problems(self) + self._automatic_problems() + self._variable_problems()
-        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", self.factory):
+        if not re.fullmatch(IMPORT_PATH, self.factory):
             problems.append(f"cluster.factory={self.factory}: must be module:Class")
         return problems
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from components.config.schema.checks import above, at_least, own_kind, raise_all, within
+from components.config.schema.checks import IMPORT_PATH, above, at_least, own_kind, raise_all, within
 
 
 class OptimizerKind(StrEnum):
@@ -188,7 +188,7 @@ class CustomOptimizerConfig(OptimizerConfig):
 
     def _problems(self) -> list[str]:
         problems = OptimizerConfig._problems(self)
-        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", self.factory):
+        if not re.fullmatch(IMPORT_PATH, self.factory):
             problems.append(f"optimizer.factory={self.factory}: must be module:function")
         return problems
 

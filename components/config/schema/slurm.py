@@ -51,7 +51,7 @@ NOT_A_SUBMISSION = {
 
 SCRIPT_VARIABLES = {
     *("run_dir", "logs", "cancelled", "signals", "seen", "status", "threads", "python", "container", "job", "nodes"),
-    *("where", "left", "excluded", "owner", "unfinished", "ended", "IFS"),
+    *("where", "left", "excluded", "ended_job", "ended", "IFS"),
     *("MASTER_ADDR", "MASTER_PORT", WORKER, RUN_DIR, ATTEMPT),
     *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"),
 }
@@ -90,8 +90,8 @@ class RequeueConfig:
     """When a job is requeued; it resumes in the same run directory from the last checkpoint."""
 
     max: int = 20
-    """Maximum number of times that a job is requeued after it received a stop request (time limit, preemption) and
-    saved; 0: never."""
+    """Maximum number of times that a job is requeued, for example after it received a stop request (time limit,
+    preemption) and saved; on Kubernetes every restart of the pods counts; 0: never."""
     node_failure: bool = True
     """Let Slurm requeue the job when a node fails, or when a preempted job exceeds its grace time (sbatch
     --requeue)."""
@@ -101,14 +101,15 @@ class RequeueConfig:
     before_first_step: int = 10
     """Stop requeueing after this many consecutive attempts, at least 1, that were stopped before their first step."""
     hang: int = 3
-    """Maximum number of times that a run that hung (exit status 75) after its first step is requeued, excluding the
-    node of the rank that hung; 0: never."""
+    """Maximum number of times that a run that hung (exit status 75) after its first step is requeued, on Slurm without
+    the node of the rank that hung; 0: never."""
     crash: int = 20
     """Maximum number of times that a job starts its ranks again after one of them was killed, lost its connection or
     had a GPU error, on Slurm on the same nodes and without a requeue; 0: never."""
     corruption: int = 3
     """Maximum number of times that a run in which a rank computes wrong numbers (exit status 76, see
-    checkpoint.check_replicas) is requeued, excluding the nodes of the ranks that the comparison names; 0: never."""
+    checkpoint.check_replicas) is requeued without the nodes of the ranks that the comparison names; 0, and always on
+    Kubernetes: never."""
 
     def __post_init__(self) -> None:
         raise_all(

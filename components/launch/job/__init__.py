@@ -13,7 +13,10 @@ The life of a run, from a signal to the next attempt:
     reduction  the flags of all ranks are summed with the step       -> training/step: train_step
     save       all ranks leave the loop at the same step, and save   -> training/run: Run.finish
     status     result.json: preempted; exit status 0; RUN/requeue    -> launch/rank: run_worker
-    conclude   the batch script or the pod calls `conclude`          -> launch/job/attempts: conclude
+    conclude   the batch script calls `conclude`                     -> launch/job/attempts: conclude
     policy     may the job start again? else the limit is printed    -> launch/job/policy: reason_to_end
-    start      the script requeues the job, or exits; a new pod or job calls `begin`, which claims the next attempt
+    start      the script requeues the job, which calls `begin`      -> launch/job/attempts: begin
+
+On Kubernetes the pod (launch/k8s/pod) asks the same policy at the end, and exits with 86 to be replaced; the new pods
+call the same `begin`.
 """

@@ -36,8 +36,14 @@ def run_command(arguments: Sequence[str]) -> int:
     open_output()
     keep_running()
     given = _parser().parse_args(arguments)
+    requests: list[int] = []
+    # The stop request comes before the ranks could save anything, or after they have: it only asks for a requeue.
+    signal.signal(signal.SIGUSR2, lambda number, frame: requests.append(number))
     try:
-        return given.run(given)
+        status = given.run(given)
+        if requests and not given.ends:
+            create_marker(given.run_dir / REQUEUE)
+        return status
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID
@@ -46,39 +52,30 @@ def run_command(arguments: Sequence[str]) -> int:
         return 1
 
 
-def check_node(run_dir: Path, gpus: int) -> int:
-    """Print one line per problem of this node; return 1 if there is any, else 0."""
-    # The stop request: there is nothing to save yet, so only leave the marker for the batch script.
-    signal.signal(signal.SIGUSR2, lambda number, frame: create_marker(run_dir / REQUEUE))
-    problems = node_problems(run_dir, gpus)
-    for problem in problems:
-        print_text(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
-    return 1 if problems else 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="components.launch.job", description=__doc__, formatter_class=HelpText)
     commands = parser.add_subparsers(required=True)
     start = commands.add_parser("begin", help="claim the next attempt, and choose its nodes")
-    start.set_defaults(run=_begin)
+    start.set_defaults(run=_begin, ends=False)
     start.add_argument("run_dir", type=Path)
     start.add_argument("--job", default=os.environ.get(JOB), help=f"id of the job (default: {JOB})")
     start.add_argument("--nodes", default="", help="nodes of the job, separated by spaces")
     start.add_argument("--counts", type=int, nargs="+", default=[], help="numbers of nodes that the run can use")
-    start.add_argument("--down", type=Path, help="file with nodes that are down, each NODE|STATE|REASON")
-    start.add_argument("--unfinished", default="", help="the job in RUN_DIR/job_id, if it has not ended")
+    start.add_argument("--down", metavar="FILE", help="nodes that are down, each NODE|STATE|REASON; - is stdin")
+    start.add_argument("--ended", default="", help="the job in RUN_DIR/job_id, if it is another one that has ended")
     check = commands.add_parser("check", help="check a node")
-    check.set_defaults(run=lambda given: check_node(given.run_dir, given.gpus))
+    check.set_defaults(run=_check, ends=False)
     check.add_argument("run_dir", type=Path)
     check.add_argument("gpus", type=int, help="GPUs that the ranks of this node need")
     end = commands.add_parser("conclude", help="report how the attempt ended, and decide what follows")
-    end.set_defaults(run=_conclude)
+    end.set_defaults(run=_conclude, ends=True)
     end.add_argument("run_dir", type=Path)
     end.add_argument("status", type=int, help="exit status of the command that started the ranks")
     end.add_argument("--cancelled", action="store_true", help="the user cancelled the job")
     end.add_argument("--left", metavar="TIME", help="time left, H:M:S or UNLIMITED, if this job can restart its ranks")
-    end.add_argument("--requeues", type=int, help="how often the job was started again (default: attempts less one)")
-    end.add_argument("--up", type=Path, help="file with nodes that a requeued job can get, each NODE|FEATURE,FEATURE")
+    end.add_argument(
+        "--up", metavar="FILE", help="nodes that a requeued job can get, each NODE|FEATURE,FEATURE; - is stdin"
+    )
     end.add_argument("--excluded", default="", help="nodes that the job excludes already, separated by spaces")
     return parser
 
@@ -86,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
 def _begin(given: argparse.Namespace) -> int:
     if not given.job:
         raise ConfigError(f"--job and {JOB} are not set; pass the id of the job, as your scheduler names it")
+    if given.counts and not given.nodes.split():
+        raise ConfigError("--nodes: lists no node of the job; compare cluster.template with slurm/train.sbatch.j2")
     with redirect_stdout(sys.stderr):
         attempt = begin(
             given.run_dir,
@@ -93,10 +92,18 @@ def _begin(given: argparse.Namespace) -> int:
             nodes=given.nodes.split(),
             counts=given.counts,
             down=_lines(given.down) or [],
-            unfinished=given.unfinished,
+            ended=given.ended,
         )
     print_text(attempt, flush=True)
     return 0
+
+
+def _check(given: argparse.Namespace) -> int:
+    """Print one line per problem of this node; return 1 if there is any, else 0."""
+    problems = node_problems(given.run_dir, given.gpus)
+    for problem in problems:
+        print_text(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
+    return 1 if problems else 0
 
 
 def _conclude(given: argparse.Namespace) -> int:
@@ -105,12 +112,13 @@ def _conclude(given: argparse.Namespace) -> int:
         raise ConfigError(f"{ATTEMPT}={os.environ.get(ATTEMPT)}: is no number; export the one that `begin` printed")
     left = None if given.left is None else seconds_left(given.left)
     up, excluded = _lines(given.up), given.excluded.split()
-    ended = Ended(given.status, given.cancelled, left, given.requeues, up=up, excluded=excluded)
-    return conclude(given.run_dir, attempt, ended)
+    return conclude(given.run_dir, attempt, Ended(given.status, given.cancelled, left, up=up, excluded=excluded))
 
 
-def _lines(file: Path | None) -> list[str] | None:
-    return None if file is None else file.read_text(errors="replace").splitlines()
+def _lines(file: str | None) -> list[str] | None:
+    if file is None:
+        return None
+    return (sys.stdin.read() if file == "-" else Path(file).read_text(errors="replace")).splitlines()
 
 
 if __name__ == "__main__":

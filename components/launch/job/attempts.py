@@ -1,4 +1,4 @@
-"""The beginning and the end of an attempt: `begin` and `conclude`, which Slurm's batch script and the pods call.
+"""The beginning and the end of an attempt: `begin`, which batch scripts and pods call, and `conclude` of batch scripts.
 
 An attempt is one start of the ranks of a run; its logs are in RUN/logs/attempt_N. `begin` claims the next number, moves
 the result of the attempt before, applies the limits of `policy`, and chooses the nodes. `conclude` reports the first
@@ -13,6 +13,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from components.launch.job.policy import (
     CHECKPOINTS_BEFORE,
     JOB,
     LIMITS,
+    RESTARTED,
     JobAttempt,
     attempt_numbers,
     attempts_of_job,
+    cause_of,
     cluster_of,
     job_of_attempt,
     lines_of,
@@ -45,10 +48,12 @@ from components.protocol.failures import (
 from components.protocol.run_files import (
     CANCELLED,
     CHECKPOINTS,
+    CONFIG,
     FIRST_STEP,
     JOB_ID,
     LOGS,
     PRIVATE,
+    RECORD,
     REQUEUE,
     RESTART,
     RESULT,
@@ -73,8 +78,6 @@ from components.terminal import print_text
 NODES, FAILED_NODES, LEFT_OUT_NODES = "nodes", "failed_nodes", "left_out_nodes"
 """Files in an attempt's logs with one node per line: the nodes of its ranks, those of them that failed, and those
 because of which the job was requeued before the ranks started."""
-AFTER = {Kind.hung: "hang", Kind.corrupted: "corruption"}
-"""Kind of a failure -> key of its limit in `policy.LIMITS`."""
 _FAILURES = 2
 """Number of attempts in which a node may fail before it is no longer used."""
 _STOPPED_EARLY = 128 + signal.SIGUSR2
@@ -101,7 +104,7 @@ class Ended:
     """Seconds until the job's time limit if the ranks can be started again in this job, infinite without a limit; None
     if they cannot."""
     requeues: int | None = None
-    """How often the scheduler has started the job again; None: as often as it has attempts, less one."""
+    """How often the scheduler has started the job again; None: counted by the attempts."""
     up: Sequence[str] | None = None
     """Nodes that a requeued job could get, each NODE|FEATURE,FEATURE; None if the scheduler cannot exclude nodes."""
     excluded: Collection[str] = ()
@@ -115,7 +118,7 @@ def begin(
     nodes: Sequence[str] = (),
     counts: Sequence[int] = (),
     down: Sequence[str] = (),
-    unfinished: str = "",
+    ended: str = "",
     limit_requeues: bool = False,
 ) -> int:
     """Claim the next attempt of a run, prepare its logs and choose its nodes; return its number.
@@ -128,7 +131,7 @@ def begin(
         nodes: Nodes of the job; none if the scheduler does not name them.
         counts: Numbers of nodes that the run can use, in order.
         down: Nodes that are down, each NODE|STATE|REASON.
-        unfinished: The job of RUN/job_id if it has not ended.
+        ended: The job of RUN/job_id if it has ended, and is another one.
         limit_requeues: Apply cluster.requeue.max, too, since the scheduler starts the job again by itself.
 
     Raises:
@@ -137,12 +140,13 @@ def begin(
     """
     if not current_config(run_dir).is_file():
         raise ConfigError(f"run.dir={run_dir}: no longer contains a run; submit the command again")
-    if unfinished not in ("", job):
+    owner = recorded_job(run_dir)
+    if owner not in (None, job, ended):
         raise ConfigError(
-            f"run.dir={run_dir}: belongs to job {unfinished}, which has not ended; cancel that job, or choose another "
+            f"run.dir={run_dir}: belongs to job {owner}, which has not ended; cancel that job, or choose another "
             "run.dir"
         )
-    if recorded_job(run_dir) != job:  # the script was submitted by hand, or the launcher has not recorded it yet
+    if owner != job:  # the script was submitted by hand, or the launcher has not recorded it yet
         atomic_write(run_dir / JOB_ID, f"{job}\n")
     attempt = _claim(run_dir, job)
     logs = attempt_logs(run_dir, attempt)
@@ -160,17 +164,19 @@ def begin(
 
 
 def _claim(run_dir: Path, job: str) -> int:
-    """Create the file with the job's id in the first attempt's logs that have none, and return the attempt."""
+    """Create the file with the job's id in the logs of the next attempt, and return its number.
+
+    That is the newest one if only its submission has written there.
+    """
     own_folder(run_dir / LOGS)
     attempt = max(attempt_numbers(run_dir), default=0)
     while True:
         logs = own_folder(attempt_logs(run_dir, attempt))
-        try:
-            with open_new(logs / JOB) as file:
+        if set(names_in(logs)) <= {CONFIG, RECORD}:
+            with suppress(FileExistsError), open_new(logs / JOB) as file:
                 file.write(f"{job}\n".encode())
-            return attempt
-        except FileExistsError:
-            attempt += 1
+                return attempt
+        attempt += 1
 
 
 def _keep_last_attempt(run_dir: Path, attempt: int) -> None:
@@ -181,9 +187,20 @@ def _keep_last_attempt(run_dir: Path, attempt: int) -> None:
             if os.path.lexists(kept):
                 set_aside(kept, "in the way of a newer one")
             (run_dir / name).replace(kept)
+    if (run_dir / RESTART).is_file():
+        create_marker(attempt_logs(run_dir, attempt) / RESTARTED)
     for marker in (REQUEUE, RESTART):
-        keep_only_file(run_dir / marker)
-        (run_dir / marker).unlink(missing_ok=True)
+        _remove_marker(run_dir / marker)
+
+
+def _remove_marker(path: Path) -> None:
+    keep_only_file(path)
+    path.unlink(missing_ok=True)
+
+
+def _requeues(attempts: Sequence[JobAttempt]) -> int:
+    """Return how often the scheduler has started a job again, by its attempts."""
+    return max(sum(not each.restarted for each in attempts) - 1, 0)
 
 
 def check_limits(run_dir: Path, attempt: int, cluster: ClusterConfig | None, *, limit_requeues: bool = False) -> None:
@@ -192,7 +209,7 @@ def check_limits(run_dir: Path, attempt: int, cluster: ClusterConfig | None, *, 
     Raises Refused, after writing result.json, if a limit is reached.
     """
     attempts = attempts_of_job(run_dir, attempt)[:-1]
-    requeues = len(attempts) - 1 if attempts and limit_requeues else None
+    requeues = _requeues(attempts) if attempts and limit_requeues else None
     reason = reason_to_end(cluster, attempts, requeues=requeues)
     if reason is not None:
         record_result(run_dir, {"status": "failed", "error": f"not restarted: {reason}"})
@@ -245,7 +262,7 @@ def _record_down_nodes(logs: Path, down: Sequence[str]) -> None:
 
 def record_failed_nodes(logs: Path, nodes: Iterable[str]) -> None:
     """Record in an attempt's logs that nodes failed in it; a node is left out after `_FAILURES` such attempts."""
-    names = list(dict.fromkeys([*lines_of(logs / FAILED_NODES), *nodes]))
+    names = list(dict.fromkeys([*lines_of(logs / FAILED_NODES), *filter(None, nodes)]))
     if names:
         atomic_write(logs / FAILED_NODES, _as_lines(names), PRIVATE)
 
@@ -263,7 +280,8 @@ def _create_logs(logs: Path, cluster: ClusterConfig | None) -> None:
 
 def conclude(run_dir: Path, attempt: int, ended: Ended) -> int:
     """Print and record the outcome of an attempt, decide what follows, and return the exit status of the job."""
-    (run_dir / RESTART).unlink(missing_ok=True)
+    _remove_marker(run_dir / RESTART)
+    keep_only_file(run_dir / REQUEUE)
     status = _Conclusion(run_dir, attempt, ended).conclude()
     if (run_dir / REQUEUE).exists():
         _exclude_nodes(run_dir, attempt, ended)
@@ -288,7 +306,7 @@ class _Conclusion:
             record_result(self.run_dir, {**result, "status": "cancelled"})
             print_text("cancelled", flush=True)
             return self.ended.status or 1
-        crashed = self._crashed(failure) and not result
+        crashed = cause_of(failure, self._was_killed()) == "crash" and not result
         status = self._stopped() if failure is None else self._failed(failure)
         if self.ended.seconds_left is not None and not self.cancelled:
             if crashed:
@@ -314,8 +332,9 @@ class _Conclusion:
     def _reason_to_end(self, after: str | None = None) -> str | None:
         """Return why the job must not be requeued; None if it may be."""
         attempts, requeues = self.attempts, self.ended.requeues
-        requeues = max(len(attempts) - 1, 0) if requeues is None else requeues
-        return reason_to_end(self.cluster, attempts, after=after, requeues=requeues)
+        requeues = _requeues(attempts) if requeues is None else requeues
+        excludes = self.ended.up is not None
+        return reason_to_end(self.cluster, attempts, after=after, requeues=requeues, excludes_nodes=excludes)
 
     def _stopped(self) -> int:
         """Return the exit status of an attempt without a failed rank, and write result.json if no rank did."""
@@ -330,7 +349,8 @@ class _Conclusion:
             create_marker(self.run_dir / REQUEUE)
             return 0
         if status:
-            why = f"the ranks ended with status {status}, and none reported an error; see job.log and {self.logs}"
+            see = f"see the output of the job and {self.logs}"
+            why = f"the ranks ended with status {status}, and none reported an error; {see}"
             record_result(self.run_dir, {"status": "failed", "error": why})
             print_text(why, flush=True)
         return status
@@ -340,10 +360,8 @@ class _Conclusion:
         line = f"got signal: {signal.SIGUSR2:d}"
         return any(line in read_text(log) for log in self.logs.glob("node_*.log"))
 
-    def _crashed(self, failure: Failure | None) -> bool:
-        """Return whether a rank was killed by a signal, or had an error that need not occur again."""
-        if failure is not None and failure.report is not None:
-            return failure.report.may_be_transient
+    def _was_killed(self) -> bool:
+        """Return whether a rank was killed by a signal, by the exit status of the ranks' parent or torchrun's logs."""
         by_agents = any(_KILLED_BELOW_AGENT.search(read_text(log)) for log in self.logs.glob("node_*.log"))
         return by_agents or (self.ended.status > 128 and self.ended.status != _STOPPED_EARLY)
 
@@ -401,7 +419,7 @@ class _Conclusion:
             print_failure(failure, self.logs)
             return self.ended.status or 1
         what = {Kind.hung: "the run hung", Kind.corrupted: "a rank computed wrong numbers"}[report.kind]
-        reason = self._reason_to_end(AFTER[report.kind])
+        reason = self._reason_to_end(cause_of(failure, killed=False))
         if reason is None and not self.cancelled:
             atomic_write(run_dir / REQUEUE, _as_lines(report.faulty_hosts))
             print_text(f"{what}: requeuing the job", flush=True)

@@ -6,14 +6,14 @@ An attempt makes progress if it publishes a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from components.config.compose.frozen import read_section
 from components.config.schema.cluster import ClusterConfig, ClusterKind
 from components.config.schema.slurm import RequeueConfig
 from components.protocol.errors import ConfigError
-from components.protocol.failures import Kind
+from components.protocol.failures import Failure, Kind
 from components.protocol.run_files import (
     CHECKPOINTS,
     FIRST_STEP,
@@ -27,8 +27,9 @@ from components.protocol.run_files import (
     read_text,
 )
 
-JOB, CHECKPOINTS_BEFORE = "job", "checkpoints"
-"""Files in an attempt's logs: the id of its job, and the entries of checkpoints/ at its start."""
+JOB, CHECKPOINTS_BEFORE, RESTARTED = "job", "checkpoints", "restarted"
+"""Files in an attempt's logs: the id of its job, the entries of checkpoints/ at its start, and the marker that it
+started the ranks again in its job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,30 @@ class JobAttempt:
     """Whether it published a checkpoint."""
     status: str
     """Status in its result.json; empty if there is none."""
+    restarted: bool = False
+    """Whether its ranks were started again in the job, without a requeue."""
+
+
+def cause_of(failure: Failure | None, killed: bool) -> str | None:
+    """Return the key in `LIMITS` of how an attempt ended; None if its failure would happen again.
+
+    Args:
+        failure: Its first failure.
+        killed: Whether a rank without a report was killed by a signal.
+    """
+    if failure is None or failure.report is None:
+        return "crash" if killed else None
+    special = {Kind.hung: "hang", Kind.corrupted: "corruption"}
+    return special.get(failure.report.kind, "crash" if failure.report.may_be_transient else None)
 
 
 def reason_to_end(
-    cluster: ClusterConfig | None, attempts: Sequence[JobAttempt], *, after: str | None = None, requeues: int | None
+    cluster: ClusterConfig | None,
+    attempts: Sequence[JobAttempt],
+    *,
+    after: str | None = None,
+    requeues: int | None,
+    excludes_nodes: bool = False,
 ) -> str | None:
     """Return why a job must not start again after these attempts, naming the limit; None if it may.
 
@@ -102,9 +123,12 @@ def reason_to_end(
         attempts: The job's attempts, oldest first.
         after: Key in `LIMITS` of how the last attempt ended; None if it was stopped.
         requeues: How often the scheduler has started the job again; None if this start is no requeue.
+        excludes_nodes: Whether a requeued job leaves out faulty nodes, whatever `REMEDIES` says of its scheduler.
     """
     policy = RequeueConfig() if cluster is None else cluster.requeue
     remedies = REMEDIES.get(ClusterKind.slurm if cluster is None else cluster.kind, Remedies())
+    if excludes_nodes:
+        remedies = replace(remedies, other_nodes="")
     return next(_reasons(policy, remedies, attempts, after, requeues), None)
 
 
@@ -151,13 +175,16 @@ def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
     numbers = [number for number in attempt_numbers(run_dir, job) if number <= attempt]
     if not numbers:
         return []
-    starts = [_published(lines_of(attempt_logs(run_dir, number) / CHECKPOINTS_BEFORE)) for number in numbers]
-    starts.append(_published(names_in(run_dir / CHECKPOINTS)))
+    starts = [_published(names_in(run_dir / CHECKPOINTS))]
+    for number in reversed(numbers):  # an attempt that was killed as it began has no such file
+        file = attempt_logs(run_dir, number) / CHECKPOINTS_BEFORE
+        starts.insert(0, _published(lines_of(file)) if file.exists() else starts[0])
     return [
         JobAttempt(
             stepped=(logs / FIRST_STEP).exists() or (number == attempt and (run_dir / LOGS / FIRST_STEP).exists()),
             progressed=bool(after - before),
             status=str(read_result(run_dir if number == attempt else logs).get("status", "")),
+            restarted=(logs / RESTARTED).exists(),
         )
         for number, before, after in zip(numbers, starts[:-1], starts[1:], strict=True)
         for logs in [attempt_logs(run_dir, number)]

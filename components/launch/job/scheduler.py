@@ -115,11 +115,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def cancel_command(self, job: str) -> str:
-        """Return the shell command that cancels a job."""
-
-    def owns(self, job: str) -> bool:
-        """Return whether an id, or the tag of a submission, is one of this scheduler's."""
-        return job.startswith(self.prefix)
+        """Return the shell command that cancels a job, without asking the scheduler."""
 
     def new_tag(self, run: CheckedRun) -> str:
         """Return a unique tag for a submission, by which `find` finds its job."""
@@ -173,7 +169,7 @@ class Scheduler(ABC):
             ("run", str(path)),
             ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} {where}"),
             *([("nodes", f"each attempt uses {' or '.join(map(str, run.node_counts))}")] * (len(run.node_counts) > 1)),
-            ("code", f"{files} files copied: later edits do not affect the job" if files else self.code(run)),
+            ("code", f"{files} files copied: later edits do not affect the job" if files else self.code_folder(run)),
             *(("note", note) for note in run.notes),
             ("job", self.prefix + job),
             *self.summary(run, job),
@@ -182,13 +178,21 @@ class Scheduler(ABC):
             print_text(f"{name:<14} {value}")
         return 0
 
-    def code(self, run: CheckedRun) -> str:
-        """Return where the code of the ranks is, as text."""
-        return str(code_folder(run))
+    def code_folder(self, run: CheckedRun) -> str:
+        """Return the folder of the code that the ranks run, for PYTHONPATH."""
+        return str(run.directory.path / CODE if self._copies(run) else ROOT)
+
+    def recipe_file(self, run: CheckedRun) -> Path:
+        """Return the recipe's file that the ranks run."""
+        file = run.recipe.file
+        return copied_recipe_path(file, run.directory.path / CODE) if self._copies(run) else file
+
+    def _copies(self, run: CheckedRun) -> bool:
+        return self.copies_code and run.cfg.cluster.snapshot
 
     def _copy_code(self, run: CheckedRun) -> int:
         """Copy the code to the run directory if cluster.snapshot is set, and return the number of files."""
-        if not (self.copies_code and run.cfg.cluster.snapshot):
+        if not self._copies(run):
             return 0
         keep_only_folder(run.directory.path / CODE)
         return copy_code(run.recipe.file, run.directory.path / CODE)
@@ -208,21 +212,28 @@ class Scheduler(ABC):
         atomic_write(run_dir / SUBMISSION, self.prefix + tag)
         (run_dir / JOB_ID).unlink(missing_ok=True)
         try:
-            job = self.send(run, file, tag)
-        except ConfigError as error:
-            found = self._find_late(file, tag, error) if isinstance(error, NoAnswer) else None
-            if found is None:
-                (run_dir / SUBMISSION).unlink()
-                if earlier is not None:
-                    record_job(run_dir, earlier)
-                raise
-            job = found
-            run.notes.append(f"the submission failed, but {self.name} had accepted the job: {error}")
-        except KeyboardInterrupt:
+            job = self._sent_or_found(run, file, tag)
+            record_job(run_dir, self.prefix + job)
+        except ConfigError:
+            (run_dir / SUBMISSION).unlink()
+            if earlier is not None:
+                record_job(run_dir, earlier)
+            raise
+        except (KeyboardInterrupt, OSError):
             self._cancel_submission(file, tag)
             raise
-        record_job(run_dir, self.prefix + job)
         return job
+
+    def _sent_or_found(self, run: CheckedRun, file: Path, tag: str) -> str:
+        """Submit a file, and return the id of the job; search for it if the answer came too late."""
+        try:
+            return self.send(run, file, tag)
+        except NoAnswer as error:
+            job = self._find_late(file, tag, error)
+            if job is None:
+                raise
+            run.notes.append(f"the submission failed, but {self.name} had accepted the job: {error}")
+            return job
 
     def _find_late(self, file: Path, tag: str, failure: ConfigError) -> str | None:
         """Return the job of a failed submission, which may take seconds to appear; None if there is none."""
@@ -251,16 +262,6 @@ class Scheduler(ABC):
         if job is not None:
             ending = "was cancelled" if done else f"could not be cancelled: run {self.cancel_command(job)}"
             print_text(f"interrupted: job {job}, which {self.name} had accepted, {ending}", file=sys.stderr)
-
-
-def code_folder(run: CheckedRun) -> Path:
-    """Return the folder of the code that the ranks run, for PYTHONPATH."""
-    return run.directory.path / CODE if run.cfg.cluster.snapshot else ROOT
-
-
-def recipe_file(run: CheckedRun) -> Path:
-    """Return the recipe's file that the ranks run."""
-    return copied_recipe_path(run.recipe.file, code_folder(run)) if run.cfg.cluster.snapshot else run.recipe.file
 
 
 def named_paths(cfg: RecipeConfig) -> dict[str, str | None]:

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from components.config.compose.frozen import read_section
 from components.config.schema.cluster import ClusterConfig, Device
-from components.launch.job.attempts import AFTER, Refused, begin
-from components.launch.job.policy import attempt_numbers, attempts_of_job, reason_to_end
+from components.launch.job.attempts import Refused, begin
+from components.launch.job.policy import attempt_numbers, attempts_of_job, cause_of, reason_to_end
 from components.launch.local import RankProcesses, allocator_defaults, rank_defaults
 from components.launch.machine import node_problems
 from components.project import PROJECT
@@ -91,6 +91,9 @@ def run_pod(run_dir: Path, recipe: str, environ: Mapping[str, str]) -> int:
     with collected_signals() as signals:
         try:
             attempt = join_attempt(pod, cluster, lambda: bool(signals))
+        except ConfigError as error:
+            print_problems(error.problems)
+            return EXIT_INVALID
         except Refused as error:
             record_result(run_dir, {"status": "failed", "error": str(error)})
             print_text(error, file=sys.stderr, flush=True)
@@ -225,20 +228,12 @@ class _PodAttempt:
                 self._refused(report.message)
             return EXIT_INVALID
         record_result(run_dir, {"status": self.ranks.status_of(failure), "error": failure.error})
-        after = AFTER.get(report.kind) if report is not None else None
-        if after is None and self._may_be_transient(failure):
-            after = "crash"
+        after = cause_of(failure, killed=failure.rank in self.ranks.exits and self.ranks.exits[failure.rank].status < 0)
         if after is None:
             return 1
         reason = self._reason_to_end(after)
         print_text(f"not restarted: {reason}" if reason else "to be restarted from the last checkpoint", flush=True)
         return EXIT_RESTART if reason is None else report.kind.exit_status if report is not None else 1
-
-    def _may_be_transient(self, failure: Failure) -> bool:
-        """Return whether a rank of this pod was killed by a signal, or one had an error that need not occur again."""
-        if failure.report is not None:
-            return failure.report.may_be_transient
-        return failure.rank in self.ranks.exits and self.ranks.exits[failure.rank].status < 0
 
     def _reason_to_end(self, after: str | None = None) -> str | None:
         """Return why no attempt may follow this one; None if one may."""

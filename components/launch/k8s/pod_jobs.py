@@ -12,7 +12,6 @@ from typing import Any
 
 from components.config.schema.kubernetes import Workload
 from components.launch.backend import Job, JobState
-from components.launch.job.scheduler import NoAnswer
 from components.protocol.errors import ConfigError
 from components.protocol.safe_json import parse_json
 
@@ -138,7 +137,7 @@ def _describe_status(job: dict[str, Any], workload: Workload) -> tuple[JobState,
     return JobState.submitted, "Pending" if active else "Created", False
 
 
-class Unreachable(NoAnswer):
+class Unreachable(ConfigError):
     """kubectl received no answer from the cluster, which may still carry out the request."""
 
 

@@ -15,7 +15,14 @@ from components.config.schema.cluster import ClusterConfig
 from components.config.schema.kubernetes import Workload
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import CheckedRun, Job
-from components.launch.job.scheduler import LOCAL_FILE_SYSTEMS, Findings, Scheduler, file_system, named_paths
+from components.launch.job.scheduler import (
+    LOCAL_FILE_SYSTEMS,
+    Findings,
+    Scheduler,
+    UnknownSubmission,
+    file_system,
+    named_paths,
+)
 from components.launch.k8s.pod_jobs import (
     AT_ONCE,
     Answer,
@@ -25,7 +32,6 @@ from components.launch.k8s.pod_jobs import (
     delete,
     get,
     may,
-    run_kubectl,
     state_of,
 )
 from components.launch.k8s.pod_manifest import (
@@ -80,15 +86,22 @@ class KubernetesScheduler(Scheduler):
     def send(self, run: CheckedRun, file: Path, tag: str) -> str:
         """Create the objects of the manifest; the others refer to the job as their owner, and are deleted with it."""
         job, cluster, objects = _name(tag), run.cfg.cluster, objects_in(file.read_text(), JOB_MANIFEST)
-        owner = _create_workload(job, next(filter(is_workload, objects)), cluster)
-        for each in objects:
-            if is_workload(each):
-                continue
-            each["metadata"]["ownerReferences"] = [owner]
-            answer = create(job.context, job.namespace, each)
-            if answer.status and answer.reason != "AlreadyExists":
-                delete(job)
-                raise ConfigError(refusal(answer, cluster))
+        workload = next(filter(is_workload, objects))
+        try:
+            answer = _create(job, workload, cluster)
+            answer = get(job.context, job.path) if answer.status else answer
+            uid = (answer.json().get("metadata") or {}).get("uid", "")
+            owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": job.name, "uid": uid}
+            for each in objects:
+                if each is not workload:
+                    each["metadata"]["ownerReferences"] = [owner]
+                    _create(job, each, cluster)
+        except Unreachable as error:
+            raise UnknownSubmission(
+                f"{error}\nIt is unknown whether the cluster has the job {job.name} and its other objects.\nThe run "
+                f"directory {file.parent} is kept. Delete the job with {self.cancel_command(tag)}, or run the command "
+                "again with this run.dir: it looks for the job"
+            ) from error
         return tag
 
     def find(self, file: Path, tag: str) -> str | None:
@@ -119,7 +132,7 @@ class KubernetesScheduler(Scheduler):
         """Return the kubectl delete command."""
         return _name(job).command("delete", _name(job).workload, _name(job).name)
 
-    def code(self, run: CheckedRun) -> str:
+    def code_folder(self, run: CheckedRun) -> str:
         """Return the folder of the code in the pods."""
         return code_in_pods(run.cfg.cluster) or f"that of the image {run.cfg.cluster.k8s.image}"
 
@@ -156,11 +169,14 @@ def _recipe_problems(run: CheckedRun) -> list[str]:
     ]
 
 
-def _create_workload(job: JobName, body: dict[str, Any], cluster: ClusterConfig) -> dict[str, str]:
-    """Create the Job or JobSet, and return the reference to it as the owner of other objects.
+def _create(job: JobName, body: dict[str, Any], cluster: ClusterConfig) -> Answer:
+    """Create an object of a job, and return the cluster's answer: success, or AlreadyExists.
+
+    The server may carry out a request whose answer is lost: a repeated one is then refused as AlreadyExists, since no
+    other job has this name.
 
     Raises:
-        ConfigError: The cluster rejected it.
+        ConfigError: The cluster rejected it, and the job does not exist.
         Unreachable: The cluster did not answer any attempt.
     """
     for attempt in range(1, TRIES + 1):
@@ -172,10 +188,10 @@ def _create_workload(job: JobName, body: dict[str, Any], cluster: ClusterConfig)
                 raise
             time.sleep(PAUSE)
     if answer.status and answer.reason != "AlreadyExists":
+        if not is_workload(body):
+            delete(job)
         raise ConfigError(refusal(answer, cluster))
-    created = answer.json() if answer.status == 0 else run_kubectl(job.context, ["get", "--raw", job.path]).json()
-    uid = (created.get("metadata") or {}).get("uid", "")
-    return {"apiVersion": body["apiVersion"], "kind": body["kind"], "name": job.name, "uid": uid}
+    return answer
 
 
 def job_problems(cfg: RecipeConfig) -> Findings:

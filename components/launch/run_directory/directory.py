@@ -120,10 +120,7 @@ class RunDirectory:
             atomic_write_json(each / RECORD, record, PRIVATE)
         if not resumes:
             atomic_write(self.logs / CONFIG, frozen_text(cfg))
-        try:
-            point_latest(self.path / LOGS / "latest", self.logs)
-        except OSError as error:  # the link is only a convenience: not worth failing the run
-            print_text(f"{self.path / LOGS / 'latest'}: cannot be linked to this attempt: {error}", file=sys.stderr)
+        point_latest(self.path / LOGS / "latest", self.logs)
 
     def _keep_submission(self, folder: Path) -> None:
         """Move the script and the code of the last submission to `folder`, from where a refusal restores them."""
@@ -192,14 +189,20 @@ def _remove(folder: Path) -> None:
 
 
 def point_latest(link: Path, logs: Path) -> None:
-    """Point `link` to the logs of this attempt, replacing a folder there, as in a copy made by following links."""
-    if link.is_dir() and not link.is_symlink():
-        if any(_same_files(link, attempt) for attempt in logs.parent.glob("attempt_*")):
-            shutil.rmtree(link)
-        else:
-            set_aside(link, "a folder of its own")
-    with atomic_path(link) as new:
-        new.symlink_to(logs.name)
+    """Point `link` to the logs of this attempt, replacing a folder there, as in a copy made by following links.
+
+    Prints why if it cannot be linked: the link is only a convenience, not worth failing the run.
+    """
+    try:
+        if link.is_dir() and not link.is_symlink():
+            if any(_same_files(link, attempt) for attempt in logs.parent.glob("attempt_*")):
+                shutil.rmtree(link)
+            else:
+                set_aside(link, "a folder of its own")
+        with atomic_path(link) as new:
+            new.symlink_to(logs.name)
+    except OSError as error:
+        print_text(f"{link}: cannot be linked to this attempt: {error}", file=sys.stderr)
 
 
 def _same_files(one: Path, other: Path) -> bool:

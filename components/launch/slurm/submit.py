@@ -23,10 +23,8 @@ from components.launch.job.scheduler import (
     Findings,
     NoAnswer,
     Scheduler,
-    code_folder,
     file_system,
     named_paths,
-    recipe_file,
 )
 from components.launch.job.snapshot import ROOT
 from components.launch.run_checks import affects, hub_cache, is_offline
@@ -64,8 +62,8 @@ class SlurmScheduler(Scheduler):
                 run_dir=run.directory.path,
                 attempt=run.directory.attempt,
                 private=run.cfg.run.private,
-                code=code_folder(run),
-                recipe=recipe_file(run),
+                code=Path(self.code_folder(run)),
+                recipe=self.recipe_file(run),
                 folder=Path.cwd(),
             )
         )
@@ -86,6 +84,7 @@ class SlurmScheduler(Scheduler):
             raise NoAnswer(f"cluster.kind=slurm: sbatch failed: {why}; run the command again")
         with suppress(ConfigError):  # an error other than those above may be one of the answer, too
             if (accepted := self.find(file, tag)) is not None:
+                run.notes.append(f"the submission failed, but Slurm had accepted the job: {why}")
                 return accepted
         raise ConfigError(refusal(answer.errors.splitlines(), run.cfg.cluster))
 
