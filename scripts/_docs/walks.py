@@ -132,11 +132,12 @@ WALKS = (
         ("components/training/run.py", "Run.steps", "Ends the loop of the recipe."),
         ("components/training/run.py", "Run.finish", "Saves a checkpoint and waits for it."),
         ("components/training/attempt.py", "Attempt", "Writes the status to result.json; exit status 0."),
-        ("components/launch/job/attempts.py", "conclude", "Called by the batch script or the pod: what follows?"),
+        ("components/launch/job/attempts.py", "conclude", "The batch script calls it: what follows?"),
         (
             "components/launch/job/policy.py",
             "reason_to_end",
-            "One table of limits; else the job starts again: begin.",
+            "One table of limits for all schedulers.",
         ),
+        ("components/launch/job/attempts.py", "begin", "The next attempt: its number, its nodes, its logs."),
     ),
 )
