@@ -159,9 +159,11 @@ def show_generations(
         distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward,
     ):
         sampling = models.Sampling(cfg.temperature, cfg.top_p, cfg.seed)
+        left = iter(range(len(prompts) * cfg.max_new_tokens))
 
         def stopped() -> bool:
-            advance()  # called before each token
+            if next(left, None) is not None:  # called before each token, and at the end
+                advance()
             return run.agreed_to_stop()
 
         answers = models.generate(model.module, tokenizer, prompts, cfg.max_new_tokens, forward, stopped, sampling)

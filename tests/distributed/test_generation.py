@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +43,13 @@ class Recorder(training.RunContext):
 
     def print(self, *lines: str) -> None:
         self.lines += lines
+
+    @contextmanager
+    def status(self, activity: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        parts: list[str] = []
+        yield lambda: parts.append(activity)
+        assert total is not None
+        assert 0 < len(parts) <= total  # a bar does not show 3/2
 
     def report_generations(self, generations: list[tuple[str, str]]) -> None:
         self.pairs += generations
