@@ -1,4 +1,4 @@
-"""Backend lookup by cluster.kind, and the jobs of all schedulers, which the form of an id tells apart."""
+"""Backend lookup by cluster.kind, and the jobs of all schedulers, each found by the form of its id."""
 
 from __future__ import annotations
 
