@@ -359,7 +359,8 @@ class CustomClusterConfig(ClusterConfig):
     kind: ClusterKind = ClusterKind.custom
     """custom."""
     factory: str
-    """Class as module:Class, a subclass of components.launch.job.scheduler.Scheduler; see examples/own_scheduler."""
+    """Class as module:Class, a subclass of components.launch.job.scheduler.Scheduler; see examples/own_scheduler. Which
+    keys of Slurm its script follows is up to the class; requeue and snapshot apply to every job."""
 
     def _problems(self) -> list[str]:
         problems = ClusterConfig._problems(self) + self._automatic_problems() + self._variable_problems()

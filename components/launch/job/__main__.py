@@ -1,9 +1,23 @@
 """The commands of a batch script, on every scheduler.
 
-    attempt=$(python -m components.launch.job begin RUN_DIR --job ID --nodes "n1 n2" --counts 2) || exit
-    export MESHBOOK_ATTEMPT=$attempt                            # for the ranks and for conclude
-    python -m components.launch.job check RUN_DIR GPUS          # on each node
-    python -m components.launch.job conclude RUN_DIR STATUS     # after the ranks have ended
+    run=RUN_DIR job="python -m components.launch.job"
+    export MESHBOOK_WORKER=1 MESHBOOK_RUN_DIR=$run PYTHONPATH=CODE
+    export MESHBOOK_JOB=ID                      # as in RUN_DIR/job_id
+    while true; do
+        MESHBOOK_ATTEMPT=$($job begin $run) || exit
+        export MESHBOOK_ATTEMPT
+        log=$run/logs/attempt_$MESHBOOK_ATTEMPT/node_0.log
+        torchrun --standalone --nproc-per-node=N RECIPE >$log 2>&1
+        $job conclude $run $? --left UNLIMITED
+        status=$?
+        [ -e $run/restart ] || break
+    done
+    [ ! -e $run/requeue ] || REQUEUE_THIS_JOB
+    exit $status
+
+RECIPE has no arguments: the ranks read RUN_DIR/config.yaml. When the job is cancelled, the script waits until the ranks
+have saved, and passes --cancelled. `check` may run on each node before the
+ranks; then, too, `conclude` follows, with its status.
 
 `begin` prints the number of the attempt, and messages to stderr; it fails if the job must end. If RUN_DIR/requeue
 exists afterwards, the ranks must not be started. `conclude` exits with the job's exit status; then RUN_DIR/restart asks
@@ -58,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     start = commands.add_parser("begin", help="claim the next attempt, and choose its nodes")
     start.set_defaults(run=_begin, ends=False)
     start.add_argument("run_dir", type=Path)
-    start.add_argument("--job", default=os.environ.get(JOB), help=f"id of the job (default: {JOB})")
+    start.add_argument(
+        "--job", default=os.environ.get(JOB), help=f"id of the job, as in RUN_DIR/job_id (default: {JOB})"
+    )
     start.add_argument("--nodes", default="", help="nodes of the job, separated by spaces")
     start.add_argument("--counts", type=int, nargs="+", default=[], help="numbers of nodes that the run can use")
     start.add_argument("--down", metavar="FILE", help="nodes that are down, each NODE|STATE|REASON; - is stdin")
@@ -70,9 +86,15 @@ def _parser() -> argparse.ArgumentParser:
     end = commands.add_parser("conclude", help="report how the attempt ended, and decide what follows")
     end.set_defaults(run=_conclude, ends=True)
     end.add_argument("run_dir", type=Path)
-    end.add_argument("status", type=int, help="exit status of the command that started the ranks")
+    end.add_argument(
+        "status",
+        type=int,
+        help="exit status of the ranks' parent, above 128 if one was killed (or see node_K.log)",
+    )
     end.add_argument("--cancelled", action="store_true", help="the user cancelled the job")
-    end.add_argument("--left", metavar="TIME", help="time left, H:M:S or UNLIMITED, if this job can restart its ranks")
+    end.add_argument(
+        "--left", metavar="TIME", help="time left, H:M:S or UNLIMITED; without it the ranks are never started again"
+    )
     end.add_argument(
         "--up", metavar="FILE", help="nodes that a requeued job can get, each NODE|FEATURE,FEATURE; - is stdin"
     )

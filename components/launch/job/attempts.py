@@ -141,7 +141,9 @@ def begin(
     if not current_config(run_dir).is_file():
         raise ConfigError(f"run.dir={run_dir}: no longer contains a run; submit the command again")
     owner = recorded_job(run_dir)
-    if owner not in (None, job, ended):
+    if owner is not None and owner not in (job, ended):
+        if owner.endswith(f"/{job}"):
+            raise ConfigError(f"--job {job}: RUN_DIR/job_id has {owner}; pass this id, with its beginning")
         raise ConfigError(
             f"run.dir={run_dir}: belongs to job {owner}, which has not ended; cancel that job, or choose another "
             "run.dir"

@@ -66,7 +66,7 @@ class UnknownSubmission(Exception):
 class Scheduler(ABC):
     """Backend that submits runs as jobs; a subclass states what differs between schedulers.
 
-    For a scheduler of your own, see examples/own_scheduler.
+    A subclass is created without arguments. For a scheduler of your own, see examples/own_scheduler.
     """
 
     runs_here = False
@@ -82,7 +82,11 @@ class Scheduler(ABC):
     """Beginning of the ids of this scheduler's jobs in RUN/job_id, for one of the user's own (cluster.factory)."""
 
     def problems(self, cfg: RecipeConfig, rejected: Collection[str]) -> Findings:
-        """Return the problems of submitting `cfg`, and notes. See `Backend.validate`; never called with `quick`."""
+        """Return the problems of submitting `cfg`, and notes. See `Backend.validate`; never called with `quick`.
+
+        Do not ask the scheduler if `cfg.cluster.only_renders`. The keys of `cfg.cluster` that the script follows are up
+        to `render`; `requeue` and `snapshot` apply to every scheduler.
+        """
         return [], []
 
     @abstractmethod
@@ -91,7 +95,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def send(self, run: CheckedRun, file: Path, tag: str) -> str:
-        """Submit `file`, and return the id of the job.
+        """Submit `file`, and return the id of the job, without `prefix`. Put no other file into the run directory.
 
         Raises:
             NoAnswer: The scheduler may have accepted the job.
@@ -107,7 +111,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def query(self, jobs: Sequence[str]) -> dict[str, Job]:
-        """Return the jobs with these ids, in as few queries as possible."""
+        """Return the jobs with these ids, without `prefix`, in as few queries as possible.
+
+        One that is no longer listed is `JobState.gone` and over. Raises ConfigError if the scheduler does not answer.
+        """
 
     @abstractmethod
     def cancel(self, job: str) -> bool:
@@ -212,7 +219,7 @@ class Scheduler(ABC):
         atomic_write(run_dir / SUBMISSION, self.prefix + tag)
         (run_dir / JOB_ID).unlink(missing_ok=True)
         try:
-            job = self._sent_or_found(run, file, tag)
+            job = self._sent_or_found(run, file, tag).strip()
             record_job(run_dir, self.prefix + job)
         except ConfigError:
             (run_dir / SUBMISSION).unlink()
