@@ -434,17 +434,22 @@ def test_node_with_too_few_gpus_fails_the_node_check(run_dir: Path) -> None:
     assert "has 2 visible GPUs, but cluster.procs_per_node=4 requires one per process" in checked.stderr
 
 
+def path_with_nvidia_smi(folder: Path, script: str) -> str:
+    """Write a program nvidia-smi, and return a PATH that begins with its folder."""
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return f"{program.parent}:{os.environ['PATH']}"
+
+
 def test_node_with_failing_nvidia_smi_fails_the_node_check(run_dir: Path, tmp_path: Path) -> None:
     """The fake nvidia-smi fails as the real one does when a GPU has fallen off the bus."""
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'Unable to determine the device handle: Unknown Error' >&2\nexit 255\n")
-    program.chmod(0o755)
-    path = f"{program.parent}:{os.environ['PATH']}"
+    path = path_with_nvidia_smi(tmp_path, "echo 'Unable to determine the device handle: Unknown Error' >&2; exit 255")
     checked = node_check(run_dir, gpus=2, CUDA_VISIBLE_DEVICES="0,1", PATH=path)
     assert checked.returncode == 1
     assert checked.stderr.endswith("nvidia-smi failed: Unable to determine the device handle: Unknown Error\n")
-    program.write_text("#!/bin/sh\necho 'GPU 0'\n")
+    path = path_with_nvidia_smi(tmp_path, "echo 'GPU 0'")
     assert node_check(run_dir, gpus=2, CUDA_VISIBLE_DEVICES="0,1", PATH=path).returncode == 0
 
 
@@ -482,11 +487,7 @@ def test_sigpipe_does_not_kill_a_slurm_command() -> None:
 
 def test_stop_signal_during_the_node_check_requests_a_requeue(run_dir: Path, tmp_path: Path) -> None:
     """There is nothing to save yet. Without the handler the signal would end the check with status 140."""
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\nkill -USR2 $PPID\nsleep 0.5\n")
-    program.chmod(0o755)
-    path = f"{program.parent}:{os.environ['PATH']}"
+    path = path_with_nvidia_smi(tmp_path, "kill -USR2 $PPID; sleep 0.5")
     checked = node_check(run_dir, gpus=1, CUDA_VISIBLE_DEVICES="0", PATH=path)
     assert (checked.returncode, checked.stderr) == (0, "")
     assert (run_dir / "requeue").exists()

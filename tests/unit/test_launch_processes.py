@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from components.config.rules import legal_node_counts
 from components.config.schema import (
     Device,
     FinetuneConfig,
@@ -19,6 +20,8 @@ from components.config.schema import (
 from components.config.schema.data import DocsDataConfig
 from components.launch.local import allocator_defaults
 from components.launch.machine import device_problems, processes_of, usable_cores, visible_gpus
+from components.launch.run_checks import problems_before_start
+from tests.config.composed import config_of
 
 
 def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) -> FinetuneConfig:
@@ -134,3 +137,17 @@ def test_cpu_processes_are_limited_to_four_per_core_and_by_memory() -> None:
 )
 def test_allocator_grows_segments_unless_the_user_decides(environ: dict[str, str], expected: str) -> None:
     assert allocator_defaults(environ) == {"PYTORCH_ALLOC_CONF": expected}
+
+
+def test_node_counts_are_those_of_the_config_that_the_ranks_read() -> None:
+    """On five nodes a micro-batch of 5 is reduced to 3, of which one node has no legal number."""
+    cfg = config_of(
+        *("finetune", "model=llama_2m", "parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B"),
+        *("cluster=slurm", "cluster.nodes=1-5", "cluster.procs_per_node=2", "cluster.device=cpu"),
+        *("training.global_batch_size=15", "training.micro_batch_size=5"),
+    )
+    requested, _ = legal_node_counts(cfg, [])
+    counts: list[int] = []
+    (problem,) = problems_before_start(cfg, 10, node_counts=counts)
+    assert (requested, counts) == ([1, 3, 5], [5])
+    assert problem.startswith("cluster.nodes=1-5: on 1 nodes: training.global_batch_size=15: leaves 15 micro-batches")

@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _begin(given: argparse.Namespace) -> int:
     if not given.job:
-        raise ConfigError(f"--job and {JOB} are not set; pass the id of the job, as your scheduler names it")
+        raise ConfigError(f"--job and {JOB} are not set; pass the id of the job, as in RUN_DIR/job_id")
     if given.counts and not given.nodes.split():
         raise ConfigError("--nodes: lists no node of the job; compare cluster.template with slurm/train.sbatch.j2")
     with redirect_stdout(sys.stderr):
