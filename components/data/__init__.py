@@ -2,10 +2,9 @@
 
 loading.py    build_dataset: tokenized samples for the `data` section of a config
 sources/      readers of files, hub datasets, documentation and text; rows to conversations and documents
-cache.py      tokenize: the tokens of a split, cached on disk
-tokens.py     storage of tokenized samples in flat arrays, in memory or in a file
+cache.py      tokenize: the tokens of a split, cached on disk as a shard of a token store
 examples.py   Example: token ids and labels with the loss mask; keys that a chat template does not render
-dataset.py    Dataset: samples of one split in memory or in the token cache, and their statistics (Facts)
+dataset.py    Dataset: samples of one split in memory or in the token cache (Tokens), and their statistics (Facts)
 packing.py    PackedDataset: several samples per row, and the planning of rows
 labels.py     LabeledTexts, ScoredPairs: texts and pairs with a target at their last token
 pairs.py      PairDataset: a chosen and a rejected answer to each prompt; PackedPairs: several pairs per row

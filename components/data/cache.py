@@ -1,9 +1,9 @@
 """Disk cache of tokenized samples, keyed by a hash of everything that determines them.
 
 The key covers the content of the source, the config keys that select from it, the tokenizer with its chat template,
-the versions of the libraries involved, and this package's code. One process tokenizes into a temporary file and renames
-it; others that start at the same time wait for it. All processes read samples on demand through the shared page cache,
-so neither the source nor its tokens have to fit in memory.
+the versions of the libraries involved, and this package's code. An entry is a shard of a token store whose documents
+are the samples. One process writes it; others that start at the same time wait for it. All processes read samples on
+demand through the shared page cache, so neither the source nor its tokens have to fit in memory.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import dataclasses
 import fcntl
 import json
 import logging
+import math
 import os
+import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import xxhash
 
 from components.chat_template import ChatTemplate, is_fast
 from components.config.schema.data import BadRows, DataConfig, RowsDataConfig, TextDataConfig
 from components.conversation import ASSISTANT, Conversation, Prompt, text_of
 from components.data import examples
-from components.data.examples import Example, KeyUsage
+from components.data.dataset import Tokens, flattened
+from components.data.examples import IGNORED, Example, KeyUsage
 from components.data.sources import text
 from components.data.sources.preference_rows import AnswerConfig
 from components.data.sources.rows import BadRowReport, Document, LabeledText
@@ -37,18 +42,26 @@ from components.data.sources.split import (
     held_out_by_hash,
     sample_limit,
 )
-from components.data.tokens import Tokens, flattened, read_tokens, remove_expired, write_tokens
+from components.data.token_store.shards import IdColumn, StoredColumn, read_shard_header
+from components.data.token_store.writer import entry_in, read_entry, rescanned, write_shard
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import PRIVATE
 from components.protocol.safe_json import parse_json
-from components.storage.stored_file import SUFFIX, KnownNumbers
+from components.storage.stored_file import SUFFIX, KnownNumbers, OpenFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3
-"""Version of the file layout; increment it when the layout changes."""
+_FORMAT = 4
+"""Version of an entry's content; increment it when that changes."""
+_ENTRY, _TEMPORARY = (
+    re.compile(r"[0-9a-f]{32}\.safetensors"),
+    re.compile(r"\.[0-9a-f]{32}\.(tmp|safetensors\.tmp-[0-9a-f]{16})"),
+)
+_KNOWN = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
+_TEMPORARY_SECONDS = 24 * 3600  # a temporary file this old was left by a process that died
 WORTH_BYTES = 1_000_000
 """Size of the smallest source that is cached; a smaller one is tokenized in about a second at every start."""
 _KEPT_SECONDS = 30 * 24 * 3600
@@ -179,6 +192,10 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
     with _lock(entry.with_suffix(".lock")):
         if (cached := _read_entry(entry)) is not None:
             return cached
+        if _is_of_earlier_version(folder):
+            logger.warning(
+                "data.cache=%s: its entries are of an earlier version; the samples are tokenized again, once", folder
+            )
         return _tokenize(encoder, entry, content)
 
 
@@ -217,17 +234,18 @@ def _tokenize(encoder: _Encoder, entry: Path | None = None, content: str = "") -
     """Tokenize a split into the file `entry`, or into memory if there is no entry or it cannot be written."""
     prompts = list(_first_prompts(encoder))
     if entry is not None:
-
-        def summary() -> str:
-            return json.dumps(encoder.result(prompts))
-
+        summary: dict[str, object] = {}
+        largest_id = max(encoder.tokenizer.get_vocab().values(), default=0)
         try:
-            write_tokens(entry, _token_chunks(encoder, content), summary)
+            write_shard(
+                entry, _entry_batches(encoder, content, prompts, summary), 2 if largest_id < 1 << 16 else 4, summary,
+                PRIVATE,  # samples may be confidential
+            )  # fmt: skip
         except OSError as error:
             logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
         else:
             with contextlib.suppress(OSError):
-                remove_expired(entry.parent, _KEPT_SECONDS)
+                _remove_expired(entry.parent)
         if (written := _read_entry(entry)) is not None:
             return written
     tokens = flattened(chain.from_iterable(_encode_batches(encoder)))
@@ -255,11 +273,15 @@ def _first_prompts(encoder: _Encoder) -> Iterator[Prompt]:
             yield Prompt(text_of(record.messages[answer - 1].get("content")), tokens)
 
 
-def _token_chunks(encoder: _Encoder, content: str) -> Iterator[Tokens]:
-    """Yield the tokens of a split; before the last part is published, check that the source has not changed."""
-    yield from map(flattened, _encode_batches(encoder))
+def _entry_batches(
+    encoder: _Encoder, content: str, prompts: list[Prompt], summary: dict[str, object]
+) -> Iterator[list[Example]]:
+    """Yield the samples of a split, then check that the source has not changed, and fill the summary of the entry."""
+    yield from map(list, _encode_batches(encoder))
     if encoder.split.identity()[0] != content:
         raise ConfigError("data: the source was changed while it was read; start the run again")
+    text = json.dumps(encoder.result(prompts))
+    summary.update(result=text, hash=xxhash.xxh3_128_hexdigest(text.encode()))
 
 
 def _encode_batches(encoder: _Encoder) -> Iterator[Iterable[Example]]:
@@ -292,15 +314,79 @@ def batches_of(records: Iterable[SomeRecord]) -> Iterator[list[SomeRecord]]:
         yield batch
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LabelColumn:
+    """Labels of the samples of an entry: the ids that its loss mask marks, and IGNORED."""
+
+    ids: IdColumn
+    mask: StoredColumn
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return np.where(self.mask[part], self.ids[part], IGNORED)
+
+
 def _read_entry(entry: Path) -> TokenizedSplit | None:
-    found = read_tokens(entry)
-    if found is None:
-        return None
+    """Return the split of an entry, whose ids and labels stay on disk.
+
+    The content is only hashed if the file has changed since it was last read. Returns None if the file does not exist
+    or is damaged; damage is logged.
+    """
     try:
-        return _split_of(found[0], parse_json(found[1]))
-    except (ValueError, LookupError, TypeError) as error:
+        known, file = KnownNumbers(entry.with_suffix(SUFFIX), [entry]), OpenFile(entry)
+        header = read_shard_header(file, entry)
+        stored, summary = entry_in(header, file.size, entry)
+        result = str(summary["result"]).encode()
+        is_intact = known.get("is intact", lambda: stored == rescanned(entry, stored))
+        if (
+            not is_intact
+            or (header.tokens and header.mask_at is None)
+            or summary["hash"] != xxhash.xxh3_128_hexdigest(result)
+        ):
+            raise ValueError("its content is not that of its header")
+        ids = IdColumn(file, header.ids_at, header.id_bytes, header.tokens)
+        labels = _LabelColumn(ids, StoredColumn(file, header.mask_at or 0, header.tokens, np.bool_))
+        ends = StoredColumn(file, header.ends_at, header.documents, np.int64)[:]
+        starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+        return _split_of(Tokens(ids, labels, starts, ends, known), parse_json(result))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
         logger.warning("%s is damaged (%r): its samples are tokenized again", entry, error)
         return None
+
+
+def _is_of_earlier_version(folder: Path) -> bool:
+    """Return whether all entries in a folder are of a version that did not write shards of token stores."""
+    entries = [file for file in folder.glob("*.safetensors") if _ENTRY.fullmatch(file.name)]
+    for entry in entries:
+        with contextlib.suppress(OSError, ValueError):
+            read_entry(entry)
+            return False
+    return bool(entries)
+
+
+def _remove_expired(folder: Path) -> None:
+    """Remove entries and known numbers unused for _KEPT_SECONDS, and temporary files of writers that were killed.
+
+    A run that has such a file open continues: on Linux the content exists until the last process of the machine closes
+    it. (NFS does not keep it for other machines, so a run there fails if it opened the file longer ago.)
+
+    Raises OSError if the folder cannot be listed.
+    """
+    now = time.time()
+    for file in folder.iterdir():
+        is_used = _ENTRY.fullmatch(file.name) or _KNOWN.fullmatch(file.name)
+        left = _TEMPORARY_SECONDS if _TEMPORARY.fullmatch(file.name) else math.inf
+        limit = _KEPT_SECONDS if is_used else left
+        with contextlib.suppress(OSError):  # removed by another process, or owned by another user
+            used = file.stat().st_mtime
+            if _ENTRY.fullmatch(file.name) and (known := file.with_suffix(SUFFIX)).exists():
+                used = max(used, known.stat().st_mtime)
+            if now - used > limit:
+                file.unlink()
 
 
 def _split_of(tokens: Tokens, result: dict[str, Any]) -> TokenizedSplit:

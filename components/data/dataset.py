@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
+import xxhash
 
 from components.config.schema.data import Overlong
 from components.conversation import Prompt
-from components.data.examples import Example, render_example, trimmed
+from components.data.examples import IGNORED, Example, render_example, trimmed
 from components.data.sources.rows import BadRowReport
-from components.data.tokens import Tokens, flattened, shortened
 from components.protocol.errors import ConfigError
+from components.storage.stored_file import KnownNumbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,8 @@ Item = TypeVar("Item", covariant=True)
 
 _WARNED_SHARE = 0.1
 """Share of dropped rows from which on the banner has a warning."""
+_VALUES_AT_ONCE = 1 << 20
+"""Values per read when a whole column is scanned."""
 
 
 @dataclass(slots=True)
@@ -168,8 +172,103 @@ class ItemSequence(Sequence[Item]):
         return self.item(index % len(self))
 
 
+class Column(Protocol):
+    """1-D array of integers, in memory or in a file from which each slice is read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
+class Tokens(NamedTuple):
+    """Samples after `trimmed`: sample i is `[starts[i] : stops[i]]` of both columns."""
+
+    ids: Column  # (tokens,)
+    labels: Column  # (tokens,)
+    starts: np.ndarray  # (samples,) int64
+    stops: np.ndarray  # (samples,) int64
+    known: KnownNumbers | None = None
+    """Numbers about the file that holds the columns, so that a start reads no token; None: in memory."""
+
+    @property
+    def runs(self) -> Iterator[slice]:
+        """Token ranges in which samples are contiguous."""
+        gaps = np.flatnonzero(self.starts[1:] != self.stops[:-1]) + 1
+        for first, last in zip([0, *gaps.tolist()], [*gaps.tolist(), len(self.starts)], strict=True):
+            if last > first:
+                yield slice(int(self.starts[first]), int(self.stops[last - 1]))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all token ids, labels and sample boundaries, independent of how the samples are stored."""
+        return self._from_known("fingerprint", self._hash)
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens that contribute to the loss."""
+        return self._from_known("targets", self._count_targets)
+
+    def _from_known(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return a number about these samples of the file, which may have been truncated or dropped."""
+        if self.known is None:
+            return compute()
+        bounds = xxhash.xxh3_128(self.starts.tobytes())
+        bounds.update(self.stops.tobytes())
+        return self.known.get(f"{name} {bounds.hexdigest()}", compute)
+
+    def _hash(self) -> str:
+        digest = xxhash.xxh3_128()
+        for column in (self.ids, self.labels):
+            for piece in self._pieces:
+                digest.update(np.ascontiguousarray(column[piece], np.int32).data)
+        digest.update(np.concatenate([[0], np.cumsum(self.stops - self.starts)]).astype(np.int64).data)
+        return digest.hexdigest()
+
+    def _count_targets(self) -> int:
+        return sum(int(np.count_nonzero(self.labels[piece] != IGNORED)) for piece in self._pieces)
+
+    @property
+    def _pieces(self) -> Iterator[slice]:
+        """The runs, in slices of at most _VALUES_AT_ONCE tokens."""
+        for run in self.runs:
+            for start in range(run.start, run.stop, _VALUES_AT_ONCE):
+                yield slice(start, min(start + _VALUES_AT_ONCE, run.stop))
+
+
+def flattened(examples: Iterable[Example]) -> Tokens:
+    """Concatenate samples."""
+    ids, labels, ends = array("i"), array("i"), array("q", [0])
+    for example in examples:
+        ids.extend(example.input_ids)
+        labels.extend(example.labels)
+        ends.append(len(ids))
+    bounds = np.asarray(ends, dtype=np.int64)
+    return Tokens(np.asarray(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32), bounds[:-1], bounds[1:])
+
+
+def shortened(tokens: Tokens, seq_len: int, drop: bool) -> tuple[Tokens, np.ndarray]:
+    """Truncate samples to `seq_len` tokens, or drop longer ones.
+
+    A truncated sample ends at its last target token; one without a target is dropped. Only the boundaries change, no
+    token is copied.
+
+    Returns:
+        The remaining samples, and the new length of every original sample, (samples,) int64; 0: dropped.
+    """
+    after = tokens.stops - tokens.starts
+    long = np.flatnonzero(after > seq_len)
+    after[long] = 0
+    for sample in [] if drop else long.tolist():
+        start = tokens.starts[sample]
+        targets = np.flatnonzero(tokens.labels[start : start + seq_len] != IGNORED)
+        after[sample] = targets[-1] + 1 if len(targets) else 0
+    kept = after > 0
+    starts = tokens.starts[kept]
+    return Tokens(tokens.ids, tokens.labels, starts, starts + after[kept], tokens.known), after
+
+
 class Dataset(ItemSequence[Example]):
-    """Samples in the order of their source, stored in 8 bytes per token; `facts` holds their statistics.
+    """Samples in the order of their source; `facts` holds their statistics.
 
     A sample longer than `seq_len` is truncated on the right, dropped or rejected, depending on `overlong`. A sample
     without a target token is dropped. Every sample ends with a target token (see `trimmed`).

@@ -29,7 +29,7 @@ from components.config.schema.data import (
 )
 from components.conversation import Prompt
 from components.data.cache import TokenizedSplit, tokenize
-from components.data.dataset import Dataset, Facts
+from components.data.dataset import Dataset, Facts, Tokens
 from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
 from components.data.packing import PackedDataset
@@ -46,7 +46,6 @@ from components.data.sources.split import (
     split_of,
 )
 from components.data.token_store.rows import TokenRows, build_rows
-from components.data.tokens import Tokens
 from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from xxhash import xxh3_128_hexdigest
 
 from components.checkpoint.listing import check_contents, list_checkpoints, newest_complete
 from components.checkpoint.manifest import Manifest, ManifestError, write_json
@@ -33,7 +34,10 @@ from components.config.schema.run import CheckpointConfig
 from components.config.shape import ModelFiles, read_shape
 from components.config.stored_run import MetricsLog, StoredRun, read_run
 from components.config.teacher_files import TeacherHeader, check_stored_teacher
+from components.conversation import Prompt
+from components.data import cache
 from components.data.examples import Example
+from components.data.sources.rows import BadRowReport
 from components.data.token_store.manifest import (
     _checksum,
     read_manifest,
@@ -42,8 +46,7 @@ from components.data.token_store.manifest import (
     write_manifest,
 )
 from components.data.token_store.rows import TokenRows
-from components.data.token_store.writer import read_entry
-from components.data.tokens import flattened, read_tokens, write_tokens
+from components.data.token_store.writer import read_entry, write_shard
 from components.launch.run_directory import lease
 from components.launch.run_directory.opening import check_second_start, check_source
 from components.launch.sweep.plan import Point, Sweep, read_record, read_sweep
@@ -221,13 +224,17 @@ def read_reference(file: Path) -> None:
 
 def tokens(folder: Path) -> Path:
     file = folder / f"{'a' * 32}.safetensors"
-    write_tokens(file, [flattened([Example([1, 2, 3], [-100, 2, 3])] * 9)], lambda: "{}")
+    result = json.dumps({"prompts": [["a", [1]]], "bad": asdict(BadRowReport()), "unused": [], "notes": []})
+    summary = {"result": result, "hash": xxh3_128_hexdigest(result.encode())}
+    write_shard(file, [[Example([1, 2, 3], [-100, 2, 3])] * 9], 2, summary)
     return file
 
 
 def read_token_cache(file: Path) -> None:
-    if (found := read_tokens(file)) is not None:
-        found[0].fingerprint, found[0].targets
+    """Whatever is read of a damaged entry is what was written."""
+    if (found := cache._read_entry(file)) is not None:
+        assert (found.tokens.targets, len(found.tokens.starts), found.prompts) == (18, 9, [Prompt("a", [1])])
+        assert found.tokens.ids[:].tolist() == [1, 2, 3] * 9
 
 
 def known(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from components.config.schema.data import Overlong, SftDataConfig
 from components.data import cache
@@ -24,10 +24,11 @@ from components.data.examples import IGNORED, Example, encode_conversations
 from components.data.loading import build_dataset
 from components.data.sources import split as split_module
 from components.data.sources.split import SourceSplit
-from components.data.tokens import OpenFile, StoredColumn
+from components.data.token_store.shards import IdColumn
 from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
 from components.storage import stored_file
+from components.storage.stored_file import OpenFile
 
 ONE = BatchPlan(global_batch_size=1, micro_batch_size=1)
 
@@ -66,7 +67,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def same(one: cache.TokenizedSplit, other: cache.TokenizedSplit) -> bool:
     arrays = zip(one.tokens[:4], other.tokens[:4], strict=True)
-    return one[1:] == other[1:] and all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in arrays)
+    return one[1:] == other[1:] and all(np.array_equal(a[:], b[:]) for a, b in arrays)
 
 
 def age(file: Path, seconds: float = 60.0) -> None:
@@ -89,12 +90,13 @@ def test_cached_samples_equal_fresh_samples(tmp_path: Path, counts: list[int]) -
     assert folder.stat().st_mode & 0o777 == 0o700
     cached = tokenized(cfg)
     assert same(cached, expected)
-    assert isinstance(cached.tokens.ids, StoredColumn)  # read on demand, not loaded
+    assert isinstance(cached.tokens.ids, IdColumn)  # read on demand, not loaded
     assert counts == [38, 38]
     (entry,) = entries(folder)
     stored = load_file(entry)
-    assert sorted(stored) == ["ends", "ids", "labels"]
+    assert sorted(stored) == ["ends", "ids", "mask"]
     assert np.array_equal(stored["ids"], expected.tokens.ids)
+    assert np.array_equal(stored["mask"], expected.tokens.labels[:] != IGNORED)
     assert len(tokenized(cfg, is_eval=True).tokens.starts) == 2
     assert counts == [38, 38, 2]
 
@@ -129,6 +131,20 @@ def test_unused_entries_are_removed_when_another_entry_is_written(tmp_path: Path
     assert not entry.exists()
     assert not known.exists()
     assert same(first, tokenized(replace(cfg, cache=None)))  # a removed entry that is still open remains readable
+
+
+def test_cache_of_an_earlier_version_is_rebuilt_once_and_said(tmp_path: Path, counts: list[int], caplog: Any) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    columns = {"ends": np.arange(3), "ids": np.zeros(2, np.int32), "labels": np.zeros(2, np.int32)}
+    save_file(columns, folder / f"{'0' * 32}.safetensors", metadata={"summary": "{}", "hash": "0" * 32})
+    cfg, line = write_source(tmp_path), f"data.cache={folder}: its entries are of an earlier version"
+    tokenized(cfg)
+    assert caplog.text.count(line) == 1
+    tokenized(cfg)
+    tokenized(cfg, is_eval=True)
+    assert caplog.text.count(line) == 1
+    assert counts == [38, 2]
 
 
 def test_whatever_changes_the_tokens_changes_the_key(tmp_path: Path, counts: list[int], monkeypatch: Any) -> None:
@@ -194,7 +210,7 @@ def test_start_reads_no_token_of_an_unchanged_file(tmp_path: Path, monkeypatch: 
         original(file, buffer, offset)
 
     monkeypatch.setattr(OpenFile, "read_into", counted)
-    cfg = write_source(tmp_path, 2000)
+    cfg = write_source(tmp_path, 6000)
 
     def start(seq_len: int) -> tuple[int, list[Any]]:
         nonlocal read
@@ -220,7 +236,7 @@ def test_start_reads_no_token_of_an_unchanged_file(tmp_path: Path, monkeypatch: 
     again, found = start(512)
     assert found == expected
     # The ends of the samples, and the header with 100 prompts.
-    assert again < 8 * 2001 + 50_000 < entry.stat().st_size / 8
+    assert again < 8 * 6001 + 50_000 < entry.stat().st_size / 8
     start(20)
     short, found = start(20)
     assert found == truncated != expected

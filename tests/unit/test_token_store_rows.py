@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from fractions import Fraction
@@ -16,7 +17,7 @@ import torch
 from components.batch import Batch
 from components.config.schema.data import MixtureDataConfig, TokensDataConfig
 from components.data.batches import BatchPlan, EvalBatches, TrainBatches, collate
-from components.data.examples import IGNORED, PackedRow
+from components.data.examples import IGNORED, Example, PackedRow
 from components.data.loading import build_dataset
 from components.data.token_store.manifest import (
     HASH_OF_BYTES,
@@ -24,10 +25,11 @@ from components.data.token_store.manifest import (
     Vocabulary,
     hash_of_tokenizer,
     read_manifest,
+    shard_problems,
     write_manifest,
 )
 from components.data.token_store.rows import RowSelection, StoreSplit, TokenRows
-from components.data.token_store.writer import index_folder
+from components.data.token_store.writer import index_folder, write_shard
 from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
 from components.training.setup.router_loss import sequence_weights
@@ -87,6 +89,89 @@ def test_every_token_is_a_target_once_and_documents_are_those_of_the_shard(pack:
     assert found == expected
     assert rows.facts.store_tokens == sum(len(flat(documents)) for documents in SHARDS)
     assert max(len(rows[index].ends) for index in range(len(rows))) <= rows.facts.max_documents or not pack
+
+
+def masked_folder(folder: Path, form: str) -> tuple[list[list[int]], np.ndarray]:
+    """Write documents with a random loss mask as another program does; return them and the mask (tokens,)."""
+    folder.mkdir()
+    documents = documents_of(11, 80)
+    ids = np.asarray(flat(documents), np.uint16)
+    mask = np.random.default_rng(12).random(len(ids)) < 0.4
+    if form == "datatrove":
+        write_datatrove(folder / "a.ds", documents, 2)
+        mask.tofile(folder / "a.ds.loss")
+    elif form == "numpy":
+        np.save(folder / "input_ids.npy", ids)
+        np.save(folder / "label_mask.npy", mask)
+    elif form == "meshbook":
+        bounds = np.cumsum([0, *map(len, documents)])
+        labels = np.where(mask, ids.astype(np.int64), IGNORED).tolist()
+        samples = [
+            Example(flat([each]), labels[begin:][: len(each)]) for each, begin in zip(documents, bounds, strict=False)
+        ]
+        write_shard(folder / "a.safetensors", [samples[:30], [], samples[30:]], 2, {})
+    else:
+        ids.tofile(folder / "token_ids_part_0000.npy")
+        mask.tofile(folder / "labels_mask_part_0000.npy")
+        (folder / "token_ids_part_0000.csv.gz").write_bytes(b"")  # which is not read: documents end with EOS
+    return documents, mask
+
+
+@pytest.mark.parametrize("form", ["olmo", "numpy", "datatrove", "meshbook"])
+def test_loss_mask_selects_the_targets(form: str, tmp_path: Path) -> None:
+    """The reference is OLMo-core's rule: the label of a token is ignored unless its mask is set, then labels shift."""
+    documents, mask = masked_folder(tmp_path / "store", form)
+    index_folder(tmp_path / "store", TOKENIZER, document_end=EOS)
+    manifest = read_manifest(str(tmp_path / "store"))
+    assert len(manifest.shards) == 1
+    assert shard_problems(manifest, "data.path=x") == []
+    rows = rows_of(manifest, seq_len=16)
+    ids, first = np.asarray(flat(documents)), np.zeros(len(mask), bool)
+    first[np.cumsum([0, *map(len, documents)])[:-1]] = True  # no token predicts the first one of a document
+    expected = np.where(mask & ~first, ids, IGNORED)[1:]
+    batch = batch_of(rows, range(len(rows)))
+    targets = batch.targets.reshape(-1)[: len(expected)].numpy()
+    inputs = batch.input_ids.reshape(-1)[: len(expected)].numpy()
+    assert np.array_equal(inputs, ids[:-1])
+    assert np.array_equal(targets, expected)
+    assert "a loss mask selects the targets" in str(rows.facts)
+    stored = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    assert stored["version"] == 2  # a reader of version 1 would train on all tokens
+
+
+def test_store_with_another_loss_mask_has_another_fingerprint(tmp_path: Path) -> None:
+    def fingerprint(name: str, flip: int | None) -> str:
+        masked_folder(tmp_path / name, "olmo")
+        file = tmp_path / name / "labels_mask_part_0000.npy"
+        mask = np.fromfile(file, bool)
+        if flip is not None:
+            mask[flip] ^= True
+        mask.tofile(file)
+        index_folder(tmp_path / name, TOKENIZER, document_end=EOS)
+        manifest = read_manifest(str(tmp_path / name))
+        return rows_of(manifest, seq_len=16).fingerprint
+
+    assert fingerprint("a", None) == fingerprint("b", None) != fingerprint("c", 3)
+
+
+@pytest.mark.parametrize("form", ["olmo", "numpy", "datatrove"])
+def test_loss_mask_that_is_lost_or_changed_is_reported(form: str, tmp_path: Path) -> None:
+    masked_folder(tmp_path / "store", form)
+    index_folder(tmp_path / "store", TOKENIZER, document_end=EOS)
+    manifest = read_manifest(str(tmp_path / "store"))
+    (file,) = (each for each in (tmp_path / "store").iterdir() if "mask" in each.name or each.suffix == ".loss")
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{file.name}: token shard damaged"):
+        rows_of(manifest, seq_len=16)[0]
+    file.write_bytes(content[:-3])
+    with pytest.raises((ConfigError, ValueError), match=f"{file.name}.*(has|truncated)"):
+        index_folder(tmp_path / "store", TOKENIZER, document_end=EOS, id_bytes=2)
+    file.unlink()
+    assert f"such as {file} (No such file or directory)" in str(shard_problems(manifest, "data.path=x"))
+    with pytest.raises(ConfigError, match="the loss mask of the manifest is missing"):
+        rows_of(manifest, seq_len=16)[0]
 
 
 def test_rows_without_stored_ends_use_the_end_token(tmp_path: Path) -> None:

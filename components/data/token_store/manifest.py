@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -32,7 +32,10 @@ MANIFEST = "manifest.json"
 """File name of the manifest in the folder of a store."""
 FORMAT = "meshbook token store"
 """Value of the key `format` in each manifest."""
-_VERSION = 1
+_VERSION, _MASKED_VERSION = 1, 2
+"""Versions of manifests without and with a loss mask, which readers of version 1 would not apply."""
+_MASKS = {"token_ids": "labels_mask", "input_ids": "label_mask"}
+"""Names of OLMo's files: ids -> loss mask."""
 _WINDOW_BITS = range(4, 25)
 DENSEST_WINDOWS = tuple(1 << bits for bits in _WINDOW_BITS)
 """Lengths in tokens of the windows in which a shard's document ends are counted."""
@@ -70,13 +73,16 @@ class ShardEntry:
     max_id: int
     """Largest id."""
     hash: str
-    """xxh3_128 of the bytes of all ids, then of all document ends as int64."""
+    """xxh3_128 of the bytes of all ids, then of all document ends as int64, then of the loss mask if there is one."""
     densest: Sequence[int]
     """Largest number of document ends in any window of each length in `DENSEST_WINDOWS`."""
     hashes: str
     """Hashes of the blocks of the file's tensors, or of its ids if it is of another program (`BlockHashes`)."""
     index_hashes: str
     """Hashes of the blocks of the .idx or .index file; empty if there is none."""
+    mask_hashes: str = ""
+    """Hashes of the blocks of the loss mask, a byte per token, which is a target unless it is 0; empty: all tokens are
+    targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +158,10 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
     write = "docs/data.md shows how to write it"
     try:
         stored = load_json(file) if url is None else parse_json(ObjectStore(url).read(url))
-        if stored["format"] != FORMAT or stored["version"] != _VERSION:
+        if stored["format"] != FORMAT or stored["version"] not in (_VERSION, _MASKED_VERSION):
             raise ConfigError(
                 f"{key}={path}: {file.name} is a {stored['format']!r} of version {stored['version']}; this version of "
-                f"Meshbook reads a {FORMAT!r} of version {_VERSION}"
+                f"Meshbook reads a {FORMAT!r} of version {_VERSION} or {_MASKED_VERSION}"
             )
         if stored.pop("checksum", None) != _checksum(stored):
             raise ConfigError(f"{key}={path}: {file} is damaged or was edited: it does not match its checksum; {write}")
@@ -195,7 +201,7 @@ def write_manifest(manifest: Manifest) -> Path:
     ]
     values = {
         "format": FORMAT,
-        "version": _VERSION,
+        "version": _MASKED_VERSION if any(shard.mask_hashes for shard in shards) else _VERSION,
         "vocabulary": None if manifest.vocabulary is None else asdict(manifest.vocabulary),
         "document_end": manifest.document_end,
         "tokens": manifest.tokens,
@@ -213,11 +219,36 @@ def write_manifest(manifest: Manifest) -> Path:
     return file
 
 
+def index_of(format: ShardFormat, path: Path) -> Path:
+    """Return the file with the document ends of a shard of another program that stores them."""
+    return path.with_suffix(".idx") if format is ShardFormat.megatron else path.with_name(f"{path.name}.index")
+
+
+def mask_of(path: Path) -> Path | None:
+    """Return where another program writes the loss mask of a shard, a byte per token; None if it writes none.
+
+    datatrove: SHARD.ds.loss; OLMo: labels_mask_part_0.npy for token_ids_part_0.npy, label_mask.npy for input_ids.npy.
+    """
+    if path.suffix == ".ds":
+        return path.with_name(f"{path.name}.loss")
+    names = [path.name.replace(ids, mask, 1) for ids, mask in _MASKS.items() if ids in path.name]
+    return path.with_name(names[0]) if names and path.suffix == ".npy" else None
+
+
+def _files_of(shard: ShardEntry) -> dict[str, int | None]:
+    """Return the sizes of a shard's files by path; None: the manifest does not state it."""
+    path = Path(shard.path)
+    index = index_of(shard.format, path) if shard.index_hashes else None
+    mask = mask_of(path) if shard.mask_hashes and shard.format is not ShardFormat.meshbook else None
+    return {shard.path: shard.bytes, **{str(each): None for each in (index, mask) if each is not None}}
+
+
 def entry_of(values: dict[str, Any]) -> ShardEntry:
     """Return a manifest entry from its JSON values. Raises ValueError, LookupError or TypeError if they are invalid."""
+    values = {"mask_hashes": "", **values}  # a manifest of version 1 has none
     names = [each.name for each in fields(ShardEntry)]
     entry = ShardEntry(**{name: values[name] for name in names} | {"format": ShardFormat(values["format"])})
-    texts = (entry.path, entry.hash, entry.hashes, entry.index_hashes)
+    texts = (entry.path, entry.hash, entry.hashes, entry.index_hashes, entry.mask_hashes)
     if not all(isinstance(text, str) for text in texts) or not entry.path or "\0" in entry.path:
         raise ValueError(f"invalid path or hashes of shard {entry.path!r}")
     if entry.tokens and not entry.hashes:
@@ -249,32 +280,36 @@ def _url_of_manifest(path: str) -> str:
 
 def shard_problems(manifest: Manifest, key: str) -> list[str]:
     """Return the problems of a store's files: those that are missing or have another size than in the manifest."""
-    missing, changed = list[str](), list[str]()
+    missing, changed = dict[str, str](), list[str]()  # missing: by shard
     if manifest.url is not None:
         try:
             sizes = {each.url: each.bytes for each in ObjectStore(manifest.url).list(manifest.url)}
         except OSError as error:
             return [f"{key}: its shards cannot be listed: {error}"]
-        files = [join(manifest.url, shard.path) for shard in manifest.shards]
-    else:
-        files = [str(manifest.file_of(shard)) for shard in manifest.shards]
+    files = {
+        (join(manifest.url, path) if manifest.url else str(manifest.folder / path)): (shard.path, size)
+        for shard in manifest.shards
+        for path, size in _files_of(shard).items()
+    }
+    if manifest.url is None:
         sizes = _listed_sizes(files)
-    for file, shard in zip(files, manifest.shards, strict=True):
+    for file, (shard, expected) in files.items():
         if manifest.url is not None and file not in sizes:
-            missing.append(f"{file} (no such object)")
+            missing.setdefault(shard, f"{file} (no such object)")
             continue
         try:
             size = sizes[file] if file in sizes else _size_of(os.stat(file))
         except OSError as error:
-            missing.append(f"{file} ({error.strerror})")
+            missing.setdefault(shard, f"{file} ({error.strerror})")
             continue
-        if size != shard.bytes:
-            changed.append(f"{file} has {size:,} bytes, the manifest {shard.bytes:,}")
+        if expected not in (size, None):
+            changed.append(f"{file} has {size:,} bytes, the manifest {expected:,}")
     total, again = len(manifest.shards), "or write the manifest again"
     problems = []
     if missing:
+        first = next(iter(missing.values()))
         problems.append(
-            f"{key}: {len(missing):,} of {total:,} shards cannot be read, such as {missing[0]}; restore them, {again}"
+            f"{key}: {len(missing):,} of {total:,} shards cannot be read, such as {first}; restore them, {again}"
         )
     if changed:
         problems.append(
@@ -283,7 +318,7 @@ def shard_problems(manifest: Manifest, key: str) -> list[str]:
     return problems
 
 
-def _listed_sizes(files: Sequence[str]) -> dict[str, int]:
+def _listed_sizes(files: Iterable[str]) -> dict[str, int]:
     """Return the sizes of files in bytes, from one listing of each folder.
 
     A network file system returns attributes with a listing (NFS: READDIRPLUS), so that the sizes take no request per

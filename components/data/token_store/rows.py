@@ -129,7 +129,7 @@ class StoreFacts(Facts):
         ]
         if self.max_documents:
             parts.append(f"documents do not attend to each other (at most {self.max_documents:,} in a row)")
-        parts += [self.shuffle] if self.shuffle else []
+        parts += [*self.notes, *([self.shuffle] if self.shuffle else [])]
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
         return "; ".join(parts)
 
@@ -140,7 +140,8 @@ class TokenRows(ItemSequence[PackedRow]):
     Row r of a shard has the tokens from r x seq_len on, and its last target is the first token of row r + 1. So each
     token of a shard except the first is a target once per epoch. The last row of a shard may be shorter. If `pack` is
     set, the documents of a row are those of packed samples: no token attends to another document or predicts its first
-    token. A document that continues in the next row starts anew there. Otherwise a row is one document.
+    token. A document that continues in the next row starts anew there. Otherwise a row is one document. If the store
+    has a loss mask, only the tokens that it marks are targets.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class TokenRows(ItemSequence[PackedRow]):
             store_tokens=manifest.tokens,
             store_documents=manifest.documents,
             shuffle="" if split.is_eval else self._describe_order(),
+            notes=["a loss mask selects the targets"] if any(shard.mask_hashes for shard in manifest.shards) else [],
         )
 
     def __len__(self) -> int:
@@ -202,16 +204,18 @@ class TokenRows(ItemSequence[PackedRow]):
         stop = min(start + self.seq_len, self._manifest.shards[number].tokens)
         shard = self._files.open(number)
         ids = shard.ids(start, min(stop + 1, self._manifest.shards[number].tokens))
-        inputs, following = ids[: stop - start].tolist(), ids[stop - start :].tolist()
+        inputs, has_next = ids[: stop - start].tolist(), len(ids) > stop - start
         ends = [end - start for end in shard.ends(start, ids[: stop - start])] if self._pack else []
-        next_label = following[0] if following and len(inputs) not in ends else IGNORED
+        is_target = shard.is_target(start, start + len(ids))
+        targets = ids.tolist() if is_target is None else np.where(is_target, ids, IGNORED).tolist()
+        next_label = targets[-1] if has_next and len(inputs) not in ends else IGNORED
         ends = ends if ends and ends[-1] == len(inputs) else [*ends, len(inputs)]
         if self._pack and len(ends) > self.facts.max_documents:  # the sizes of batches depend on it
             raise ConfigError(
                 f"{self._manifest.file_of(self._manifest.shards[number])}: a row of {self.seq_len:,} tokens has more "
                 f"documents than the manifest's {self.facts.max_documents:,}; write the manifest again"
             )
-        labels = list(inputs)
+        labels = targets[: stop - start]
         for first in (0, *ends[:-1]):
             labels[first] = IGNORED
         return PackedRow(inputs, labels, ends, next_label)

@@ -1,7 +1,8 @@
-"""Token ids and document ends of shards, read in slices with pread; files are opened on first use."""
+"""Token ids, document ends and loss masks of shards, read in slices with pread; files are opened on first use."""
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from functools import lru_cache
@@ -11,8 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from components.data.token_store.manifest import Manifest, ShardEntry, ShardFormat
-from components.data.tokens import StoredColumn
+from components.data.token_store.manifest import Manifest, ShardEntry, ShardFormat, index_of, mask_of
 from components.protocol.errors import ConfigError
 from components.storage.stored_file import OpenFile, VerifiedFile, read_header
 
@@ -20,6 +20,7 @@ _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_ID_BYTES = {3: 2, 4: 4, 8: 2}
 """Bytes of an id by the dtype code of a .idx file: int16, int32 and uint16. Ids are not negative."""
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
+NPY_MAGIC = b"\x93NUMPY"
 _ID_BYTES = {("U16",): 2, ("U8", 3): 3, ("U32",): 4}  # by dtype of the ids, and their shape behind the first dim
 _OPEN_SHARDS = 128  # each has one or two open files; the usual limit of a process is 1,024
 _ENDS_AT_ONCE = 64
@@ -32,6 +33,29 @@ class _Ends(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
+class StoredColumn:
+    """A one-dimensional array in an open file, read in slices.
+
+    The file is not memory-mapped: truncation of a mapped file kills its reader with SIGBUS and without a message.
+    Processes share the page cache either way.
+    """
+
+    def __init__(self, file: OpenFile, offset: int, length: int, dtype: type[np.generic] = np.uint8) -> None:
+        self._dtype = np.dtype(dtype)
+        self._file, self._offset, self._length = file, offset, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(self._length)
+        if step != 1:
+            raise ValueError(f"step {step}: a stored column can only be read in contiguous slices (step 1)")
+        values = np.empty(max(stop - start, 0), self._dtype)
+        self._file.read_into(values.view(np.uint8).data, self._offset + start * self._dtype.itemsize)
+        return values
 
 
 class IdColumn:
@@ -49,9 +73,10 @@ class IdColumn:
         self._file.read_into(values.reshape(-1).data, self._offset + start * self._id_bytes)
         return values
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids from `start` to `stop`, (stop - start,) int64. Raises OSError."""
-        return as_ids(self.raw(start, stop))
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return the ids of a contiguous slice, (ids,) int64. Raises OSError."""
+        start, stop, _ = part.indices(self._length)
+        return as_ids(self.raw(start, max(start, stop)))
 
 
 def as_ids(raw: np.ndarray) -> np.ndarray:
@@ -66,8 +91,8 @@ class _MegatronEnds:
 
     def __init__(self, file: OpenFile, index: MegatronIndex, tokens: int) -> None:
         self._file, self._index, self._tokens = file, index, tokens
-        self._pointers = StoredColumn(file, np.int64, index.pointers_at, index.sequences)
-        self._documents = StoredColumn(file, np.int64, index.documents_at, index.documents + 1)
+        self._pointers = StoredColumn(file, index.pointers_at, index.sequences, np.int64)
+        self._documents = StoredColumn(file, index.documents_at, index.documents + 1, np.int64)
 
     def __len__(self) -> int:
         return self._index.documents
@@ -121,22 +146,30 @@ class ShardHeader(NamedTuple):
     tokens: int
     ends_at: int
     documents: int
+    mask_at: int | None
+    """Byte at which the loss mask begins; it is the last tensor. None: there is none."""
 
 
 def read_shard_header(file: OpenFile, path: Path) -> ShardHeader:
     """Read the header of a shard in Meshbook's format. Raises ValueError if it is none, or OSError."""
     try:
         header = read_header(file)
-        ids, ends = header.tensors["ids"], header.tensors["ends"]
+        ids, ends, mask = header.tensors.pop("ids"), header.tensors.pop("ends"), header.tensors.pop("mask", None)
     except (ValueError, LookupError) as error:
         raise ValueError(f"{path}: is not a shard in Meshbook's format ({error})") from error
     id_bytes = _ID_BYTES.get((ids.dtype, *ids.shape[1:]))
-    if id_bytes is None or not ids.shape or ends.dtype != "I64" or len(ends.shape) != 1:
+    if (
+        id_bytes is None or not ids.shape or ends.dtype != "I64" or len(ends.shape) != 1 or header.tensors
+        or (mask is not None and (mask.dtype != "BOOL" or mask.shape != ids.shape[:1] or mask.end != file.size))
+    ):  # fmt: skip
         raise ValueError(
             f"{path}: is not a shard in Meshbook's format (ids of dtype {ids.dtype} and shape {ids.shape}, ends of "
-            f"dtype {ends.dtype} and shape {ends.shape})"
+            f"dtype {ends.dtype} and shape {ends.shape}, loss mask {mask and (mask.dtype, mask.shape)}, "
+            f"{len(header.tensors)} other tensors)"
         )
-    return ShardHeader(header.metadata, header.data_at, ids.begin, id_bytes, ids.shape[0], ends.begin, ends.shape[0])
+    mask_at = None if mask is None else mask.begin
+    sizes = (ids.begin, id_bytes, ids.shape[0], ends.begin, ends.shape[0])
+    return ShardHeader(header.metadata, header.data_at, *sizes, mask_at)
 
 
 def open_file(path: Path) -> OpenFile:
@@ -157,19 +190,39 @@ def open_ends(
     """
     if format is ShardFormat.meshbook:
         header = read_shard_header(file, path)
-        return StoredColumn(file, np.int64, header.ends_at, header.documents)
+        return StoredColumn(file, header.ends_at, header.documents, np.int64)
     if format is ShardFormat.megatron:
         index_file = open(index_of(format, path))
         return _MegatronEnds(index_file, read_megatron_index(index_file, index_of(format, path)), tokens)
     if format is ShardFormat.datatrove:
         index_file = open(index_of(format, path))
-        return StoredColumn(index_file, np.int64, 0, index_file.size // 8)
+        return StoredColumn(index_file, 0, index_file.size // 8, np.int64)
     return None
 
 
-def index_of(format: ShardFormat, path: Path) -> Path:
-    """Return the file with the document ends of a shard of another program that stores them."""
-    return path.with_suffix(".idx") if format is ShardFormat.megatron else path.with_name(f"{path.name}.index")
+def open_mask(
+    format: ShardFormat, path: Path, file: OpenFile, tokens: int, open: Callable[[Path], OpenFile] = open_file
+) -> tuple[OpenFile, int] | None:
+    """Open the loss mask of the shard at `path` and return its file, and the byte at which it begins; None without one.
+
+    Arguments and errors are those of `open_ends`.
+    """
+    if format is ShardFormat.meshbook:
+        begin = read_shard_header(file, path).mask_at
+        return None if begin is None else (file, begin)
+    mask_path = mask_of(path)
+    try:
+        mask = None if mask_path is None else open(mask_path)
+    except FileNotFoundError:
+        return None
+    if mask is None:
+        return None
+    begin = mask.size - tokens
+    header = mask.read(begin, 0) if 10 < begin < 1 << 16 else b""
+    is_npy = header[:7] == NPY_MAGIC + b"\1" and begin == 10 + int.from_bytes(header[8:10], "little")
+    if begin and not (is_npy and re.search(rb"'\|[bu]1'", header)):
+        raise ValueError(f"{mask_path}: has {mask.size:,} bytes; the loss mask of {path.name} must have {tokens:,}")
+    return mask, begin
 
 
 class Shard:
@@ -201,7 +254,15 @@ class Shard:
                 header = read_shard_header(file, path)
                 if (header.ids_at, header.id_bytes, header.tokens) != (entry.offset, entry.id_bytes, entry.tokens):
                     raise ValueError("the ids of its header are not those of the manifest")
-                begin, end = header.data_at, file.size
+                begin, end = header.data_at, header.mask_at or file.size
+            mask = open_mask(entry.format, path, file, entry.tokens, open) if entry.mask_hashes else None
+            if entry.mask_hashes and mask is None:
+                raise ValueError("the loss mask of the manifest is missing")
+            self._mask = None
+            if mask is not None:
+                mask_file, at = mask
+                mask_file = VerifiedFile(mask_file, at, at + entry.tokens, entry.mask_hashes)
+                self._mask = StoredColumn(mask_file, at, entry.tokens)
             file = VerifiedFile(file, begin, end, entry.hashes)
             self._ends = open_ends(entry.format, path, file, entry.tokens, open_index)
         except ConfigError:
@@ -216,12 +277,19 @@ class Shard:
 
     def ids(self, start: int, stop: int) -> np.ndarray:
         """Return the ids from `start` to `stop`, (stop - start,) int64. Raises ConfigError if damaged, or OSError."""
-        ids = self._ids.read(start, stop)
+        ids = self._ids[start:stop]
         if len(ids) and ids.max() > self._entry.max_id:
             raise self._file.damaged(
                 f"it holds the id {ids.max():,}, the largest of the manifest is {self._entry.max_id:,}"
             )
         return ids
+
+    def is_target(self, start: int, stop: int) -> np.ndarray | None:
+        """Return whether the loss mask marks each token from `start` to `stop` as a target, (stop - start,) bool.
+
+        None: all are. Raises ConfigError if damaged, or OSError.
+        """
+        return None if self._mask is None else self._mask[start:stop] != 0
 
     def ends(self, start: int, ids: np.ndarray) -> list[int]:
         """Return the document ends e with start < e <= start + len(ids), ascending and distinct.

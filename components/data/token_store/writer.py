@@ -9,7 +9,7 @@ import json
 import logging
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import xxhash
 
+from components.data.examples import IGNORED, Example
 from components.data.token_store.manifest import (
     DENSEST_WINDOWS,
     Manifest,
@@ -27,30 +28,34 @@ from components.data.token_store.manifest import (
     Vocabulary,
     entry_of,
     hash_of_tokenizer,
+    index_of,
+    mask_of,
     write_manifest,
 )
 from components.data.token_store.shards import (
+    NPY_MAGIC,
     IdColumn,
+    ShardHeader,
+    StoredColumn,
     as_ids,
-    index_of,
     open_ends,
     open_file,
+    open_mask,
     read_megatron_index,
     read_shard_header,
 )
-from components.protocol.run_files import atomic_file
+from components.protocol.run_files import BY_UMASK, atomic_file
 from components.protocol.safe_json import parse_json, read_regular
 from components.safetensors_writer import SafetensorsWriter, TensorEntry
 from components.storage.stored_file import BlockHashes, OpenFile
 
 logger = logging.getLogger(__name__)
-_IDS_AT_ONCE = 1 << 22
+_IDS_AT_ONCE = 1 << 20
 _BYTES_AT_ONCE = 1 << 22
 _DTYPES = {2: "U16", 3: "U8", 4: "U32"}  # three bytes: a tensor of shape (tokens, 3)
 _ENTRY, _SETTINGS = "entry", "settings"
 _SUFFIXES = (".safetensors", ".bin", ".npy", ".ds")
 """Suffixes of shards. A .bin file with a .idx file next to it is Megatron's, any other nanoGPT's or llm.c's."""
-_NPY_MAGIC = b"\x93NUMPY"
 _LLMC_HEADER = 1024  # bytes: 256 int32, of which the first three are magic, version and number of tokens
 _LLMC_ID_BYTES = {(20240520, 1): 2, (20240801, 7): 4}
 _LARGEST_METADATA = 1 << 20  # bytes of the .metadata file of a .ds file
@@ -58,13 +63,14 @@ _GIVE_SIZE = "give id_bytes=2 for uint16 or 4 for uint32"
 
 
 class _Summary:
-    """Hash, largest id and document ends of a shard, from its ids in order."""
+    """Hash, largest id, document ends and loss mask of a shard, from its ids in order."""
 
     def __init__(self, document_end: int | None = None) -> None:
         self.max_id = 0
         self._digest, self._document_end = xxhash.xxh3_128(), document_end
+        self._mask: xxhash.xxh3_128 | None = None
         self._ends: list[np.ndarray] = []
-        self._tokens = 0
+        self.tokens = 0
 
     def add(self, raw: np.ndarray) -> None:
         """Count further ids, given as bytes (ids, id_bytes)."""
@@ -74,8 +80,13 @@ class _Summary:
         ids = as_ids(raw)
         self.max_id = max(self.max_id, int(ids.max()))
         if self._document_end is not None:
-            self._ends.append(self._tokens + 1 + np.flatnonzero(ids == self._document_end))
-        self._tokens += len(ids)
+            self._ends.append(self.tokens + 1 + np.flatnonzero(ids == self._document_end))
+        self.tokens += len(ids)
+
+    def add_mask(self, mask: np.ndarray) -> None:
+        """Hash a further part of the loss mask (tokens,)."""
+        self._mask = self._mask or xxhash.xxh3_128()
+        self._mask.update(np.ascontiguousarray(mask != 0).data)
 
     @property
     def found_ends(self) -> np.ndarray:
@@ -86,10 +97,11 @@ class _Summary:
         """Return the manifest's numbers of the shard with these document ends, (ends,) int64."""
         digest = self._digest.copy()
         digest.update(np.ascontiguousarray(ends, np.int64).data)
-        distinct = np.unique(ends[(ends > 0) & (ends <= self._tokens)])
-        open_end = self._tokens > 0 and (len(distinct) == 0 or distinct[-1] < self._tokens)
+        digest.update(b"" if self._mask is None else self._mask.digest())
+        distinct = np.unique(ends[(ends > 0) & (ends <= self.tokens)])
+        open_end = self.tokens > 0 and (len(distinct) == 0 or distinct[-1] < self.tokens)
         return {
-            "tokens": self._tokens,
+            "tokens": self.tokens,
             "documents": len(distinct) + int(open_end),
             "max_id": self.max_id,
             "hash": digest.hexdigest(),
@@ -115,7 +127,7 @@ def scan_shard(
     document_end: int | None,
     report: Callable[[int], None] = lambda ids: None,
 ) -> ShardEntry:
-    """Read a whole shard and its index and return its manifest entry, with `path` as given.
+    """Read a whole shard, its index and its loss mask, and return its manifest entry, with `path` as given.
 
     Args:
         document_end: Id that ends the documents of a raw shard.
@@ -125,9 +137,9 @@ def scan_shard(
     """
     file = open_file(path)
     column = IdColumn(file, offset, id_bytes, tokens)
-    stored = open_ends(format, path, file, tokens)
+    stored, mask = open_ends(format, path, file, tokens), open_mask(format, path, file, tokens)
     summary = _Summary(document_end if format is ShardFormat.raw else None)
-    hashes, index_hashes = BlockHashes(), BlockHashes()
+    hashes, index_hashes, mask_hashes = BlockHashes(), BlockHashes(), BlockHashes()
     if stored is not None and format is ShardFormat.meshbook:
         hashes.update(stored[:].data)  # in the order of the file
     elif stored is not None:
@@ -139,12 +151,24 @@ def scan_shard(
         summary.add(raw)
         hashes.update(raw.data)
         report(len(raw))
+    if mask is not None:
+        mask_column = StoredColumn(*mask, tokens)
+        for start in range(0, tokens, _BYTES_AT_ONCE):
+            part = mask_column[start : start + _BYTES_AT_ONCE]
+            summary.add_mask(part)
+            mask_hashes.update(part.data)
     ends = summary.found_ends if stored is None else stored[: len(stored)]
     if len(ends) and (ends[0] < 0 or ends[-1] > tokens or (np.diff(ends) < 0).any()):
         raise ValueError(f"{path}: its document ends are not ascending, or not within its {tokens:,} tokens")
     where = {"path": str(path), "format": format, "bytes": file.size, "offset": offset, "id_bytes": id_bytes}
-    blocks = {"hashes": hashes.hexdigest(), "index_hashes": index_hashes.hexdigest()}
-    return entry_of(summary.numbers(ends) | where | blocks)
+    blocks = {"hashes": hashes, "index_hashes": index_hashes, "mask_hashes": mask_hashes}
+    return entry_of(summary.numbers(ends) | where | {name: each.hexdigest() for name, each in blocks.items()})
+
+
+def rescanned(path: Path, entry: ShardEntry) -> ShardEntry:
+    """Return the entry of the shard at `path`, which has the layout of `entry`, from all of its content."""
+    layout = ShardLayout(entry.format, entry.offset, entry.id_bytes, entry.tokens)
+    return scan_shard(path, **layout._asdict(), document_end=None)
 
 
 def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = None, id_bytes: int | None = None) -> Path:
@@ -161,7 +185,8 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
     """
     folder = folder.resolve()
     entries, unread = [], {each for each in folder.rglob("*") if each.suffix.lower() in _SUFFIXES and each.is_file()}
-    for file in sorted(each for each in folder.iterdir() if each.suffix in _SUFFIXES):
+    unread -= {mask_of(each) for each in unread}
+    for file in sorted(each for each in unread if each.suffix in _SUFFIXES and each.parent == folder):
         if file.suffix == ".safetensors":
             stored = read_entry(file)
             entry = None if stored is None else stored[0]
@@ -183,57 +208,85 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
 
 
 def write_shard(
-    path: Path, documents: Iterable[Iterable[list[int]]], id_bytes: int, settings: Mapping[str, object]
+    path: Path,
+    documents: Iterable[Sequence[list[int]] | Sequence[Example]],
+    id_bytes: int,
+    settings: Mapping[str, object],
+    mode: int = BY_UMASK,
 ) -> ShardEntry:
     """Write a shard in Meshbook's format, atomically, and return its manifest entry.
 
     Args:
-        documents: Ids of the documents, in batches.
+        documents: Ids of the documents, in batches; those without a token are left out. Or samples: all of them are
+            documents of the shard, and a loss mask marks the tokens that have a label.
         id_bytes: 2, 3 or 4.
-        settings: What determines the content, stored in the header (`read_entry`).
+        settings: What determines the content, stored in the header (`read_entry`); read after the last document.
+        mode: Permissions of the file.
 
     Raises ValueError if an id does not fit into `id_bytes`, or OSError.
     """
-    summary, ends = _Summary(), [np.zeros(0, np.int64)]
+    summary, ends, has_mask = _Summary(), [np.zeros(0, np.int64)], False
     with ExitStack() as stack:
-        ids_file = stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
+        ids_file, mask_file = (stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in range(2))
         for batch in documents:
-            lists = [each for each in batch if each]
-            if not lists:
-                continue
+            samples = [each for each in batch if isinstance(each, Example)]
+            lists = [each.input_ids if isinstance(each, Example) else each for each in batch if each]
             lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+            ends.append(summary.tokens + np.cumsum(lengths))
             ids = np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum()))
-            if ids.min() < 0 or ids.max() >= 1 << 8 * id_bytes:
+            if len(ids) and (ids.min() < 0 or ids.max() >= 1 << 8 * id_bytes):
                 raise ValueError(f"the id {ids.max():,} does not fit into {id_bytes} bytes")
             raw = ids.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :id_bytes]
             ids_file.write(np.ascontiguousarray(raw).data)
-            ends.append(summary._tokens + np.cumsum(lengths))
             summary.add(raw)
+            if samples:
+                has_mask = True
+                labels = np.fromiter(chain.from_iterable(each.labels for each in samples), np.int64, len(ids))
+                mask_file.write((labels != IGNORED).data)
+                summary.add_mask(labels != IGNORED)
         all_ends = np.concatenate(ends)
-        numbers = summary.numbers(all_ends)
-        tokens = summary._tokens
-        shape = (tokens, 3) if id_bytes == 3 else (tokens,)
-        entries = {"ids": TensorEntry(_DTYPES[id_bytes], shape), "ends": TensorEntry("I64", (len(all_ends),))}
-        settings_text, hashes = json.dumps(dict(settings), sort_keys=True), BlockHashes()
-
-        def metadata(hashes: str) -> dict[str, str]:
-            return {_ENTRY: json.dumps({**numbers, "hashes": hashes}), _SETTINGS: settings_text}
-
-        def hashed(blocks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-            for block in blocks:
-                hashes.update(block)
-                yield block
-
-        with atomic_file(path) as output:
-            size = sum(tensor.bytes for tensor in entries.values())
-            writer = SafetensorsWriter(output, entries, metadata(BlockHashes.placeholder(size)))
-            writer.write("ends", hashed([all_ends.data]))
-            writer.write("ids", hashed(_blocks_of(ids_file)))
-            writer.replace_metadata(metadata(hashes.hexdigest()))
+        shape = (summary.tokens, 3) if id_bytes == 3 else (summary.tokens,)
+        tensors = {"ends": TensorEntry("I64", (len(all_ends),)), "ids": TensorEntry(_DTYPES[id_bytes], shape)}
+        tensors |= {"mask": TensorEntry("BOOL", (summary.tokens,))} if has_mask else {}
+        content: dict[str, Iterable[bytes | memoryview]] = {
+            "ends": [all_ends.data], "ids": _blocks_of(ids_file), "mask": _blocks_of(mask_file)
+        }  # fmt: skip
+        with atomic_file(path, mode) as output:
+            _write_tensors(
+                output, tensors, content, summary.numbers(all_ends), json.dumps(dict(settings), sort_keys=True)
+            )
     entry = read_entry(path)
     if entry is None:
         raise OSError(f"{path}: disappeared while it was written")
     return entry[0]
+
+
+def _write_tensors(
+    output: IO[bytes],
+    tensors: Mapping[str, TensorEntry],
+    content: Mapping[str, Iterable[bytes | memoryview]],
+    numbers: Mapping[str, object],
+    settings: str,
+) -> None:
+    """Write a shard's tensors, then the hashes of their blocks into the space reserved in the header."""
+    mask_bytes = tensors["mask"].bytes if "mask" in tensors else 0
+    sizes = {"hashes": sum(each.bytes for each in tensors.values()) - mask_bytes, "mask_hashes": mask_bytes}
+    hashes = {name: BlockHashes() for name in sizes}
+
+    def metadata(texts: Mapping[str, str]) -> dict[str, str]:
+        return {_ENTRY: json.dumps({**numbers, **texts}), _SETTINGS: settings}
+
+    def hashed(name: str) -> Iterator[bytes | memoryview]:
+        for block in content[name]:
+            hashes["mask_hashes" if name == "mask" else "hashes"].update(block)
+            yield block
+
+    writer = SafetensorsWriter(
+        output, tensors, metadata({n: BlockHashes.placeholder(size) for n, size in sizes.items()})
+    )
+    for name in tensors:
+        writer.write(name, hashed(name))
+    writer.replace_metadata(metadata({name: each.hexdigest() for name, each in hashes.items()}))
 
 
 def read_entry(path: Path) -> tuple[ShardEntry, dict[str, object]] | None:
@@ -245,11 +298,21 @@ def read_entry(path: Path) -> tuple[ShardEntry, dict[str, object]] | None:
         file = open_file(path)
     except FileNotFoundError:
         return None
-    header = read_shard_header(file, path)
+    return entry_in(read_shard_header(file, path), file.size, path)
+
+
+def entry_in(header: ShardHeader, size: int, path: Path) -> tuple[ShardEntry, dict[str, object]]:
+    """Return the manifest entry and the settings in the header of the shard at `path`, a file of `size` bytes.
+
+    Raises ValueError if they are damaged.
+    """
     try:
         numbers, settings = (parse_json(header.metadata[name]) for name in (_ENTRY, _SETTINGS))
-        where = {"path": str(path), "format": ShardFormat.meshbook, "bytes": file.size, "index_hashes": ""}
-        return entry_of({**numbers, **where, "offset": header.ids_at, "id_bytes": header.id_bytes}), settings
+        where = {"path": str(path), "format": ShardFormat.meshbook, "bytes": size, "index_hashes": ""}
+        entry = entry_of({**numbers, **where, "offset": header.ids_at, "id_bytes": header.id_bytes})
+        if (header.mask_at is not None) != bool(entry.mask_hashes) and entry.tokens:
+            raise ValueError("its loss mask and the hashes of it do not belong together")
+        return entry, settings
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: is not a shard in Meshbook's format ({error!r})") from error
 
@@ -284,9 +347,12 @@ def layout_of(path: Path, id_bytes: int | None = None) -> ShardLayout:
     if path.suffix == ".ds":
         return _datatrove(path, file, id_bytes)
     if path.suffix == ".npy":
-        if file.size >= len(_NPY_MAGIC) and file.read(len(_NPY_MAGIC), 0) == _NPY_MAGIC:
+        if file.size >= len(NPY_MAGIC) and file.read(len(NPY_MAGIC), 0) == NPY_MAGIC:
             return _npy(path, file)
-        if id_bytes is None:  # OLMo's .npy files are the bare ids
+        mask = mask_of(path)
+        if id_bytes is None and mask is not None and mask.is_file() and mask.stat().st_size:
+            id_bytes = file.size // mask.stat().st_size  # the mask has a byte per token
+        if id_bytes not in (2, 4):  # OLMo's .npy files are the bare ids
             raise ValueError(f"{path}: has no NumPy header, so the size of its ids is unknown; {_GIVE_SIZE}")
     return _llmc(path, file) or _raw(path, file, ShardFormat.raw, id_bytes or 2)
 
@@ -306,8 +372,6 @@ def _megatron(path: Path, file: OpenFile) -> ShardLayout:
 
 
 def _datatrove(path: Path, file: OpenFile, id_bytes: int | None) -> ShardLayout:
-    if path.with_name(f"{path.name}.loss").exists():
-        raise ValueError(f"{path}: has a loss mask ({path.name}.loss), which token stores do not support")
     metadata = path.with_name(f"{path.name}.metadata")
     if metadata.exists():  # the first line is TOKENIZER|BYTES
         stated = read_regular(metadata, _LARGEST_METADATA).partition(b"\n")[0].rpartition(b"|")[2]

@@ -33,7 +33,7 @@ from components.config.teacher_files import (
     read_teacher_file,
     teacher_file,
 )
-from components.data.tokens import StoredColumn
+from components.data.token_store.shards import StoredColumn
 from components.distributed.fsdp import reshard
 from components.protocol.errors import ConfigError
 from components.storage.stored_file import VerifiedFile
@@ -189,7 +189,7 @@ class StoredTeacher:
         def column(name: str) -> StoredColumn:
             dtype, shape, begin, end = tensors[name]
             part = VerifiedFile(content, begin, end, hashes[name])
-            return StoredColumn(part, _DTYPES[dtype], begin, math.prod(shape))
+            return StoredColumn(part, begin, math.prod(shape), _DTYPES[dtype])
 
         self._content, self._columns = content, {name: column(name) for name in tensors}
         self._starts = self._columns.pop(STARTS)[:]
