@@ -24,7 +24,6 @@ figures.py             curves as PNG files, by matplotlib
 kernel_counters.py     limits and counters of this process: memory, CPU time, out-of-memory kills, bytes moved
 lazy.py                packages that import a name when it is first used
 project.py             folders of Meshbook, in a checkout or in a wheel
-safetensors_writer.py  streaming writer of safetensors files
 terminal.py            control characters escaped, secrets masked, text fitted to the terminal
 varlen.py              inputs of torch's variable-length attention kernel
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from components.protocol.safe_json import parse_json
-from components.safetensors_writer import TensorEntry
-from components.storage.stored_file import BlockHashes, OpenFile, StoredTensor, read_header
+from components.storage.tensor_files import BlockHashes, OpenFile, StoredTensor, TensorEntry, read_header
 
 _SPLITS = ("train", "eval")
 TOKEN_IDS, LOG_PROBS = "teacher_token_ids", "teacher_log_probs"

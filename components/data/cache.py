@@ -47,7 +47,7 @@ from components.data.token_store.writer import entry_in, read_entry, rescanned, 
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE
 from components.protocol.safe_json import parse_json
-from components.storage.stored_file import SUFFIX, KnownNumbers, OpenFile
+from components.storage.tensor_files import SUFFIX, KnownNumbers, OpenFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from components.conversation import Prompt
 from components.data.examples import IGNORED, Example, render_example, trimmed
 from components.data.sources.rows import BadRowReport
 from components.protocol.errors import ConfigError
-from components.storage.stored_file import KnownNumbers
+from components.storage.tensor_files import KnownNumbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

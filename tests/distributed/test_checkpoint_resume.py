@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import pickle
+import pkgutil
 import random
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
+from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint, tensors
 from components.checkpoint.save import random_state
 from components.config.schema.run import CheckpointConfig
 from components.protocol.errors import ConfigError
@@ -269,6 +270,10 @@ def test_state_that_another_optimizer_does_not_use_is_dropped(tmp_path: Path, ca
     load_checkpoint(path, *run)
     assert not any(run[1].state.values())  # neither the momentum of SGD nor the moments of step 1
     train(run, 1)
+
+
+def test_optimizers_whose_state_is_known_exist() -> None:
+    assert all(issubclass(pkgutil.resolve_name(name), torch.optim.Optimizer) for name in tensors._USED_STATE)
 
 
 def test_state_of_an_own_optimizer_with_the_name_of_another_is_kept(tmp_path: Path) -> None:

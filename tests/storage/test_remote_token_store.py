@@ -27,7 +27,7 @@ from components.data.token_store.manifest import (
 from components.data.token_store.rows import TokenRows
 from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
-from components.storage import stored_file
+from components.storage import tensor_files
 from tests.storage.conftest import S3
 from tests.unit.token_shards import documents_of, scanned, store_of, write_datatrove, write_megatron
 
@@ -102,7 +102,7 @@ def test_batches_are_those_of_a_store_on_disk(faulty_s3: S3, tmp_path: Path, mon
 
 def test_rows_are_fetched_before_they_are_used(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_shards, "_PART_BYTES", 4096)
-    monkeypatch.setattr(stored_file, "HASHED_BYTES", 4096)
+    monkeypatch.setattr(tensor_files, "HASHED_BYTES", 4096)
     folder = store(tmp_path)
     upload(s3, folder)
     rows = rows_of(URL, tmp_path / "cache")

@@ -27,8 +27,8 @@ from components.data.sources.split import SourceSplit
 from components.data.token_store.shards import IdColumn
 from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
-from components.storage import stored_file
-from components.storage.stored_file import OpenFile
+from components.storage import tensor_files
+from components.storage.tensor_files import OpenFile
 
 ONE = BatchPlan(global_batch_size=1, micro_batch_size=1)
 
@@ -224,7 +224,7 @@ def test_start_reads_no_token_of_an_unchanged_file(tmp_path: Path, monkeypatch: 
         )
         return read, [dataset.facts.target_tokens, dataset.fingerprint, len(dataset)]
 
-    monkeypatch.setattr(stored_file, "_RECENT_SECONDS", 30.0)  # on a busy machine, more than this test takes
+    monkeypatch.setattr(tensor_files, "_RECENT_SECONDS", 30.0)  # on a busy machine, more than this test takes
     _, expected = start(512)
     _, truncated = start(20)
     (entry,) = entries(tmp_path / "cache")

@@ -30,8 +30,8 @@ from components.config.teacher_files import (
 )
 from components.data.dataset import Facts
 from components.protocol.errors import ConfigError
-from components.storage import stored_file
-from components.storage.stored_file import BlockHashes
+from components.storage import tensor_files
+from components.storage.tensor_files import BlockHashes
 from components.training.objectives.base import Chunk, Vocabulary
 from components.training.objectives.distillation import DistillationLoss, TopK, find_top_k, top_k_divergence
 from components.training.objectives.teacher import StoredTeacher
@@ -165,7 +165,7 @@ def rewrite(file: Path, *, hashed: bool = True, **changed: np.ndarray) -> None:
 
 
 def test_every_flipped_bit_of_the_values_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_file, "HASHED_BYTES", 64)
+    monkeypatch.setattr(tensor_files, "HASHED_BYTES", 64)
     file, slots = tmp_path / "top_k_train.safetensors", TargetSlots(np.asarray([0, 4, 4, 13], np.int64))
     write_file(file, header(), slots, blocks(13))
     content = file.read_bytes()

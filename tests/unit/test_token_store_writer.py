@@ -25,7 +25,7 @@ from components.data.token_store.manifest import (
 from components.data.token_store.shards import Shard, ShardFiles
 from components.data.token_store.writer import densest_windows, layout_of, read_entry, write_shard
 from components.protocol.errors import ConfigError
-from components.storage import stored_file
+from components.storage import tensor_files
 from tests.unit.token_shards import (
     EOS,
     documents_of,
@@ -221,7 +221,7 @@ def test_every_flipped_bit_is_reported_before_a_token_of_its_block_is_used(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except in bytes that no row is made of, such as the lengths of Megatron's sequences."""
-    monkeypatch.setattr(stored_file, "HASHED_BYTES", 4096)
+    monkeypatch.setattr(tensor_files, "HASHED_BYTES", 4096)
     path, id_bytes = write(tmp_path, format)
     entry, random = scanned(path, id_bytes), np.random.default_rng(0)
     expected = read_all(Shard(entry, path, EOS))
@@ -277,7 +277,7 @@ def test_ends_and_ids_are_checked_in_shards_whose_hashes_fit(ends: str, tmp_path
 
 def hashes_of(path: Path) -> str:
     """Return the hashes of all tensors of a shard in Meshbook's format."""
-    hashes = stored_file.BlockHashes()
+    hashes = tensor_files.BlockHashes()
     content = path.read_bytes()
     hashes.update(content[8 + int.from_bytes(content[:8], "little") :])
     return hashes.hexdigest()

@@ -33,7 +33,7 @@ from components.data.token_store.shards import ShardFiles
 from components.protocol.errors import ConfigError
 from components.storage.node_cache import FOLDER, NodeCache
 from components.storage.object_store import ObjectStore, StoredObject, join
-from components.storage.stored_file import OpenFile
+from components.storage.tensor_files import OpenFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ import numpy as np
 
 from components.data.token_store.manifest import Manifest, ShardEntry, ShardFormat, index_of, mask_of
 from components.protocol.errors import ConfigError
-from components.storage.stored_file import OpenFile, VerifiedFile, read_header
+from components.storage.tensor_files import OpenFile, VerifiedFile, read_header
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_ID_BYTES = {3: 2, 4: 4, 8: 2}

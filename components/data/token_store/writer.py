@@ -46,8 +46,7 @@ from components.data.token_store.shards import (
 )
 from components.protocol.run_files import BY_UMASK, atomic_file
 from components.protocol.safe_json import parse_json, read_regular
-from components.safetensors_writer import SafetensorsWriter, TensorEntry
-from components.storage.stored_file import BlockHashes, OpenFile
+from components.storage.tensor_files import BlockHashes, OpenFile, SafetensorsWriter, TensorEntry
 
 logger = logging.getLogger(__name__)
 _IDS_AT_ONCE = 1 << 20
@@ -276,16 +275,11 @@ def _write_tensors(
     def metadata(texts: Mapping[str, str]) -> dict[str, str]:
         return {_ENTRY: json.dumps({**numbers, **texts}), _SETTINGS: settings}
 
-    def hashed(name: str) -> Iterator[bytes | memoryview]:
-        for block in content[name]:
-            hashes["mask_hashes" if name == "mask" else "hashes"].update(block)
-            yield block
-
     writer = SafetensorsWriter(
         output, tensors, metadata({n: BlockHashes.placeholder(size) for n, size in sizes.items()})
     )
     for name in tensors:
-        writer.write(name, hashed(name))
+        writer.write(name, content[name], hashes["mask_hashes" if name == "mask" else "hashes"])
     writer.replace_metadata(metadata({name: each.hexdigest() for name, each in hashes.items()}))
 
 

@@ -18,7 +18,7 @@ import torch
 
 from components.models.weights.shards import Index
 from components.models.weights.weight_sources import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
-from components.safetensors_writer import SafetensorsWriter, TensorEntry
+from components.storage.tensor_files import SafetensorsWriter, TensorEntry
 
 _BLOCK_BYTES = 4 * 1024**2
 """Approximate size of a block that is read, converted and written at a time."""

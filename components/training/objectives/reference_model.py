@@ -32,7 +32,7 @@ from components.distributed.fsdp import reshard
 from components.exchange import all_gather_json, broadcast_json
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write
-from components.storage.stored_file import OpenFile, read_header
+from components.storage.tensor_files import OpenFile, read_header
 from components.training.context import RunContext
 from components.training.forward import local_batch, score_rows
 from components.training.loss import sum_over_ranks

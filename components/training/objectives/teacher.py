@@ -36,7 +36,7 @@ from components.config.teacher_files import (
 from components.data.token_store.shards import StoredColumn
 from components.distributed.fsdp import reshard
 from components.protocol.errors import ConfigError
-from components.storage.stored_file import VerifiedFile
+from components.storage.tensor_files import VerifiedFile
 from components.training.context import RunContext
 from components.training.forward import last_hidden
 from components.training.objectives.base import Vocabulary

@@ -34,8 +34,7 @@ from components.distributed.collectives import all_gather
 from components.exchange import broadcast_json
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_file
-from components.safetensors_writer import SafetensorsWriter
-from components.storage.stored_file import BlockHashes
+from components.storage.tensor_files import BlockHashes, SafetensorsWriter
 from components.training.context import RunContext
 from components.training.forward import last_hidden, local_batch
 from components.training.objectives.chunked_loss import chunk_tokens
@@ -223,8 +222,7 @@ def write_file(
         with atomic_file(file, PRIVATE) as output:  # private because token ids disclose samples, which may be secret
             empty = {name: BlockHashes.placeholder(entry.bytes) for name, entry in entries.items()}
             writer = SafetensorsWriter(output, entries, metadata(empty))
-            writer.write(STARTS, [slots.starts.data.cast("B")])
-            hashes[STARTS].update(slots.starts.data)
+            writer.write(STARTS, [slots.starts.data.cast("B")], hashes[STARTS])
             for block in blocks:
                 if problem := value_problem(block, header.vocabulary):
                     raise ConfigError(f"teacher.path={header.teacher}: this model returned {problem}; use another one")

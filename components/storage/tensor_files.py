@@ -1,7 +1,7 @@
-"""Read-only files of tensors, verified as they are read, and numbers that are known about unchanged files.
+"""Files of tensors (safetensors): written as a stream, verified as they are read; numbers known about unchanged files.
 
-Token shards, stored teachers, reference log-probabilities and the token cache are such files of tensors. Imports no
-numpy.
+Exports, adapters, token shards and stored teachers are written here: safetensors' `save_file` writes the same bytes,
+but from memory. Checkpoints use the writer of torch.distributed.checkpoint. Imports no numpy.
 
 Numbers computed from files, such as hashes, are kept on disk next to the token cache, so that a start need not read
 unchanged files again. A number is valid while size, inode and time of modification of its file do not change. A change
@@ -19,17 +19,34 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import xxhash
 
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_write_json, read_json
 from components.protocol.safe_json import parse_json
-from components.safetensors_writer import ITEM_BYTES
 
+ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+"""Bytes per element, by dtype name in a safetensors header."""
 HASHED_BYTES = 1 << 20
 """Bytes of a block with a hash of its own, which is verified before any of its bytes is used."""
 _DIGITS = 16  # of a 64-bit hash
@@ -153,6 +170,18 @@ class VerifiedFile(OpenFile):
         return self._file.damaged(what)
 
 
+class TensorEntry(NamedTuple):
+    """Shape of a tensor, and its dtype as named in a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
 class StoredTensor(NamedTuple):
     """A tensor in a safetensors file, and the bytes of the file that hold it, [begin, end)."""
 
@@ -207,6 +236,69 @@ def _stored_tensor(name: str, entry: Any, data_at: int) -> StoredTensor:
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"its header declares an invalid tensor {name!r} ({error})") from error
     return StoredTensor(dtype, shape, data_at + begin, data_at + end)
+
+
+class SafetensorsWriter:
+    """Writer of one file. The header comes first and declares all tensors; their values may be written in any order."""
+
+    def __init__(self, file: IO[bytes], entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> None:
+        """Write the header for `entries`, by tensor name. Raises OSError.
+
+        Larger dtypes come first in the file, so that every tensor is aligned when the file is memory-mapped.
+        """
+        self._file, self._entries = file, entries
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name in sorted(entries, key=lambda name: (-ITEM_BYTES[entries[name].dtype], name)):
+            self._offsets[name], end = end, end + entries[name].bytes
+        self._header_bytes = self._write_header(metadata)
+
+    def write(self, name: str, blocks: Iterable[bytes | memoryview], hashes: BlockHashes | None = None) -> None:
+        """Write the values of a tensor, given as consecutive blocks, and add them to `hashes`.
+
+        Raises:
+            OSError: The file could not be written.
+            ValueError: The total size of the blocks differs from the size of the declared tensor.
+        """
+        start, size = self._header_bytes + self._offsets[name], self._entries[name].bytes
+        self._file.seek(start)
+        for block in blocks:
+            self._file.write(block)
+            if hashes is not None:
+                hashes.update(block)
+        if self._file.tell() != start + size:
+            raise ValueError(f"{name}: got {self._file.tell() - start} bytes, expected {size}")
+
+    def write_part(self, name: str, begin: int, part: bytes | memoryview) -> None:
+        """Write a part of a tensor from its byte `begin` on. The caller writes all parts of all tensors.
+
+        Raises:
+            OSError: The file could not be written.
+            ValueError: The part does not end within the declared tensor.
+        """
+        if begin + len(part) > self._entries[name].bytes:
+            raise ValueError(
+                f"{name}: bytes {begin} to {begin + len(part)} are not within its {self._entries[name].bytes}"
+            )
+        self._file.seek(self._header_bytes + self._offsets[name] + begin)
+        self._file.write(part)
+
+    def replace_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Write the header again with other metadata. Raises OSError, or ValueError if the header's length changes."""
+        if self._write_header(metadata) != self._header_bytes:
+            raise ValueError("new metadata must have the same encoded length as the metadata that it replaces")
+
+    def _write_header(self, metadata: Mapping[str, str]) -> int:
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        for name, start in self._offsets.items():
+            entry = self._entries[name]
+            offsets = [start, start + entry.bytes]
+            header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._file.seek(0)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        return 8 + len(text)
 
 
 class KnownNumbers:
