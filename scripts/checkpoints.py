@@ -17,7 +17,7 @@ from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 
-from components.checkpoint.listing import ListedCheckpoint, check_contents, list_checkpoints, removable, remove
+from components.checkpoint.manifest import ListedCheckpoint, check_contents, list_checkpoints, removable, remove
 from components.config.compose.frozen import read_section
 from components.config.schema.run import CheckpointConfig
 from components.launch.run_directory.opening import exclude_starts

@@ -166,7 +166,7 @@ def _write_rewards(
 
 def _answers(cfg: PreferencesDataConfig, bad: BadRowReport) -> list[Iterator[Conversation]]:
     """Return the conversations with the chosen answers and those with the rejected ones; report bad rows in `bad`."""
-    from components.data.sources.preference_rows import answer_configs, each_answer
+    from components.data.sources.columns import answer_configs, each_answer
     from components.data.sources.rows import BadRowReport, train_location
     from components.data.sources.split import columns_at, rows_of
 

@@ -4,9 +4,9 @@ save.py            save_checkpoint: write to a temporary folder, publish by one 
 saver.py           Saver: the saves of a run, synchronous or in the background
 replica_check.py   ReplicaCheck: ranks with the same data must hold the same bits, or one of them computes wrongly
 load.py            find_checkpoint, locate_checkpoint, load_checkpoint, load_model_weights, stored_dtype_of, verify
-reader.py          choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
-manifest.py        the manifest: files, sizes and hashes, written last; CheckpointError
-listing.py         the checkpoints of a run directory, the retention policy and safe removal, without torch
+                   choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
+manifest.py        the manifest: files, sizes and hashes, written last; CheckpointError; the checkpoints of a run
+                   directory, the retention policy and safe removal; without torch
 tensors.py         model and optimizer state as named tensors, and the blocks of each that a rank saves
 stored_tensors.py  the tensors of a checkpoint's files, read block by block; fingerprint of a LoRA run's base weights
 mirror.py          Mirror: copies of the checkpoints in an object store (checkpoint.remote)
@@ -23,6 +23,8 @@ from components import lazy
 
 if TYPE_CHECKING:
     from components.checkpoint.load import (
+        StoredWeights,
+        choose_checkpoint,
         find_checkpoint,
         load_checkpoint,
         load_model_weights,
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     )
     from components.checkpoint.manifest import CheckpointError, Manifest, saved_at
     from components.checkpoint.mirror import Mirror
-    from components.checkpoint.reader import StoredWeights, choose_checkpoint
     from components.checkpoint.replica_check import ReplicaCheck
     from components.checkpoint.save import Mark, save_checkpoint
     from components.checkpoint.saver import Saver

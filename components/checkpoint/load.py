@@ -1,9 +1,10 @@
-"""Choose a complete checkpoint, and restore its state."""
+"""Choose a complete checkpoint and restore its state on any mesh, or read its weights block by block in one process."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 import yaml
 from torch import nn
 
-from components.checkpoint.listing import newest_complete
 from components.checkpoint.manifest import (
     BASE_FINGERPRINT,
+    CheckpointError,
     Manifest,
     ManifestError,
     fail_together,
     may_be_intact,
+    newest_complete,
     random_file,
 )
 from components.checkpoint.mirror import Mirror, fetch_checkpoint
@@ -27,6 +29,7 @@ from components.checkpoint.stored_tensors import (
     base_fingerprint,
     check_base_weights,
     find_checkpoint_tensors,
+    fingerprint_by_blocks,
 )
 from components.checkpoint.tensors import (
     AVERAGE,
@@ -42,9 +45,16 @@ from components.checkpoint.tensors import (
 )
 from components.config.schema.run import is_same_checkpoint
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
-from components.models.weights.shards import local_part
+from components.models.weights.shards import Index, local_part
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import CHECKPOINT_STATE, CHECKPOINTS, checkpoint_folders
+from components.protocol.run_files import (
+    CHECKPOINT_MANIFEST,
+    CHECKPOINT_STATE,
+    CHECKPOINTS,
+    TEMPORARY,
+    checkpoint_folders,
+    checkpoint_step,
+)
 from components.protocol.safe_json import LARGEST, load_json, parse_json, read_regular
 from components.protocol.safe_yaml import load_yaml
 from components.storage.object_store import is_url, shown_names
@@ -55,7 +65,7 @@ logger = logging.getLogger(__name__)
 AUTO, NEVER = "auto", "never"
 STORED_DTYPE = "dtype"
 """Key of a checkpoint's `extra` for the dtype of the run's parameters."""
-SHOWN = 8
+_SHOWN = 8
 """Names listed in an error."""
 
 
@@ -107,7 +117,7 @@ def find_checkpoint(
     if resume == AUTO:
         if damaged:
             raise ConfigError(
-                f"run.dir={run_dir}: all of its checkpoints are damaged or incomplete: {', '.join(damaged[:SHOWN])}; "
+                f"run.dir={run_dir}: all of its checkpoints are damaged or incomplete: {', '.join(damaged[:_SHOWN])}; "
                 "restore one of them, or remove them or choose another run.dir to start over"
             )
         return None
@@ -326,15 +336,15 @@ def _began_from(state: bytes) -> str | None:
     return resume if isinstance(resume, str) else None
 
 
-def compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def _compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Return an error if the checkpoint lacks tensors of the model, and one if it holds unexpected ones."""
     differences = {
         "lacks tensors of this model": [name for name in expected if name not in saved],
         "holds tensors that this model does not have": [name for name in saved if name not in expected],
     }
     return [
-        f"checkpoint {path} {problem}: {', '.join(name.removeprefix(MODEL) for name in names[:SHOWN])}"
-        f"{', ...' if len(names) > SHOWN else ''}"
+        f"checkpoint {path} {problem}: {', '.join(name.removeprefix(MODEL) for name in names[:_SHOWN])}"
+        f"{', ...' if len(names) > _SHOWN else ''}"
         for problem, names in differences.items()
         if names
     ]
@@ -344,7 +354,7 @@ def _check_model(path: Path, local: Tensors, stored: Mapping[str, CheckpointTens
     """Compare the stored names, shapes and dtypes with the tensors of all ranks; every rank raises the same error."""
     tensors = merge_over_ranks({name: (list(tensor.shape) or [1], str(tensor.dtype)) for name, tensor in local.items()})
     saved = {name: described for name, described in stored.items() if name.startswith(MODEL)}
-    problems = compare_names(path, tensors, saved)
+    problems = _compare_names(path, tensors, saved)
     for name in saved.keys() & tensors.keys():
         saved_as = (saved[name].shape, str(saved[name].dtype))
         shape, dtype = tensors[name]
@@ -356,7 +366,7 @@ def _check_model(path: Path, local: Tensors, stored: Mapping[str, CheckpointTens
                 "run that saved it"
             )
     if problems:
-        raise ConfigError(sorted(problems)[:SHOWN])
+        raise ConfigError(sorted(problems)[:_SHOWN])
 
 
 def _check_average(path: Path, local: Tensors, stored: Mapping[str, CheckpointTensor]) -> None:
@@ -367,10 +377,108 @@ def _check_average(path: Path, local: Tensors, stored: Mapping[str, CheckpointTe
         )
     expected = merge_over_ranks({name: True for name in local if name != AVERAGE_UPDATES})
     saved = {name: True for name in stored if name.startswith(AVERAGE)}
-    if problems := compare_names(path, expected, saved):
+    if problems := _compare_names(path, expected, saved):
         raise ConfigError(problems)
 
 
 def _warn(path: Path | str, problems: list[str]) -> None:
     if this_rank() == 0:
         logger.warning("checkpoint %s is skipped: %s", path, "; ".join(problems))
+
+
+def choose_checkpoint(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, or the newest checkpoint if it is a run directory.
+
+    Raises:
+        ConfigError: There is no checkpoint, or one of the run directory has no valid manifest: it might be the newest.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; give a run directory, or a checkpoint: RUN_DIR/checkpoints/step_N")
+    if TEMPORARY in path.name:
+        raise ConfigError(f"{path}: an unfinished save; give a complete checkpoint: RUN_DIR/checkpoints/step_N")
+    if (path / CHECKPOINT_MANIFEST).exists() or checkpoint_step(path.name) is not None:
+        return path
+    if not (path / CHECKPOINTS).is_dir():
+        raise ConfigError(
+            f"{path}: neither a checkpoint (no {CHECKPOINT_MANIFEST}) nor a run directory (no {CHECKPOINTS}/); give "
+            "one of them"
+        )
+    serials: dict[Path, int] = {}
+    problems = []
+    for candidate in checkpoint_folders(path / CHECKPOINTS):
+        try:
+            serials[candidate] = Manifest.read(candidate).serial
+        except ManifestError as error:
+            problems.append(f"{candidate}: not a complete checkpoint: {error}; give the path of another one")
+    if problems:
+        raise ConfigError(problems)
+    if not serials:
+        raise ConfigError(f"{path}: no complete checkpoint in {CHECKPOINTS}/; give a run directory that has one")
+    return max(serials, key=lambda candidate: serials[candidate])
+
+
+class StoredWeights:
+    """Parameters and buffers of a checkpoint, by their names in the model."""
+
+    def __init__(self, path: Path, *, averaged: bool = False) -> None:
+        """Verify every file of the checkpoint and read the safetensors headers. Raises ConfigError.
+
+        Args:
+            averaged: Read the moving average of the trained weights in place of the weights.
+        """
+        try:
+            problems = verify(path)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        if problems:
+            raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}")
+        self.manifest = Manifest.read(path)
+        state = load_json(path / CHECKPOINT_STATE)
+        self.extra: dict[str, Any] = state["extra"]
+        self._base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
+        self._path = path
+        self._stored = find_checkpoint_tensors(path, self.manifest)
+        self._names = self._with_prefix(MODEL)
+        if averaged:
+            average = self._with_prefix(AVERAGE)
+            if not average:
+                raise ConfigError(f"{path}: holds no moving average of the weights: its run had no training.ema_decay")
+            self._names |= average
+
+    def check(self, expected: Mapping[str, torch.Tensor]) -> None:
+        """Compare the stored names and shapes with the tensors of a model. Raises ConfigError."""
+        saved = {name: self._stored.by_name[stored] for name, stored in self._names.items()}
+        problems = _compare_names(self._path, expected, saved)
+        for name in saved.keys() & expected.keys():
+            saved_shape, shape = saved[name].shape, tuple(expected[name].shape) or (1,)
+            stored = saved[name].numel
+            if saved_shape != shape:
+                problems.append(
+                    f"checkpoint {self._path}: {name} is {saved_shape} in the checkpoint and {shape} in this model"
+                )
+            elif stored != math.prod(shape):
+                problems.append(f"checkpoint {self._path}: {name} has {stored} of its {math.prod(shape)} values")
+        if problems:
+            raise ConfigError(sorted(problems)[:_SHOWN])
+
+    def check_base_weights(self, base: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> None:
+        """Compare the stored fingerprint with that of the base weights that `read` loads. Raises ConfigError.
+
+        Args:
+            base: The base parameters; only names and shapes are used.
+        """
+        check_base_weights(self._path, self._base_fingerprint, fingerprint_by_blocks(base, read))
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """Return the block `index` of a tensor in the stored dtype; nothing else is read. Raises OSError."""
+        stored = self._names[name]
+        wanted = index or (slice(0, 1),)  # a scalar is stored with shape (1,)
+        dtype = self._stored.by_name[stored].dtype
+        values = torch.empty([each.stop - each.start for each in wanted], dtype=dtype)
+        # Opens the files again for each block: while one is mapped, all pages read so far count as resident memory.
+        self._stored.fill([(stored, wanted, values)])
+        return values if index else values[0]
+
+    def _with_prefix(self, prefix: str) -> dict[str, str]:
+        """Return the stored names that have a prefix, by the rest of their names."""
+        return {name.removeprefix(prefix): name for name in self._stored.by_name if name.startswith(prefix)}

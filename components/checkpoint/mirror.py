@@ -13,8 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from components.checkpoint.listing import reasons_to_keep
-from components.checkpoint.manifest import Manifest, ManifestError, fail_together, sync_folder
+from components.checkpoint.manifest import Manifest, ManifestError, fail_together, reasons_to_keep, sync_folder
 from components.config.schema.run import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.protocol.errors import ConfigError

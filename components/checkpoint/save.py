@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from components.checkpoint.listing import reasons_to_keep, remove
 from components.checkpoint.manifest import (
     BASE_FINGERPRINT,
     FileRecord,
@@ -31,6 +30,8 @@ from components.checkpoint.manifest import (
     fail_together,
     published,
     random_file,
+    reasons_to_keep,
+    remove,
     sync_folder,
     write_json,
 )

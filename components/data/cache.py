@@ -33,7 +33,7 @@ from components.data import examples
 from components.data.dataset import Tokens, flattened
 from components.data.examples import IGNORED, Example, KeyUsage
 from components.data.sources import text
-from components.data.sources.preference_rows import AnswerConfig
+from components.data.sources.columns import AnswerConfig
 from components.data.sources.rows import BadRowReport, Document, LabeledText
 from components.data.sources.split import (
     Record,

@@ -33,7 +33,7 @@ from components.data.dataset import Dataset, Facts, Tokens
 from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
 from components.data.packing import PackedDataset
-from components.data.sources.preference_rows import AnswerConfig
+from components.data.sources.columns import AnswerConfig
 from components.data.sources.rows import BadRowReport, no_good_row, refused_rows, unused_problem
 from components.data.sources.split import (
     SourceSplit,

@@ -18,8 +18,7 @@ from components.data.dataset import Dataset, Facts, ItemSequence, counts_of
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.loading import build_dataset, no_samples_problem, refuse_bad_rows
 from components.data.packing import documents_size, plan_rows
-from components.data.sources.column_hints import fitted
-from components.data.sources.preference_rows import AnswerConfig, answer_configs
+from components.data.sources.columns import AnswerConfig, answer_configs, fitted
 from components.data.sources.rows import BadRowReport, no_good_row
 from components.data.sources.split import SourceSplit, columns_at, location_of
 from components.protocol.errors import ConfigError

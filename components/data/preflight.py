@@ -18,7 +18,7 @@ from components.config.schema.data import (
     UnusedKeys,
 )
 from components.config.schema.model import ModelConfig
-from components.data.sources.column_hints import fitted
+from components.data.sources.columns import answer_configs, fitted
 from components.data.sources.files import (
     TABLES,
     Location,
@@ -28,7 +28,6 @@ from components.data.sources.files import (
     is_local,
     read_rows,
 )
-from components.data.sources.preference_rows import answer_configs
 from components.data.sources.rows import (
     BadRowReport,
     columns_optional,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.checkpoint.listing import newest_complete
-from components.checkpoint.manifest import Manifest, ManifestError
+from components.checkpoint.manifest import Manifest, ManifestError, newest_complete
 from components.config.compose.frozen import read_optional_section, read_section
 from components.config.schema import ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig, WeightInit
 from components.config.schema.checks import raise_all

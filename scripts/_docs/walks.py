@@ -117,7 +117,7 @@ WALKS = (
         ("components/checkpoint/save.py", "write_snapshot", "safetensors and JSON in a temporary folder."),
         ("components/checkpoint/manifest.py", "Manifest", "Sizes and hashes, written last."),
         ("components/checkpoint/save.py", "save_checkpoint", "One rename publishes step_N."),
-        ("components/checkpoint/listing.py", "reasons_to_keep", "keep, keep_every, keep_best."),
+        ("components/checkpoint/manifest.py", "reasons_to_keep", "keep, keep_every, keep_best."),
         ("components/checkpoint/load.py", "find_checkpoint", "Resume: the newest checkpoint that is intact."),
         ("components/checkpoint/load.py", "load_checkpoint", "Each rank reads its blocks, on any mesh."),
     ),

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from components.checkpoint.listing import check_contents, list_checkpoints
+from components.checkpoint.manifest import check_contents, list_checkpoints
 from components.config.schema.run import CheckpointConfig
 from components.watch.faults import POINTS, VARIABLE
 from tests.distributed.disks import Disk, small_disk

@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 
 from components.checkpoint import save_checkpoint
-from components.checkpoint.listing import check_contents, list_checkpoints
+from components.checkpoint.manifest import check_contents, list_checkpoints
 from components.config.schema.run import CheckpointConfig
 from components.watch.faults import POINTS, VARIABLE
 from tests.distributed.forked_runs import Attempt, Command, alive, steps_logged, stopped, until

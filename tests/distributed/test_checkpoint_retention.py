@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM
 from components import training
 from components.batch import Batch
 from components.checkpoint import Mark, Saver, find_checkpoint, save_checkpoint, verify
-from components.checkpoint.listing import remove
-from components.checkpoint.manifest import Manifest
+from components.checkpoint.manifest import Manifest, remove
 from components.config.schema.run import CheckpointConfig
 from scripts import checkpoints
 from tests.frozen import frozen

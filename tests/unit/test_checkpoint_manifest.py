@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from components.checkpoint.listing import list_checkpoints, remove
-from components.checkpoint.manifest import FileRecord, Manifest, ManifestError
+from components.checkpoint.manifest import FileRecord, Manifest, ManifestError, list_checkpoints, remove
 from components.config.schema.run import CheckpointConfig
 from components.protocol.run_files import checkpoint_folders, unfinished_checkpoints
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from components import training
-from components.checkpoint.listing import reasons_to_keep
-from components.checkpoint.manifest import Manifest
+from components.checkpoint.manifest import Manifest, reasons_to_keep
 from components.config.schema.run import CheckpointConfig
 from components.protocol.errors import ConfigError
 

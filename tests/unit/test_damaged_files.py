@@ -24,8 +24,14 @@ import pytest
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from components.checkpoint.listing import check_contents, list_checkpoints, newest_complete
-from components.checkpoint.manifest import Manifest, ManifestError, write_json
+from components.checkpoint.manifest import (
+    Manifest,
+    ManifestError,
+    check_contents,
+    list_checkpoints,
+    newest_complete,
+    write_json,
+)
 from components.config.compose.frozen import frozen_text, intact_copy, read_frozen
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import DocsDataConfig

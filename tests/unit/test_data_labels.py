@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaCo
 
 from components import data
 from components.config.schema.data import LabelsDataConfig, PreferencesDataConfig
+from components.data.sources.columns import answer_configs, each_answer
 from components.data.sources.files import read_rows
-from components.data.sources.preference_rows import answer_configs, each_answer
 from components.data.sources.rows import BadRowReport, each_labeled_text, train_location
 from components.data.sources.split import rows_of
 from components.models.classifier import set_labels

@@ -25,7 +25,7 @@ from components.config.schema.data import (
 from components.data.labels import build_scored
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
-from components.data.sources.preference_rows import answer_configs, each_answer
+from components.data.sources.columns import answer_configs, each_answer
 from components.data.sources.rows import BadRowReport, train_location
 from components.data.sources.split import columns_at, rows_of
 from components.models.tokenizer import byte_tokenizer

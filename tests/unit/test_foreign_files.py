@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint.listing import removable, remove
+from components.checkpoint.manifest import removable, remove
 from components.config.schema.run import CheckpointConfig
 from components.data.token_store.corpus import check_folder, remove_leftovers
 from components.launch.sweep.plan import Point, Sweep

@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from components.checkpoint import StoredWeights, choose_checkpoint, find_checkpoint, load_checkpoint, load_model_weights
-from components.checkpoint.listing import check_contents, list_checkpoints
-from components.checkpoint.manifest import FileRecord, HashedFile, Manifest
+from components.checkpoint.manifest import FileRecord, HashedFile, Manifest, check_contents, list_checkpoints
 from components.config.compose import read_frozen
 from components.config.compose.frozen import frozen_text
 from components.config.schema import FinetuneConfig

@@ -28,7 +28,7 @@ from components.config.schema.data import (
     TokensDataConfig,
 )
 from components.data.examples import IGNORED, Example
-from components.data.sources.column_hints import fitted
+from components.data.sources.columns import COMPARED, AnswerConfig, each_answer, fitted
 from components.data.sources.files import (
     STDLIB,
     TABLES,
@@ -43,7 +43,6 @@ from components.data.sources.files import (
     readable,
     without_null_keys,
 )
-from components.data.sources.preference_rows import COMPARED, AnswerConfig, each_answer
 from components.data.sources.rows import (
     ASSISTANT,
     BadRowReport,
