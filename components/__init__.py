@@ -16,16 +16,14 @@ parity/         comparison of a mesh with a single process
 
 batch.py               micro-batch of a rank
 chat_template.py       rendering of conversations by templates that come with a model
-console.py             rich console and tables for untrusted text
 conversation.py        messages in the format of chat templates
-dtypes.py              torch dtypes by name, and the one that autocast uses
 exchange.py            collectives on JSON values
-figures.py             curves as PNG files, by matplotlib
 kernel_counters.py     limits and counters of this process: memory, CPU time, out-of-memory kills, bytes moved
 lazy.py                packages that import a name when it is first used
+presentation.py        tables for the console, by rich; curves as PNG files, by matplotlib
 project.py             folders of Meshbook, in a checkout or in a wheel
 terminal.py            control characters escaped, secrets masked, text fitted to the terminal
-varlen.py              inputs of torch's variable-length attention kernel
+torch_kernels.py       dtypes by name, the dtype of autocast, inputs of torch's variable-length attention kernel
 
 `from components import data, distributed, training` imports no torch: these packages import a name when it is first
 used (lazy.py).

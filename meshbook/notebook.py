@@ -30,10 +30,9 @@ from components.config.compose.typed import literal
 from components.config.stored_run import MetricsLog
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import describe_exit
-from components.protocol.role import LAUNCHER_PID, without_ranks
+from components.protocol.processes import LAUNCHER_PID, collected_signals, without_ranks
 from components.protocol.run_files import current_config, read_result
 from components.protocol.safe_yaml import load_yaml
-from components.protocol.signals import collected_signals
 from meshbook.programs import COMMAND, recipes, tools
 
 MOST_ROWS = 16

@@ -20,7 +20,7 @@ from pathlib import Path
 from components.checkpoint.manifest import ListedCheckpoint, check_contents, list_checkpoints, removable, remove
 from components.config.compose.frozen import read_section
 from components.config.schema.run import CheckpointConfig
-from components.launch.run_directory.opening import exclude_starts
+from components.launch.run_directory_lock import exclude_starts
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CHECKPOINTS, CONFIG

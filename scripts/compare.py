@@ -23,19 +23,22 @@ from typing import TYPE_CHECKING
 
 from components.config.schema.checks import raise_all
 from components.config.stored_run import StoredRun, flat_config, read_run
-from components.console import PlainConsole, markdown_table, new_table, number_text
-from components.figures import (
+from components.launch.run_directory_lease import is_held
+from components.presentation import (
     LOSS,
     MISSING,
     STEP,
+    PlainConsole,
     draw_curves,
     figure_text,
     finish_axes,
     has_matplotlib,
+    markdown_table,
     new_figure,
+    new_table,
+    number_text,
     save_figure,
 )
-from components.launch.run_directory.lease import is_held
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CONFIG, RECORD, atomic_write, is_replaceable

@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
         measured = models_to_measure(overrides)
         lines = []
         for name, cfg in measured.items():
-            from components.console import markdown_table
+            from components.presentation import markdown_table
             from scripts._memory.ranks import Load, measure_all
 
             shapes = shapes_of(options.degrees, options.seq, bool(read_shape(cfg).experts))

@@ -16,7 +16,7 @@ import time
 from os import environ
 from pathlib import Path
 
-from components.config.layouts import fit_micro_batches
+from components.config.mesh_rules import fit_micro_batches
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.launch.machine import device_problems, visible_gpus

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 
-from components.planning.dry_run.played_run import play_run
+from components.planning.played_run import play_run
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import exit_with, print_text

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from components.config.layouts import RECOMPUTE, layout_of
-from components.config.mesh_rules import NO_TP_PLAN, model_problems
+from components.config.mesh_rules import NO_TP_PLAN, RECOMPUTE, layout_of, model_problems
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.config.shape import DENSE, ModelShape
 from components.planning.formulas.architecture import FAMILIES as PLANNED

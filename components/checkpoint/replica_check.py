@@ -27,7 +27,7 @@ from components.checkpoint.tensors import MODEL, OPTIMIZER, Optimizers, Tensors,
 from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json, world_size
 from components.protocol.failures import CorruptRank
-from components.protocol.role import node_name
+from components.protocol.processes import node_name
 
 ROW_WORDS = 4096
 """64-bit words in a row of a digested tensor."""

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.manifest import Manifest, fail_together
-from components.dtypes import torch_dtypes
 from components.exchange import all_gather_json, this_rank, world_size
 from components.models.lora import adapted_layers
 from components.models.weights.shards import Block, Index, is_first_holder, local_blocks, local_part
 from components.models.weights.weight_files import row_blocks
 from components.models.weights.weight_sources import saved_tensors
 from components.protocol.errors import ConfigError
+from components.torch_kernels import torch_dtypes
 
 _SUFFIX = ".safetensors"
 Kind = tuple[str, str, int, int]

@@ -4,9 +4,8 @@ schema/           one dataclass per section: the single source of keys, types an
 kinds.py          registry of the kinds of each section: section -> kind -> dataclass
 compose/          composition by Hydra, strict conversion to the dataclasses, error messages
 rules.py          validate: all problems of a whole config; rules about data, preferences, optimizer and run
-mesh_rules.py     rules about what the mesh must divide
+mesh_rules.py     meshes of N processes and their names; rules about what a mesh must divide; micro-batches
 compute_rules.py  rules about kernels and precision
-layouts.py        meshes of N processes and their names; shares of heads, layers and micro-batches
 shape.py          sizes of a model (heads, layers, ...), read from the files of model.path without transformers
 stored_run.py     a run as its files describe it; metrics.jsonl with checksums
 teacher_files.py  headers of the files with a teacher's most likely tokens

@@ -26,8 +26,7 @@ from components.config.compute_rules import (
     torch_problems,
 )
 from components.config.kinds import KINDS, kinds_of
-from components.config.layouts import batch_problems
-from components.config.mesh_rules import model_problems, quantized_problems, row_problems
+from components.config.mesh_rules import batch_problems, model_problems, quantized_problems, row_problems
 from components.config.schema.data import (
     DataConfig,
     DataKind,

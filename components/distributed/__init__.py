@@ -3,17 +3,20 @@
 Modules that keep the names and signatures of published libraries
     init.py              starting and ending a run (NeMo AutoModel init_utils, KempnerForge setup)
     utils.py             helpers that also work in a single process (NeMo AutoModel utils, OLMo-core utils)
-    parallelizer.py      parallelize, and NeMo AutoModel's parallelizer functions, with FSDP2 and Megatron-FSDP
-Folders
+    parallelizer.py      parallelize, and NeMo AutoModel's parallelizer functions, with FSDP2 and Megatron-FSDP;
+                         wrap_replicas, unsharded_rows: the callables for training and generation
+Folder
     process/             start-up and shutdown, ranks, groups, barriers, ordering
-    tensor/              tensor parallelism: plans and styles
-    pipeline/            pipeline parallelism: stages under torch's schedules
 One axis or concern each
     mesh.py              build_mesh: six axes, a process group per axis larger than 1, flattened views on first use;
                          groups_of_mesh: the process groups and their purposes, for the banner
-    replicas.py          wrap_replicas, unsharded_rows: the callables for training and generation
     context_parallel.py  sequences sharded over cp, attention over full sequences
     expert.py            expert parallelism: sharded experts, tokens exchanged by all-to-all
+    apply_tp.py          apply_tensor_parallel: applies a plan to a model; styles of linear layers with LoRA adapters
+    tp_plan.py           transformers' plan of a model, its family's or the user's, adjusted to its heads and checked
+    tensor_parallel.py   parallel styles that torch does not have
+    pipeline_schedule.py Pipeline: this rank's stages under torch's schedules
+    pipeline_stages.py   cut_into_stages: splits a model into stages, with placeholders for the others' modules
     fsdp.py              FSDP2 units, precision, prefetching; get_sync_ctx: deferred gradient reduction
     collectives.py       collectives on scalars, ragged tensors and objects, which compare types and shapes first
     traffic.py           record_traffic, StepTraffic: calls and bytes of every collective, by process group
@@ -32,7 +35,7 @@ from components import lazy
 if TYPE_CHECKING:
     from components.distributed.fsdp import unshard_fsdp2_model, unsharded_bytes
     from components.distributed.mesh import Mesh, build_mesh, groups_of_mesh, seed_ranks
-    from components.distributed.parallelizer import parallelize
+    from components.distributed.parallelizer import parallelize, unsharded_rows, wrap_replicas
     from components.distributed.process.environment import bind_to_gpu
     from components.distributed.process.groups import is_rank_zero, stream
     from components.distributed.process.process_group import (
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
         exchange_text_from_rank_zero,
         start_process_group,
     )
-    from components.distributed.replicas import unsharded_rows, wrap_replicas
     from components.distributed.traffic import StepTraffic, record_traffic
     from components.distributed.utils import (
         FirstRankPerNode,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from components.distributed.process.groups import is_distributed, require_member
-from components.dtypes import torch_dtypes
+from components.torch_kernels import torch_dtypes
 
 Scalar = bool | int | float
 _WIDTH = 16

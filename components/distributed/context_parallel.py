@@ -20,15 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from components.batch import Batch
-from components.config.layouts import ulysses_divides
+from components.config.mesh_rules import ulysses_divides
 from components.config.schema.model import CAUSAL_EAGER, CAUSAL_SDPA, DOCUMENTS
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh
-from components.distributed.tensor.tensor_parallel import with_heads
-from components.dtypes import cast_by_autocast
+from components.distributed.tensor_parallel import with_heads
 from components.models.anatomy import Anatomy
 from components.protocol.errors import ConfigError
-from components.varlen import has_grouped_queries, row_ends, supports_varlen
+from components.torch_kernels import cast_by_autocast, has_grouped_queries, row_ends, supports_varlen
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers attention function: (module, query, key, value, mask, **options) -> (output, weights)."""

@@ -22,12 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.distributed.mesh import share_timeout
-from components.distributed.tensor.tensor_parallel import (
-    as_writable,
-    distribute_parameters,
-    local_parameters,
-    redistribute,
-)
+from components.distributed.tensor_parallel import as_writable, distribute_parameters, local_parameters, redistribute
 from components.models.anatomy import Anatomy, is_experts
 from components.protocol.errors import ConfigError
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,13 +26,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from components.config.layouts import local_heads
-from components.config.mesh_rules import model_problems
+from components.config.mesh_rules import local_heads, model_problems
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
-from components.distributed.context_parallel import use_context_parallel
+from components.distributed.apply_tp import apply_tensor_parallel
+from components.distributed.context_parallel import unsharded_attention, use_context_parallel
 from components.distributed.expert import apply_expert_parallel
 from components.distributed.fsdp import (
     Ends,
@@ -45,9 +47,9 @@ from components.distributed.fsdp import (
 )
 from components.distributed.init import destroy_global_state, get_rank_safe
 from components.distributed.mesh import Mesh
-from components.distributed.pipeline.stages import Stages, cut_into_stages
-from components.distributed.tensor.apply_tp import apply_tensor_parallel
-from components.distributed.tensor.tp_plan import (
+from components.distributed.pipeline_schedule import Pipeline
+from components.distributed.pipeline_stages import Stages, cut_into_stages
+from components.distributed.tp_plan import (
     MissingPlanError,
     TpPlan,
     get_hf_tp_shard_plan,
@@ -386,10 +388,10 @@ def nvfsdp_strategy_parallelize(
         "nccl_ub": nccl_ub,
         "fsdp_double_buffer": fsdp_double_buffer,
     }
-    return call_megatron_fsdp(arguments, optimizer)
+    return _call_megatron_fsdp(arguments, optimizer)
 
 
-def call_megatron_fsdp(
+def _call_megatron_fsdp(
     arguments: dict[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Call megatron_fsdp, which shards the optimizer together with the model if one is given."""
@@ -408,3 +410,57 @@ def _precision(grad_reduce_in_fp32: bool, preserve_fp32_weights: bool) -> Any:
         main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
         grad_comm_dtype=torch.float32 if grad_reduce_in_fp32 else None,
     )
+
+
+def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, layout: Layout) -> nn.Module | Pipeline:
+    """Return the callable for training: a Pipeline under pp, DDP around the loaded model, or the model itself.
+
+    DDP's gradients are SUMMED over the replicas, like FSDP2's: the training step divides once.
+    """
+    if layout.stages is not None:
+        return Pipeline(model, layout.stages, mesh["pp"], parallelism.pp_schedule)
+    if parallelism.strategy != Strategy.ddp or mesh.size("dp_replicate") == 1:
+        return model
+    group = mesh["dp_replicate"].get_group()
+    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    replica.register_comm_hook(group, _sum_gradients)
+    return replica
+
+
+@dataclass(frozen=True, slots=True)
+class UnshardedForward:
+    """A forward for generation, called like a Hugging Face model with the same unsharded sequences on every rank."""
+
+    call: Callable[..., Any]
+    multiple: int
+    """Sequences are padded on the right to a multiple of this many tokens."""
+    keeps_cache: bool
+    """Whether the forward supports a KV cache."""
+
+
+@contextmanager
+def unsharded_rows(
+    replica: nn.Module | Pipeline, mesh: Mesh, parallelism: ParallelismConfig
+) -> Iterator[UnshardedForward]:
+    """Yield a forward over unsharded sequences for the result of `wrap_replicas`; valid within the context.
+
+    Under cp every rank runs complete rows, with a cache of keys and values. There is no cache under pp, whose schedule
+    runs complete rows through the stages, and with sequence_parallel, whose shards of one new token would be empty.
+    """
+    multiple = mesh.size("tp") if parallelism.sequence_parallel else 1
+    if isinstance(replica, Pipeline):
+        with unsharded_attention(replica.module):
+            yield UnshardedForward(replica.logits, multiple, keeps_cache=False)
+        return
+    model = replica.module if isinstance(replica, DistributedDataParallel) else replica
+    with unsharded_attention(model):
+        yield UnshardedForward(model, multiple, keeps_cache=multiple == 1)
+
+
+def _sum_gradients(group, bucket):
+    """DDP communication hook: sum a bucket of gradients over the replicas, 16-bit ones in float32."""
+    # No annotations: DDP compares a hook's annotations with classes, and postponed ones are strings.
+    gradients = bucket.buffer()
+    summand = gradients.float() if gradients.dtype.itemsize == 2 else gradients
+    work = torch.distributed.all_reduce(summand, group=group, async_op=True)
+    return work.get_future().then(lambda _: gradients.copy_(summand))  # a dry run's futures have no value

@@ -9,7 +9,7 @@ values        synchronize_value synchronize_flag all_reduce_value broadcast_obje
               all_gather all_gather_object reduce_loss                         (collectives.py)
 gradients     get_sync_ctx                                                     (fsdp.py)
 barriers      barrier barrier_and_log _barrier_with_timeout _create_gloo_group (barriers.py)
-ordering      FirstRankPerNode do_n_at_a_time                                  (ordering.py)
+ordering      FirstRankPerNode do_n_at_a_time                                  (barriers.py)
 start-up      init_distributed                                                 (process_group.py)
 other         dp_eval_sample_shard get_mesh_coordinates
               backend_supports_cpu backend_supports_cuda                       (groups.py)
@@ -36,7 +36,13 @@ from components.distributed.collectives import (
     synchronize_value,
 )
 from components.distributed.fsdp import get_sync_ctx
-from components.distributed.process.barriers import barrier, barrier_until, create_gloo_group
+from components.distributed.process.barriers import (
+    FirstRankPerNode,
+    barrier,
+    barrier_until,
+    create_gloo_group,
+    do_n_at_a_time,
+)
 from components.distributed.process.environment import (
     RankEnvironmentError,
     export_variables,
@@ -57,7 +63,6 @@ from components.distributed.process.groups import (
     provides,
     validate_env_vars,
 )
-from components.distributed.process.ordering import FirstRankPerNode, do_n_at_a_time
 from components.distributed.process.process_group import (
     RENDEZVOUS_TIMEOUT,
     current_info,

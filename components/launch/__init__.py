@@ -13,7 +13,9 @@ slurm/             the Slurm scheduler
 k8s/               the Kubernetes scheduler
 sweep/             -m: many runs from one command line, reported in one table
 rank.py            main on one rank, and its failure report
-run_directory/     choose, validate, lock and populate the run directory
+run_directory.py   the directory of one attempt: folders, frozen config, environment.json, removal of a rejected start
+run_directory_lock.py   choose, lock and validate a run directory; config changes since the run began
+run_directory_lease.py  a lease that admits one training run per directory, across machines
 """
 
 from components.launch.recipe import recipe

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from components.config.schema.recipes import RecipeConfig
-from components.launch.run_directory.directory import RunDirectory
+from components.launch.run_directory import RunDirectory
 from components.project import HELP
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write

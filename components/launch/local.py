@@ -23,7 +23,7 @@ from components.kernel_counters import killed_for_memory, usable_memory
 from components.launch.backend import CheckedRun
 from components.launch.machine import device_problems, usable_cores, visible_gpus
 from components.launch.run_checks import MESH_KEYS, affects
-from components.launch.run_directory.directory import RunDirectory
+from components.launch.run_directory import RunDirectory
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import (
     Failure,
@@ -34,15 +34,18 @@ from components.protocol.failures import (
     print_failure,
     read_reports,
 )
-from components.protocol.role import LAUNCHER_PID, WORKER, LocalRank, without_ranks
-from components.protocol.run_files import PRIVATE, log_file, open_append
-from components.protocol.signals import (
+from components.protocol.processes import (
     CTRL_C_MESSAGE,
     DUMP_STACKS,
     DUMP_STACKS_WITHOUT_GIL,
+    LAUNCHER_PID,
+    WORKER,
+    LocalRank,
     collected_signals,
     reserve_loopback_port,
+    without_ranks,
 )
+from components.protocol.run_files import PRIVATE, log_file, open_append
 from components.terminal import print_text
 
 _POLL = 0.05

@@ -16,7 +16,7 @@ from typing import Any
 
 from components.config.compose.command_line import REWRITTEN, Rewrite, Rewritten, compose_from_command_line
 from components.config.compose.frozen import from_yaml, to_yaml
-from components.config.layouts import fit_micro_batches
+from components.config.mesh_rules import fit_micro_batches
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, LoggingConfig
@@ -34,12 +34,12 @@ from components.launch.run_checks import (
     problems_before_start,
     split_absent,
 )
-from components.launch.run_directory.directory import RunDirectory, start_record
-from components.launch.run_directory.opening import check_run_directory, open_run_directory
+from components.launch.run_directory import RunDirectory, start_record
+from components.launch.run_directory_lock import check_run_directory, open_run_directory
 from components.protocol.console_log import keep_console
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
-from components.protocol.role import current_rank, rank_and_size, whole_number
+from components.protocol.processes import current_rank, rank_and_size, whole_number
 from components.protocol.run_files import log_file
 from components.storage.object_store import package_problems
 from components.terminal import keep_running, print_text

@@ -18,7 +18,7 @@ from components.config.compose.explain import override_parts
 from components.config.compose.frozen import read_frozen, read_optional_section
 from components.config.compose.sweep import override_of
 from components.config.compose.typed import literal
-from components.config.layouts import name_of
+from components.config.mesh_rules import name_of
 from components.config.schema.cluster import Device
 from components.config.schema.data import DataConfig
 from components.config.schema.model import ModelConfig

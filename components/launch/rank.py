@@ -17,12 +17,12 @@ from types import TracebackType
 from typing import NoReturn
 
 from components.config.compose.frozen import read_frozen
-from components.config.layouts import fit_micro_batches
+from components.config.mesh_rules import fit_micro_batches
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import Recipe
 from components.launch.machine import set_deterministic_variables
-from components.launch.run_directory.directory import RunDirectory, reported_by_path
-from components.launch.run_directory.lease import LeaseLost, end_process, take_lease
+from components.launch.run_directory import RunDirectory, reported_by_path
+from components.launch.run_directory_lease import LeaseLost, end_process, take_lease
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import (
     Kind,
@@ -34,7 +34,18 @@ from components.protocol.failures import (
     read_reports,
     write_report,
 )
-from components.protocol.role import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, current_rank, rank_and_size
+from components.protocol.processes import (
+    ATTEMPT,
+    DUMP_STACKS,
+    DUMP_STACKS_WITHOUT_GIL,
+    LAUNCHER_PID,
+    RUN_DIR,
+    STOP_SIGNALS,
+    STORE_FILE,
+    current_rank,
+    rank_and_size,
+    record_stop_signals,
+)
 from components.protocol.run_files import (
     CANCELLED,
     PRIVATE,
@@ -47,7 +58,6 @@ from components.protocol.run_files import (
     read_result,
     record_result,
 )
-from components.protocol.signals import DUMP_STACKS, DUMP_STACKS_WITHOUT_GIL, STOP_SIGNALS, record_stop_signals
 from components.terminal import keep_running, print_text, printable
 
 _FLIGHT_RECORDER = "flight_recorder_rank_"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 from components.config.schema.recipes import RecipeConfig
 from components.project import COMPONENTS
 from components.protocol.errors import EXIT_INVALID, ConfigError
-from components.protocol.role import LAUNCHER_PID, Role, detect_role
+from components.protocol.processes import LAUNCHER_PID, Role, detect_role
 from components.terminal import exit_on_broken_pipe, guard_output, keep_running, open_output
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from components.config.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
-from components.config.layouts import fit_micro_batches
+from components.config.mesh_rules import fit_micro_batches
 from components.config.rules import harness_problems, legal_node_counts, tracker_problems, validate
 from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
@@ -357,10 +357,10 @@ def played_memory(cfg: RecipeConfig, processes: int, recipe: Path) -> list[str]:
         return []
     if not isinstance(cfg, TrainConfig):
         raise ConfigError("cluster.dry_run=plan: plays a training step, which this recipe does not have; set true")
-    from components.planning.dry_run.played_run import dry_run_lines, play_run
     from components.planning.formulas.hardware import find_hardware
     from components.planning.formulas.memory import estimate_memory
     from components.planning.formulas.memory_check import workload_on
+    from components.planning.played_run import dry_run_lines, play_run
 
     estimated = None
     if cluster.gpu is not None:

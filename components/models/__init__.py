@@ -5,8 +5,9 @@ anatomy.py             read_anatomy: structure of a model (layers, experts, head
 attention.py           use_causal_sdpa: attention without masks and host syncs; the fastest kernel, by measurement
 documents.py           attention within the documents of packed rows
 classifier.py          TokenScores: a score head instead of the LM head
-lora/                  add_adapters: LoRA, DoRA and QLoRA on linear layers, LoRA on fused experts
-quantization/          4-bit weights (NF4), and linear layers that compute in float8 or with fake-quantized weights
+lora.py                add_adapters, operations on all adapters of a model, and LoRA on the fused matrices of experts
+lora_linear.py         LoRA, DoRA and QLoRA on linear layers, and the matmuls of an adapter's factors
+quantization.py        linear layers that compute in float8 or with fake-quantized weights, and 4-bit weights (NF4)
 layers.py              decoder_layers, count_parameters, meta_copy; full and selective activation checkpointing
 activation_offload.py  saved activations in host memory
 fused_layers.py        fuse_layers: norms, rotary embeddings and SwiGLUs in fewer kernels
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
         count_parameters,
         decoder_layers,
     )
-    from components.models.lora.attach import adapted_layers, adapters_off, add_adapters
+    from components.models.lora import adapted_layers, adapters_off, add_adapters
     from components.models.tokenizer import load_tokenizer
     from components.models.weights.adapter_files import Merge, adapter_config, write_adapter
     from components.models.weights.export import export_model, export_run, export_stored

@@ -38,11 +38,10 @@ from components.config.schema.model import (
     LONGEST_DOCUMENT,
     ModelConfig,
 )
-from components.dtypes import cast_by_autocast
 from components.models.anatomy import Anatomy, read_anatomy
 from components.models.documents import Documents, varlen_attention
 from components.protocol.errors import ConfigError
-from components.varlen import supports_varlen
+from components.torch_kernels import cast_by_autocast, supports_varlen
 
 _FALLBACKS = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH

@@ -17,16 +17,16 @@ from torch import nn
 from components.config.schema.checks import raise_all
 from components.config.schema.model import Attention, DType, ModelConfig, RopeConfig, RopeType, WeightInit
 from components.config.shape import ModelFiles, ModelShape, locate, shape_of_config, size_problems
-from components.dtypes import torch_dtype
 from components.models.anatomy import encoder_parameters
 from components.models.attention import use_causal_sdpa
 from components.models.classifier import return_token_scores, set_labels
 from components.models.layers import keep_float32
-from components.models.quantization.float8 import use_float8, use_qat
+from components.models.quantization import use_float8, use_qat
 from components.models.tokenizer import load_tokenizer
 from components.models.weights.hub_files import error_line, explain_loading_error
 from components.models.weights.weight_sources import read_config
 from components.protocol.errors import ConfigError
+from components.torch_kernels import torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from components.varlen import has_grouped_queries
+from components.torch_kernels import has_grouped_queries
 
 
 class Documents:

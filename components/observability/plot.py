@@ -17,7 +17,7 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.schema.run import ProfileConfig
 from components.config.stored_run import model_name
-from components.figures import (
+from components.presentation import (
     LOSS,
     MISSING,
     draw_curves,

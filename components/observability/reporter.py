@@ -19,11 +19,11 @@ from rich.text import Text
 
 from components.config.schema.run import LoggingConfig
 from components.config.stored_run import MetricsLog
-from components.console import PlainConsole
 from components.observability.plot import TARGET_TOKEN, LossPlot
 from components.observability.result import Result, lost_work, record_first_step, record_start, summary
 from components.observability.trackers import Trackers, enabled_trackers
-from components.protocol.role import ATTEMPT
+from components.presentation import PlainConsole
+from components.protocol.processes import ATTEMPT
 from components.protocol.run_files import (
     FIRST_STEP,
     RESULT,

@@ -2,8 +2,7 @@
 
 shapes.py      MeshPlan, plan_all: every mesh of N processes, or why it is not possible; imports no torch
 reference.py   the loss curve of one process; shares no code with the training step
-comparison.py  comparison of a mesh's curve, gradients and replicas with the reference
-spawn.py       compare: starts the processes that compare many meshes
+comparison.py  compare: starts the processes that compare each mesh's curve, gradients and replicas with the reference
 
 `python scripts/parity.py` runs it on a user's model and data; the tests run it on tiny models.
 """
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.parity.comparison import Bounds, Comparison, MeshResult
-    from components.parity.spawn import compare
+    from components.parity.comparison import Bounds, Comparison, MeshResult, compare
 else:
     __getattr__, __dir__ = lazy.attach(__name__)

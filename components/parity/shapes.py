@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from components.config.layouts import all_layouts, fit_micro_batches, name_of
+from components.config.mesh_rules import all_layouts, fit_micro_batches, name_of
 from components.config.rules import validate
 from components.config.schema.parallelism import ActivationCheckpointing, ParallelismConfig
 from components.config.schema.recipes import FinetuneConfig

@@ -1,8 +1,12 @@
 """Memory and time of a training run, before it is started.
 
 formulas/        closed formulas of a step's memory and time on any mesh; no torch
-dry_run/         one rank of any world size on fake tensors, through the code of a run
+played_run.py    play_run: a training step of one rank at the real world size, on one CPU process, nothing allocated
+                 (dry run), for ranks whose memory differs, each in a child process, and a summary; no torch
+dry_run.py       the program of such a child process
+play.py          play: build, prepare and train with the functions of a run, and measure the second step
+recipe_lines.py  the lines of a recipe that build what its steps train; no torch
+fake_rank.py     process group without peers, tensors without memory, and the bytes that storages would take
 mesh_picture.py  a mesh with its estimates as an SVG picture; no torch
-rank_panel.py    its nodes with their ranks, and the table of the axes
-svg.py           shapes and texts of an SVG file
+rank_panel.py    its nodes with their ranks, and the table of the axes; shapes and texts of an SVG file
 """

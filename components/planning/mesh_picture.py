@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from components.config.layouts import fitting_micro_batch
+from components.config.mesh_rules import fitting_micro_batch
 from components.config.schema.parallelism import MeshShape, ParallelismConfig
 from components.config.schema.recipes import TrainConfig
 from components.planning.formulas.hardware import Hardware
@@ -23,8 +23,22 @@ from components.planning.formulas.pipeline import (
 from components.planning.formulas.ranking import Plan, estimate_run
 from components.planning.formulas.step_time import BUBBLE, StepTime
 from components.planning.formulas.workload import Term, Workload, bytes_text, seconds_text, three_digits, total
-from components.planning.rank_panel import LEFT, WIDTH, RankLayout, draw_axes, draw_ranks
-from components.planning.svg import FAINT, INK, MUTED, PAPER, RULE, SvgCanvas, text_width, tinted, wrapped
+from components.planning.rank_panel import (
+    FAINT,
+    INK,
+    LEFT,
+    MUTED,
+    PAPER,
+    RULE,
+    WIDTH,
+    RankLayout,
+    SvgCanvas,
+    draw_axes,
+    draw_ranks,
+    text_width,
+    tinted,
+    wrapped,
+)
 
 _MOST_MICRO_BATCHES = 16
 _KIND_COLORS = {

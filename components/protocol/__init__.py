@@ -1,8 +1,7 @@
 """Protocol between the launcher and the ranks: variables, files, signals, errors. Imports neither torch nor Hydra.
 
-role.py         environment variables; the role of this process (launcher, worker, attached), its rank, node and job
+processes.py    environment variables; role (launcher, worker, attached), rank, node and job of a process; its signals
 run_files.py    names of the files in a run directory; atomic writes, locks, and handling of damaged files
-signals.py      signals that request a save and a stop; a reserved port for the store of ranks on one machine
 errors.py       ConfigError and the exit statuses
 failures.py     error reports of failed ranks, and the choice of the root cause among them; frames of running threads
 console_log.py  a copy of the console in a rank's log

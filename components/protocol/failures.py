@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from components.protocol.errors import EXIT_CORRUPTED, EXIT_HUNG, EXIT_INVALID, ConfigError
-from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, current_rank, scheduler_node
+from components.protocol.processes import ATTEMPT, RUN_DIR, WORKER, current_rank, scheduler_node
 from components.protocol.run_files import (
     PRIVATE,
     RESULT,

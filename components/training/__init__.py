@@ -1,21 +1,24 @@
 """The training step and the machinery around it. When to log, evaluate, save and stop is up to the recipe.
 
-setup/         prepare: build, parallelize and fill a model from a config
-run.py         Run: resume, the step loop, reports and saves of a training run
-context.py     RunContext: what preparation, objectives, evaluation and generation need of a run
-attempt.py     what training and evaluation runs share: process group, signals, watchdog, result
-read_ahead.py  ReadAhead: batches assembled by a thread one step ahead
-step.py        train_step: one optimizer step, normalized by the global number of units
-forward.py     the forward of a micro-batch, in training and evaluation
-evaluation.py  evaluate: one pass over held-out data; show_generations: sample answers to prompts
-objectives/    loss functions, and LM heads that return losses instead of logits
-optimizers/    AdamW, learning-rate schedules, gradient norm and clipping, updates that skip non-finite gradients
-state.py       counters saved with every checkpoint, the timer of saves, and metrics that are read some steps later
-loss.py        count_targets; re-exports reduce_loss (distributed/collectives.py)
-sync.py        re-exports get_sync_ctx (distributed/fsdp.py)
-harness.py     load_tasks, evaluate_tasks: benchmark tasks of lm-eval by name, on any mesh, and their scores
-mesh_lm.py     MeshLM: lm-eval's interface to a model; the only file that needs lm-eval at import
-continuations.py  score_continuations: log-probabilities of requests, batched and divided over dp ranks
+run.py               Run: resume, the step loop, reports and saves of a training run
+context.py           RunContext: what preparation, objectives, evaluation and generation need of a run
+attempt.py           what training and evaluation runs share: process group, signals, watchdog, result
+read_ahead.py        ReadAhead: batches assembled by a thread one step ahead
+preparation.py       prepare: build, parallelize and fill a model from a config; what `auto` resolves to
+prepared.py          Prepared, StepSettings: its results; the compute dtype, autocast, and deterministic kernels
+router_loss.py       the auxiliary loss of mixture-of-experts routers
+flops.py             FLOPs of a step and the devices' peak, for the MFU
+attention_report.py  the attention kernel a run uses, and the loss difference float8 causes
+step.py              train_step: one optimizer step, normalized by the global number of units; the forward
+evaluation.py        evaluate: one pass over held-out data; show_generations: sample answers to prompts;
+                     score_continuations: log-probabilities of requests, batched and divided over dp ranks
+objectives/          loss functions, and LM heads that return losses instead of logits
+optimizers/          AdamW, learning-rate schedules, gradient norm and clipping, updates that skip non-finite gradients
+state.py             counters saved with every checkpoint, the timer of saves, and metrics read some steps later
+loss.py              count_targets; re-exports reduce_loss (distributed/collectives.py)
+sync.py              re-exports get_sync_ctx (distributed/fsdp.py)
+harness.py           load_tasks, evaluate_tasks: benchmark tasks of lm-eval by name, on any mesh, and their scores
+mesh_lm.py           MeshLM: lm-eval's interface to a model; the only file that needs lm-eval at import
 """
 
 from __future__ import annotations
@@ -26,35 +29,36 @@ from components import lazy
 
 if TYPE_CHECKING:
     from components.training.attempt import EvaluationRun
+    from components.training.attention_report import check_kernels
     from components.training.context import RunContext
     from components.training.evaluation import Evaluation, TaskScores, evaluate, show_generations
+    from components.training.flops import StepFlops, step_flops
     from components.training.harness import BenchmarkTasks, evaluate_tasks, load_tasks
     from components.training.loss import count_targets, reduce_loss
     from components.training.objectives import PLAIN, CrossEntropy, NextToken
     from components.training.objectives.base import Chunk, RowObjective, TokenLoss, TokenObjective, Vocabulary
+    from components.training.objectives.cross_entropy import Classification, Reward, build_scoring
     from components.training.objectives.distillation import Distillation
     from components.training.objectives.loss_head import LossHead, attach_loss_head
     from components.training.objectives.preference import DPO, KTO, ORPO, Preference, SimPO
     from components.training.objectives.reference_model import build_preference, with_reference
-    from components.training.objectives.sequence import Classification, Reward, build_scoring
     from components.training.objectives.teacher import build_distillation, teacher_run_config
     from components.training.objectives.teacher_store import TeacherStore, build_teacher_store
     from components.training.optimizers.gradients import clip_gradients, gradient_norm
     from components.training.optimizers.optim import build_optimizer, learning_rate, set_learning_rate
-    from components.training.read_ahead import ReadAhead
-    from components.training.run import GarbageCollection, Run, Step
-    from components.training.setup.attention_report import check_kernels
-    from components.training.setup.flops import StepFlops, step_flops
-    from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype
-    from components.training.setup.prepare import prepare, prepare_built, prepare_frozen
-    from components.training.setup.prepared import Prepared, StepSettings
-    from components.training.setup.recompute_policy import (
+    from components.training.preparation import (
         GradSync,
         RecomputePolicy,
         choose_grad_sync,
         choose_recompute_policy,
+        prepare,
+        prepare_built,
+        prepare_frozen,
     )
-    from components.training.setup.router_loss import RouterLoss, attach_router_loss
+    from components.training.prepared import Prepared, StepSettings, autocast_dtype, compute_dtype, stored_dtype
+    from components.training.read_ahead import ReadAhead
+    from components.training.router_loss import RouterLoss, attach_router_loss
+    from components.training.run import GarbageCollection, Run, Step
     from components.training.state import (
         FIELDS,
         NonFiniteGradients,

@@ -17,14 +17,14 @@ from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.protocol.failures import caller_code, report_hang, report_left
 from components.training.context import RunContext
 from components.training.evaluation import Evaluation, TaskScores
-from components.training.setup.precision import NOTE, deterministic_kernels
+from components.training.prepared import NOTE, deterministic_kernels
 from components.training.state import TrainState
 from components.watch.stop_requests import StopRequest
 from components.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from components.distributed.mesh import Mesh
-    from components.training.setup.prepared import Prepared
+    from components.training.prepared import Prepared
 
 
 class Attempt(RunContext):

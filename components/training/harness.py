@@ -23,9 +23,8 @@ from components.config.schema.training import TasksConfig, TrainingTasksConfig
 from components.exchange import all_gather_json
 from components.protocol.errors import ConfigError
 from components.training.context import RunContext
-from components.training.continuations import RequestBatches
-from components.training.evaluation import TaskScores
-from components.training.setup.prepared import Prepared
+from components.training.evaluation import RequestBatches, TaskScores
+from components.training.prepared import Prepared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,9 +21,8 @@ from components.conversation import Conversation
 from components.models.generation import GenerationForward
 from components.protocol.errors import ConfigError
 from components.training.context import RunContext
-from components.training.continuations import Continuation, RequestBatches, score_continuations
-from components.training.evaluation import gathered_weights
-from components.training.setup.prepared import Prepared
+from components.training.evaluation import Continuation, RequestBatches, gathered_weights, score_continuations
+from components.training.prepared import Prepared
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from components.batch import Batch
     from components.distributed.mesh import Mesh
     from components.training.evaluation import Evaluation, TaskScores
-    from components.training.setup.prepared import Prepared
+    from components.training.prepared import Prepared
     from components.training.step import StepNumbers
 
 _LAG = {"cuda": 1}

@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from components.protocol.errors import ConfigError
-from components.protocol.role import current_rank
+from components.protocol.processes import current_rank
 
 if TYPE_CHECKING:
     import torch

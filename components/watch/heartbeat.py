@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from components.distributed.process.rendezvous import agent_serves_store
 from components.distributed.process.store_sync import StoreSync
-from components.protocol.role import node_name
+from components.protocol.processes import node_name
 
 MAX_NAMED_RANKS = 8
 """Maximum number of ranks listed in one message."""

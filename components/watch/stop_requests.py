@@ -13,8 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components.protocol.role import LAUNCHER_PID, current_rank
-from components.protocol.signals import CTRL_C_MESSAGE, STOP_SIGNALS, RecordedSignals, set_handler
+from components.protocol.processes import (
+    CTRL_C_MESSAGE,
+    LAUNCHER_PID,
+    STOP_SIGNALS,
+    RecordedSignals,
+    current_rank,
+    set_handler,
+)
 
 
 class StopRequest:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from components.distributed.pipeline.schedule import Pipeline
+from components.distributed.pipeline_schedule import Pipeline
 from components.distributed.process.groups import is_distributed
 from components.distributed.process.store_sync import PeerFailure
 from components.kernel_counters import bytes_moved

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from rich.cells import cell_len
 
-from components.console import PlainConsole
+from components.presentation import PlainConsole
 from components.protocol.errors import ConfigError
 from components.terminal import escaped, print_text
 

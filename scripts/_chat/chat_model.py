@@ -12,11 +12,11 @@ import torch
 from components import checkpoint, models
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.schema.parallelism import Strategy
-from components.dtypes import torch_dtype
 from components.models.build import load_config
 from components.models.tokenizer import TOKENIZER_FILES
 from components.protocol.errors import ConfigError
-from components.training.setup.precision import autocast_dtype, compute_dtype, stored_dtype
+from components.torch_kernels import torch_dtype
+from components.training.prepared import autocast_dtype, compute_dtype, stored_dtype
 from scripts._chat.chat_source import AdapterSource, ChatSource, CheckpointSource, ExportSource
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.planning.svg import FAINT, INK, MUTED, RULE, SvgCanvas, text_width
+from components.planning.rank_panel import FAINT, INK, MUTED, RULE, SvgCanvas, text_width
 from scripts._docs.walks import Walk
 
 ROW, GAP, TOP, MARGIN = 40.0, 14.0, 44.0, 12.0

@@ -22,7 +22,7 @@ GROUPS = (
     ("Several sections, the mesh and the model", ("config", "protocol/secrets")),
     (
         "This machine, the run directory and sweeps",
-        ("launch", "launch/run_directory", "launch/sweep", "protocol/secrets"),
+        ("launch", "launch/sweep", "protocol/secrets"),
     ),
     ("Slurm and Kubernetes", ("launch/job",)),
     ("Slurm", ("launch/slurm",)),
@@ -32,9 +32,8 @@ GROUPS = (
     (
         "After the model's structure is read",
         (
-            *("distributed", "distributed/process", "distributed/tensor", "distributed/pipeline"),
-            *("models", "models/lora", "models/quantization"),
-            *("training", "training/setup", "training/objectives", "training/optimizers"),
+            *("distributed", "distributed/process", "models"),
+            *("training", "training/objectives", "training/optimizers"),
             "planning/formulas",
         ),
     ),

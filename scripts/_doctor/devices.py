@@ -20,9 +20,8 @@ import torch
 
 from components.config.schema import ModelConfig
 from components.launch.machine import visible_gpus
-from components.protocol.role import LocalRank, without_ranks
-from components.protocol.signals import reserve_loopback_port
-from components.training.setup.precision import compute_dtype
+from components.protocol.processes import LocalRank, reserve_loopback_port, without_ranks
+from components.training.prepared import compute_dtype
 from scripts._doctor.check import NOTE, OK, PROBLEM, Check, last_line, run_command
 
 SECONDS = 30.0

@@ -16,7 +16,7 @@ def check_k8s() -> list[Check]:
     """
     try:
         from components.config.schema.cluster import KubernetesClusterConfig
-        from components.config.schema.kubernetes import KubernetesConfig, Workload
+        from components.config.schema.schedulers import KubernetesConfig, Workload
         from components.launch.k8s.submit import namespace_problems, permission_problems
         from components.protocol.errors import ConfigError
     except ImportError as error:  # the missing packages are reported by their own check

@@ -28,8 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from components.launch.machine import usable_cores, visible_gpus
-from components.protocol.role import LocalRank, without_ranks
-from components.protocol.signals import reserve_loopback_port
+from components.protocol.processes import LocalRank, reserve_loopback_port, without_ranks
 from scripts._doctor.check import last_line
 
 LIMIT = 150.0

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from components.protocol.signals import reserve_loopback_port
+from components.protocol.processes import reserve_loopback_port
 from scripts._gpu.verdict import Line, append_line, at_least, failed
 
 Run = Callable[[str, bool], Iterator[Line]]

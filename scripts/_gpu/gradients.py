@@ -23,7 +23,7 @@ from components.config.compute_rules import torch_problems
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.model import DType
 from components.config.schema.optimizer import Schedule
-from components.models.quantization import nf4
+from components.models import quantization
 from components.parity.reference import Hyperparameters, Sample, compute_in_float64, reference
 from scripts._gpu.kernels import LEAK_BOUND, error
 from scripts._gpu.step import SINGLE, TINY, Shape, TrainingStep, dataset, training_step
@@ -278,8 +278,10 @@ def _reference_model(case: Case) -> nn.Module:
             if "lora_" in name:
                 parameter.normal_(0.0, 0.05, generator=generator)
             elif case.peft == "qlora" and ".base_layer." in name:
-                packed = nf4.pack(parameter.float())
-                parameter.copy_(nf4.unpack(packed, parameter.shape[1], nf4.level_pairs(), torch.float32))
+                packed = quantization.pack(parameter.float())
+                parameter.copy_(
+                    quantization.unpack(packed, parameter.shape[1], quantization.level_pairs(), torch.float32)
+                )
     return adapted.train()
 
 
@@ -295,8 +297,8 @@ def _copy_weights(model: nn.Module, step: TrainingStep) -> None:
     values = {_own_name(name): parameter for name, parameter in model.named_parameters()}
     for name, parameter in step.model.module.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        value = values[name].float() if nf4.is_packed(local) else values[name]
-        local.copy_(nf4.pack(value) if nf4.is_packed(local) else value)
+        value = values[name].float() if quantization.is_packed(local) else values[name]
+        local.copy_(quantization.pack(value) if quantization.is_packed(local) else value)
 
 
 def _gradients(step: TrainingStep, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from components.models import quantization
 from components.models.attention import AttentionProbe, causal_sdpa
 from components.models.documents import Documents
 from components.models.fused_layers import rms_norm, rotate, swiglu
-from components.models.lora.linear import add_low_rank
-from components.models.quantization import nf4
+from components.models.lora_linear import add_low_rank
+from components.torch_kernels import has_grouped_queries
 from components.training.objectives import PLAIN
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
 from components.training.optimizers.optim import AdamW, masked_step, step_if_finite
-from components.varlen import has_grouped_queries
 from scripts._gpu.verdict import Line, at_most, attempt, control, failed
 
 Formula = Callable[..., Any]
@@ -190,12 +190,12 @@ def four_bits(device: torch.device, small: bool) -> Iterator[Line]:
     for shape in ((64, 64), (128, 1000), (96, 4096)):
         matrix = _draw(generator, *shape).float()
         matrix[3] = 0
-        packed, pairs = nf4.pack(matrix), nf4.level_pairs()
-        differences = (nf4.pack(matrix.to(device)).cpu() != packed).sum().item()
+        packed, pairs = quantization.pack(matrix), quantization.level_pairs()
+        differences = (quantization.pack(matrix.to(device)).cpu() != packed).sum().item()
         yield at_most(f"NF4 of {shape}: packed bytes that differ from the CPU's", differences, 0)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            found = nf4.unpack(packed.to(device), shape[1], pairs.to(device), dtype).cpu()
-            differences = (found != nf4.unpack(packed, shape[1], pairs, dtype)).sum().item()
+            found = quantization.unpack(packed.to(device), shape[1], pairs.to(device), dtype).cpu()
+            differences = (found != quantization.unpack(packed, shape[1], pairs, dtype)).sum().item()
             yield at_most(f"NF4 of {shape}, {_name(dtype)}: values that differ from the CPU's", differences, 0)
 
 

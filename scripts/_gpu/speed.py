@@ -17,13 +17,13 @@ from components.config.compute_rules import torch_problems
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.shape import shape_of_built
 from components.models.attention import AttentionProbe, choose_kernel, measure_kernels, observed_call
-from components.models.quantization.nf4 import level_pairs, pack, unpack
+from components.models.quantization import level_pairs, pack, unpack
 from components.planning.formulas.architecture import read_architecture
 from components.planning.formulas.memory import estimate_memory
 from components.planning.formulas.workload import build_workload
 from components.training.objectives import PLAIN
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
-from components.training.setup.recompute_policy import RecomputePolicy
+from components.training.preparation import RecomputePolicy
 from scripts._gpu.gradients import BF16, GEMMA3
 from scripts._gpu.step import LLAMA_1B, LLAMA_8B, SINGLE, TINY, Shape, TrainingStep, synchronize, training_step
 from scripts._gpu.verdict import Line, Verdict, at_least, at_most, attempt, failed, skipped

@@ -18,7 +18,7 @@ from components.config.schema.model import DType, WeightInit
 from components.config.schema.parallelism import Strategy
 from components.data.dataset import Facts
 from components.models.lora import initialize_adapters
-from components.models.quantization.nf4 import BLOCK, BLOCK_BYTES, is_packed, pack
+from components.models.quantization import BLOCK, BLOCK_BYTES, is_packed, pack
 from components.models.weights.shards import local_part
 from components.parity.reference import compute_in_float64
 

@@ -14,7 +14,7 @@ from components.config.schema.checks import raise_all
 from components.config.schema.model import ModelConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.protocol.errors import ConfigError
-from components.protocol.role import whole_number
+from components.protocol.processes import whole_number
 from components.protocol.run_files import is_replaceable
 from components.terminal import HelpText
 

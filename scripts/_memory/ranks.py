@@ -22,10 +22,9 @@ from components.batch import Batch
 from components.config.schema.model import ModelConfig
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.parallelism import ParallelismConfig
-from components.planning.dry_run.fake_rank import SavedForBackward, local_bytes, parameters_in_use
+from components.planning.fake_rank import SavedForBackward, local_bytes, parameters_in_use
 from components.protocol.errors import ConfigError
-from components.protocol.role import without_ranks
-from components.protocol.signals import reserve_loopback_port
+from components.protocol.processes import reserve_loopback_port, without_ranks
 
 WARM_UP_TOKENS = 64
 """Tokens per row of the warm-up step; like --seq, it must be divisible by 2 * cp."""

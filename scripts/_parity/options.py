@@ -12,7 +12,7 @@ from typing import NoReturn
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF, option_groups
-from components.config.layouts import RECOMPUTE, layout_of
+from components.config.mesh_rules import RECOMPUTE, layout_of
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import AXES, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from components.planning.formulas.ranking import Plan
 from components.planning.mesh_picture import picture_of_plan, render_mesh
-from components.planning.svg import MARK
+from components.planning.rank_panel import MARK
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write, is_replaceable
 from scripts._plan.options import PlanRequest

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, Strategy
-from components.planning.dry_run.played_run import DryRun, dry_run_lines
 from components.planning.formulas.memory_check import GIB, usable_bytes
 from components.planning.formulas.ranking import Plan
 from components.planning.formulas.step_time import TIME_ERROR
 from components.planning.formulas.workload import Term, bytes_text, seconds_text, three_digits
+from components.planning.played_run import DryRun, dry_run_lines
 from components.terminal import fit, fit_command, fit_table, terminal_width
 from scripts._plan.options import PlanRequest
 

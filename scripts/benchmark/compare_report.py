@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from components.figures import (
+from components.launch.sweep.ranking import first_line
+from components.presentation import (
     MISSING,
     draw_curves,
     figure_text,
@@ -22,7 +23,6 @@ from components.figures import (
     new_figure,
     save_figure,
 )
-from components.launch.sweep.table import first_line
 from scripts.benchmark.peers.workload import Workload
 
 OURS = "meshbook"

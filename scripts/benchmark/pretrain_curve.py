@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import yaml
 
 from components.data import SampleOrder
-from components.figures import (
+from components.presentation import (
     MISSING,
     draw_curves,
     figure_text,

@@ -11,7 +11,7 @@ import pytest
 
 from components.config.compose.frozen import Config, from_yaml, to_yaml
 from components.config.compose.typed import free_keys, known_keys
-from components.config.layouts import fit_micro_batches
+from components.config.mesh_rules import fit_micro_batches
 from components.config.rules import validate
 from components.config.schema import (
     AdamWConfig,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from components.planning.dry_run.played_run import DryRun, PlayedTraffic, dry_run_lines
+from components.planning.played_run import DryRun, PlayedTraffic, dry_run_lines
 from components.terminal import fit, fit_command, fit_table
 from tests.config.commands import REPOSITORY, Commands
 

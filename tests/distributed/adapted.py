@@ -11,7 +11,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from components import models
-from components.config.layouts import layout_of
+from components.config.mesh_rules import layout_of
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import Strategy
 from components.models.lora import adapted_layers

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import distributed, training
 from components.batch import Batch
 from components.checkpoint.tensors import list_optimizers
-from components.config.layouts import fit_micro_batches
+from components.config.mesh_rules import fit_micro_batches
 from components.config.schema.cluster import Device, LocalClusterConfig
 from components.config.schema.data import DocsDataConfig, LabelsDataConfig, PreferencesDataConfig
 from components.config.schema.model import LossMethod, ModelConfig, TeacherConfig, WeightInit
@@ -32,9 +32,9 @@ from components.config.schema.recipes import ClassifyConfig, DistillConfig, DpoC
 from components.config.schema.run import PeftConfig
 from components.config.schema.training import TrainingConfig
 from components.distributed.traffic import record_traffic, traffic_table
-from components.planning.dry_run.fake_rank import SavedForBackward, local_bytes, parameters_in_use
-from components.planning.dry_run.play import build_objective, play, synthetic_batches
-from components.planning.dry_run.played_run import DryRun
+from components.planning.fake_rank import SavedForBackward, local_bytes, parameters_in_use
+from components.planning.play import build_objective, play, synthetic_batches
+from components.planning.played_run import DryRun
 from components.training.run import GarbageCollection
 from scripts._memory.ranks import allocations, highest
 from tests.harness import run_ranks

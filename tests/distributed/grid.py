@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components.config.layouts import all_layouts, name_of
+from components.config.mesh_rules import all_layouts, name_of
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit

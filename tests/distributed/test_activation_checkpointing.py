@@ -21,8 +21,8 @@ from components.distributed.mesh import Mesh
 from components.models.activation_offload import _SavedTensor
 from components.planning.formulas.memory_check import RESERVED_BYTES, grad_sync_peaks, policy_peaks
 from components.planning.formulas.workload import build_workload
-from components.training.setup import prepare as prepare_file
-from components.training.setup.recompute_policy import RecomputePolicy
+from components.training import preparation as prepare_file
+from components.training.preparation import RecomputePolicy
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
 from tests.distributed.test_parity import FSDP2, SP, TP

@@ -27,7 +27,7 @@ from components.checkpoint.manifest import Manifest
 from components.checkpoint.saver import CopyBuffers
 from components.config.schema import ParallelismConfig
 from components.config.schema.run import CheckpointConfig
-from components.protocol.signals import reserve_loopback_port
+from components.protocol.processes import reserve_loopback_port
 from tests.distributed import parity
 from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
 from tests.harness import run_ranks, start_ranks

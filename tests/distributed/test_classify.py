@@ -15,7 +15,7 @@ from components import data, distributed, models, training
 from components.config.schema import AdamWConfig, RewardConfig
 from components.data.dataset import Facts
 from components.models.classifier import return_token_scores, set_labels
-from components.training.objectives.sequence import Classification, Reward
+from components.training.objectives.cross_entropy import Classification, Reward
 from tests.distributed import grid
 from tests.distributed.curves import CP, DDP2, EP, FSDP2, HSDP, PP, TP, keep_first_gradients, plan_of, unclipped
 from tests.distributed.parity import Case, compute_in_float64, recipe_config

@@ -11,9 +11,9 @@ import pytest
 from components.config.schema.model import Attention, DType, LossMethod
 from components.config.schema.optimizer import MuonConfig, SGDConfig
 from components.config.schema.recipes import FinetuneConfig, TrainConfig
-from components.planning.dry_run.played_run import DryRun, ranks_to_play, start_dry_runs
 from components.planning.formulas.memory import estimate_memory
 from components.planning.formulas.workload import build_workload
+from components.planning.played_run import DryRun, ranks_to_play, start_dry_runs
 from components.protocol.errors import ConfigError
 from tests.distributed.dry_run_cases import (
     Measured,

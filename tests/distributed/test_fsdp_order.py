@@ -17,7 +17,7 @@ from components.batch import Batch
 from components.config.schema import AdamWConfig, ParallelismConfig, PeftConfig
 from components.config.schema.model import LossMethod, ModelConfig
 from components.config.schema.training import TrainingConfig
-from components.training.forward import forward_loss
+from components.training.step import forward_loss
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
 from tests.harness import run_ranks

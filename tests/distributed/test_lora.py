@@ -25,12 +25,11 @@ from transformers.pytorch_utils import Conv1D
 
 from components import distributed, models
 from components.checkpoint.stored_tensors import base_fingerprint
-from components.config.layouts import layout_of
-from components.config.mesh_rules import SPLIT_INPUTS, quantized_problems
+from components.config.mesh_rules import SPLIT_INPUTS, layout_of, quantized_problems
 from components.config.schema import ActivationCheckpointing, ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.shape import shape_of_built
-from components.distributed.tensor import apply_tp, tp_plan
+from components.distributed import apply_tp, tp_plan
 from components.models.anatomy import read_anatomy
 from components.models.lora import adapted_layers
 from components.parity.comparison import relative

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from components import checkpoint, distributed, models, training
 from components.checkpoint.stored_tensors import base_fingerprint
 from components.config.compose.frozen import frozen_text
-from components.config.layouts import layout_of
+from components.config.mesh_rules import layout_of
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.run import CheckpointConfig

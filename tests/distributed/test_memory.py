@@ -15,7 +15,7 @@ from components.config.schema.model import CAUSAL_SDPA, ModelConfig, WeightInit
 from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.context_parallel import GatheredAttention
 from components.models.attention import causal_sdpa
-from components.planning.dry_run.fake_rank import SavedForBackward, local_bytes
+from components.planning.fake_rank import SavedForBackward, local_bytes
 from components.protocol.errors import ConfigError
 from scripts._memory.options import models_to_measure, read_options
 from scripts._memory.ranks import Load, Usage, allocations, highest, measure, measure_all

@@ -17,7 +17,7 @@ from components.config.schema.objective import DPOConfig, Reference
 from components.config.schema.parallelism import ActivationCheckpointing, ParallelismConfig
 from components.config.schema.recipes import DistillConfig, DpoConfig, TrainConfig, frozen_model
 from components.config.schema.training import TrainingConfig
-from components.planning.dry_run.fake_rank import local_bytes
+from components.planning.fake_rank import local_bytes
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.workload import build_workload
 from tests.distributed.test_memory import LLAMA

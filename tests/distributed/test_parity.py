@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from components.config.layouts import RECOMPUTE, all_layouts, layout_of, mesh_shapes, name_of
+from components.config.mesh_rules import RECOMPUTE, all_layouts, layout_of, mesh_shapes, name_of
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, ContextAttention, PipelineSchedule
 from components.protocol.errors import ConfigError

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.config.layouts import layout_of
+from components.config.mesh_rules import layout_of
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import AXES
+from components.distributed import apply_tp, expert
 from components.distributed import context_parallel as context
-from components.distributed import expert
 from components.distributed.mesh import Mesh
-from components.distributed.pipeline.schedule import Pipeline
-from components.distributed.tensor import apply_tp
-from components.distributed.tensor.tensor_parallel import ReplicatedParameters
-from components.training import forward, step
+from components.distributed.pipeline_schedule import Pipeline
+from components.distributed.tensor_parallel import ReplicatedParameters
+from components.training import step
 from components.training.loss import count_targets
 from tests.distributed.grid import Cell, cell, run_cells
 
@@ -126,7 +125,7 @@ def positions_of_another_rank() -> None:
         local = original(batch, mesh)
         return replace(local, position_ids=torch.arange(local.shape[1]).expand_as(local.input_ids))
 
-    forward.shard_rows = wrong
+    step.shard_rows = wrong
 
 
 def shared_experts_are_not_summed() -> None:

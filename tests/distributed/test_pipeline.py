@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.layouts import stage_layers
+from components.config.mesh_rules import stage_layers
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import ParallelismConfig

@@ -13,8 +13,8 @@ import pytest
 from components.config.schema.model import CausalLMConfig
 from components.config.shape import read_shape
 from components.models.build import load_config
-from components.planning.dry_run.played_run import buildable
 from components.planning.formulas.workload import architecture_of
+from components.planning.played_run import buildable
 from tests.config.commands import REPOSITORY
 from tests.preloaded import run_preloaded
 from tests.suites import PARITY

@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from components.config.schema import ParallelismConfig
 from components.distributed import parallelizer
+from components.distributed.apply_tp import apply_tensor_parallel
 from components.distributed.mesh import init_distributed
-from components.distributed.tensor.apply_tp import apply_tensor_parallel
-from components.distributed.tensor.tensor_parallel import ReplicatedParameters
-from components.distributed.tensor.tp_plan import MissingPlanError, get_hf_tp_shard_plan, load_plan
+from components.distributed.tensor_parallel import ReplicatedParameters
+from components.distributed.tp_plan import MissingPlanError, get_hf_tp_shard_plan, load_plan
 from components.models import read_anatomy
 from components.protocol.errors import ConfigError
 from components.training import gradient_norm

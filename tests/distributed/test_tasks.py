@@ -29,7 +29,7 @@ from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.models.tokenizer import byte_tokenizer
 from components.parity.reference import compute_in_float64
 from components.protocol.errors import ConfigError
-from components.training.continuations import SignedLogProbability
+from components.training.evaluation import SignedLogProbability
 from components.training.harness import TaskScores
 from components.training.mesh_lm import MeshLM
 from components.training.objectives import Chunk, Vocabulary

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from components.distributed.tensor import tp_plan
-from components.distributed.tensor.tp_plan import FAMILY_PLANS
+from components.distributed import tp_plan
+from components.distributed.tp_plan import FAMILY_PLANS
 from components.models.anatomy import read_anatomy
 from components.parity import reference as plain
 from components.protocol.errors import ConfigError

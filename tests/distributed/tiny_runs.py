@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from components import distributed, models, training
-from components.config.layouts import layout_of
+from components.config.mesh_rules import layout_of
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import PipelineSchedule
 from components.data.batches import BatchPlan, Padding, TrainBatches

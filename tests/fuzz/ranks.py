@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from components.protocol.signals import reserve_loopback_port
+from components.protocol.processes import reserve_loopback_port
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 PRELOADED = [

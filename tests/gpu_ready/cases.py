@@ -23,7 +23,7 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
 from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
-from components.planning.dry_run.fake_rank import StorageTracker
+from components.planning.fake_rank import StorageTracker
 from components.training.run import GarbageCollection
 from tests.distributed.packed import ROWS, SEQ_LEN
 from tests.gpu_ready import objectives

@@ -18,7 +18,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from components.planning.dry_run.fake_rank import PROPAGATION
+from components.planning.fake_rank import PROPAGATION
 
 MEMORY = 85_000_000_000
 """Bytes of the device's memory, those of an H100."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from components.planning.formulas.memory import MemoryEstimate, rank_memory
 from components.planning.formulas.workload import build_workload
-from components.varlen import has_grouped_queries
+from components.torch_kernels import has_grouped_queries
 from tests.gpu_ready.conftest import Run
 from tests.gpu_ready.device import MEMORY
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from components.varlen import has_grouped_queries
+from components.torch_kernels import has_grouped_queries
 from tests.gpu_ready.conftest import Run
 from tests.suites import PARITY, select
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from components.varlen import has_grouped_queries
+from components.torch_kernels import has_grouped_queries
 from tests.gpu_ready.conftest import Run
 from tests.gpu_ready.matrix import (
     ATTENTION,

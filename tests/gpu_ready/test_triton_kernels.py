@@ -13,7 +13,7 @@ from tests.optional import need_triton
 
 NF4 = """
 import torch
-from components.models.quantization.nf4 import BLOCK, BLOCK_BYTES, level_pairs, pack, unpack
+from components.models.quantization import BLOCK, BLOCK_BYTES, level_pairs, pack, unpack
 from components.models.triton_kernels import launch_unpack
 
 torch.manual_seed(0)
@@ -52,7 +52,7 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from components.models.quantization.nf4 import BLOCK, BLOCK_BYTES
+from components.models.quantization import BLOCK, BLOCK_BYTES
 from components.models.triton_kernels import _swiglu, _swiglu_backward, _unpack_blocks
 
 CONSTANTS = {"SIZE": BLOCK, "SIZE_BYTES": BLOCK_BYTES}

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from components.config.schema import KubernetesClusterConfig, KubernetesConfig
-from components.config.schema.kubernetes import PodUser, Workload
-from components.launch.k8s.pod_jobs import JobName
-from components.launch.k8s.pod_manifest import PodManifest, new_job_name, objects_in, render_manifest
+from components.config.schema.schedulers import PodUser, Workload
+from components.launch.k8s.kubectl import JobName, PodManifest, new_job_name, objects_in, render_manifest
 from components.launch.k8s.submit import amount
 from components.protocol.errors import ConfigError
 from tests.slurm.strings import HOSTILE, UNSTORABLE

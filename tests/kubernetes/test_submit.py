@@ -11,8 +11,8 @@ import yaml
 
 from components.config.schema import CausalLMConfig, FinetuneConfig, KubernetesClusterConfig, KubernetesConfig
 from components.config.schema.data import DocsDataConfig
-from components.config.schema.kubernetes import Workload
 from components.config.schema.run import RunConfig
+from components.config.schema.schedulers import Workload
 from components.launch.backend import JobState
 from components.launch.clusters import job_of, jobs_by_id, stop, stop_command
 from components.launch.k8s.submit import job_problems

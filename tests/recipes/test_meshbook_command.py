@@ -144,7 +144,7 @@ def test_tools_and_batch_scripts_use_the_installed_files(installed: Installed) -
     assert {"ok", "note"} >= {check["verdict"] for check in report["checks"]}
     copied = installed.folder / "code"
     installed.start(
-        [str(installed.python), "-c", "import sys, pathlib; from components.launch.job.snapshot import copy_code; "
+        [str(installed.python), "-c", "import sys, pathlib; from components.launch.job.scheduler import copy_code; "
          "copy_code(*map(pathlib.Path, sys.argv[1:]))",
          str(installed.packages / "meshbook" / "recipes" / "finetune.py"), str(copied)]
     )  # fmt: skip

@@ -14,7 +14,7 @@ from components.config.schema.training import EvaluationConfig, TrainingTasksCon
 from components.data.batches import Padding
 from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
-from components.training.continuations import RequestBatches, SignedLogProbability
+from components.training.evaluation import RequestBatches, SignedLogProbability
 from components.training.harness import BenchmarkTasks, _check_names, _check_task, _scores, load_tasks
 
 LENGTHS = [3, 9, 30, 1, 9, 7, 2, 8, 8, 5, 1]

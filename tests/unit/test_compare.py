@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from components.config.stored_run import MetricsLog
-from components.console import PlainConsole
-from components.launch.run_directory.lease import take_lease
+from components.launch.run_directory_lease import take_lease
+from components.presentation import PlainConsole
 from scripts import compare
 from scripts.compare import main, read_comparison
 

@@ -53,8 +53,8 @@ from components.data.token_store.manifest import (
 )
 from components.data.token_store.rows import TokenRows
 from components.data.token_store.writer import read_entry, write_shard
-from components.launch.run_directory import lease
-from components.launch.run_directory.opening import check_second_start, check_source
+from components.launch import run_directory_lease
+from components.launch.run_directory_lock import check_second_start, check_source
 from components.launch.sweep.plan import Point, Sweep, read_record, read_sweep
 from components.models.tokenizer import byte_tokenizer
 from components.models.weights.weight_sources import find_safetensors
@@ -161,14 +161,14 @@ def read_error_reports(file: Path) -> None:
 
 def a_lease(folder: Path) -> Path:
     (folder / ".lease").mkdir()
-    (folder / ".lease" / "1").write_text(json.dumps(asdict(lease.Holder.this(os.environ))))
+    (folder / ".lease" / "1").write_text(json.dumps(asdict(run_directory_lease.Holder.this(os.environ))))
     return folder / ".lease" / "1"
 
 
 def read_lease(file: Path) -> None:
-    lease.is_held(file.parents[1])
+    run_directory_lease.is_held(file.parents[1])
     with suppress(OSError):  # which `take_lease` reports
-        str(lease._parse(lease._text(file) or ""))
+        str(run_directory_lease._parse(run_directory_lease._text(file) or ""))
 
 
 def sweep_plan(folder: Path) -> Path:

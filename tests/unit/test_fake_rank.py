@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from components.planning.dry_run.fake_rank import (
+from components.planning.fake_rank import (
     PROPAGATION,
     FakeRank,
     Peak,
@@ -36,7 +36,7 @@ PRIVATE = {
     ),
     "torch": ["UntypedStorage._cdata", "_C._current_graph_task_id", "ops.aten._grouped_mm"],
 }
-"""Module -> attributes that components/planning/dry_run and the pipeline's schedule need of it."""
+"""Module -> attributes that components/planning/fake_rank.py and the pipeline's schedule need of it."""
 MIB = 2**20
 
 
@@ -45,7 +45,7 @@ def test_private_part_of_torch_exists(module: str, name: str) -> None:
     found: object = importlib.import_module(module)
     for part in name.split("."):
         assert hasattr(found, part), (
-            f"torch {torch.__version__} has no {module}.{name}: adapt components/planning/dry_run/fake_rank.py"
+            f"torch {torch.__version__} has no {module}.{name}: adapt components/planning/fake_rank.py"
         )
         found = getattr(found, part)
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import observability, training
 from components.batch import Batch
 from components.config.schema.run import LoggingConfig, ProfileConfig
-from components.training.setup.flops import PEAK_TFLOPS, document_lengths, model_flops, pairs, peak_tflops
+from components.training.flops import PEAK_TFLOPS, document_lengths, model_flops, pairs, peak_tflops
 from components.training.state import StepMetrics
 from tests.distributed.parity import MODELS, MOE_MODELS, SMALL
 

@@ -16,7 +16,7 @@ import pytest
 
 from components.launch.job import attempts as attempts_module
 from components.launch.job.attempts import Ended, conclude, seconds_left
-from components.launch.slurm.jobs import CommandResult, clean_environment, run_slurm
+from components.launch.slurm.submit import CommandResult, clean_environment, run_slurm
 from components.protocol.errors import ConfigError
 from components.protocol.failures import CorruptRank, HungRun, write_report
 from tests.frozen import frozen

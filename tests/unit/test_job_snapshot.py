@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.job import snapshot
-from components.launch.job.snapshot import PROJECT, copied_recipe_path, copy_code
+from components.launch.job import scheduler
+from components.launch.job.scheduler import PROJECT, copied_recipe_path, copy_code
 from components.protocol.errors import ConfigError
 
 
@@ -31,8 +31,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(
         folder, "data.bin", "notes.md", ".hidden/x.py", "venv/pyvenv.cfg", "venv/lib.py", "components/__pycache__/a.py"
     )
-    monkeypatch.setattr(snapshot, "ROOT", folder)
-    monkeypatch.setattr(snapshot, "PROJECT", folder)
+    monkeypatch.setattr(scheduler, "ROOT", folder)
+    monkeypatch.setattr(scheduler, "PROJECT", folder)
     return folder
 
 
@@ -128,7 +128,7 @@ def test_project_that_an_outer_repository_ignores_is_copied(project: Path, tmp_p
 def test_oversized_code_is_rejected_before_copying(project: Path, tmp_path: Path) -> None:
     write(project, "huge.py")
     with (project / "huge.py").open("r+b") as file:
-        file.truncate(snapshot._LARGEST + 1)  # sparse file, uses no disk space
+        file.truncate(scheduler._LARGEST_COPY + 1)  # sparse file, uses no disk space
     with pytest.raises(ConfigError, match=f"the code at {project} .* is 64 MiB, more than 64; add files that are not"):
         copy_code(project / "recipes" / "mine.py", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

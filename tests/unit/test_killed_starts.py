@@ -13,8 +13,8 @@ import pytest
 from components.config.compose.frozen import read_frozen
 from components.config.schema import CausalLMConfig, FinetuneConfig, WeightInit
 from components.config.schema.data import DocsDataConfig
-from components.launch.run_directory.directory import RunDirectory
-from components.launch.run_directory.opening import open_run_directory
+from components.launch.run_directory import RunDirectory
+from components.launch.run_directory_lock import open_run_directory
 from tests.suites import in_torture
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.symlink", "os.rmdir"}

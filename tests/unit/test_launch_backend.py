@@ -13,15 +13,14 @@ import pytest
 from components.config.compose.sweep_keys import EarlyStop
 from components.config.schema.cluster import ClusterConfig, ClusterKind, CustomClusterConfig
 from components.config.stored_run import MetricsLog
+from components.launch import run_directory_lease
 from components.launch.backend import CheckedRun, Job, JobState
 from components.launch.clusters import backend_of, job_of, jobs_by_id, stop, stop_command
 from components.launch.job.scheduler import Scheduler
-from components.launch.run_directory import lease
-from components.launch.run_directory.lease import Holder
-from components.launch.run_directory.opening import exclude_starts, open_run_directory
+from components.launch.run_directory_lease import Holder
+from components.launch.run_directory_lock import exclude_starts, open_run_directory
 from components.launch.sweep import points
-from components.launch.sweep.plan import Point, PointRecord, Sweep, write_record
-from components.launch.sweep.point_rows import STOPPED_EARLY, read_points
+from components.launch.sweep.plan import STOPPED_EARLY, Point, PointRecord, Sweep, read_points, write_record
 from components.protocol.errors import ConfigError
 from tests.unit.test_launch_run_directory import config, end, start
 
@@ -138,7 +137,7 @@ def test_run_directory_of_a_live_job_is_rejected_on_any_backend(
 
 
 def test_lease_holder_counts_as_ended_once_its_job_has_ended(pods: type[Pods], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_machine", lambda: "")
+    monkeypatch.setattr(run_directory_lease, "_machine", lambda: "")
     me, other = (
         Holder(token=token, host="n1", pid=1, started="", machine="", cluster="c", job=job)
         for token, job in (("a", f"{FACTORY}/pod-2"), ("b", JOB))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.run_directory import lease
-from components.launch.run_directory.lease import is_held, take_lease
+from components.launch import run_directory_lease
+from components.launch.run_directory_lease import is_held, take_lease
 from components.protocol.failures import RunDirectoryInUse
 
 BEAT, SILENCE, TIMEOUT = 0.05, 2.0, 30.0
@@ -22,9 +22,9 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lease, "BEAT", BEAT)
-    monkeypatch.setattr(lease, "SILENCE", SILENCE)
-    monkeypatch.setattr(lease, "_POLL", BEAT / 2)
+    monkeypatch.setattr(run_directory_lease, "BEAT", BEAT)
+    monkeypatch.setattr(run_directory_lease, "SILENCE", SILENCE)
+    monkeypatch.setattr(run_directory_lease, "_POLL", BEAT / 2)
     monkeypatch.setenv("PATH", str(tmp_path))  # no squeue
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME", "SLURMD_NODENAME"):
         monkeypatch.delenv(name, raising=False)
@@ -52,7 +52,7 @@ class LeaseHolder:
 def _hold(run_dir: Path, machine: str | None, environ: dict[str, str], outcomes: Connection) -> None:
     os.environ |= environ
     if machine is not None:
-        lease._machine = lambda: machine  # type: ignore[assignment]
+        run_directory_lease._machine = lambda: machine  # type: ignore[assignment]
     try:
         take_lease(run_dir)
     except RunDirectoryInUse as error:

@@ -14,7 +14,7 @@ from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.launch.backend import Recipe
 from components.launch.rank import run_here
-from components.launch.run_directory.directory import RunDirectory
+from components.launch.run_directory import RunDirectory
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.run_files import attempt_logs
 

@@ -26,14 +26,9 @@ from components.config.schema import (
 )
 from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
-from components.launch.run_directory import directory as filesystem
-from components.launch.run_directory.directory import RunDirectory, start_record
-from components.launch.run_directory.opening import (
-    check_changes,
-    check_run_directory,
-    exclude_starts,
-    open_run_directory,
-)
+from components.launch import run_directory as filesystem
+from components.launch.run_directory import RunDirectory, start_record
+from components.launch.run_directory_lock import check_changes, check_run_directory, exclude_starts, open_run_directory
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import accept_start, attempt_logs, current_config
 from tests.frozen import frozen

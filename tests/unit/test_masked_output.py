@@ -19,10 +19,10 @@ from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.typed import typed
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import LoggingConfig, WandbConfig, WandbMode
-from components.console import PlainConsole, new_table
-from components.launch.run_directory.directory import start_record
+from components.launch.run_directory import start_record
 from components.observability import Reporter
 from components.observability.trackers import Trackers
+from components.presentation import PlainConsole, new_table
 from components.protocol.errors import ConfigError
 from components.protocol.failures import Failure, error_file, print_failure, print_problems, write_report
 from components.protocol.run_files import log_file, record_result

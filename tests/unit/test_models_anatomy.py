@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import models
 from components.config.schema import PeftConfig
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.distributed.tensor.tp_plan import read_heads
+from components.distributed.tp_plan import read_heads
 from components.models.anatomy import LAYER_COUNTS, Anatomy, passes_window, read_anatomy
 from components.protocol.errors import ConfigError
-from components.training.setup.flops import model_flops
+from components.training.flops import model_flops
 from tests.fuzz.families import DENSE, SPARSE, draw_config
 
 LAYERS = 3

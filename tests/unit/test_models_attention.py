@@ -22,10 +22,9 @@ from components.config.schema.model import CAUSAL_SDPA, Attention, WeightInit
 from components.models import attention
 from components.models.attention import FA3, causal_sdpa, choose_kernel, observed_call
 from components.protocol.errors import ConfigError
-from components.training import StepSettings
-from components.training.setup import attention_report
+from components.torch_kernels import supports_varlen
+from components.training import StepSettings, attention_report
 from components.training.state import TrainState
-from components.varlen import supports_varlen
 from tests.distributed.packed import batches_of, packed
 from tests.harness import run_ranks
 from tests.tiny_models import SIZES, VOCAB

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from components.config.mesh_rules import NO_TP_PLAN
 from components.config.schema.model import Attention, DType, ModelConfig, RopeConfig, RopeType, WeightInit
 from components.config.shape import DENSE, NOT_ROTARY, PLANNED_MLP, read_shape
-from components.distributed.tensor.tp_plan import FAMILY_PLANS
+from components.distributed.tp_plan import FAMILY_PLANS
 from components.models import (
     build_on_meta,
     check_positions,

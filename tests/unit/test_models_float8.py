@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.layouts import layout_of
+from components.config.mesh_rules import layout_of
 from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, Qat, WeightInit
 from components.config.schema.optimizer import AdamWConfig
-from components.models.quantization.float8 import float8_layers, quantized_config, without_float8
+from components.models.quantization import float8_layers, quantized_config, without_float8
 from components.observability.result import render_model_card
 from components.parity.comparison import relative
 from components.planning.formulas.step_time import estimate_time

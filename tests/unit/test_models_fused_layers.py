@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from components.models.fused_layers import FusedNorm, fuse_layers, rms_norm, rotate, swiglu
-from components.models.lora.linear import add_low_rank
+from components.models.lora_linear import add_low_rank
 from tests.distributed.parity import SMALL, build
 
 FUSED = {

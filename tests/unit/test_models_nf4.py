@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models
-from components.config.layouts import layout_of
+from components.config.mesh_rules import layout_of
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
-from components.models.quantization.nf4 import (
+from components.models.quantization import (
     BLOCK_BYTES,
     fill_or_pack,
     level_pairs,
@@ -27,7 +27,7 @@ from components.models.quantization.nf4 import (
     unpack,
     unpacked_reader,
 )
-from components.training.setup.flops import model_flops
+from components.training.flops import model_flops
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4
 from tests.harness import run_ranks
 from tests.optional import SHARDS_BYTES
@@ -43,7 +43,7 @@ def unpacked(matrix: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 
 @pytest.mark.parametrize("columns", [64, 200])
 def test_nf4_values_are_the_nearest_published_levels(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.models.quantization.nf4.PACKED_AT_ONCE", 7 * columns)
+    monkeypatch.setattr("components.models.quantization.PACKED_AT_ONCE", 7 * columns)
     torch.manual_seed(0)
     matrix = torch.randn(50, columns) * torch.logspace(-4, 3, 50)[:, None]
     matrix[5] = 0

@@ -30,7 +30,7 @@ from components.config.schema.run import CheckpointConfig, LoggingConfig, WandbC
 from components.config.shape import read_shape
 from components.data.sources.files import Location, columns_of, read_rows
 from components.data.sources.split_files import files_of_split
-from components.launch.run_directory.opening import open_run_directory
+from components.launch.run_directory_lock import open_run_directory
 from components.launch.sweep.plan import read_sweep
 from components.models import build_on_meta, load_tokenizer, load_weights, materialize
 from components.models.tokenizer import byte_tokenizer

@@ -12,9 +12,9 @@ import pytest
 from components.config.schema.cluster import Device, LocalClusterConfig, SlurmClusterConfig
 from components.config.schema.model import Attention, DType, Float8, LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.planning.dry_run import played_run
-from components.planning.dry_run.play import runs_on_gpus
-from components.planning.dry_run.played_run import (
+from components.planning import played_run
+from components.planning.play import runs_on_gpus
+from components.planning.played_run import (
     DryRun,
     PlayedGroup,
     PlayedTraffic,

@@ -9,7 +9,7 @@ from components.config.schema.run import RunConfig
 from components.launch.machine import set_deterministic_variables
 from components.models.weights.shards import local_part
 from components.protocol.errors import ConfigError
-from components.training.setup.precision import deterministic_kernels
+from components.training.prepared import deterministic_kernels
 from tests.distributed.tiny_runs import build, cell_named, start
 from tests.harness import run_ranks
 

@@ -14,8 +14,8 @@ from components.config.schema.model import Attention, CausalLMConfig, RouterAux
 from components.config.shape import CONFIG_NAMES, ModelShape, read_shape
 from components.models.anatomy import read_anatomy
 from components.models.build import build_on_meta, load_config, model_shape
-from components.planning.dry_run.played_run import buildable
 from components.planning.formulas.architecture import read_architecture
+from components.planning.played_run import buildable
 from components.protocol.safe_yaml import load_yaml
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from components.planning.dry_run.play import play
-from components.planning.dry_run.recipe_lines import import_recipe, read_lines
+from components.planning.play import play
+from components.planning.recipe_lines import import_recipe, read_lines
 from components.protocol.errors import ConfigError
 from tests.distributed.dry_run_cases import finetune
 from tests.harness import run_ranks

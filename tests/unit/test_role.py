@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from components.protocol.errors import ConfigError
-from components.protocol.role import (
+from components.protocol.processes import (
     LocalRank,
     Role,
     current_job,

@@ -23,10 +23,10 @@ from components.launch.backend import recorded_job
 from components.launch.clusters import job_of
 from components.launch.job.attempts import Ended, begin, conclude
 from components.launch.job.policy import attempts_of_job
-from components.launch.job.snapshot import copy_code
+from components.launch.job.scheduler import copy_code
 from components.launch.k8s.pod import Pod
-from components.launch.run_directory.directory import RunDirectory
-from components.launch.run_directory.lease import take_lease
+from components.launch.run_directory import RunDirectory
+from components.launch.run_directory_lease import take_lease
 from components.models.weights.weight_files import NewFolder
 from components.observability import Reporter, Result
 from components.observability.result import lost_work
@@ -340,9 +340,9 @@ def test_what_is_planted_at_a_name_of_a_run_is_not_followed(
 ) -> None:
     """A start is refused in a sentence, or works; nothing outside of the run changes, and nothing hangs."""
     monkeypatch.setattr("components.launch.slurm.submit.SlurmScheduler.find", lambda *_: None)
-    monkeypatch.setattr("components.launch.job.snapshot._project_files", lambda: [Path("recipes/finetune.py")])
-    monkeypatch.setattr("components.launch.run_directory.lease.SILENCE", 0.01)
-    monkeypatch.setattr("components.launch.run_directory.lease._POLL", 0.01)
+    monkeypatch.setattr("components.launch.job.scheduler._project_files", lambda: [Path("recipes/finetune.py")])
+    monkeypatch.setattr("components.launch.run_directory_lease.SILENCE", 0.01)
+    monkeypatch.setattr("components.launch.run_directory_lease._POLL", 0.01)
     monkeypatch.setenv("MESHBOOK_ATTEMPT", "1")
     monkeypatch.chdir(tmp_path)
     base, outside = tmp_path / "base", tmp_path / "outside"
@@ -353,8 +353,8 @@ def test_what_is_planted_at_a_name_of_a_run_is_not_followed(
     for number in (1, 2, 3, 17):
         (outside / str(number)).write_text("precious")
     if not TORTURE:  # they take most of the time, and are tested elsewhere
-        monkeypatch.setattr("components.launch.run_directory.opening.from_yaml", lambda text, schema: None)
-        monkeypatch.setattr("components.launch.run_directory.opening.check_changes", lambda text, cfg, origin: None)
+        monkeypatch.setattr("components.launch.run_directory_lock.from_yaml", lambda text, schema: None)
+        monkeypatch.setattr("components.launch.run_directory_lock.check_changes", lambda text, cfg, origin: None)
     link = "link to a file" if Path(name).suffix or name[-1].isdecimal() else "link to a folder"
     for kind in PLANTED if TORTURE else (link, "pipe"):
         plant, run = PLANTED[kind], tmp_path / "run"

@@ -34,7 +34,7 @@ from tests.config.composed import problems_of
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import RunConfig
 from components.config.stored_run import read_config
-from components.launch.run_directory.opening import check_changes
+from components.launch.run_directory_lock import check_changes
 from components.observability.result import render_model_card
 
 folder = Path(sys.argv[1])

@@ -10,7 +10,7 @@ import pytest
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.cluster import Device, SlurmClusterConfig
 from components.config.schema.data import MixtureDataConfig, SftDataConfig
-from components.config.schema.slurm import GpuRequest
+from components.config.schema.schedulers import GpuRequest
 from components.launch.slurm import submit
 from components.launch.slurm.submit import _build_problems, _local_paths, refusal
 

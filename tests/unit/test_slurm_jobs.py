@@ -13,17 +13,17 @@ from components.config.schema.cluster import SlurmClusterConfig
 from components.launch.backend import CheckedRun, recorded_job
 from components.launch.clusters import job_of
 from components.launch.job.scheduler import QUERIES, UnknownSubmission
-from components.launch.slurm.jobs import (
+from components.launch.slurm.submit import (
     ENDED,
     GONE,
     RUNNING,
     SUBMITTED,
     UNKNOWN,
+    SlurmScheduler,
     describe_job,
     job_states,
     to_job_state,
 )
-from components.launch.slurm.submit import SlurmScheduler
 from components.protocol.errors import ConfigError
 
 
@@ -107,7 +107,7 @@ def test_job_is_unknown_if_the_controller_only_responds_to_ping(
     scontrol = f'case "$*" in ping) echo "Slurmctld(primary) at n0 is UP";; *) {show};; esac'
     _write_commands(tmp_path, squeue="exec sleep 60", scontrol=scontrol, sacct="exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("components.launch.slurm.jobs._TIMEOUT", 0.3)
+    monkeypatch.setattr("components.launch.slurm.submit._TIMEOUT", 0.3)
     assert job_states(["12"]) == {"12": UNKNOWN}
     assert not describe_job("12", UNKNOWN).over
 
@@ -129,7 +129,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("components.launch.job.scheduler.PAUSE", 0.0)
-    monkeypatch.setattr("components.launch.slurm.jobs._TIMEOUT", 2.0)
+    monkeypatch.setattr("components.launch.slurm.submit._TIMEOUT", 2.0)
     (tmp_path / "job_id").write_text("7\n")
     (tmp_path / "logs").mkdir()
     return tmp_path / "job.sbatch"

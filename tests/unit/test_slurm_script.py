@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from components.config.schema.cluster import ClusterConfig, Device, SlurmClusterConfig
-from components.config.schema.slurm import (
+from components.config.schema.schedulers import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
     SCRIPT_VARIABLES,

@@ -11,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from components import distributed, models, training
-from components.config.layouts import layout_of
+from components.config.mesh_rules import layout_of
 from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, LossMethod, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.training import TrainingConfig
-from components.models.quantization.float8 import float8_layers
+from components.models.quantization import float8_layers
 from tests.distributed.adapted import DORA, QLORA
 from tests.distributed.packed import SEQ_LEN, batches_of, packed
 from tests.harness import run_ranks

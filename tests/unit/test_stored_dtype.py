@@ -22,7 +22,7 @@ from components.distributed.mesh import Mesh
 from components.models.tokenizer import byte_tokenizer
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.workload import build_workload
-from components.training.setup.prepare import prepare
+from components.training.preparation import prepare
 from tests.tiny_models import FAMILIES
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

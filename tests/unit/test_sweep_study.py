@@ -18,8 +18,16 @@ from components.config.compose.sweep_keys import Goal, Range
 from components.config.schema import FinetuneConfig
 from components.config.stored_run import MetricsLog
 from components.launch.sweep import points as shares
-from components.launch.sweep.plan import Point, PointRecord, StudyPlan, Sweep, write_record
-from components.launch.sweep.point_rows import STOPPED_EARLY, SweepRow, read_points
+from components.launch.sweep.plan import (
+    STOPPED_EARLY,
+    Point,
+    PointRecord,
+    StudyPlan,
+    Sweep,
+    SweepRow,
+    read_points,
+    write_record,
+)
 from components.launch.sweep.ranking import losing
 from components.launch.sweep.report import report_now
 from components.launch.sweep.study import JOURNAL, PointStudy, dimensions_of, space_of

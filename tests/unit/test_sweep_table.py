@@ -15,12 +15,19 @@ from rich.console import Console
 
 from components.config.compose.sweep_keys import Goal
 from components.config.stored_run import MetricsLog
-from components.launch.slurm.jobs import GONE, UNKNOWN
-from components.launch.sweep.plan import Point, PointRecord, Sweep, locked, write_record
-from components.launch.sweep.point_rows import SweepRow, read_points, state_with_job
-from components.launch.sweep.ranking import ACCURACY
+from components.launch.slurm.submit import GONE, UNKNOWN
+from components.launch.sweep.plan import (
+    Point,
+    PointRecord,
+    Sweep,
+    SweepRow,
+    locked,
+    read_points,
+    state_with_job,
+    write_record,
+)
+from components.launch.sweep.ranking import ACCURACY, print_table, read_report, to_csv, to_markdown
 from components.launch.sweep.report import exit_status, report_now
-from components.launch.sweep.table import print_table, read_report, to_csv, to_markdown
 from tests.unit.full_disk import full_disk
 
 GIB = 2**30

@@ -20,11 +20,9 @@ from typing import Any
 import pytest
 
 from components.config.schema.run import LoggingConfig, WandbConfig, WandbMode
-from components.launch.sweep.plan import Point, Sweep
-from components.launch.sweep.point_rows import SweepRow
-from components.launch.sweep.ranking import Agreement
+from components.launch.sweep.plan import Point, Sweep, SweepRow
+from components.launch.sweep.ranking import Agreement, SweepReport, print_table, to_markdown
 from components.launch.sweep.report import _console
-from components.launch.sweep.table import SweepReport, print_table, to_markdown
 from components.observability import Reporter
 from components.protocol.failures import (
     Kind,
@@ -121,7 +119,7 @@ def test_log_messages_and_uncaught_exceptions_are_escaped() -> None:
 
 OUTPUT = r"""
 import argparse, os, sys
-from components.console import PlainConsole, new_table
+from components.presentation import PlainConsole, new_table
 from components.terminal import exit_with, keep_running, print_text
 
 def main(arguments):

@@ -16,7 +16,7 @@ from components.batch import Batch
 from components.config.schema import ModelConfig
 from components.config.schema.model import RouterAux
 from components.protocol.errors import ConfigError
-from components.training.setup.router_loss import balance_losses, sequence_weights
+from components.training.router_loss import balance_losses, sequence_weights
 from tests.distributed.parity import MOE_MODELS, build
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
 from components.models.layers import vector_parameters
 from components.protocol.errors import ConfigError
-from components.protocol.signals import FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
+from components.protocol.processes import FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
 from components.training.loss import count_inputs
 from components.training.optimizers.muon import divide_parameters
 from components.training.optimizers.optim import keep_group_rates, step_if_finite

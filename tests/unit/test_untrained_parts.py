@@ -33,7 +33,7 @@ from components.models.build import IMAGE_TEXT
 from components.models.tokenizer import byte_tokenizer
 from components.models.weights.untrained import untrained_note
 from components.training import build_optimizer
-from components.training.setup.flops import model_flops
+from components.training.flops import model_flops
 from tests.tiny_models import SIZES, VOCAB
 
 TEXT = {**SIZES, "head_dim": 8, "pad_token_id": 0, "max_position_embeddings": 64}

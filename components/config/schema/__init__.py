@@ -13,8 +13,7 @@ objective.py    training loss; one class per kind
 optimizer.py    update rule and learning-rate schedule; one class per kind
 parallelism.py  device mesh and sharding
 cluster.py      nodes, processes, devices, timeouts; one class per kind
-slurm.py        parts of `cluster` for Slurm jobs
-kubernetes.py   parts of `cluster` for Kubernetes jobs
+schedulers.py   parts of `cluster` for Slurm jobs and for Kubernetes jobs
 checks.py       range checks that the sections share
 """
 
@@ -27,7 +26,6 @@ from components.config.schema.cluster import (
     SlurmClusterConfig,
 )
 from components.config.schema.data import DataConfig
-from components.config.schema.kubernetes import KubernetesConfig, PodUser, Workload
 from components.config.schema.model import (
     Attention,
     CausalLMConfig,
@@ -82,7 +80,16 @@ from components.config.schema.run import (
     WandbConfig,
     WandbMode,
 )
-from components.config.schema.slurm import ContainerConfig, ContainerRuntime, GpuRequest, Launcher, RequeueConfig
+from components.config.schema.schedulers import (
+    ContainerConfig,
+    ContainerRuntime,
+    GpuRequest,
+    KubernetesConfig,
+    Launcher,
+    PodUser,
+    RequeueConfig,
+    Workload,
+)
 from components.config.schema.training import (
     EvaluationConfig,
     GenerationConfig,

@@ -8,16 +8,17 @@ from datetime import timedelta
 from enum import StrEnum
 
 from components.config.schema.checks import IMPORT_PATH, at_least, field_values, own_kind, raise_all, within
-from components.config.schema.kubernetes import KubernetesConfig, pod_variable_problems
-from components.config.schema.slurm import (
+from components.config.schema.schedulers import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
     SCRIPT_VARIABLES,
     ContainerConfig,
     ContainerRuntime,
     GpuRequest,
+    KubernetesConfig,
     Launcher,
     RequeueConfig,
+    pod_variable_problems,
     seconds_of,
 )
 

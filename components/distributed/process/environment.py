@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from components.protocol.errors import ConfigError
-from components.protocol.role import EXPORTED, tasks_variable
+from components.protocol.processes import EXPORTED, tasks_variable
 
 logger = logging.getLogger(__name__)
 _RDMA_DEVICES = Path("/sys/class/infiniband")

@@ -39,7 +39,7 @@ from components.distributed.process.environment import (
     require_integer,
 )
 from components.distributed.process.store_sync import MissingRanks, StoreSync
-from components.protocol.role import STORE_FD, STORE_FILE, node_name
+from components.protocol.processes import STORE_FD, STORE_FILE, node_name
 from components.protocol.run_files import PRIVATE, atomic_write_json
 from components.protocol.safe_json import parse_json
 

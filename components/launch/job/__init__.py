@@ -1,14 +1,13 @@
 """The job of a run on any scheduler: submission, attempts, and whether it starts again. Imports no torch.
 
-scheduler.py  Scheduler: the submission that all schedulers share, and what each of them states
-snapshot.py   a copy of the code in the run directory
+scheduler.py  Scheduler: the submission that all schedulers share, and what each of them states; the copy of the code
 attempts.py   the beginning and the end of an attempt
 policy.py     the table of limits on new starts
 __main__.py   `python -m components.launch.job begin|check|conclude RUN_DIR`, the commands of a batch script
 
 The life of a run, from a signal to the next attempt:
 
-    signal     USR2 or SIGTERM, from the scheduler or the user       -> protocol/signals: a rank records it
+    signal     USR2 or SIGTERM, from the scheduler or the user       -> protocol/processes: a rank records it
     flag       the training loop handles it                          -> watch/stop_requests: StopRequest
     reduction  the flags of all ranks are summed with the step       -> training/step: train_step
     save       all ranks leave the loop at the same step, and save   -> training/run: Run.finish

@@ -40,7 +40,7 @@ from components.launch.job.attempts import Ended, Refused, begin, conclude, seco
 from components.launch.machine import node_problems
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
-from components.protocol.role import ATTEMPT, JOB, whole_number
+from components.protocol.processes import ATTEMPT, JOB, whole_number
 from components.protocol.run_files import REQUEUE, create_marker
 from components.terminal import HelpText, keep_running, open_output, print_text
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.config.schema.cluster import ClusterConfig
-from components.config.schema.slurm import Launcher, seconds_of
+from components.config.schema.schedulers import Launcher, seconds_of
 from components.launch.backend import recorded_job
 from components.launch.job.policy import (
     CHECKPOINTS_BEFORE,
@@ -34,7 +34,7 @@ from components.launch.job.policy import (
     lines_of,
     reason_to_end,
 )
-from components.launch.run_directory.directory import point_latest
+from components.launch.run_directory import point_latest
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import (
     LEFT_EARLY,

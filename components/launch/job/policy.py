@@ -11,7 +11,7 @@ from pathlib import Path
 
 from components.config.compose.frozen import read_section
 from components.config.schema.cluster import ClusterConfig, ClusterKind
-from components.config.schema.slurm import RequeueConfig
+from components.config.schema.schedulers import RequeueConfig
 from components.protocol.errors import ConfigError
 from components.protocol.failures import Failure, Kind
 from components.protocol.run_files import (

@@ -42,7 +42,7 @@ from components.protocol.failures import (
     print_problems,
     read_reports,
 )
-from components.protocol.role import ATTEMPT, JOB, RUN_DIR, WORKER, whole_number, without_ranks
+from components.protocol.processes import ATTEMPT, JOB, RUN_DIR, WORKER, collected_signals, whole_number, without_ranks
 from components.protocol.run_files import (
     LOGS,
     PRIVATE,
@@ -59,7 +59,6 @@ from components.protocol.run_files import (
     record_result,
     refuse_start,
 )
-from components.protocol.signals import collected_signals
 from components.terminal import keep_running, open_output, print_text
 
 INDEX, UID, NODE = "JOB_COMPLETION_INDEX", "MESHBOOK_POD_UID", "MESHBOOK_NODE"

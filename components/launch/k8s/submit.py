@@ -12,8 +12,8 @@ from typing import Any
 
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterConfig
-from components.config.schema.kubernetes import Workload
 from components.config.schema.recipes import RecipeConfig
+from components.config.schema.schedulers import Workload
 from components.launch.backend import CheckedRun, Job
 from components.launch.job.scheduler import (
     LOCAL_FILE_SYSTEMS,
@@ -23,28 +23,26 @@ from components.launch.job.scheduler import (
     file_system,
     named_paths,
 )
-from components.launch.k8s.pod_jobs import (
+from components.launch.k8s.kubectl import (
     AT_ONCE,
+    RUN_LABEL,
     Answer,
     JobName,
+    PodManifest,
     Unreachable,
+    code_in_pods,
     create,
     delete,
     get,
-    may,
-    state_of,
-)
-from components.launch.k8s.pod_manifest import (
-    RUN_LABEL,
-    PodManifest,
-    code_in_pods,
     is_workload,
+    may,
     mounted_at,
     new_job_name,
     objects_in,
     pod_resources,
     recipe_in_pods,
     render_manifest,
+    state_of,
 )
 from components.launch.run_checks import affects
 from components.project import PROJECT

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from components.launch.job.attempts import Ended, conclude, seconds_left
-from components.protocol.role import whole_number
+from components.protocol.processes import whole_number
 from components.terminal import keep_running, open_output
 
 

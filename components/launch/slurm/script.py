@@ -14,7 +14,7 @@ from typing import Any
 
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, Device
-from components.config.schema.slurm import ContainerRuntime, GpuRequest, Launcher
+from components.config.schema.schedulers import ContainerRuntime, GpuRequest, Launcher
 from components.launch.job.scheduler import render_template
 from components.project import PROJECT
 from components.protocol.errors import ConfigError

@@ -1,4 +1,7 @@
-"""The Slurm scheduler: checks before submission, including sbatch --test-only, the batch script, and its submission."""
+"""The Slurm scheduler: checks before submission, including sbatch --test-only, the submission, and Slurm's commands.
+
+Commands run as child processes, in an environment without the variables of a surrounding job.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import importlib.util
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.recipes import RecipeConfig, named_models
-from components.config.schema.slurm import ContainerRuntime
+from components.config.schema.schedulers import ContainerRuntime
 from components.config.shape import locate
-from components.launch.backend import CheckedRun, Job
+from components.launch.backend import CheckedRun, Job, JobState
 from components.launch.job.scheduler import (
     LOCAL_FILE_SYSTEMS,
+    ROOT,
     TAG,
     Findings,
     NoAnswer,
@@ -26,11 +32,10 @@ from components.launch.job.scheduler import (
     file_system,
     named_paths,
 )
-from components.launch.job.snapshot import ROOT
 from components.launch.run_checks import affects, hub_cache, is_offline
-from components.launch.slurm.jobs import WITHOUT_CLUSTER, describe_job, job_states, run_slurm
 from components.launch.slurm.script import BatchScript, as_argument, render_script, resource_options, setup_problems
 from components.protocol.errors import ConfigError
+from components.protocol.processes import without_ranks
 from components.protocol.run_files import LOGS, PRIVATE, SCRIPT, open_append
 
 _LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")
@@ -41,6 +46,31 @@ _UNREACHABLE = (
 )
 """Substrings of sbatch's output if it cannot reach Slurm."""
 _REASON = re.compile(r"^(sbatch|allocation failure|error|fatal|Batch job submission failed)[:\s]*", re.IGNORECASE)
+SUBMITTED = {
+    *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+}
+RUNNING = {*("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")}
+ENDED = {
+    "COMPLETED": "ended",
+    "TIMEOUT": "timeout",
+    "DEADLINE": "timeout",
+    "OUT_OF_MEMORY": "oom",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+    "PREEMPTED": "preempted",
+    "FAILED": "failed",
+    "NODE_FAIL": "failed",
+    "BOOT_FAIL": "failed",
+}
+"""Final states. A state in none of these sets is reported as failed, without assuming that the job has ended."""
+GONE = "gone"
+"""Slurm reports that it has no such job: it ended long ago."""
+UNKNOWN = "unknown"
+"""Slurm does not respond."""
+_TIMEOUT = 75.0
+"""Timeout of a command in seconds."""
+_WITHOUT_CLUSTER = "set cluster=local, or only print the script here: cluster.dry_run=render"
+"""Advice on a machine from which Slurm cannot be reached."""
 
 
 class SlurmScheduler(Scheduler):
@@ -200,7 +230,7 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
         reasons.append(text)
     unreachable = next((reason for reason in reasons if any(text in reason for text in _UNREACHABLE)), None)
     if unreachable is not None:
-        advice = f"submit from a login node of the cluster, {WITHOUT_CLUSTER}"
+        advice = f"submit from a login node of the cluster, {_WITHOUT_CLUSTER}"
         why = unreachable.partition(", retrying")[0]
         return f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
     why = "; ".join(dict.fromkeys(reasons)) or "no reason given"
@@ -309,3 +339,108 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
     if not local:
         return []
     return [f"the nodes need access to {', '.join(local)}, but these file systems look local to this machine"]
+
+
+def job_states(jobs: Iterable[str]) -> dict[str, str]:
+    """Return the state of each job, such as RUNNING, or `GONE` or `UNKNOWN`.
+
+    Query squeue once for all jobs; then scontrol and sacct for each job that squeue no longer lists. Each command may
+    be missing or fail. If the controller is down, skip scontrol, since every call would wait for its timeout.
+    """
+    slurm_ids = [job for job in jobs if job.isdecimal()]
+    listed = _answer("squeue", "-h", "-t", "all", "-j", ",".join(slurm_ids), "-o", "%A %T") if slurm_ids else None
+    states = dict(line.split()[:2] for line in (listed or "").splitlines() if len(line.split()) > 1)
+    unlisted = [job for job in slurm_ids if job not in states]
+    is_up = " is UP" in (_answer("scontrol", "ping") or "") if unlisted else False
+    return states | {job: _unlisted_state(job, is_up) for job in unlisted}
+
+
+def to_job_state(state: str) -> str:
+    """Return the `JobState` value of a Slurm state."""
+    if state in (GONE, UNKNOWN):
+        return state
+    if state in SUBMITTED:
+        return "submitted"
+    return "running" if state in RUNNING else ENDED.get(state, "failed")
+
+
+def describe_job(job: str, state: str) -> Job:
+    """Return a job as a `Job`, from its Slurm state."""
+    doubt = "there is no squeue on PATH, or Slurm does not respond" if state == UNKNOWN else ""
+    return Job(job, "Slurm", JobState(to_job_state(state)), state, over=state == GONE or state in ENDED, doubt=doubt)
+
+
+def _unlisted_state(job: str, is_up: bool) -> str:
+    """Return the state of a job that squeue does not list, from scontrol if the controller is up, else from sacct."""
+    shown = _result("scontrol", "-o", "show", "job", job) if is_up else None
+    if shown and (found := re.search(r"\bJobState=(\w+)", shown.output)):
+        return found[1]
+    kept = _answer("sacct", "-n", "-X", "-P", "-j", job, "-o", "State")  # -P: states are not cut to the column's width
+    if kept:
+        return kept.splitlines()[-1].split()[0].rstrip("+")  # CANCELLED by 1000
+    # A slow controller responds to ping, but not to queries: only its own word that it lists no such job is proof.
+    return GONE if shown and "Invalid job id" in shown.errors else UNKNOWN
+
+
+def _answer(*command: str) -> str | None:
+    """Return the output of a command; None if it is missing, fails or times out."""
+    result = _result(*command)
+    return result.output if result and result.status == 0 else None
+
+
+def _result(*command: str) -> CommandResult | None:
+    """Return the result of a command; None if it is missing or times out."""
+    try:
+        return run_slurm(command)
+    except (ConfigError, OSError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """Exit status, stdout and stderr of a command."""
+
+    status: int
+    output: str
+    errors: str
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those of a surrounding job or step, which a job submitted from it would inherit."""
+    return {
+        name: value
+        for name, value in without_ranks(environ).items()
+        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+    }
+
+
+def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
+    """Run a Slurm command with `script` as its stdin.
+
+    Raises ConfigError if the command is not installed or SLURM_CONF is not a file (Slurm would retry for a minute), and
+    NoAnswer if the controller does not respond in time.
+    """
+    conf = os.environ.get("SLURM_CONF")
+    if conf and not os.path.isfile(conf):
+        raise ConfigError(f"SLURM_CONF={conf}: no such file; unset it, or set it to the cluster's slurm.conf")
+    try:
+        done = subprocess.run(
+            command,
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            env=clean_environment(os.environ),
+            restore_signals=False,  # a busy controller closes connections: SIGPIPE must not kill
+            check=False,
+        )
+    except (FileNotFoundError, PermissionError) as error:  # the latter if a folder in PATH is not searchable
+        raise ConfigError(
+            f"cluster.kind=slurm: there is no {command[0]} on PATH; submit from a login node of the cluster, "
+            f"{_WITHOUT_CLUSTER}"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswer(
+            f"cluster.kind=slurm: {command[0]} did not respond within {_TIMEOUT:g} s; check the controller with sinfo"
+        ) from error
+    return CommandResult(done.returncode, done.stdout.strip(), done.stderr.strip())

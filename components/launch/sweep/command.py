@@ -22,7 +22,7 @@ from components.launch.machine import processes_of, visible_gpus
 from components.launch.open_run import directory_problems
 from components.launch.overrides import reject_swept_run
 from components.launch.run_checks import MESH_KEYS, affects, played_memory, problems_before_start, split_absent
-from components.launch.run_directory.directory import check_writable, reported_by_path
+from components.launch.run_directory import check_writable, reported_by_path
 from components.launch.sweep.plan import (
     PLAN,
     Point,
@@ -31,9 +31,9 @@ from components.launch.sweep.plan import (
     locked,
     new_directory,
     point_name,
+    read_points,
     read_sweep,
 )
-from components.launch.sweep.point_rows import read_points
 from components.launch.sweep.points import PointLoop, conclude, point_command, run_points, share_problems
 from components.launch.sweep.ranking import choose_criterion, early_stop_problems, missing_metric, read_curve
 from components.launch.sweep.study import JOURNAL, MOST_REPEATS, PointStudy, space_of

@@ -26,16 +26,27 @@ from components.kernel_counters import killed_for_memory
 from components.launch.clusters import job_of, jobs_by_id, stop
 from components.launch.machine import RANKS_PER_CORE, VISIBLE_DEVICES, usable_cores, visible_gpus
 from components.launch.rank import die_with
-from components.launch.sweep.plan import PLAN, Point, PointRecord, Sweep, is_running, locked, read_record, write_record
-from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STATES, SweepRow, read_points
-from components.launch.sweep.ranking import MedianRule, read_curve
+from components.launch.sweep.plan import (
+    ALIVE,
+    NOT_BAD,
+    PLAN,
+    STATES,
+    Point,
+    PointRecord,
+    Sweep,
+    SweepRow,
+    is_running,
+    locked,
+    read_points,
+    read_record,
+    write_record,
+)
+from components.launch.sweep.ranking import MedianRule, first_line, read_curve
 from components.launch.sweep.report import report_command, report_now
 from components.launch.sweep.study import PointStudy, dimensions_of
-from components.launch.sweep.table import first_line
 from components.protocol.errors import EXIT_INTERRUPTED, ConfigError
-from components.protocol.role import without_ranks
+from components.protocol.processes import CTRL_C_MESSAGE, collected_signals, without_ranks
 from components.protocol.run_files import PRIVATE, keep_only_folder, open_append
-from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
 from components.terminal import fit, print_text, terminal_width
 
 _POLL = 0.05

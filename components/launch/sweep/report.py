@@ -14,10 +14,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 from components.config.compose.sources import CONF
 from components.config.stored_run import MetricsLog
-from components.console import PlainConsole
-from components.figures import (
+from components.launch.sweep.plan import ALIVE, NOT_BAD, STOPPED_EARLY, Sweep, SweepRow, is_running
+from components.launch.sweep.ranking import (
+    SPEED,
+    SweepReport,
+    judged_by_metric,
+    print_table,
+    read_curve,
+    read_report,
+    to_csv,
+    to_markdown,
+)
+from components.presentation import (
     LOG_RATIO,
     MISSING,
+    PlainConsole,
     draw_curves,
     figure_text,
     finish_axes,
@@ -27,10 +38,6 @@ from components.figures import (
     plain_numbers,
     save_figure,
 )
-from components.launch.sweep.plan import Sweep, is_running
-from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STOPPED_EARLY, SweepRow
-from components.launch.sweep.ranking import SPEED, judged_by_metric, read_curve
-from components.launch.sweep.table import SweepReport, print_table, read_report, to_csv, to_markdown
 from components.protocol.errors import EXIT_INVALID
 from components.protocol.run_files import atomic_write, is_replaceable
 from components.terminal import print_text

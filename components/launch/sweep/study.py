@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from components.config.compose.sweep import Dimension
 from components.config.compose.sweep_keys import Goal, Range
-from components.launch.sweep.plan import StudyPlan
-from components.launch.sweep.point_rows import NOT_ENDED, STOPPED_EARLY, SweepRow
+from components.launch.sweep.plan import NOT_ENDED, STOPPED_EARLY, StudyPlan, SweepRow
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import keep_only_file
 

@@ -18,9 +18,9 @@ from components.models.anatomy import is_transposed, stores_transposed
 from components.models.build import IMAGE_TEXT
 from components.models.classifier import SCORE, TokenScores
 from components.models.layers import meta_copy
-from components.models.lora import ADAPTER_PARAMETERS, expert_factors, quantized_layers, row_norms, scaling_of
-from components.models.lora.attach import FACTORS
-from components.models.quantization.nf4 import transposed_reader, unpacked_reader
+from components.models.lora import FACTORS, expert_factors, quantized_layers, scaling_of
+from components.models.lora_linear import ADAPTER_PARAMETERS, row_norms
+from components.models.quantization import transposed_reader, unpacked_reader
 from components.models.tokenizer import save_tokenizer
 from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.shards import Index

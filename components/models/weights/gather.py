@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from components.dtypes import torch_dtype
 from components.exchange import all_gather_json, this_rank
 from components.models.weights.shards import Block, is_first_holder, local_blocks, local_part, local_shape
 from components.models.weights.weight_sources import saved_tensors
+from components.torch_kernels import torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

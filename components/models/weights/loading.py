@@ -25,7 +25,7 @@ from components.models.anatomy import is_transposed, plain_tensors
 from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
 from components.models.layers import copy_with_buffers, meta_copy
 from components.models.lora import initialize_adapters, quantized_layers
-from components.models.quantization.nf4 import fill_or_pack, is_packed, level_pairs, packed_reader, transposed_reader
+from components.models.quantization import fill_or_pack, is_packed, level_pairs, packed_reader, transposed_reader
 from components.models.weights.shards import Index, local_blocks, local_part
 from components.models.weights.weight_sources import (
     GGUFTensors,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from components.config.layouts import AttentionLayout, attention_layout, local_heads
+from components.config.mesh_rules import AttentionLayout, attention_layout, local_heads
 from components.config.shape import ModelShape
 from components.protocol.errors import ConfigError
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from components.config.layouts import AttentionLayout, local_heads
+from components.config.mesh_rules import AttentionLayout, local_heads
 from components.config.schema.model import Float8
 from components.config.schema.parallelism import MeshShape, Strategy
 from components.planning.formulas.architecture import Sharding, Weight

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from components.config.layouts import local_heads, ulysses_divides
+from components.config.mesh_rules import local_heads, ulysses_divides
 from components.config.schema.model import Float8, LossMethod, Qat
 from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
 from components.planning.formulas.architecture import Sharding

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from components.config.layouts import stage_layers
+from components.config.mesh_rules import stage_layers
 from components.config.schema.model import LossMethod
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, MuonConfig, SGDConfig
 from components.config.schema.parallelism import (

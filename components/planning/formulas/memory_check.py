@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from components.config.compute_rules import recompute_problems
-from components.config.layouts import batch_problems
+from components.config.mesh_rules import batch_problems
 from components.config.schema.model import LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
 from components.config.schema.recipes import TrainConfig

@@ -168,7 +168,7 @@ def schedule_order(schedule: PipelineSchedule, pp: int, per_rank: int, micro_bat
 
     Args:
         per_rank: Stages per rank: 1 for GPipe and 1F1B, 2 for ZBVZeroBubble and DualPipeV.
-        micro_batches: As many as the schedule allows: see components.config.layouts.
+        micro_batches: As many as the schedule allows: see components.config.mesh_rules.
     """
     ranks = range(pp)
     if schedule in SINGLE_STAGE:

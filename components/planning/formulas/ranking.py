@@ -9,8 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from components.config.compute_rules import attention_problems, compile_problems, recompute_problems, torch_problems
-from components.config.layouts import batch_problems, mesh_shapes
-from components.config.mesh_rules import model_problems, quantized_problems, row_problems
+from components.config.mesh_rules import batch_problems, mesh_shapes, model_problems, quantized_problems, row_problems
 from components.config.rules import validate
 from components.config.schema.checks import field_values
 from components.config.schema.parallelism import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from components.config.layouts import stage_layers
+from components.config.mesh_rules import stage_layers
 from components.config.schema.optimizer import MuonConfig, OptimizerKind, SGDConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.run import PeftConfig

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from components.config.layouts import fitting_micro_batch, local_heads, ulysses_divides
+from components.config.mesh_rules import fitting_micro_batch, local_heads, ulysses_divides
 from components.config.schema.model import Attention, DType, Float8, LossMethod, ModelConfig, Qat
 from components.config.schema.objective import (
     DistillationConfig,

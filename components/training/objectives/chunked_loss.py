@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
-from components.dtypes import active_autocast_dtype
+from components.torch_kernels import active_autocast_dtype
 from components.training.objectives.base import Chunk, TokenLoss, Vocabulary
 from components.training.objectives.cross_entropy import CrossEntropy, upcast
 

@@ -25,11 +25,11 @@ from components.config.schema.model import LossMethod, ModelConfig
 from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig
 from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
-from components.distributed.pipeline.stages import Stages, shallow_copy
-from components.distributed.tensor.tensor_parallel import as_replicated
-from components.dtypes import active_autocast_dtype
+from components.distributed.pipeline_stages import Stages, shallow_copy
+from components.distributed.tensor_parallel import as_replicated
 from components.planning.formulas.hardware import chunk_logits
 from components.protocol.errors import ConfigError
+from components.torch_kernels import active_autocast_dtype
 from components.training.objectives import PLAIN, CrossEntropy, HeadOutput, TokenLoss, Vocabulary
 from components.training.objectives.chunked_loss import (
     Head,

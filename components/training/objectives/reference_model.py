@@ -34,7 +34,6 @@ from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write
 from components.storage.tensor_files import OpenFile, read_header
 from components.training.context import RunContext
-from components.training.forward import local_batch, score_rows
 from components.training.loss import sum_over_ranks
 from components.training.objectives.preference import (
     DPO,
@@ -45,8 +44,9 @@ from components.training.objectives.preference import (
     ReferenceScorer,
     SimPO,
 )
-from components.training.setup.prepare import prepare_frozen
-from components.training.setup.prepared import Prepared
+from components.training.preparation import prepare_frozen
+from components.training.prepared import Prepared
+from components.training.step import local_batch, score_rows
 
 logger = logging.getLogger(__name__)
 

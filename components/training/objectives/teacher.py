@@ -38,13 +38,13 @@ from components.distributed.fsdp import reshard
 from components.protocol.errors import ConfigError
 from components.storage.tensor_files import VerifiedFile
 from components.training.context import RunContext
-from components.training.forward import last_hidden
 from components.training.objectives.base import Vocabulary
 from components.training.objectives.chunked_loss import Head
 from components.training.objectives.distillation import Distillation, TeacherHead, TeacherHidden
 from components.training.objectives.loss_head import local_head, vocabulary_of
-from components.training.setup.prepare import frozen_config, prepare_frozen
-from components.training.setup.prepared import Prepared
+from components.training.preparation import frozen_config, prepare_frozen
+from components.training.prepared import Prepared
+from components.training.step import last_hidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -36,13 +36,13 @@ from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_file
 from components.storage.tensor_files import BlockHashes, SafetensorsWriter
 from components.training.context import RunContext
-from components.training.forward import last_hidden, local_batch
 from components.training.objectives.chunked_loss import chunk_tokens
 from components.training.objectives.cross_entropy import log_softmax, sum_over_shards
 from components.training.objectives.distillation import TeacherHead, find_top_k
 from components.training.objectives.loss_head import vocabulary_of
 from components.training.objectives.teacher import Rows, hash_of_vocabulary, head_of, load_teacher, value_problem
-from components.training.setup.prepared import Prepared
+from components.training.prepared import Prepared
+from components.training.step import last_hidden, local_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from components.config.schema.optimizer import MatrixScale, MuonConfig
-from components.dtypes import torch_dtype
 from components.models.anatomy import Anatomy, config_of
+from components.torch_kernels import torch_dtype
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.owners import Matrix, MatrixExchange, Piece, Runs, Transfer, fused_matrices
 

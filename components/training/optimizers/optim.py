@@ -36,7 +36,7 @@ from components.protocol.errors import ConfigError
 from components.training.optimizers.adamw8bit import AdamW8bit, is_quantized
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.muon import Muon, divide_parameters
-from components.training.setup.prepared import Prepared
+from components.training.prepared import Prepared
 from components.training.state import HostCopy
 
 _LR_SCALE = "lr_scale"

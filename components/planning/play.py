@@ -1,0 +1,331 @@
+"""One rank of a run at its real world size, on fake tensors: the functions of a run, and what they would allocate."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from components import data, distributed, training
+from components.batch import Batch
+from components.checkpoint.tensors import Optimizers, list_optimizers
+from components.config.schema.checks import field_values
+from components.config.schema.cluster import ClusterKind, Device
+from components.config.schema.data import LabelsDataConfig
+from components.config.schema.objective import (
+    DPOConfig,
+    KTOConfig,
+    PreferenceConfig,
+    Reference,
+    RewardConfig,
+    ScoreConfig,
+)
+from components.config.schema.optimizer import AdamW8bitConfig
+from components.config.schema.recipes import (
+    ClassifyConfig,
+    DistillConfig,
+    DpoConfig,
+    FinetuneConfig,
+    TrainConfig,
+    score_labels,
+    section,
+)
+from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
+from components.data.pairs import DESIRABLE, PairedRows
+from components.distributed.mesh import Mesh
+from components.distributed.traffic import Traffic, record_traffic, traffic_table
+from components.models.build import load_config
+from components.planning.fake_rank import (
+    FakeRank,
+    SavedForBackward,
+    StorageTracker,
+    fake_process_group,
+    in_backward,
+    local_bytes,
+    parameters_in_use,
+)
+from components.planning.played_run import DOCUMENTS, STORED_TOKENS, DryRun, PlayedGroup, PlayedTraffic, played_config
+from components.planning.recipe_lines import RecipeLines
+from components.training.objectives.chunked_loss import CHUNK_LOGITS
+from components.training.objectives.preference import REFERENCE
+from components.training.run import GarbageCollection
+
+_CPU = torch.device("cpu")
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+"""Phases of a step; the gradient norm and clipping, before the update, count as forward."""
+
+
+@dataclass(slots=True)
+class _PlayedModel:
+    """What a recipe builds before its first step, on fake tensors."""
+
+    model: training.Prepared
+    objective: Any
+    optimizer: Optimizers
+    batches: list[Batch]
+    frozen: int
+    """Bytes of a second model."""
+
+    @property
+    def tied_head(self) -> torch.nn.Module | None:
+        """The last pipeline stage's copy of a tied head."""
+        return None if self.model.pipeline is None else self.model.pipeline.tied_head
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """This rank's parameters, with the copy of a tied head."""
+        head = self.tied_head
+        return [*self.model.module.parameters(), *(() if head is None else head.parameters())]
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The optimizer's state."""
+        states = [state for each in list_optimizers(self.optimizer) for state in each.state.values()]
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def play(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = None) -> DryRun:
+    """Play two optimizer steps of rank `rank` of `world`, and return what the second allocates and sends.
+
+    The first step creates the optimizer's state. Nothing is allocated or read: neither weights nor data. Call it once
+    per process, in which no process group exists.
+
+    Args:
+        lines: Those of the run's recipe; None: build what Meshbook's recipe for the class of the config builds.
+
+    Raises ConfigError for a config that a run would refuse on these ranks, or that cannot be played.
+    """
+    torch.set_num_threads(1)
+    on_gpu = runs_on_gpus(cfg)
+    cfg, notes = played_config(cfg, world, on_gpu)
+    fake, tracker = FakeRank(plays_gpu=on_gpu), StorageTracker(with_gloo_copies=not on_gpu)
+    # The compiler needs values for the update by 8-bit optimizers, the only compiled code that is left in the config.
+    eager = torch.compiler.set_stance("force_eager") if isinstance(cfg.optimizer, AdamW8bitConfig) else nullcontext()
+    with fake_process_group(rank, world), _chunks_of(on_gpu), eager:
+        mesh = distributed.build_mesh(cfg.parallelism, _CPU.type)
+        played = _build(cfg, training.RunContext(mesh, _CPU, rank), fake, tracker, lines)
+        if on_gpu and cfg.parallelism.cpu_offload:
+            tracker.leave_out(played.parameters)
+        _step(played, fake, tracker)
+        if on_gpu and cfg.parallelism.cpu_offload:
+            tracker.leave_out(played.state)
+        with _gradients_at_update(played, tracker) as gradients, record_traffic() as traffic:
+            saved = _step(played, fake, tracker)
+        return _result(played, mesh, gradients[0], saved, tracker, traffic, notes)
+
+
+def runs_on_gpus(cfg: TrainConfig) -> bool:
+    """Return whether the ranks of a config run on GPUs; those of a batch job do unless cluster.device=cpu."""
+    if cfg.cluster.device is not Device.auto:
+        return cfg.cluster.device is Device.cuda
+    return cfg.cluster.kind is not ClusterKind.local or torch.cuda.is_available()
+
+
+def build_objective(cfg: TrainConfig, run: Any, model: training.Prepared, vocabulary: int) -> Any:
+    """Return the objective as the recipe of the config builds it, with its second model if it has one."""
+    match cfg:
+        case FinetuneConfig():
+            return training.NextToken(cfg.objective)
+        case DpoConfig():
+            return training.build_preference(cfg, run, model, vocabulary)
+        case DistillConfig():
+            return training.build_distillation(cfg, run, model, None)
+        case ClassifyConfig():
+            return training.build_scoring(cfg.objective, run.mesh)
+    raise TypeError(f"play: there is no objective for {type(cfg).__name__}")
+
+
+def _build(
+    cfg: TrainConfig, run: training.RunContext, fake: FakeRank, tracker: StorageTracker, lines: RecipeLines | None
+) -> _PlayedModel:
+    """Build the model, the objective, the optimizer and the micro-batches in the order of a recipe."""
+    batches = synthetic_batches(cfg, run.mesh)
+    with fake, tracker:
+        if lines is None:
+            vocabulary = _vocabulary(cfg)
+            model = training.prepare(cfg, run, vocabulary)
+            before = tracker.bytes
+            objective = build_objective(cfg, run, model, vocabulary)
+            frozen = tracker.bytes - before
+            optimizer = training.build_optimizer(model, cfg.optimizer)
+        else:
+            model, optimizer, objective, frozen = lines.build(
+                cfg, run, partial(_vocabulary, cfg), lambda: tracker.bytes
+            )
+        fake.allocates_fakes = True
+        return _PlayedModel(model, objective, optimizer, [_fake_batch(batch, fake) for batch in batches], frozen)
+
+
+def _vocabulary(cfg: TrainConfig) -> int:
+    return int(load_config(cfg.model).get_text_config().vocab_size)
+
+
+def _step(played: _PlayedModel, fake: FakeRank, tracker: StorageTracker) -> int:
+    """Run an optimizer step; return the highest bytes of the tensors saved for the backward."""
+    tracker.phase = lambda: BACKWARD if in_backward() else FORWARD
+    tracker.restart()
+    saved = SavedForBackward(lambda: parameters_in_use(played.model.module, played.tied_head))
+    # As in a run, objects in reference cycles are not freed within a step.
+    with GarbageCollection(every=1), fake, tracker, saved:
+        training.train_step(played.model, played.batches, played.optimizer, played.objective)
+    return saved.peak
+
+
+@contextmanager
+def _gradients_at_update(played: _PlayedModel, tracker: StorageTracker) -> Iterator[list[int]]:
+    """Yield a list that gets the bytes of the gradients before the first optimizer's update."""
+    found: list[int] = []
+
+    def before_update(*_: Any) -> None:
+        tracker.phase = lambda: UPDATE
+        found.append(local_bytes(each.grad for each in played.parameters if each.grad is not None))
+
+    hooks = [each.register_step_pre_hook(before_update) for each in list_optimizers(played.optimizer)]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def _result(
+    played: _PlayedModel,
+    mesh: Mesh,
+    gradients: int,
+    saved: int,
+    tracker: StorageTracker,
+    traffic: Traffic,
+    notes: list[str],
+) -> DryRun:
+    model, peak = played.model, tracker.peak
+    groups = distributed.groups_of_mesh(mesh)
+    rows = traffic_table(traffic, mesh)
+    return DryRun(
+        rank=torch.distributed.get_rank(),
+        world=torch.distributed.get_world_size(),
+        mesh=str(mesh.shape),
+        coordinates=mesh.coordinates,
+        parameters=local_bytes(played.parameters),
+        gradients=gradients,
+        optimizer=local_bytes(played.state),
+        average=0 if model.average is None else model.average.local_bytes,
+        frozen=played.frozen,
+        buffers=local_bytes(model.module.buffers()),
+        saved=saved,
+        peak=peak.bytes,
+        peak_operator=peak.operator,
+        peak_phase=peak.phase,
+        groups=tuple(PlayedGroup(each.axes, len(each.ranks)) for each in groups),
+        traffic=tuple(PlayedTraffic(each.group, each.operation, each.calls, each.bytes) for each in rows),
+        micro_batches=len(played.batches),
+        micro_batch_rows=played.batches[0].shape[0],
+        cpu_seconds=round(time.process_time(), 1),
+        resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        notes=(*notes, *(str(note) for note in model.notes if note and str(note))),
+    )
+
+
+@contextmanager
+def _chunks_of(on_gpu: bool) -> Iterator[None]:
+    """Use a GPU's chunks of the loss on the CPU, which the fake tensors are on, within the context."""
+    before = CHUNK_LOGITS["cpu"]
+    CHUNK_LOGITS["cpu"] = CHUNK_LOGITS["cuda"] if on_gpu else before
+    try:
+        yield
+    finally:
+        CHUNK_LOGITS["cpu"] = before
+
+
+def _fake_batch(batch: Batch, fake: FakeRank) -> Batch:
+    """Return a micro-batch with fake tensors; the host has read before what it needs, the number of targets."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: convert(each) for name, each in value.items()}
+        return fake.fake(value) if isinstance(value, torch.Tensor) else value
+
+    return replace(batch, **{name: convert(value) for name, value in field_values(batch).items()})
+
+
+class _Tokenizer:
+    """The only attribute of a tokenizer that a dataset reads."""
+
+    pad_token_id = 0
+
+
+def synthetic_batches(cfg: TrainConfig, mesh: Any) -> list[Batch]:
+    """Return the micro-batches of one rank in the largest step of a run, on the host.
+
+    Every row has training.seq_len tokens, and every token but the first is a target; under data.pack a row holds
+    `DOCUMENTS` documents.
+
+    Args:
+        mesh: This rank's mesh.
+    """
+    training = cfg.training
+    # All dp ranks have equal rows, so the share of one rank is built, and it repeats a few rows.
+    plan = data.BatchPlan(
+        global_batch_size=training.global_batch_size // mesh.size("dp"),
+        micro_batch_size=training.micro_batch_size,
+        padding=data.Padding(multiple=mesh.sequence_multiple),
+    )
+    rows = _rows(cfg)
+    stored = isinstance(cfg, DistillConfig) and cfg.teacher.path is None
+    return data.TrainBatches(rows, plan, seed=0, token_values=_StoredValues(rows) if stored else None).at(0)
+
+
+class _StoredValues:
+    """Values of a stored teacher's most likely tokens."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
+        """Return zeros for the targets of a row."""
+        targets = np.count_nonzero(np.asarray(self._rows[index].labels[1:]) != data.IGNORED)
+        return {
+            TOKEN_IDS: np.zeros((targets, STORED_TOKENS), np.int32),
+            LOG_PROBS: np.zeros((targets, STORED_TOKENS + 1), np.float32),
+            TARGET_LOG_PROB: np.zeros(targets, np.float32),
+        }
+
+
+def _rows(cfg: TrainConfig) -> Any:
+    """Return a dataset of one row, or of one pair of answers."""
+    objective, seq_len, pack = (
+        section(cfg, ScoreConfig) or section(cfg, PreferenceConfig),
+        cfg.training.seq_len,
+        cfg.data.pack,
+    )
+    if isinstance(objective, PreferenceConfig | RewardConfig):
+        return _pairs(objective, seq_len, pack)
+    samples = _samples([seq_len // DOCUMENTS] * DOCUMENTS if pack else [seq_len], seq_len)
+    if isinstance(cfg.data, LabelsDataConfig):
+        labels = np.zeros(len(samples), dtype=np.int64)
+        samples = data.LabeledTexts(samples, labels, score_labels(cfg.data, objective) or ())
+    return data.PackedDataset(samples, seq_len) if pack else samples
+
+
+def _samples(lengths: Sequence[int], seq_len: int) -> data.Dataset:
+    rows = [data.Example([1] * length, [1] * length) for length in lengths]
+    return data.Dataset(rows, _Tokenizer(), facts=data.Facts("a dry run"), seq_len=seq_len)  # type: ignore[arg-type]
+
+
+def _pairs(objective: PreferenceConfig | RewardConfig, seq_len: int, pack: bool) -> Any:
+    count = DOCUMENTS if pack else 1
+    length = 2 * seq_len // (2 * count) if pack else seq_len  # a packed row has 2 x seq_len tokens
+    answers, indices = _samples([length] * count, seq_len), [(each, each) for each in range(count)]
+    if isinstance(objective, RewardConfig):
+        return data.ScoredPairs(answers, answers, indices)
+    pairs: PairedRows = data.PairDataset(answers, answers, indices)
+    values = torch.zeros(count, 2, dtype=torch.float64)
+    if isinstance(objective, KTOConfig):
+        pairs = pairs.with_values(DESIRABLE, values)
+    if isinstance(objective, DPOConfig | KTOConfig) and objective.reference is Reference.precomputed:
+        pairs = pairs.with_values(REFERENCE, values)
+    return data.pack_pairs(pairs.to_be_packed(seq_len)) if pack else pairs

@@ -1,0 +1,233 @@
+"""A parallelized model with its step settings; its compute dtype, autocast, and deterministic kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from components.config.schema.model import DType, ModelConfig
+from components.config.schema.parallelism import ParallelismConfig, Strategy
+from components.config.schema.training import EvalWeights, TrainingConfig
+from components.distributed.mesh import Mesh
+from components.distributed.pipeline_schedule import Pipeline
+from components.torch_kernels import torch_dtype
+from components.training.flops import StepFlops
+from components.training.objectives.loss_head import LossHead
+from components.training.optimizers.weight_average import WeightAverage
+from components.training.router_loss import RouterLoss
+
+if TYPE_CHECKING:
+    from components.models.anatomy import Anatomy
+    from components.models.layers import ParameterCounts
+
+NOTE = (
+    "deterministic: torch selects deterministic kernels; runs on the same mesh, devices and versions are bit-equal, "
+    "and an operator without such a kernel ends the run"
+)
+"""Line of the banner."""
+_TORCH_MESSAGE = "does not have a deterministic implementation"
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """Settings that stay the same over all steps of a run."""
+
+    device: torch.device
+    """This rank's device."""
+    max_grad_norm: float = 1.0
+    """Global norm that gradients are clipped to; 0: no clipping."""
+    defer_grad_sync: bool = True
+    """Whether gradients are reduced in the last micro-batch only."""
+    mesh: Mesh | None = None
+    """The mesh, for sharding rows over cp and for sums over all ranks; None: one process."""
+    autocast: torch.dtype | None = None
+    """Autocast dtype, for strategies that do not set the compute dtype themselves (single, ddp); None: no autocast."""
+    router_loss: RouterLoss | None = None
+    """Auxiliary loss of mixture-of-experts routers in training steps; evaluation leaves it out."""
+    loss_head: LossHead | None = None
+    """How the loss is computed from hidden states; None: the model returns logits."""
+    flops: StepFlops | None = None
+    """Model FLOPs and the devices' peak; None: the MFU is not measured."""
+    counts_inputs: bool = False
+    """Whether the tokens of a step are all that the model reads, since only the last one of a row is a target."""
+
+    @property
+    def takes_targets(self) -> bool:
+        """Whether the model takes targets and returns the sum of their losses instead of logits."""
+        return self.loss_head is not None and self.loss_head.takes_targets
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank's tokens, under cp a shard of each row, count in sums over all ranks."""
+        return self.mesh is None or self.mesh.counts_tokens
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank's rows count in sums over all ranks: of the cp ranks, which share rows, only the first."""
+        return self.mesh is None or (self.mesh.counts_tokens and self.mesh.rank("cp") == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that is ready for its first step, from `prepare`. For a custom model the first two fields suffice."""
+
+    module: Any
+    """This rank's shards of the model; parameters keep the names of the unsharded model."""
+    settings: StepSettings
+    """Settings of all steps."""
+    replica: nn.Module | Pipeline | None = None
+    """The DDP wrapper of `module`, or the pipeline; None: `module` itself is called."""
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    """Parallelism the model was prepared with."""
+    compute_dtype: torch.dtype = torch.float32
+    """Dtype of matmuls."""
+    stored_dtype: str | None = None
+    """Dtype of the parameters, for checkpoints; None: not recorded."""
+    anatomy: Anatomy | None = None
+    """Structure of the model without adapters, which optimizer=muon needs; None for a custom model."""
+    counts: ParameterCounts | None = None
+    """Parameters of the whole model, and bytes of this rank's shard."""
+    summary: str = ""
+    """Parameter counts and dtypes, for the banner."""
+    notes: list[object] = field(default_factory=list)
+    """Automatic choices, for the banner."""
+    average: WeightAverage | None = None
+    """Moving average of the trained weights, which `train_step` updates; None: there is none."""
+
+    def with_average(self, training: TrainingConfig) -> Prepared:
+        """Return this model with a moving average of its weights if `training.ema_decay` is set, else unchanged."""
+        if training.ema_decay is None:
+            return self
+        average = WeightAverage(self.module, training.ema_decay, training.eval_weights)
+        note = f"weight average: exponential, decay {training.ema_decay}, {average.local_bytes:,} bytes on this rank"
+        return replace(self, average=average, notes=[*self.notes, f"{note}; {training.eval_weights.described}"])
+
+    @contextmanager
+    def with_weights(self, averaged: bool) -> Iterator[None]:
+        """Context in which the module holds the averaged weights, if `averaged` and there is an average."""
+        if not averaged or self.average is None:
+            yield
+            return
+        try:
+            with self.average.swapped_in():
+                self._weights_changed()
+                yield
+        finally:
+            self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if self.pipeline is not None:  # its copy of a tied embedding is of the other weights
+            self.pipeline.weights_changed()
+
+    @property
+    def evaluates_average(self) -> bool:
+        """Whether held-out losses and generated texts are those of the averaged weights."""
+        return self.average is not None and self.average.evaluated is not EvalWeights.trained
+
+    @property
+    def called(self) -> Any:
+        """The module or pipeline that a training forward calls."""
+        return self.module if self.replica is None else self.replica
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline; None without pipeline parallelism."""
+        return self.replica if isinstance(self.replica, Pipeline) else None
+
+    @property
+    def called_modules(self) -> list[nn.Module]:
+        """The modules of this rank whose forwards run: those of its pipeline stages, or `module`."""
+        return [self.module] if self.pipeline is None else self.pipeline.stage_modules
+
+
+def stored_dtype(model: ModelConfig, device: torch.device, *, adapts: bool) -> DType:
+    """Return the dtype of a model's stored parameters on `device`. adapts: They are frozen under adapters."""
+    return model.stored_dtype(frozen_on_gpu=adapts and device.type == "cuda" and _has_bfloat16(device))
+
+
+def compute_dtype(model: ModelConfig, device: torch.device, *, adapts: bool = False) -> tuple[torch.dtype, str]:
+    """Return the dtype of matmuls on `device`, and a description of the precision mode with the reason for it.
+
+    auto is bfloat16 if the device has instructions for it, else float32, because emulated bfloat16 is slower and less
+    accurate. A float64 model is computed in float64.
+
+    Args:
+        adapts: Whether only adapters are trained; for the description.
+    """
+    stored = torch_dtype(model.stored_dtype())
+    compute, why = _choose(model, stored, device)
+    return compute, f"{_mode(stored, compute, adapts)}{why}"
+
+
+def _choose(model: ModelConfig, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
+    if model.compute_dtype is not DType.auto:
+        return torch_dtype(model.compute_dtype), ""
+    if stored == torch.float64:
+        return stored, ", as stored"
+    if _has_bfloat16(device):
+        return torch.bfloat16, f" ({device.type} has instructions for it)"
+    return torch.float32, f" (this {device.type} has no bfloat16 instructions)"
+
+
+def _mode(stored: torch.dtype, compute: torch.dtype, adapts: bool) -> str:
+    """Describe the precision mode; pure and mixed bfloat16 differ in memory and in convergence."""
+    name, of = str(compute).removeprefix("torch."), str(stored).removeprefix("torch.")
+    if adapts and stored == torch.bfloat16:
+        return f"computed in {name}; frozen weights in {of}, adapters, their gradients and optimizer state in float32"
+    if compute != stored:
+        return f"mixed: computed in {name}; weights, gradients and optimizer state in {of}"
+    if stored == torch.bfloat16:
+        return "pure bfloat16: weights, gradients, optimizer state and matmuls; updates below 1/256 of a weight vanish"
+    return f"computed in {name}"
+
+
+def autocast_dtype(parallelism: ParallelismConfig, model: ModelConfig, compute: torch.dtype) -> torch.dtype | None:
+    """Return the autocast dtype of a forward, or None if it needs no autocast.
+
+    FSDP2 casts the parameters that it gathers; single and ddp compute with stored parameters and need autocast.
+    """
+    if parallelism.strategy == Strategy.fsdp2 or compute == torch_dtype(model.stored_dtype()):
+        return None
+    return compute
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # torch has no public function for this.
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Context in which torch and cuDNN run deterministic kernels, or raise if an operator has none.
+
+    torch would also fill memory that is not initialized, which costs a pass over each new tensor and would only
+    matter to code that reads such memory.
+
+    Raises RuntimeError, with the key to change, where torch's message names only its own function.
+    """
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    flags = (cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory)
+    try:
+        torch.use_deterministic_algorithms(True)
+        cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = True, False, False
+        yield
+    except RuntimeError as error:
+        if _TORCH_MESSAGE not in str(error):
+            raise
+        operator = str(error).partition(f" {_TORCH_MESSAGE}")[0]
+        raise RuntimeError(
+            f"run.deterministic=true: {operator} has no deterministic kernel; set run.deterministic=false, or avoid "
+            "the operator"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = flags
