@@ -45,6 +45,7 @@ ITEM_BYTES = {
     "BOOL": 1,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E8M0": 1,
 }
 """Bytes per element, by dtype name in a safetensors header."""
 HASHED_BYTES = 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,12 @@ from components.models.weights.shards import Index
 from components.models.weights.untrained import Untrained, find_untrained
 from components.models.weights.weight_files import NewFolder, WeightFiles, row_blocks
 from components.models.weights.weight_sources import saved_tensors
+from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 def export_run(
@@ -63,7 +67,9 @@ def export_model(
     A collective: call it on all ranks. Ranks may hold different parameters (pipeline stages); rank 0 gathers and writes
     one tensor at a time. The folder is renamed into place once it is complete, and replaces an existing one. Tensors
     have the names that transformers expects on disk; tied ones are written once. Adapters are merged into the weights.
-    Parts of the pretrained model that text does not train are copied from its files (untrained.py).
+    Parts of the pretrained model that text does not train are copied from its files (untrained.py). Without these files
+    the export has the form of the trained model alone, so that its weights are not lost; a warning and the model card
+    report it.
 
     Args:
         dtype: Dtype of the written tensors; None: unchanged.
@@ -75,7 +81,7 @@ def export_model(
         OSError: On every rank, if rank 0 could not write.
     """
     folder = Path(folder)
-    export = _Export(model, folder, dtype, shard_bytes)
+    export = _Export(model, folder, dtype, shard_bytes, needs_base=False)
     try:
         failure = broadcast_json(_write(export, model, tokenizer, card), src=WRITER)
     except BaseException:
@@ -131,6 +137,7 @@ def export_stored(
 
     Raises:
         NotImplementedError: Several parameters must be combined into one tensor on disk.
+        ConfigError: The files of the pretrained model, of which parts are copied, cannot be read.
         OSError: The folder could not be written.
     """
     export = _Export(model, Path(folder), dtype, shard_bytes)
@@ -154,28 +161,54 @@ class _Export:
         folder: Path,
         dtype: torch.dtype | None,
         shard_bytes: int,
+        *,
+        needs_base: bool = True,
     ) -> None:
-        """List the tensors of the model; nothing is written yet."""
+        """List the tensors of the model; nothing is written yet.
+
+        needs_base: Whether to fail if the files of the pretrained model are needed and cannot be read.
+        """
         meta_model = meta_copy(model, dtype)
         self.tensors = {name: tensor.detach() for name, tensor in saved_tensors(meta_model).items()}
         """Tensors to export, in the model's order, on the meta device."""
         self._folder, self._dtype, self._shard_bytes = NewFolder(folder), dtype, shard_bytes
         self._model, self._convert = model, _disk_conversion(meta_model)
         self._untrained: Untrained | None = None
+        self._needs_base, self._not_copied = needs_base, ""
         self._files = WeightFiles(self._folder.path, {}, shard_bytes)
 
     def begin(self) -> None:
-        """Plan the files, clean up after killed exports, and create the folder under a temporary name.
+        """Plan the files, create the folder under a temporary name, and copy what is not trained.
 
         Raises OSError, ConfigError.
         """
-        self._untrained = find_untrained(self._model)
+        try:
+            self._begin(find_untrained(self._model))
+        except ConfigError as error:
+            if self._needs_base:
+                raise
+            self.abandon()
+            self._not_copied = (
+                f"What training left as it was in the pretrained model is not in this export, which has the form of "
+                f"the trained model alone: {error}; make these files readable, and export a checkpoint of the run with "
+                "scripts/export.py"
+            )
+            logger.warning("%s: %s", self._folder.folder, self._not_copied)
+            self._begin(None)
+
+    def _begin(self, untrained: Untrained | None) -> None:
+        self._untrained = untrained
+        copied = {}
+        if untrained is not None:
+            copied = {name: untrained.tensor(name, self._dtype) for name in untrained.names}
         self._stored = {name: self._to_disk(name, tensor) for name, tensor in self.tensors.items()}
         planned = {name: tensor for stored in self._stored.values() for name, tensor in stored.items()}
-        if (untrained := self._untrained) is not None:
-            planned |= {name: untrained.tensor(name, self._dtype) for name in untrained.names}
-        self._files = WeightFiles(self._folder.path, planned, self._shard_bytes)
+        self._files = WeightFiles(self._folder.path, {**copied, **planned}, self._shard_bytes)
         self._folder.begin()
+        if untrained is not None:
+            for name, tensor in copied.items():
+                blocks = (untrained.stored.read(name, index).to(tensor.dtype) for index in row_blocks(tensor))
+                self._files.write(name, blocks)
 
     def add(self, name: str, read: Callable[[Index], torch.Tensor]) -> None:
         """Write a tensor of the model, of which `read` returns blocks. Raises OSError, ValueError."""
@@ -192,18 +225,12 @@ class _Export:
                 self._files.write(stored_name, [part])
 
     def finish(self, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
-        """Copy what is not trained, write configs, tokenizer and card, and rename the folder into place.
-
-        Raises OSError, ValueError.
-        """
-        if (untrained := self._untrained) is not None:
-            for name in untrained.names:
-                tensor = untrained.tensor(name, self._dtype)
-                blocks = (untrained.stored.read(name, index).to(tensor.dtype) for index in row_blocks(tensor))
-                self._files.write(name, blocks)
+        """Write configs, tokenizer and card, and rename the folder into place. Raises OSError, ValueError."""
         self._files.finish()
-        text = _card(self._folder.folder.name, card, self._model, untrained)
-        _write_configs(self._model, tokenizer, self._folder.path, self._dtype, text, untrained)
+        if self._not_copied:
+            card = f"{card.strip()}\n\n## Not copied\n\n{self._not_copied}."
+        text = _card(self._folder.folder.name, card, self._model, self._untrained)
+        _write_configs(self._model, tokenizer, self._folder.path, self._dtype, text, self._untrained)
         self._folder.publish()
 
     def abandon(self) -> None:

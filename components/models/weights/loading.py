@@ -10,7 +10,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from components.config.schema.model import ModelConfig, WeightInit
+from components.config.schema.model import ModelConfig, RopeConfig, WeightInit
 from components.config.shape import locate
-from components.models.anatomy import is_transposed, plain_tensors
+from components.models.anatomy import LAYER_COUNTS, is_transposed, plain_tensors, read_anatomy
+from components.models.build import load_config
 from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
 from components.models.layers import copy_with_buffers, meta_copy
 from components.models.lora import initialize_adapters, quantized_layers
@@ -43,8 +44,12 @@ if TYPE_CHECKING:
 
 _OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old versions of transformers stored, and that models compute today."""
-_OLD_CONSTANTS = re.compile(r"(inv_freq|\b(attn|attention)\.(masked_)?bias|\bversion)$")
-"""The same among the tensors that a class of transformers ignores: those of GPT-2, GPT-NeoX and BART too."""
+_OLD_CONSTANTS = re.compile(
+    r"(\b\w*inv_freq|(?<=\battn\.)(masked_)?bias|(?<=\battention\.)(masked_)?bias|\bversion)$"
+)
+"""The same of modules of the model among what its class ignores: those of GPT-2, GPT-NeoX and BART too."""
+_MTP = re.compile(r"(^|\.)mtp[._]")
+"""Names of layers that predict further tokens; DeepSeek's and GLM's are numbered as decoder layers instead."""
 _SHOWN = 8
 """Maximum number of tensors named in an error."""
 
@@ -77,7 +82,7 @@ class LoadPlan:
     direct: dict[str, str] = field(default_factory=dict)  # the model's name -> the stored name
     converted: dict[str, Conversion] = field(default_factory=dict)  # the first of the parameters it makes -> conversion
     repeated: dict[str, tuple[str, str]] = field(default_factory=dict)  # tied name -> its first name, stored name
-    rest: list[str] = field(default_factory=list)  # stored names of parts that transformers builds the model without
+    rest: list[str] = field(default_factory=list)  # stored names of what transformers builds the model without
     unexpected: list[str] = field(default_factory=list)  # other stored names that the model lacks
 
 
@@ -109,7 +114,7 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> list[str]:
         raise ConfigError("model.path=null: there are no weights to load; set model.init=random")
     meta_model = meta_copy(model)
     stored = _open(cfg, meta_model)
-    plan = plan_loading(meta_model, list(stored.shapes()))
+    plan = plan_loading(meta_model, list(stored.shapes()), cfg)
     given = f"model.path={cfg.path}"
     new = _use_new_head(plan, meta_model, model)
     _check(plan, meta_model, stored, given, new)
@@ -166,7 +171,7 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
     if cfg.init == WeightInit.random:
         return cast(lambda name, index: drawn(name)[index])
     stored = _open(cfg, meta_model)
-    plan = plan_loading(meta_model, list(stored.shapes()))
+    plan = plan_loading(meta_model, list(stored.shapes()), cfg)
     new = _use_new_head(plan, meta_model, model)
     _check(plan, meta_model, stored, f"model.path={cfg.path}", new)
     source = {name: first for first, each in plan.converted.items() for name in _converted_names(each, first)}
@@ -193,8 +198,13 @@ def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> StoredTensors:
     return SafetensorsTensors(find_safetensors(files, cfg.revision))
 
 
-def plan_loading(meta_model: PreTrainedModel, stored_names: list[str]) -> LoadPlan:
-    """Map stored names to the model's with transformers' renamings, conversions and base-model prefix."""
+def plan_loading(meta_model: PreTrainedModel, stored_names: list[str], cfg: ModelConfig) -> LoadPlan:
+    """Map stored names to the model's with transformers' renamings, conversions and base-model prefix.
+
+    Of the names that the model lacks, `rest` has those of other parts: what its class ignores, what is outside the
+    decoder of a composite model, layers that predict further tokens, and layers after the last one that the config in
+    `cfg.path` counts. Such a layer is never loaded as a decoder layer, whatever `cfg.config` sets.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -203,29 +213,72 @@ def plan_loading(meta_model: PreTrainedModel, stored_names: list[str]) -> LoadPl
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state_dict = meta_model.state_dict()
-    ignored = [re.compile(each) for each in meta_model._keys_to_ignore_on_load_unexpected or []]
-    plan = LoadPlan()
+    plan, others = LoadPlan(), dict[str, str]()  # stored name -> the model's name, which it lacks
+    layers = _StoredLayers(meta_model, cfg)
     for stored in sorted(stored_names, key=dot_natural_key):
         name, pattern = rename_source_key(stored, renamings, converters, meta_model.base_model_prefix, state_dict)
         if name not in state_dict and stored in state_dict:
             name, pattern = stored, None
-        if name not in state_dict:
-            (plan.rest if any(each.search(stored) for each in ignored) else plan.unexpected).append(stored)
+        if name not in state_dict or name in plan.direct or not layers.add(stored, name):
+            others[stored] = name
         elif pattern is None:
             plan.direct[name] = stored
         else:
             conversion = plan.converted.setdefault(name, Conversion(copy.deepcopy(by_pattern[pattern])))
             conversion.sources.append((stored, pattern))
-    decoder = _decoder_prefix(plan)
-    plan.rest += [each for each in plan.unexpected if not each.startswith(decoder)]
-    plan.rest = [each for each in plan.rest if not _OLD_CONSTANTS.search(each)]
-    plan.unexpected = [each for each in plan.unexpected if each.startswith(decoder) and not _OLD_BUFFERS.search(each)]
+    decoder, modules = _decoder_prefix(plan), dict(meta_model.named_modules())
+    ignored = re.compile("|".join(meta_model._keys_to_ignore_on_load_unexpected or ["(?!)"]))
+    for stored, name in others.items():
+        layer = layers.number(stored)
+        constant = _OLD_CONSTANTS.search(name)
+        owner = name[: constant.start()].removesuffix(".").removesuffix(".rotary_emb") if constant else None
+        if layer is not None and layer >= min(layers.stored, layers.built):
+            is_rest = layer >= layers.stored
+        else:
+            is_mtp = layer is None and _MTP.search(stored)
+            is_rest = bool(is_mtp or ignored.search(stored)) or not stored.startswith(decoder)
+        if is_rest and owner not in modules:
+            plan.rest.append(stored)
+        elif not is_rest and not _OLD_BUFFERS.search(stored):
+            plan.unexpected.append(stored)
     for alias, name in tied_names(meta_model).items():
         if alias in plan.direct:
             source = plan.direct.pop(alias)
             if plan.direct.setdefault(name, source) != source:
                 plan.repeated[alias] = (name, source)
     return plan
+
+
+class _StoredLayers:
+    """Decoder layers as files number them: `stored` of them, of which `built` are in the model."""
+
+    def __init__(self, meta_model: PreTrainedModel, cfg: ModelConfig) -> None:
+        names = read_anatomy(meta_model).layers
+        self.built = self.stored = len(names)
+        self._list, self._stored_lists = names[0].rpartition(".")[0] if names else "", set[str]()
+        text = meta_model.config.get_text_config()
+        key = LAYER_COUNTS.get(text.model_type, "num_hidden_layers")
+        if cfg.config and isinstance(count := getattr(text, key, None), int):
+            published = load_config(replace(cfg, config={}, rope=RopeConfig())).get_text_config()
+            self.stored += getattr(published, key) - count
+
+    def add(self, stored: str, name: str) -> bool:
+        """Record a stored name and the model's; return False if it belongs to no decoder layer of the files."""
+        if not self._list or not name.startswith(f"{self._list}."):
+            return True
+        number = name.removeprefix(f"{self._list}.").partition(".")[0]
+        before, separator, _ = stored.partition(f".{number}.")
+        if separator:
+            self._stored_lists.add(before)
+        return not number.isdecimal() or int(number) < self.stored
+
+    def number(self, stored: str) -> int | None:
+        """Return the number of the layer that a stored name belongs to; None if it is in no list of layers."""
+        for path in self._stored_lists:
+            number = stored.removeprefix(f"{path}.").partition(".")[0]
+            if stored.startswith(f"{path}.") and number.isdecimal():
+                return int(number)
+        return None
 
 
 def _decoder_prefix(plan: LoadPlan) -> str:

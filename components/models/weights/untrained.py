@@ -1,13 +1,15 @@
 """Parts of a pretrained model that training on text leaves as they are: encoders of images and sound, MTP layers.
 
 transformers builds some models without them, so a model does not hold what its files hold. An export copies them from
-the files, block by block, and has the config, the names and the processor files of the pretrained model.
+the files, block by block, and has the config, the names and the processor files of the pretrained model. Nothing is
+copied from a GGUF file.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ _PROCESSOR_FILES = (
 )
 """Files of a processor of images, videos and sound, without those that a tokenizer writes."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MTP_KEYS = re.compile("mtp|nextn")
+"""Keys of a config.json that describe layers that predict further tokens."""
 _CONTAINERS = ("model", "language_model", "layers")
 """Components of tensor names that say nothing about the part they belong to."""
 
@@ -61,6 +65,8 @@ class Untrained:
     """Tensors that the model holds, but that text does not use -> stored name."""
     prefixes: dict[tuple[str, str], None]
     """Prefixes of the model's names, and those that the files have in their place."""
+    quantized: set[str]
+    """Modules whose tensors are not rounded: they hold integers or float8, and scales for them."""
 
     def __str__(self) -> str:
         counts = Counter(map(_part, self.names))
@@ -74,7 +80,9 @@ class Untrained:
     def tensor(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         """Return a stored tensor on the meta device, in the dtype to write it in: rounded to `dtype`, never widened."""
         tensor = self.stored.on_meta(name)
-        if dtype is None or tensor.dtype not in _FLOATS or torch.promote_types(tensor.dtype, dtype) == dtype:
+        if dtype is None or name.rpartition(".")[0] in self.quantized:
+            return tensor
+        if torch.promote_types(tensor.dtype, dtype) == dtype:
             return tensor
         kept = kept_in_float32(self.meta_model, dtype)
         return tensor.to(torch.float32 if kept is not None and kept.search(name) else dtype)
@@ -88,12 +96,23 @@ class Untrained:
         return name
 
     def whole_config(self, trained: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the config of the files with `trained` as its part, or `trained` itself if it is the whole."""
-        if type(trained) is type(self.config):
-            return trained
-        whole = copy.deepcopy(self.config)
-        trained.architectures = whole.get_text_config().architectures
-        whole.update({"text_config": trained, "dtype": trained.dtype})
+        """Return the config of the files with `trained` as its part, or `trained` itself if it is the whole.
+
+        Keys of the files that describe MTP layers are in it, even if transformers reads them into others.
+        """
+        from transformers import PreTrainedConfig
+
+        whole = trained
+        if type(trained) is not type(self.config):
+            whole = copy.deepcopy(self.config)
+            trained.architectures = whole.get_text_config().architectures
+            whole.update({"text_config": trained, "dtype": trained.dtype})
+        values, _ = PreTrainedConfig.get_config_dict(
+            locate(str(self.base.path)).name_or_folder, revision=self.base.revision
+        )
+        for part, stored in ((whole, values), (whole.get_text_config(), values.get("text_config") or values)):
+            lost = {key for key in stored if _MTP_KEYS.search(key)} - part.to_dict().keys()
+            vars(part).update({key: stored[key] for key in lost})  # some are properties without a setter
         return whole
 
     def copy_processor(self, folder: Path) -> None:
@@ -117,10 +136,11 @@ class Untrained:
 def find_untrained(model: PreTrainedModel) -> Untrained | None:
     """Return what an export of a model on any mesh copies from the files it was built from; None if that is nothing.
 
-    Only the headers of the files are read, and only if the class of the model may lack tensors of its files.
+    Only the headers of the files are read. If neither the class nor the config of the model announces such tensors,
+    files of the hub are not downloaded for it, and the result is None without them.
 
     Raises:
-        ConfigError: The files are missing, damaged or unreachable.
+        ConfigError: The files are missing, damaged or unreachable, or hold such a tensor of an unknown dtype.
     """
     base: ModelConfig | None = vars(model).get(BUILT_FROM)
     if base is None or base.path is None or base.init == WeightInit.random or locate(base.path).gguf_file:
@@ -128,15 +148,23 @@ def find_untrained(model: PreTrainedModel) -> Untrained | None:
     meta_model, config = meta_copy(model), load_config(base)
     encoders = encoder_parameters(meta_model)
     is_part = type(config) is not type(meta_model.config)
-    if not (is_part or encoders or meta_model._keys_to_ignore_on_load_unexpected):
+    values = {**config.get_text_config().to_dict(), **config.to_dict()}
+    is_announced = bool(is_part or encoders or meta_model._keys_to_ignore_on_load_unexpected)
+    is_announced |= any(values[key] for key in values if _MTP_KEYS.search(key))
+    try:
+        stored = SafetensorsTensors(find_safetensors(locate(base.path), base.revision, download=is_announced))
+    except ConfigError:
+        if is_announced:
+            raise
         return None
-    stored = SafetensorsTensors(find_safetensors(locate(base.path), base.revision))
-    plan = plan_loading(meta_model, list(stored.shapes()))
+    plan = plan_loading(meta_model, list(stored.shapes()), base)
     held = {name: source for name, source in plan.direct.items() if name in encoders}
     if not (is_part or held or plan.rest):
         return None
     prefixes = dict.fromkeys(_prefixes(*pair) for pair in plan.direct.items())
-    return Untrained(base, stored, plan, config, meta_model, held, prefixes)
+    names = [*held.values(), *plan.rest]
+    quantized = {name.rpartition(".")[0] for name in names if stored.on_meta(name).dtype not in _FLOATS}
+    return Untrained(base, stored, plan, config, meta_model, held, prefixes, quantized)
 
 
 def untrained_note(model: PreTrainedModel) -> str:

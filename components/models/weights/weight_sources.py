@@ -8,8 +8,10 @@ weights equal those that transformers loads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +30,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
+    "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 """Dtypes by their names in safetensors headers."""
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
@@ -71,29 +74,35 @@ class SafetensorsTensors:
         return {name: dtype for name, dtype in self._dtypes.items() if dtype not in _FLOATS}
 
     def on_meta(self, name: str) -> torch.Tensor:
-        """Return a tensor with the shape and the dtype of a stored one, without memory."""
+        """Return a tensor with the shape and the dtype of a stored one, without memory. Raises ConfigError."""
+        if self._dtypes[name] not in STORED_DTYPES:
+            raise ConfigError(
+                f"{self._path_of[name]}: {name} is of dtype {self._dtypes[name]}, which cannot be copied; use a model "
+                f"with dtypes of {', '.join(STORED_DTYPES)}"
+            )
         return torch.empty(self._shapes[name], dtype=STORED_DTYPES[self._dtypes[name]], device="meta")
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """Return a block of a tensor in its stored dtype; only the block's bytes are read."""
-        from safetensors import safe_open
-
+        """Return a block of a tensor in its stored dtype; only the block's bytes are read. Raises ConfigError."""
         # Reopened for each block: while a file stays mapped, every page read counts towards this rank's memory.
-        with safe_open(self._path_of[name], framework="pt") as file:
+        with _opened(self._path_of[name]) as file:
             return file.get_slice(name)[index].clone() if index else file.get_tensor(name).clone()
 
 
-def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
+def find_safetensors(files: ModelFiles, revision: str | None, *, download: bool = True) -> list[Path]:
     """Return the model's weight files from its folder, or from the hub after downloading them.
+
+    Args:
+        download: Whether to download files of the hub that are not in the cache.
 
     Raises:
         ConfigError: There are no safetensors files, the index is invalid or names missing files, or the hub cannot be
             reached.
     """
-    single = find_file(files, SINGLE_FILE, revision)
+    single = find_file(files, SINGLE_FILE, revision, download=download)
     if single is not None:
         return [single]
-    index = find_file(files, INDEX_FILE, revision)
+    index = find_file(files, INDEX_FILE, revision, download=download)
     if index is None:
         raise ConfigError(
             f"model.path={files.name_or_folder}: has no {SINGLE_FILE} or {INDEX_FILE}; convert its weights to "
@@ -109,7 +118,7 @@ def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
             "use a model from this source"
         )
     names = sorted(set(named))
-    paths = [find_file(files, name, revision) for name in names]
+    paths = [find_file(files, name, revision, download=download) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if path is None]
     if missing:
         raise ConfigError(
@@ -127,15 +136,25 @@ def _is_inside(name: object) -> bool:
     return is_short and not path.is_absolute() and ".." not in path.parts
 
 
-def find_file(files: ModelFiles, name: str, revision: str | None) -> Path | None:
-    """Return a file of the model's folder, or of the hub after downloading it; None if there is none."""
+def find_file(files: ModelFiles, name: str, revision: str | None, *, download: bool = True) -> Path | None:
+    """Return a file of the model's folder, or of the hub after downloading it; None if there is none.
+
+    Without `download`, it is None if the cache of the hub does not hold it.
+    """
     if files.is_local:
         path = Path(files.name_or_folder) / name
         return path if path.is_file() else None
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(files.name_or_folder, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        found = cached_file(
+            files.name_or_folder,
+            name,
+            revision=revision,
+            local_files_only=not download,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=download,
+        )
     except (OSError, ValueError) as error:
         raise explain_loading_error(error, files, "model.path", "weights") from error
     return Path(found) if found else None
@@ -153,12 +172,19 @@ def require_finite(values: torch.Tensor, where: str) -> torch.Tensor:
 
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shapes and dtypes, as safetensors calls them, by name."""
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises ConfigError if it cannot be read, in the body too."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+            yield file
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
 
