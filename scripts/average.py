@@ -8,8 +8,9 @@ python scripts/average.py A/checkpoints/step_40 B/checkpoints/step_60 C/export -
 
 Raise checkpoint.keep for a run whose checkpoints you want to average. Runs in one process without a GPU. Checkpoints
 are verified first, and LoRA adapters are merged into the base weights before they are averaged. Weights are read block
-by block, summed in float64 and cast at the end, so that no model need fit into memory. Config and tokenizer are those
-of the first checkpoint. Exit status 0, or 2 for an invalid command line, a damaged checkpoint or models that differ.
+by block, summed in float64 and cast at the end, so that no model need fit into memory. Config, tokenizer and what
+training leaves as it is (encoders, mtp.*) are those of the first checkpoint. Exit status 0, or 2 for an invalid command
+line, a damaged checkpoint or models that differ.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def average(options: Namespace) -> Path:
     from components import models
 
     sources = open_sources(paths, trust_remote_code=options.trust_remote_code)
-    dtype = getattr(torch, options.dtype) if options.dtype else sources[0].dtype
+    dtype = getattr(torch, options.dtype) if options.dtype else None
     read = partial(read_average, sources, weights)
 
     with removed_on(BaseException, folder, options.out):

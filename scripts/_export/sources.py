@@ -39,8 +39,6 @@ class Source:
     """Tensors of the model that an export contains, on the meta device."""
     read: Callable[[str, Any], torch.Tensor]
     """Returns a block of a tensor; adapters are merged."""
-    dtype: torch.dtype
-    """Dtype of the stored weights."""
 
 
 def find_sources(given: Sequence[Path], steps: Sequence[int]) -> list[Path]:
@@ -117,7 +115,7 @@ def open_sources(paths: Sequence[Path], *, trust_remote_code: bool) -> list[Sour
 
 def _open_checkpoint(path: Path, trust_remote_code: bool) -> Source:
     opened = OpenCheckpoint(path, read_run(path.parent.parent, trust_remote_code=trust_remote_code))
-    return _source(path, opened.model, opened.tokenizer, opened.reader(), opened.model.config.dtype)
+    return _source(path, opened.model, opened.tokenizer, opened.reader())
 
 
 def _open_export(path: Path, trust_remote_code: bool) -> Source:
@@ -129,19 +127,20 @@ def _open_export(path: Path, trust_remote_code: bool) -> Source:
     config = load_config(cfg, len(tokenizer))
     stored = config.dtype
     name = str(stored).removeprefix("torch.")
-    if name in set(DType) - {DType.auto}:  # float16 is read as float32, which holds all of its values
+    if name in set(DType) - {DType.auto}:
         cfg = replace(cfg, dtype=DType(name))
     is_score_model = any(each.endswith("ForSequenceClassification") for each in config.architectures or [])
     labels = [config.id2label[index] for index in sorted(config.id2label)] if is_score_model else None
     model: Any = models.build_on_meta(cfg, len(tokenizer), labels)
-    return _source(path, model, tokenizer, models.weight_reader(model, cfg, seed=0), stored)
+    model.config.dtype = stored or model.config.dtype  # float16 too, in which no run stores its weights
+    return _source(path, model, tokenizer, models.weight_reader(model, cfg, seed=0))
 
 
-def _source(path: Path, model: Any, tokenizer: Any, read: Callable[[str, Any], torch.Tensor], dtype: Any) -> Source:
+def _source(path: Path, model: Any, tokenizer: Any, read: Callable[[str, Any], torch.Tensor]) -> Source:
     from components.models.layers import meta_copy
     from components.models.weights.weight_sources import saved_tensors
 
-    return Source(path, model, tokenizer, saved_tensors(meta_copy(model)), read, dtype)
+    return Source(path, model, tokenizer, saved_tensors(meta_copy(model)), read)
 
 
 def _difference(first: Source, other: Source) -> str:

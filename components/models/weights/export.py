@@ -68,8 +68,7 @@ def export_model(
     one tensor at a time. The folder is renamed into place once it is complete, and replaces an existing one. Tensors
     have the names that transformers expects on disk; tied ones are written once. Adapters are merged into the weights.
     Parts of the pretrained model that text does not train are copied from its files (untrained.py). Without these files
-    the export has the form of the trained model alone, so that its weights are not lost; a warning and the model card
-    report it.
+    the export has the form of the trained model alone, so that no weights are lost; a warning and the card report it.
 
     Args:
         dtype: Dtype of the written tensors; None: unchanged.
@@ -189,9 +188,8 @@ class _Export:
                 raise
             self.abandon()
             self._not_copied = (
-                f"What training left as it was in the pretrained model is not in this export, which has the form of "
-                f"the trained model alone: {error}; make these files readable, and export a checkpoint of the run with "
-                "scripts/export.py"
+                "This export has the form of the trained model alone. What else the files of the pretrained model hold "
+                f"is not copied: {error}; make them readable, and export a checkpoint of the run with scripts/export.py"
             )
             logger.warning("%s: %s", self._folder.folder, self._not_copied)
             self._begin(None)

@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 
 _OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old versions of transformers stored, and that models compute today."""
-_OLD_CONSTANTS = re.compile(
-    r"(\b\w*inv_freq|(?<=\battn\.)(masked_)?bias|(?<=\battention\.)(masked_)?bias|\bversion)$"
-)
+_OLD_CONSTANTS = re.compile(r"(\b\w*inv_freq|(?<=\battn\.)(masked_)?bias|(?<=\battention\.)(masked_)?bias|\bversion)$")
 """The same of modules of the model among what its class ignores: those of GPT-2, GPT-NeoX and BART too."""
 _MTP = re.compile(r"(^|\.)mtp[._]")
 """Names of layers that predict further tokens; DeepSeek's and GLM's are numbered as decoder layers instead."""
@@ -213,25 +211,27 @@ def plan_loading(meta_model: PreTrainedModel, stored_names: list[str], cfg: Mode
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state_dict = meta_model.state_dict()
-    plan, others = LoadPlan(), dict[str, str]()  # stored name -> the model's name, which it lacks
+    plan, others, modules = LoadPlan(), list[str](), {""}  # modules: stored names of those that the model has
     layers = _StoredLayers(meta_model, cfg)
     for stored in sorted(stored_names, key=dot_natural_key):
         name, pattern = rename_source_key(stored, renamings, converters, meta_model.base_model_prefix, state_dict)
         if name not in state_dict and stored in state_dict:
             name, pattern = stored, None
         if name not in state_dict or name in plan.direct or not layers.add(stored, name):
-            others[stored] = name
-        elif pattern is None:
+            others.append(stored)
+            continue
+        modules.update(stored[: dot.start()] for dot in re.finditer(r"\.", stored))
+        if pattern is None:
             plan.direct[name] = stored
         else:
             conversion = plan.converted.setdefault(name, Conversion(copy.deepcopy(by_pattern[pattern])))
             conversion.sources.append((stored, pattern))
-    decoder, modules = _decoder_prefix(plan), dict(meta_model.named_modules())
+    decoder = _decoder_prefix(plan)
     ignored = re.compile("|".join(meta_model._keys_to_ignore_on_load_unexpected or ["(?!)"]))
-    for stored, name in others.items():
+    for stored in others:
         layer = layers.number(stored)
-        constant = _OLD_CONSTANTS.search(name)
-        owner = name[: constant.start()].removesuffix(".").removesuffix(".rotary_emb") if constant else None
+        constant = _OLD_CONSTANTS.search(stored)
+        owner = stored[: constant.start()].removesuffix(".").removesuffix(".rotary_emb") if constant else None
         if layer is not None and layer >= min(layers.stored, layers.built):
             is_rest = layer >= layers.stored
         else:

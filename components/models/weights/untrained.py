@@ -14,7 +14,7 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -59,6 +59,8 @@ class Untrained:
     plan: LoadPlan
     config: PreTrainedConfig
     """Config of the files; that of the trained model is a part of it if the model is only its decoder."""
+    stored_config: dict[str, Any]
+    """The same, as it is in config.json."""
     meta_model: PreTrainedModel
     """The trained model, unsharded."""
     held: dict[str, str]
@@ -100,19 +102,15 @@ class Untrained:
 
         Keys of the files that describe MTP layers are in it, even if transformers reads them into others.
         """
-        from transformers import PreTrainedConfig
-
         whole = trained
         if type(trained) is not type(self.config):
             whole = copy.deepcopy(self.config)
             trained.architectures = whole.get_text_config().architectures
             whole.update({"text_config": trained, "dtype": trained.dtype})
-        values, _ = PreTrainedConfig.get_config_dict(
-            locate(str(self.base.path)).name_or_folder, revision=self.base.revision
-        )
-        for part, stored in ((whole, values), (whole.get_text_config(), values.get("text_config") or values)):
-            lost = {key for key in stored if _MTP_KEYS.search(key)} - part.to_dict().keys()
-            vars(part).update({key: stored[key] for key in lost})  # some are properties without a setter
+        text = self.stored_config.get("text_config") or self.stored_config
+        for part, values in ((whole, self.stored_config), (whole.get_text_config(), text)):
+            lost = {key for key in values if _MTP_KEYS.search(key)} - part.to_dict().keys()
+            vars(part).update({key: values[key] for key in lost})  # some are properties without a setter
         return whole
 
     def copy_processor(self, folder: Path) -> None:
@@ -142,15 +140,18 @@ def find_untrained(model: PreTrainedModel) -> Untrained | None:
     Raises:
         ConfigError: The files are missing, damaged or unreachable, or hold such a tensor of an unknown dtype.
     """
+    from transformers import PreTrainedConfig
+
     base: ModelConfig | None = vars(model).get(BUILT_FROM)
     if base is None or base.path is None or base.init == WeightInit.random or locate(base.path).gguf_file:
         return None
     meta_model, config = meta_copy(model), load_config(base)
+    values, _ = PreTrainedConfig.get_config_dict(locate(base.path).name_or_folder, revision=base.revision)
     encoders = encoder_parameters(meta_model)
     is_part = type(config) is not type(meta_model.config)
-    values = {**config.get_text_config().to_dict(), **config.to_dict()}
+    keys = {**values, **(values.get("text_config") or {})}
     is_announced = bool(is_part or encoders or meta_model._keys_to_ignore_on_load_unexpected)
-    is_announced |= any(values[key] for key in values if _MTP_KEYS.search(key))
+    is_announced |= any(keys[key] for key in keys if _MTP_KEYS.search(key))
     try:
         stored = SafetensorsTensors(find_safetensors(locate(base.path), base.revision, download=is_announced))
     except ConfigError:
@@ -164,7 +165,7 @@ def find_untrained(model: PreTrainedModel) -> Untrained | None:
     prefixes = dict.fromkeys(_prefixes(*pair) for pair in plan.direct.items())
     names = [*held.values(), *plan.rest]
     quantized = {name.rpartition(".")[0] for name in names if stored.on_meta(name).dtype not in _FLOATS}
-    return Untrained(base, stored, plan, config, meta_model, held, prefixes, quantized)
+    return Untrained(base, stored, plan, config, values, meta_model, held, prefixes, quantized)
 
 
 def untrained_note(model: PreTrainedModel) -> str:
