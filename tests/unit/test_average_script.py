@@ -125,10 +125,7 @@ def test_fused_experts_and_merged_adapters(tmp_path: Path) -> None:
 def test_blocks_are_summed_in_float64() -> None:
     values = [torch.tensor([1.0]), torch.tensor([1e-8]), torch.tensor([-1.0])]
     found = sources.read_average(
-        [
-            sources.Source(Path(), None, None, {"w": value}, lambda *_, value=value: value, torch.float32)
-            for value in values
-        ],
+        [sources.Source(Path(), None, None, {"w": value}, lambda *_, value=value: value) for value in values],
         [1.0, 1.0, 1.0],
         "w",
         (),

@@ -123,7 +123,7 @@ def edit(folder: Path, change: dict[str, torch.Tensor | None]) -> ModelConfig:
     [
         ({"model.layers.1.mlp.up_proj.weight": None}, r"lack tensors of LlamaForCausalLM: model.layers.1.mlp.up_proj"),
         (
-            {"model.layers.7.extra": torch.ones(2)},
+            {"model.layers.7.extra": torch.ones(2)},  # no MTP layer
             r"contain tensors that LlamaForCausalLM does not have: model.layers.7.extra",
         ),
         ({"model.norm.weight": torch.ones(31)}, r"model.norm.weight is \(31,\) in the files but \(32,\) in the model"),

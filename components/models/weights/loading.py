@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from components.config.schema.model import ModelConfig, RopeConfig, WeightInit
 from components.config.shape import locate
-from components.models.anatomy import LAYER_COUNTS, is_transposed, plain_tensors, read_anatomy
-from components.models.build import load_config
+from components.models.anatomy import is_transposed, plain_tensors, read_anatomy
 from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
 from components.models.layers import copy_with_buffers, meta_copy
 from components.models.lora import initialize_adapters, quantized_layers
@@ -46,8 +45,9 @@ _OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old versions of transformers stored, and that models compute today."""
 _OLD_CONSTANTS = re.compile(r"(\b\w*inv_freq|(?<=\battn\.)(masked_)?bias|(?<=\battention\.)(masked_)?bias|\bversion)$")
 """The same of modules of the model among what its class ignores: those of GPT-2, GPT-NeoX and BART too."""
-_MTP = re.compile(r"(^|\.)mtp[._]")
-"""Names of layers that predict further tokens; DeepSeek's and GLM's are numbered as decoder layers instead."""
+_MTP = re.compile(r"(^|\.)(mtp[._]|(eh_proj|enorm|hnorm|shared_head)\.)")
+"""Names of layers that predict further tokens, and of what DeepSeek's and GLM's, which are numbered, hold beside a
+decoder layer."""
 _SHOWN = 8
 """Maximum number of tensors named in an error."""
 
@@ -200,8 +200,8 @@ def plan_loading(meta_model: PreTrainedModel, stored_names: list[str], cfg: Mode
     """Map stored names to the model's with transformers' renamings, conversions and base-model prefix.
 
     Of the names that the model lacks, `rest` has those of other parts: what its class ignores, what is outside the
-    decoder of a composite model, layers that predict further tokens, and layers after the last one that the config in
-    `cfg.path` counts. Such a layer is never loaded as a decoder layer, whatever `cfg.config` sets.
+    decoder of a composite model, and layers that predict further tokens. If these are numbered, they follow the layers
+    that the config in `cfg.path` counts, and are never loaded as decoder layers, whatever `cfg.config` sets.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -226,21 +226,8 @@ def plan_loading(meta_model: PreTrainedModel, stored_names: list[str], cfg: Mode
         else:
             conversion = plan.converted.setdefault(name, Conversion(copy.deepcopy(by_pattern[pattern])))
             conversion.sources.append((stored, pattern))
-    decoder = _decoder_prefix(plan)
     ignored = re.compile("|".join(meta_model._keys_to_ignore_on_load_unexpected or ["(?!)"]))
-    for stored in others:
-        layer = layers.number(stored)
-        constant = _OLD_CONSTANTS.search(stored)
-        owner = stored[: constant.start()].removesuffix(".").removesuffix(".rotary_emb") if constant else None
-        if layer is not None and layer >= min(layers.stored, layers.built):
-            is_rest = layer >= layers.stored
-        else:
-            is_mtp = layer is None and _MTP.search(stored)
-            is_rest = bool(is_mtp or ignored.search(stored)) or not stored.startswith(decoder)
-        if is_rest and owner not in modules:
-            plan.rest.append(stored)
-        elif not is_rest and not _OLD_BUFFERS.search(stored):
-            plan.unexpected.append(stored)
+    _sort_others(plan, others, layers, ignored, modules)
     for alias, name in tied_names(meta_model).items():
         if alias in plan.direct:
             source = plan.direct.pop(alias)
@@ -256,14 +243,15 @@ class _StoredLayers:
         names = read_anatomy(meta_model).layers
         self.built = self.stored = len(names)
         self._list, self._stored_lists = names[0].rpartition(".")[0] if names else "", set[str]()
-        text = meta_model.config.get_text_config()
-        key = LAYER_COUNTS.get(text.model_type, "num_hidden_layers")
-        if cfg.config and isinstance(count := getattr(text, key, None), int):
+        if cfg.config:
+            from components.models.build import load_config  # imports transformers
+
             published = load_config(replace(cfg, config={}, rope=RopeConfig())).get_text_config()
-            self.stored += getattr(published, key) - count
+            # Of LongCat, which counts two per layer, and has no numbered MTP layers, `stored` may be too large.
+            self.stored += published.num_hidden_layers - meta_model.config.get_text_config().num_hidden_layers
 
     def add(self, stored: str, name: str) -> bool:
-        """Record a stored name and the model's; return False if it belongs to no decoder layer of the files."""
+        """Record a stored name and the model's; return False if it is of a layer after those of the files."""
         if not self._list or not name.startswith(f"{self._list}."):
             return True
         number = name.removeprefix(f"{self._list}.").partition(".")[0]
@@ -279,6 +267,32 @@ class _StoredLayers:
             if stored.startswith(f"{path}.") and number.isdecimal():
                 return int(number)
         return None
+
+
+def _sort_others(
+    plan: LoadPlan, others: list[str], layers: _StoredLayers, ignored: re.Pattern[str], modules: set[str]
+) -> None:
+    """Add the stored names that the model lacks to `rest` or `unexpected`; old constants of its modules to neither.
+
+    Args:
+        ignored: Matches what the class of the model ignores.
+        modules: Stored names of the modules that the model has.
+    """
+    decoder = _decoder_prefix(plan)
+    mtp_layers = {layers.number(stored) for stored in others if _MTP.search(stored)}
+    for stored in others:
+        layer = layers.number(stored)
+        is_rest = bool(ignored.search(stored))
+        constant = _OLD_CONSTANTS.search(stored)
+        owner = stored[: constant.start()].removesuffix(".").removesuffix(".rotary_emb") if constant else None
+        if layer is None:
+            is_rest = is_rest or bool(_MTP.search(stored)) or not stored.startswith(decoder)
+        elif layer >= min(layers.stored, layers.built):
+            is_rest = layer >= layers.stored and (is_rest or layer in mtp_layers)
+        if is_rest and owner not in modules:
+            plan.rest.append(stored)
+        elif not is_rest and not _OLD_BUFFERS.search(stored):
+            plan.unexpected.append(stored)
 
 
 def _decoder_prefix(plan: LoadPlan) -> str:
