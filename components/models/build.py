@@ -23,8 +23,7 @@ from components.models.classifier import return_token_scores, set_labels
 from components.models.layers import keep_float32
 from components.models.quantization import use_float8, use_qat
 from components.models.tokenizer import load_tokenizer
-from components.models.weights.hub_files import error_line, explain_loading_error
-from components.models.weights.weight_sources import read_config
+from components.models.weights.weight_sources import error_line, explain_loading_error, read_config
 from components.protocol.errors import ConfigError
 from components.torch_kernels import torch_dtype
 

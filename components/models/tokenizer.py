@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from components.config.schema.model import ModelConfig
 from components.config.shape import locate
-from components.models.weights.hub_files import error_line, explain_loading_error
+from components.models.weights.weight_sources import error_line, explain_loading_error
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import RECORD, read_json
 from components.protocol.safe_json import read_regular

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from components import checkpoint, models
 from components.config.schema import ModelConfig
 from components.config.schema.run import CheckpointConfig
-from components.models.weights.gather import gathered_tensors
+from components.models.weights.shards import gathered_tensors
 from components.parity.reference import Curve
 from components.protocol.errors import ConfigError
 from tests.distributed import grid

@@ -32,7 +32,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
-from components.models.weights.gather import _describe
+from components.models.weights.shards import _describe
 from components.models.weights.weight_sources import SafetensorsTensors
 from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
@@ -285,7 +285,7 @@ from torch.distributed.fsdp import fully_shard
 from components.config.schema.model import ModelConfig
 from components.models import build_on_meta, decoder_layers, load_weights, materialize
 from components.distributed.traffic import record_traffic
-from components.models.weights.gather import _describe
+from components.models.weights.shards import _describe
 from components.models.weights.weight_sources import SafetensorsTensors
 from tests.harness import run_ranks
 

@@ -22,8 +22,7 @@ from components.models.lora import FACTORS, expert_factors, quantized_layers, sc
 from components.models.lora_linear import ADAPTER_PARAMETERS, row_norms
 from components.models.quantization import transposed_reader, unpacked_reader
 from components.models.tokenizer import save_tokenizer
-from components.models.weights.gather import WRITER, gathered_tensors
-from components.models.weights.shards import Index
+from components.models.weights.shards import WRITER, Index, gathered_tensors
 from components.models.weights.weight_files import NewFolder, write_file
 
 if TYPE_CHECKING:
