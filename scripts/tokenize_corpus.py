@@ -4,13 +4,17 @@ python scripts/tokenize_corpus.py corpus --tokenizer Qwen/Qwen3-0.6B --out store
 python scripts/tokenize_corpus.py a.jsonl.gz b.parquet --tokenizer bytes --out store --text-column content --workers 8
 python scripts/tokenize_corpus.py corpus --tokenizer bytes --out store --shard 3/16      # third of 16 tasks of an array
 python scripts/tokenize_corpus.py --out store --index                                    # then the manifest, once
+python scripts/tokenize_corpus.py hf://datasets/owner/name --tokenizer bytes --out store # objects, one after another
+python scripts/tokenize_corpus.py s3://bucket/corpus --tokenizer bytes --out s3://bucket/store --scratch /mnt/scratch
 python recipes/pretrain.py data=tokens data.path=store
 
 Reads what data=text reads, streamed, and ends each document with the end-of-text token as data=text does. Each file is
 tokenized by a process of its own. A shard appears under its name once it is complete: repeat an interrupted command,
-and finished shards are kept while their file has the same size and hash. Shards of another tokenizer or other settings
-are refused. Ids have 2 bytes, or 4 for more than 65,536 tokens. Without --shard, the manifest is written at the end; it
-lists all shards of the folder. Exit status 0; 1: a process or the disk failed; 2: an invalid command line or input.
+and finished shards are kept while their file has the same size and hash, or the object at its URL the same version.
+Shards of another tokenizer or other settings are refused. A worker copies an object to --scratch, tokenizes it and
+removes the copy; with a URL as --out, it writes the shard there before it uploads it. Ids have 2 bytes, or 4 for more
+than 65,536 tokens. Without --shard, the manifest is written at the end; it lists all shards of the folder. Exit status
+0; 1: a process, the disk or the object store failed; 2: an invalid command line or input.
 """
 
 from __future__ import annotations
@@ -18,28 +22,34 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.config.schema.model import ModelConfig
 from components.config.shape import locate
 from components.data.token_store.corpus import (
+    InputFile,
     Outcome,
     Progress,
+    StoreFolder,
     check_shards,
+    check_space,
     manifest_of,
     remove_leftovers,
+    remove_scratch,
+    scratch_folder,
     settings_of,
     tokenize_file,
 )
-from components.data.token_store.manifest import write_manifest
 from components.launch.machine import usable_cores
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
+from components.storage.object_store import StorageError, is_url
 from components.terminal import exit_with, print_text
 from scripts._tokenize_corpus.display import Display
 from scripts._tokenize_corpus.options import as_options, read_options
-from scripts._tokenize_corpus.workers import process_files
+from scripts._tokenize_corpus.workers import Work, process_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,21 +71,39 @@ def tokenize(options: Namespace) -> int:
     """Write the shards of the input files; return the exit status. Raises ConfigError before the first one."""
     tokenizer = load(options.tokenizer)
     settings = settings_of(tokenizer, options.tokenizer, text_column=options.text_column, bad_rows=options.bad_rows)
-    check_shards(options.files, settings, options.out)
+    try:
+        kept = check_shards(options.files, settings, StoreFolder(options.out, attempts=2))
+    except StorageError as error:
+        raise ConfigError(f"--out {options.out}: {error}") from error
     for note in options.notes:
         print_text(note)
+    files = [file for file in options.files if file not in kept]
+    workers = min(options.workers, max(len(files), 1))
+    remove_scratch(options.scratch)
+    if is_url(options.out) or any(file.version is not None for file in files):
+        check_space(files, settings, options.scratch, workers)
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        if not is_url(options.out):
+            Path(options.out).mkdir(parents=True, exist_ok=True)
+            remove_leftovers(Path(options.out))
     except OSError as error:
         raise ConfigError(f"--out {options.out}: cannot be created: {error.strerror or error}") from error
-    remove_leftovers(options.out)
-    workers = min(options.workers, max(len(options.files), 1))
+    with scratch_folder(options.scratch) as scratch:
+
+        def work(file: InputFile, report: Callable[[Progress], object]) -> Outcome:
+            return tokenize_file(file, options.out, scratch, tokenizer, settings, report)
+
+        return process(options.files, kept, workers, work)
+
+
+def process(files: Sequence[InputFile], kept: Mapping[InputFile, Outcome], workers: int, work: Work) -> int:
+    """Call `work` for each file that is not kept, and show the progress; return the exit status."""
     threads = max(usable_cores() // workers, 1)
-    display, problems, is_config, bad_rows = Display(options.files), list[str](), True, 0
+    display, problems, is_config, bad_rows = Display(files), list[str](), True, 0
     with display.shown():
-        for event in process_files(
-            options.files, workers, threads, lambda file, report: tokenize_file(file, tokenizer, settings, report)
-        ):
+        for file, outcome in kept.items():
+            display.finish(file, outcome)
+        for event in process_files([file for file in files if file not in kept], workers, threads, work):
             if event is None:
                 display.refresh()
             elif isinstance(event.message, Progress):
@@ -95,13 +123,16 @@ def tokenize(options: Namespace) -> int:
     return 0
 
 
-def index(folder: Path) -> None:
-    """Write the manifest of a folder and print its counts. Raises ConfigError."""
+def index(out: str) -> None:
+    """Write the manifest of a folder and print its counts. Raises ConfigError or StorageError."""
+    folder = StoreFolder(out)
     manifest = manifest_of(folder)
     try:
-        file = write_manifest(manifest)
+        file = folder.write_manifest(manifest)
+    except StorageError:
+        raise
     except OSError as error:
-        raise ConfigError(f"{folder}: the manifest cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"{out}: the manifest cannot be written: {error.strerror or error}") from error
     print_text(f"{file}: {len(manifest.shards):,} shards, {manifest.documents:,} documents, {manifest.tokens:,} tokens")
 
 
@@ -116,6 +147,9 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print_problems(as_options(error.problems))
         return EXIT_INVALID
+    except StorageError as error:
+        print_problems([f"--out {options.out}: {error}"])
+        return 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0

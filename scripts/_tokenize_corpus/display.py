@@ -9,8 +9,6 @@ from contextlib import contextmanager, nullcontext
 from components.data.token_store.corpus import InputFile, Outcome, Progress
 from components.terminal import print_text
 
-_COMPRESSED = (".gz", ".zst", ".parquet", ".arrow")
-
 
 class Display:
     """Counts of a tokenization, and the bar that shows them.
@@ -28,7 +26,7 @@ class Display:
         columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         # Without its own thread, so that this process may fork at any time.
         self._bar = Bar(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
-        self._sizes = {file: max(file.path.stat().st_size, 1) for file in files}
+        self._sizes = {file: max(file.bytes, 1) for file in files}
         self._done = dict.fromkeys(files, 0)
         self._finished, self._began = 0, time.monotonic()
         self._task = self._bar.add_task("", total=sum(self._sizes.values()))
@@ -44,7 +42,7 @@ class Display:
     def advance(self, file: InputFile, progress: Progress) -> None:
         """Count work on an unfinished file."""
         self.tokens += progress.tokens
-        if file.path.suffix.lower() not in _COMPRESSED:
+        if not file.is_compressed:
             self._done[file] = min(self._done[file] + progress.characters, self._sizes[file])
 
     def finish(self, file: InputFile, outcome: Outcome | None) -> None:
@@ -54,7 +52,7 @@ class Display:
         if outcome is not None and self._bar.disable:
             what = "kept" if outcome.is_kept else f"{outcome.entry.tokens:,} tokens"
             left_out = f", {outcome.bad_rows:,} bad rows left out" if outcome.bad_rows else ""
-            print_text(f"{file.shard.name}: {outcome.entry.documents:,} documents, {what}{left_out}", flush=True)
+            print_text(f"{file.shard}: {outcome.entry.documents:,} documents, {what}{left_out}", flush=True)
 
     def refresh(self) -> None:
         """Draw the bar anew."""

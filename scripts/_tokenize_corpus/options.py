@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from components.config.schema.data import BadRows
 from components.data.sources.files import Location
-from components.data.sources.split_files import files_of_split, folder_notes
+from components.data.sources.split_files import files_of_split, folder_notes, objects_of_split
 from components.data.token_store.corpus import SHARD, InputFile
 from components.data.token_store.manifest import MANIFEST
 from components.launch.machine import usable_cores
 from components.protocol.errors import ConfigError
-from components.storage.object_store import BACKENDS
+from components.storage.object_store import is_url, join, package_problems, url_problems
 from components.terminal import HelpText
 
 _KEYS = {
@@ -32,12 +33,21 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
     Raises ConfigError with all problems.
     """
     parser = ArgumentParser(description=documentation, allow_abbrev=False, formatter_class=HelpText)
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="file, or folder with a file per split")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the token store")
+    parser.add_argument(
+        "inputs", nargs="*", metavar="INPUT", help="file, or folder with a file per split, or their URL"
+    )
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder or URL of the token store")
     parser.add_argument("--tokenizer", help="as model.tokenizer: a hub name, a folder, a .gguf file, or bytes")
     parser.add_argument("--text-column", default="text", help="as data.text_column (default: text)")
     parser.add_argument("--bad-rows", choices=list(BadRows), default=BadRows.refuse, help="as data.bad_rows")
     parser.add_argument("--split", default="train", help="split of folders, as data.split (default: train)")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for copies of objects and unfinished shards (default: "
+        "--out, or the system's folder for temporary files if --out is a URL)",
+    )
     parser.add_argument("--workers", type=int, help="files tokenized at the same time (default: the usable cores)")
     parser.add_argument("--shard", metavar="I/N", help="only every N-th file, from the I-th on: a task of an array")
     parser.add_argument("--index", action="store_true", help="without INPUT: only write the manifest of FOLDER")
@@ -45,10 +55,13 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
     options.bad_rows = BadRows(options.bad_rows)
     options.workers = usable_cores() if options.workers is None else options.workers
     problems = [] if options.workers >= 1 else [f"--workers {options.workers}: must be at least 1"]
-    if str(options.out).partition(":")[0] in BACKENDS:
-        problems.append(f"--out {options.out}: must be a local folder; write to one, and copy it to the store")
-    elif os.path.lexists(options.out) and not options.out.is_dir():
-        problems.append(f"--out {options.out}: is not a folder; choose another one")
+    if is_url(options.out):
+        problems += url_problems("--out", options.out) or package_problems("--out", options.out)
+    options.scratch = options.scratch or Path(tempfile.gettempdir() if is_url(options.out) else options.out)
+    for name, path in (("--out", options.out), ("--scratch", options.scratch)):
+        if not is_url(str(path)) and os.path.lexists(path) and not os.path.isdir(path):
+            problems.append(f"{name} {path}: is not a folder; choose another one")
+            break
     if options.inputs and options.tokenizer is None:
         problems.append("--tokenizer: needed; give the model.tokenizer of the runs that will use the store")
     if not options.inputs and not options.index:
@@ -73,37 +86,61 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
     return options
 
 
-def find_files(inputs: Sequence[str], split: str, out: Path) -> list[InputFile]:
-    """Return the input files with the paths of their shards, sorted by shard. Raises ConfigError.
+def find_files(inputs: Sequence[str], split: str, out: str) -> list[InputFile]:
+    """Return the input files with the names of their shards, sorted by shard. Raises ConfigError.
 
     A shard is named after its file, with the folders below the given one.
     """
-    found: dict[str, Path] = {}
+    found: dict[str, InputFile] = {}
     problems = list[str]()
     for given in inputs:
-        path = Path(given).expanduser()
-        if not path.exists():
-            problems.append(f"{given}: no such file or folder")
-            continue
         try:
-            files = files_of_split(Location("INPUT", str(path), split))
+            files = _objects_in(given, split, out) if is_url(given) else _files_in(given, split, out)
         except ConfigError as error:
             problems += error.problems
             continue
-        if path.is_dir():  # --out may be a folder of the corpus
-            files = [file for file in files if file.resolve() != (out / MANIFEST).resolve()]
-            problems += [] if files else [f"{given}: holds only the token store itself; give the files of the corpus"]
+        if not files:
+            problems.append(f"{given}: holds only the token store itself; give the files of the corpus")
         for file in files:
-            name = "__".join(file.relative_to(path).parts) if path.is_dir() else file.name
-            other = found.setdefault(name, file)
-            if other != file:
+            other = found.setdefault(file.shard, file)
+            if other.path != file.path:
                 problems.append(
-                    f"{file}: its shard would have the name of that of {other}; rename one, or give the folder that "
-                    "holds both"
+                    f"{file.path}: its shard would have the name of that of {other.path}; rename one, or give the "
+                    "folder that holds both"
                 )
     if problems:
         raise ConfigError(problems)
-    return [InputFile(found[name], out / f"{name}{SHARD}") for name in sorted(found)]
+    return [found[name] for name in sorted(found)]
+
+
+def _files_in(given: str, split: str, out: str) -> list[InputFile]:
+    path = Path(given).expanduser()
+    if not path.exists():
+        raise ConfigError(f"{given}: no such file or folder")
+    files, manifest = files_of_split(Location("INPUT", str(path), split)), Path(out, MANIFEST).resolve()
+    if path.is_dir():  # --out may be a folder of the corpus
+        files = [file for file in files if file.resolve() != manifest]
+    return [
+        InputFile(
+            str(file), _shard_of(file.relative_to(path) if path.is_dir() else Path(file.name)), os.stat(file).st_size
+        )
+        for file in files
+    ]
+
+
+def _objects_in(given: str, split: str, out: str) -> list[InputFile]:
+    if problems := url_problems("INPUT", given):
+        raise ConfigError(problems)
+    objects = objects_of_split(Location("INPUT", given, split))
+    return [
+        InputFile(each.url, _shard_of(name), each.bytes, each.version)
+        for name, each in objects.items()
+        if each.url != join(out, MANIFEST)
+    ]
+
+
+def _shard_of(name: Path) -> str:
+    return f"{'__'.join(name.parts)}{SHARD}"
 
 
 def select_files(files: list[InputFile], shard: str) -> list[InputFile]:

@@ -54,6 +54,11 @@ class S3:
         with urllib.request.urlopen(f"http://{self.address}:{self.port}{CONTROL}{query}", timeout=30) as answer:
             return json.load(answer)
 
+    def requests(self) -> dict[str, int]:
+        """Return the number of requests that the proxy has received, by method and path."""
+        with urllib.request.urlopen(f"http://{self.address}:{self.port}{CONTROL}?requests=1", timeout=30) as answer:
+            return json.load(answer)
+
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of the objects of the bucket, read without the proxy."""
         found = self._client().list_objects_v2(Bucket=BUCKET, Prefix=prefix)

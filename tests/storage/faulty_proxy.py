@@ -3,7 +3,8 @@
 python -m tests.storage.faulty_proxy PORT SERVER_PORT SHARE SEED [ADDRESS]
 
 Each request is spoiled with the probability SHARE, in one of FAULTS at random. `GET /__faults__` returns the number of
-each so far as JSON, and with ?share=X sets the share.
+each so far as JSON, and with ?share=X sets the share; with ?requests=1 it returns the number of requests by method and
+path.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Proxy(ThreadingHTTPServer):
         self.server_port_behind, self.share = server_port, share
         self._random, self._lock = random.Random(seed), threading.Lock()
         self.injected: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         super().__init__((address, port), Handler)
 
     def draw(self, method: str) -> str | None:
@@ -57,6 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith(CONTROL):
             self._control()
             return
+        self.server.requests[f"{self.command} {urlsplit(self.path).path}"] += 1
         fault = self.server.draw(self.command)
         if fault in ("500", "503"):
             code = "InternalError" if fault == "500" else "SlowDown"
@@ -86,7 +89,8 @@ class Handler(BaseHTTPRequestHandler):
         query = parse_qs(urlsplit(self.path).query)
         if "share" in query:
             self.server.share = float(query["share"][0])
-        self._answer(200, [("Content-Type", "application/json")], json.dumps(self.server.injected).encode())
+        counts = self.server.requests if "requests" in query else self.server.injected
+        self._answer(200, [("Content-Type", "application/json")], json.dumps(counts).encode())
 
     def _answer(
         self,

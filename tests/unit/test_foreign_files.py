@@ -10,7 +10,7 @@ import pytest
 
 from components.checkpoint.manifest import removable, remove
 from components.config.schema.run import CheckpointConfig
-from components.data.token_store.corpus import check_folder, remove_leftovers
+from components.data.token_store.corpus import StoreFolder, remove_leftovers, remove_scratch
 from components.launch.sweep.plan import Point, Sweep
 from components.launch.sweep.report import report_now
 from components.models.weights.weight_files import NewFolder
@@ -63,7 +63,8 @@ def run_score(folder: Path) -> None:
 
 def tokenize(folder: Path) -> None:
     remove_leftovers(folder)
-    check_folder(folder)
+    remove_scratch(folder)
+    StoreFolder(str(folder)).check()
 
 
 def report_sweep(folder: Path) -> int:

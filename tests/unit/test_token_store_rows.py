@@ -139,6 +139,20 @@ def test_loss_mask_selects_the_targets(form: str, tmp_path: Path) -> None:
     assert stored["version"] == 2  # a reader of version 1 would train on all tokens
 
 
+@pytest.mark.parametrize("form", ["olmo", "datatrove"])
+def test_store_of_links_finds_the_files_next_to_the_links(form: str, tmp_path: Path) -> None:
+    """A cache of the hub holds links to files that are named after their hashes."""
+    masked_folder(tmp_path / "store", form)
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(sorted((tmp_path / "store").iterdir())):
+        file.rename(tmp_path / "blobs" / str(number))
+        file.symlink_to(tmp_path / "blobs" / str(number))
+    index_folder(tmp_path / "store", TOKENIZER, document_end=EOS)
+    manifest = read_manifest(str(tmp_path / "store"))
+    assert shard_problems(manifest, "data.path=x") == []
+    assert len(rows_of(manifest, seq_len=16)[0].input_ids) == 16
+
+
 def test_store_with_another_loss_mask_has_another_fingerprint(tmp_path: Path) -> None:
     def fingerprint(name: str, flip: int | None) -> str:
         masked_folder(tmp_path / name, "olmo")

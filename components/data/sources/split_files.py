@@ -207,7 +207,7 @@ def _copies_of_split(location: Location) -> list[Path]:
     store = _open(location)
     try:
         cache = NodeCache(Path(location.cache).expanduser() / FOLDER)
-        copies = [cache.object(store, each) for each in _objects_of_split(store, location)]
+        copies = [cache.object(store, each) for each in _objects_of_split(store, location).values()]
     except OSError as error:
         raise ConfigError(_unreadable(location, error)) from error
     if (repeats := store.repeats()) is not None:
@@ -237,12 +237,22 @@ def object_problems(location: Location) -> list[str]:
     if package_problems(location.key, location.path):
         return []
     try:
-        objects = _objects_of_split(_open(location, _ATTEMPTS_BEFORE_LAUNCH), location)
+        objects = objects_of_split(location)
     except ConfigError as error:
         return error.problems
+    return [f"{location.key}={location.path}: {each.url} is empty" for each in objects.values() if each.bytes == 0]
+
+
+def objects_of_split(location: Location) -> dict[Path, StoredObject]:
+    """Return the objects of a split by their paths relative to the URL of a folder, or by the name of a single one.
+
+    Raises ConfigError, with `location.key`, if there are none or the store cannot be read.
+    """
+    store = _open(location, _ATTEMPTS_BEFORE_LAUNCH)
+    try:
+        return _objects_of_split(store, location)
     except OSError as error:
-        return [_unreadable(location, error)]
-    return [f"{location.key}={location.path}: {each.url} is empty" for each in objects if each.bytes == 0]
+        raise ConfigError(_unreadable(location, error)) from error
 
 
 def _open(location: Location, attempts: int | None = None) -> ObjectStore:
@@ -251,13 +261,13 @@ def _open(location: Location, attempts: int | None = None) -> ObjectStore:
     return ObjectStore(location.path) if attempts is None else ObjectStore(location.path, attempts)
 
 
-def _objects_of_split(store: ObjectStore, location: Location) -> list[StoredObject]:
-    """Return the objects of a split. Raises ConfigError if there are none, or OSError."""
+def _objects_of_split(store: ObjectStore, location: Location) -> dict[Path, StoredObject]:
+    """Return the objects of a split by their relative paths. Raises ConfigError if there are none, or OSError."""
     if format_of(Path(location.path)):
         _check_single_file(location, Path(location.path))
-        return [store.stat(location.path)]
+        return {Path(Path(location.path).name): store.stat(location.path)}
     found = _objects_below(store, location)
-    return [found[name] for name in _names_of_split(location, list(found))]
+    return {name: found[name] for name in _names_of_split(location, list(found))}
 
 
 def _objects_below(store: ObjectStore, location: Location) -> dict[Path, StoredObject]:

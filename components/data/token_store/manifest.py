@@ -191,32 +191,38 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
 def write_manifest(manifest: Manifest) -> Path:
     """Write a manifest into its folder, atomically, and return the file. Raises OSError, also if it is another file.
 
-    Paths of shards within the folder become relative to it, so that the store may be moved.
+    Paths of shards within the folder become relative to it, so that the store may be moved. Links to files are kept:
+    the other files of a shard are found by its name.
     """
     folder = manifest.folder.resolve()
     shards = [
         replace(shard, path=str(path.relative_to(folder) if path.is_relative_to(folder) else path))
         for shard in manifest.shards
-        for path in [manifest.file_of(shard).resolve()]
+        for path in [manifest.file_of(shard).parent.resolve() / Path(shard.path).name]
     ]
+    file = manifest.folder / MANIFEST
+    if not is_replaceable(file, FORMAT):
+        raise FileExistsError(errno.EEXIST, "it exists and is no manifest of a token store; move it away", str(file))
+    atomic_write(file, manifest_text(replace(manifest, shards=shards)))
+    return file
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """Return the content of a manifest's file, with the paths of the shards as they are."""
     values = {
         "format": FORMAT,
-        "version": _MASKED_VERSION if any(shard.mask_hashes for shard in shards) else _VERSION,
+        "version": _MASKED_VERSION if any(shard.mask_hashes for shard in manifest.shards) else _VERSION,
         "vocabulary": None if manifest.vocabulary is None else asdict(manifest.vocabulary),
         "document_end": manifest.document_end,
         "tokens": manifest.tokens,
         "documents": manifest.documents,
         "hash": manifest.hash,
     }
-    entries = [asdict(shard) for shard in shards]
+    entries = [asdict(shard) for shard in manifest.shards]
     values["checksum"] = _checksum(values | {"shards": entries})
     head = json.dumps(values, indent=1)[:-2]  # one line per shard, so that two manifests can be compared with diff
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
-    file = manifest.folder / MANIFEST
-    if not is_replaceable(file, FORMAT):
-        raise FileExistsError(errno.EEXIST, "it exists and is no manifest of a token store; move it away", str(file))
-    atomic_write(file, f'{head},\n "shards": [\n{lines}\n ]\n}}\n')
-    return file
+    return f'{head},\n "shards": [\n{lines}\n ]\n}}\n'
 
 
 def index_of(format: ShardFormat, path: Path) -> Path:

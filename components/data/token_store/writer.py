@@ -283,13 +283,16 @@ def _write_tensors(
     writer.replace_metadata(metadata({name: each.hexdigest() for name, each in hashes.items()}))
 
 
-def read_entry(path: Path) -> tuple[ShardEntry, dict[str, object]] | None:
+def read_entry(path: Path, open: Callable[[Path], OpenFile] = open_file) -> tuple[ShardEntry, dict[str, object]] | None:
     """Return the manifest entry and the settings in the header of a shard in Meshbook's format.
+
+    Args:
+        open: Opens the file.
 
     Returns None if the file does not exist. Raises ValueError if it is no such shard, or OSError.
     """
     try:
-        file = open_file(path)
+        file = open(path)
     except FileNotFoundError:
         return None
     return entry_in(read_shard_header(file, path), file.size, path)
