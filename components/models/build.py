@@ -22,8 +22,8 @@ from components.models.attention import use_causal_sdpa
 from components.models.classifier import return_token_scores, set_labels
 from components.models.layers import keep_float32
 from components.models.quantization import use_float8, use_qat
-from components.models.tokenizer import load_tokenizer
-from components.models.weights.weight_sources import error_line, explain_loading_error, read_config
+from components.models.tokenizer import error_line, explain_loading_error, load_tokenizer
+from components.models.weights.weight_sources import read_config
 from components.protocol.errors import ConfigError
 from components.torch_kernels import torch_dtype
 

@@ -30,7 +30,7 @@ STRUCTURE = {
     "names_defined_twice": 18,
     "of_them_below_120_lines": 1,
     "circles": 0,
-    "reach_of_train_step": 76,
+    "reach_of_train_step": 77,
     "reach_of_classify": 190,
     "reach_of_distill": 193,
     "reach_of_dpo": 194,

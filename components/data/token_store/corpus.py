@@ -51,7 +51,7 @@ from components.protocol.run_files import (
     temporaries,
 )
 from components.storage.object_store import ATTEMPTS, ObjectStore, StorageError, StoredObject, is_url, join
-from components.storage.stored_file import OpenFile
+from components.storage.tensor_files import OpenFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

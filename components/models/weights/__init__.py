@@ -1,7 +1,7 @@
 """Model weights: loading, random initialization, gathering from ranks, and export.
 
 loading.py         fill_weights: weights from files or from a seed; materialize: memory for a meta model's parameters
-weight_sources.py  reading safetensors and GGUF files by block; names of tensors, and which are tied; errors of the hub
+weight_sources.py  reading safetensors and GGUF files by block; names of tensors, and which are tied
 weight_files.py    writing safetensors by block; NewFolder: a folder that is renamed into place once it is complete
 shards.py          blocks of a full tensor that a rank holds; full tensors, gathered on rank 0
 export.py          export_run, export_model, export_stored: folders for transformers
