@@ -4,6 +4,7 @@ python scripts/tokenize_corpus.py corpus --tokenizer Qwen/Qwen3-0.6B --out store
 python scripts/tokenize_corpus.py a.jsonl.gz b.parquet --tokenizer bytes --out store --text-column content --workers 8
 python scripts/tokenize_corpus.py corpus --tokenizer bytes --out store --shard 3/16      # third of 16 tasks of an array
 python scripts/tokenize_corpus.py --out store --index                                    # then the manifest, once
+python scripts/tokenize_corpus.py --out megatron --index --tokenizer Qwen/Qwen3-0.6B     # of shards of other programs
 python scripts/tokenize_corpus.py hf://datasets/owner/name --tokenizer bytes --out store # objects, one after another
 python scripts/tokenize_corpus.py s3://bucket/corpus --tokenizer bytes --out s3://bucket/store --scratch /mnt/scratch
 python recipes/pretrain.py data=tokens data.path=store
@@ -42,6 +43,8 @@ from components.data.token_store.corpus import (
     settings_of,
     tokenize_file,
 )
+from components.data.token_store.manifest import ShardEntry, ShardFormat, read_manifest
+from components.data.token_store.writer import index_folder
 from components.launch.machine import usable_cores
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
@@ -123,17 +126,51 @@ def process(files: Sequence[InputFile], kept: Mapping[InputFile, Outcome], worke
     return 0
 
 
-def index(out: str) -> None:
+def index(options: Namespace) -> None:
     """Write the manifest of a folder and print its counts. Raises ConfigError or StorageError."""
-    folder = StoreFolder(out)
-    manifest = manifest_of(folder)
+    out = options.out
     try:
-        file = folder.write_manifest(manifest)
-    except StorageError:
+        if options.tokenizer is not None and not options.inputs:
+            file = str(index_shards(options))
+            manifest = read_manifest(out, "--out")
+        else:
+            folder = StoreFolder(out)
+            manifest = manifest_of(folder)
+            file = folder.write_manifest(manifest)
+    except (ConfigError, StorageError):
         raise
     except OSError as error:
         raise ConfigError(f"{out}: the manifest cannot be written: {error.strerror or error}") from error
     print_text(f"{file}: {len(manifest.shards):,} shards, {manifest.documents:,} documents, {manifest.tokens:,} tokens")
+
+
+def index_shards(options: Namespace) -> Path:
+    """Write the manifest of shards that may be of other programs and return its file. Raises ConfigError or OSError."""
+    tokenizer, end = load(options.tokenizer), options.document_end
+    if end is not None:
+        vocabulary = tokenizer.get_vocab()
+        end = int(end) if end.isdecimal() else vocabulary.get(end)
+        if end not in vocabulary.values():
+            raise ConfigError(
+                f"--document-end {options.document_end}: is neither a token of {options.tokenizer} nor an id of one; "
+                f"its end-of-text token is {tokenizer.eos_token} ({tokenizer.eos_token_id})"
+            )
+    without_ends = list[str]()
+
+    def report(entry: ShardEntry) -> None:
+        print_text(f"{entry.path}: {entry.documents:,} documents, {entry.tokens:,} tokens", flush=True)
+        without_ends.extend([entry.path] if entry.format is ShardFormat.raw else [])
+
+    try:
+        file = index_folder(Path(options.out), tokenizer, document_end=end, id_bytes=options.id_bytes, report=report)
+    except ValueError as error:
+        raise ConfigError(f"--out: {str(error).replace('id_bytes=', '--id-bytes ')}") from error
+    if without_ends and end is None:
+        print_text(
+            f"{len(without_ends):,} shards store no document ends, such as {without_ends[0]}: each is one document; "
+            "--document-end TOKEN separates them"
+        )
+    return file
 
 
 def main(arguments: list[str]) -> int:
@@ -143,7 +180,7 @@ def main(arguments: list[str]) -> int:
         if options.inputs and (status := tokenize(options)):
             return status
         if options.shard is None:
-            index(options.out)
+            index(options)
     except ConfigError as error:
         print_problems(as_options(error.problems))
         return EXIT_INVALID

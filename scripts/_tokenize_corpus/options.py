@@ -51,28 +51,19 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
     parser.add_argument("--workers", type=int, help="files tokenized at the same time (default: the usable cores)")
     parser.add_argument("--shard", metavar="I/N", help="only every N-th file, from the I-th on: a task of an array")
     parser.add_argument("--index", action="store_true", help="without INPUT: only write the manifest of FOLDER")
+    parser.add_argument(
+        "--document-end",
+        metavar="TOKEN",
+        help="with --index and --tokenizer: token, or id, that ends documents in shards that store no ends",
+    )
+    parser.add_argument(
+        "--id-bytes", type=int, choices=(2, 4), help="with --index and --tokenizer: bytes of an id in bare .npy files"
+    )
     options = parser.parse_args(arguments)
     options.bad_rows = BadRows(options.bad_rows)
     options.workers = usable_cores() if options.workers is None else options.workers
-    problems = [] if options.workers >= 1 else [f"--workers {options.workers}: must be at least 1"]
-    if is_url(options.out):
-        problems += url_problems("--out", options.out) or package_problems("--out", options.out)
     options.scratch = options.scratch or Path(tempfile.gettempdir() if is_url(options.out) else options.out)
-    for name, path in (("--out", options.out), ("--scratch", options.scratch)):
-        if not is_url(str(path)) and os.path.lexists(path) and not os.path.isdir(path):
-            problems.append(f"{name} {path}: is not a folder; choose another one")
-            break
-    if options.inputs and options.tokenizer is None:
-        problems.append("--tokenizer: needed; give the model.tokenizer of the runs that will use the store")
-    if not options.inputs and not options.index:
-        problems.append("INPUT: needed; give the files of the corpus, or --index for the manifest of existing shards")
-    if not options.inputs and options.shard is not None:
-        problems.append(f"--shard {options.shard}: selects input files; give them too")
-    if options.index and options.shard is not None:
-        problems.append(
-            f"--shard {options.shard}: other tasks may still write shards; give --index in a command of its own, once "
-            "all tasks have ended"
-        )
+    problems = _problems_of(options)
     options.files, options.notes = [], []
     try:
         found = find_files(options.inputs, options.split, options.out)
@@ -84,6 +75,35 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
     if problems:
         raise ConfigError(problems)
     return options
+
+
+def _problems_of(options: Namespace) -> list[str]:
+    """Return what is wrong with the options, except the input files."""
+    problems = [] if options.workers >= 1 else [f"--workers {options.workers}: must be at least 1"]
+    if is_url(options.out):
+        problems += url_problems("--out", options.out) or package_problems("--out", options.out)
+    for name, path in (("--out", options.out), ("--scratch", options.scratch)):
+        if not is_url(str(path)) and os.path.lexists(path) and not os.path.isdir(path):
+            problems.append(f"{name} {path}: is not a folder; choose another one")
+            break
+    if options.inputs and options.tokenizer is None:
+        problems.append("--tokenizer: needed; give the model.tokenizer of the runs that will use the store")
+    if not options.inputs and not options.index:
+        problems.append("INPUT: needed; give the files of the corpus, or --index for the manifest of existing shards")
+    is_foreign = options.index and not options.inputs and options.tokenizer is not None
+    if is_foreign and is_url(options.out):
+        problems.append(f"--tokenizer: every shard is read, so --out {options.out} must be a local folder")
+    for name, value in (("--document-end", options.document_end), ("--id-bytes", options.id_bytes)):
+        if value is not None and not is_foreign:
+            problems.append(f"{name} {value}: is for shards of other programs; give --index and --tokenizer, no INPUT")
+    if not options.inputs and options.shard is not None:
+        problems.append(f"--shard {options.shard}: selects input files; give them too")
+    if options.index and options.shard is not None:
+        problems.append(
+            f"--shard {options.shard}: other tasks may still write shards; give --index in a command of its own, once "
+            "all tasks have ended"
+        )
+    return problems
 
 
 def find_files(inputs: Sequence[str], split: str, out: str) -> list[InputFile]:

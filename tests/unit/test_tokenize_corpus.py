@@ -13,6 +13,7 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -25,6 +26,7 @@ from components.data.token_store.shards import ShardFiles
 from components.models.tokenizer import byte_tokenizer
 from meshbook.programs import tools
 from scripts.tokenize_corpus import main
+from tests.unit.token_shards import documents_of, flat, write_datatrove, write_llmc, write_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 40 if os.environ.get("MESHBOOK_TORTURE") == "1" else 3
@@ -195,6 +197,10 @@ def write_wrong(folder: Path) -> None:
     assert run(folder / "good.jsonl", "--tokenizer", "bytes", "--out", folder / "store") == 0
     (folder / "foreign").mkdir()
     (folder / "foreign" / "good.jsonl.safetensors").write_bytes(b"x" * 100)
+    for name in ("beyond", "bare"):
+        (folder / name).mkdir()
+    np.asarray([1, 500], np.uint16).tofile(folder / "beyond" / "a.bin")
+    np.asarray([1, 2], np.uint16).tofile(folder / "bare" / "a.npy")
     byte_tokenizer().save_pretrained(folder / "tokenizer")
     stored = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())
     stored["model"]["vocab"] |= {"a": 98, "b": 97}
@@ -223,7 +229,15 @@ def write_wrong(folder: Path) -> None:
         ("good.jsonl --out store --bad-rows drop", "was written with bad rows refuse, not drop"),
         ("good.jsonl --out foreign", "foreign/good.jsonl.safetensors: is not a shard of a tokenized corpus"),
         ("good.jsonl --tokenizer ./none", "--tokenizer ./none: no such folder"),
-        ("--index", "out: has no shards of a tokenized corpus"),
+        ("--index", "out: has no shards, files that end in .safetensors"),
+        ("--index --out foreign --document-end <eot>", "--document-end <eot>: is neither a token of bytes nor an id of "
+         "one; its end-of-text token is <|im_end|> (257)"),
+        ("--index --out foreign --document-end 264", "--document-end 264: is neither a token of bytes nor an id"),
+        ("--index --out foreign", "foreign/good.jsonl.safetensors: is not a shard in Meshbook's format"),
+        ("--index --out beyond", "beyond: holds the id 500 (a.bin), but the vocabulary has 260 tokens"),
+        ("--index --out bare", "bare/a.npy: has no NumPy header, so the size of its ids is unknown; give --id-bytes 2"),
+        ("--index --out s3://bucket/store", "--tokenizer: every shard is read, so --out s3://bucket/store must be a"),
+        ("good.jsonl --id-bytes 4", "--id-bytes 4: is for shards of other programs; give --index and --tokenizer"),
         ("", "INPUT: needed; give the files of the corpus, or --index"),
     ],
 )  # fmt: skip
@@ -240,6 +254,41 @@ def test_invalid_inputs_are_rejected(
     assert "Traceback" not in shown.err
     assert not list(tmp_path.glob("out/*"))
     assert files_of(tmp_path / "store") == before
+
+
+FOREIGN = {
+    "megatron": ([], lambda folder, documents: write_megatron(folder / "a.bin", documents, np.uint16)),
+    "nanogpt": (["--document-end", "<|im_end|>"], lambda folder, documents: ids_of(documents).tofile(folder / "a.bin")),
+    "llm.c": (["--document-end", "257"], lambda folder, documents: write_llmc(folder / "a.bin", documents)),
+    "numpy": (["--document-end", "257"], lambda folder, documents: np.save(folder / "a.npy", ids_of(documents))),
+    "olmo": (["--document-end", "257", "--id-bytes", "2"],
+             lambda folder, documents: ids_of(documents).tofile(folder / "a.npy")),
+    "datatrove": ([], lambda folder, documents: write_datatrove(folder / "a.ds", documents, 2)),
+}  # fmt: skip
+
+
+def ids_of(documents: list[list[int]]) -> np.ndarray:
+    return np.asarray(flat(documents), np.uint16)
+
+
+@pytest.mark.parametrize("program", FOREIGN)
+def test_command_writes_the_manifest_of_shards_of_other_programs(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents, (options, write) = documents_of(5, 30), FOREIGN[program]
+    write(tmp_path, documents)
+    assert run("--out", tmp_path, "--index", "--tokenizer", "bytes", *options) == 0
+    shown = capsys.readouterr().out
+    assert f"1 shards, {len(documents)} documents, {len(flat(documents)):,} tokens" in shown
+    manifest = read_manifest(str(tmp_path))
+    shard = ShardFiles(manifest).open(0)
+    ids = shard.ids(0, len(flat(documents)))
+    assert ids.tolist() == flat(documents)
+    assert shard.ends(0, ids) == np.cumsum([len(each) for each in documents]).tolist()
+    if "--document-end" in options:
+        assert run("--out", tmp_path, "--index", "--tokenizer", "bytes", *options[2:]) == 0
+        assert "1 shards store no document ends" in capsys.readouterr().out
+        assert read_manifest(str(tmp_path)).documents == 1
 
 
 def test_invalid_file_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

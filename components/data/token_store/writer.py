@@ -30,6 +30,7 @@ from components.data.token_store.manifest import (
     hash_of_tokenizer,
     index_of,
     mask_of,
+    vocabulary_problems,
     write_manifest,
 )
 from components.data.token_store.shards import (
@@ -170,17 +171,26 @@ def rescanned(path: Path, entry: ShardEntry) -> ShardEntry:
     return scan_shard(path, **layout._asdict(), document_end=None)
 
 
-def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = None, id_bytes: int | None = None) -> Path:
+def index_folder(
+    folder: Path,
+    tokenizer: Any,
+    *,
+    document_end: int | None = None,
+    id_bytes: int | None = None,
+    report: Callable[[ShardEntry], object] = lambda entry: None,
+) -> Path:
     """Write the manifest of the shards in a folder, sorted by name, and return its file. Reads every shard once.
 
     Args:
         tokenizer: The transformers tokenizer that the ids are of; runs compare its vocabulary with theirs.
         document_end: Id that ends documents in shards that store no ends: nanoGPT's, llm.c's, OLMo's.
         id_bytes: See `layout_of`.
+        report: Called after each shard.
 
     Files that look like shards and are not listed are named in a warning.
 
-    Raises ValueError if a shard is damaged or not supported, or if there is none, or OSError.
+    Raises ValueError if a shard is damaged or not supported, holds ids beyond the vocabulary, or if there is none, or
+    OSError.
     """
     folder = folder.resolve()
     entries, unread = [], {each for each in folder.rglob("*") if each.suffix.lower() in _SUFFIXES and each.is_file()}
@@ -194,6 +204,7 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
         if entry is not None:
             entries.append(replace(entry, path=file.name))
             unread.discard(file)
+            report(entries[-1])
     if unread:
         listed = ", ".join(sorted(str(each.relative_to(folder)) for each in unread))
         logger.warning(
@@ -203,7 +214,10 @@ def index_folder(folder: Path, tokenizer: Any, *, document_end: int | None = Non
         raise ValueError(f"{folder}: has no shards, files that end in {', '.join(_SUFFIXES)}")
     hashed = hash_of_tokenizer(tokenizer)
     vocabulary = None if hashed is None else Vocabulary(tokenizer.name_or_path, hashed)
-    return write_manifest(Manifest(entries, vocabulary, document_end, folder))
+    manifest = Manifest(entries, vocabulary, document_end, folder)
+    if problems := vocabulary_problems(manifest, str(folder), size=len(tokenizer), tokenizer_hash=None):
+        raise ValueError(problems[0])
+    return write_manifest(manifest)
 
 
 def write_shard(
