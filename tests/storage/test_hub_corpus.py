@@ -99,7 +99,7 @@ def test_files_of_the_hub_become_shards_and_are_downloaded_once(tmp_path: Path) 
                 check=False,
             )
             assert ended.returncode == 0, ended.stderr
-            assert DOWNLOADS == dict.fromkeys(FILES, 1)
+            assert dict.fromkeys(FILES, 1) == DOWNLOADS
         assert ended.stdout.count("20 documents, kept") == 2
     finally:
         server.shutdown()
