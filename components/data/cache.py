@@ -325,7 +325,9 @@ class _LabelColumn:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        return np.where(self.mask[part], self.ids[part], IGNORED)
+        labels = self.ids[part]
+        labels[~self.mask[part]] = IGNORED
+        return labels
 
 
 def _read_entry(entry: Path) -> TokenizedSplit | None:
