@@ -43,7 +43,7 @@ from components.data.sources.split import (
     sample_limit,
 )
 from components.data.token_store.shards import IdColumn, StoredColumn, read_shard_header
-from components.data.token_store.writer import entry_in, read_entry, rescanned, write_shard
+from components.data.token_store.writer import entry_in, id_bytes_of, read_entry, rescanned, write_shard
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE
 from components.protocol.safe_json import parse_json
@@ -235,10 +235,9 @@ def _tokenize(encoder: _Encoder, entry: Path | None = None, content: str = "") -
     prompts = list(_first_prompts(encoder))
     if entry is not None:
         summary: dict[str, object] = {}
-        largest_id = max(encoder.tokenizer.get_vocab().values(), default=0)
         try:
             write_shard(
-                entry, _entry_batches(encoder, content, prompts, summary), 2 if largest_id < 1 << 16 else 4, summary,
+                entry, _entry_batches(encoder, content, prompts, summary), id_bytes_of(encoder.tokenizer), summary,
                 PRIVATE,  # samples may be confidential
             )  # fmt: skip
         except OSError as error:

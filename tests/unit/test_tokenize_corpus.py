@@ -64,6 +64,15 @@ def word_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def test_ids_of_a_vocabulary_with_gaps_fit(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 1, "b": 70_000, "<unk>": 2, "<end>": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(tmp_path / "gaps")
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n')
+    assert run(tmp_path / "a.jsonl", "--tokenizer", tmp_path / "gaps", "--out", tmp_path / "out") == 0
+    assert load_file(tmp_path / "out" / "a.jsonl.safetensors")["ids"].tolist() == [1, 70_000, 3]
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if not file.name.startswith(".")}
 

@@ -39,7 +39,7 @@ from components.data.token_store.manifest import (
 )
 from components.data.token_store.manifest import hash_of_tokenizer as hash_of_vocabulary
 from components.data.token_store.shards import open_file
-from components.data.token_store.writer import read_entry, write_shard
+from components.data.token_store.writer import id_bytes_of, read_entry, write_shard
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import (
     TEMPORARY,
@@ -83,7 +83,7 @@ class CorpusSettings:
     text_column: str
     bad_rows: BadRows
     id_bytes: int
-    """Bytes of an id: 2 if the vocabulary has at most 65,536 tokens, else 4."""
+    """Bytes of an id: 2 if all ids are below 65,536, else 4."""
 
     def differences(self, other: CorpusSettings) -> list[str]:
         """Return a description of each setting in which `other` differs from this one."""
@@ -151,7 +151,7 @@ def settings_of(
         vocabulary=hash_of_vocabulary(tokenizer),
         text_column=text_column,
         bad_rows=bad_rows,
-        id_bytes=2 if len(tokenizer) <= 1 << 16 else 4,
+        id_bytes=id_bytes_of(tokenizer),
     )
 
 

@@ -220,6 +220,11 @@ def index_folder(
     return write_manifest(manifest)
 
 
+def id_bytes_of(tokenizer: Any) -> int:
+    """Return the bytes that hold every id of a transformers tokenizer, 2 or 4; ids may have gaps."""
+    return 2 if max(tokenizer.get_vocab().values(), default=0) < 1 << 16 else 4
+
+
 def write_shard(
     path: Path,
     documents: Iterable[Sequence[list[int]] | Sequence[Example]],
