@@ -36,10 +36,12 @@ URL = "s3://bucket/store"
 
 
 def store(folder: Path, documents: int = 300) -> Path:
-    """Write a store of shards in three formats and return its folder."""
+    """Write a store of shards in three formats, one with a loss mask, and return its folder."""
     manifest = store_of(folder / "store", [documents_of(seed, documents) for seed in (1, 2)])
     write_megatron(manifest.folder / "m.bin", documents_of(3, documents), np.uint16)
     write_datatrove(manifest.folder / "d.ds", documents_of(4, documents), 4)
+    tokens = sum(map(len, documents_of(4, documents)))
+    (np.random.default_rng(7).random(tokens) < 0.5).tofile(manifest.folder / "d.ds.loss")
     shards = [*manifest.shards, *(scanned(manifest.folder / name) for name in ("m.bin", "d.ds"))]
     vocabulary = Vocabulary("bytes", HASH_OF_BYTES)
     write_manifest(replace(manifest, shards=shards, vocabulary=vocabulary))
