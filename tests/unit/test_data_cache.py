@@ -210,7 +210,7 @@ def test_start_reads_no_token_of_an_unchanged_file(tmp_path: Path, monkeypatch: 
         original(file, buffer, offset)
 
     monkeypatch.setattr(OpenFile, "read_into", counted)
-    cfg = write_source(tmp_path, 6000)
+    cfg = write_source(tmp_path, 2000)
 
     def start(seq_len: int) -> tuple[int, list[Any]]:
         nonlocal read
@@ -236,7 +236,7 @@ def test_start_reads_no_token_of_an_unchanged_file(tmp_path: Path, monkeypatch: 
     again, found = start(512)
     assert found == expected
     # The ends of the samples, and the header with 100 prompts.
-    assert again < 8 * 6001 + 50_000 < entry.stat().st_size / 8
+    assert again < 8 * 2001 + 50_000 < entry.stat().st_size / 8
     start(20)
     short, found = start(20)
     assert found == truncated != expected

@@ -349,13 +349,13 @@ def test_csv_records_with_another_number_of_fields_are_bad_rows(tmp_path):
 def test_bad_rows_are_counted_once_if_the_cache_cannot_be_written(tmp_path, monkeypatch):
     file = write(tmp_path / "x.jsonl", [FORMS["sft"][1](f"q{n}", "BAD" if n % 2 else "a") for n in range(6)])
 
-    def full_disk(entry, chunks, summary):
-        list(chunks)
+    def full_disk(entry, batches, *settings):
+        list(batches)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
     written = [built("sft", file, bad_rows=BadRows.drop, cache=str(tmp_path / "cache")) for _ in range(2)]
-    monkeypatch.setattr(cache, "write_tokens", full_disk)
+    monkeypatch.setattr(cache, "write_shard", full_disk)
     failed = built("sft", file, bad_rows=BadRows.drop, cache=str(tmp_path / "other"))
     assert [(len(each), each.facts.dropped_bad_rows) for each in [*written, failed]] == [(3, 3)] * 3
     assert [each.sources.tolist() for each in [*written, failed]] == [[0, 2, 4]] * 3
