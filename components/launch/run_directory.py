@@ -104,7 +104,6 @@ class RunDirectory:
         for left in temporaries(self.path):
             if not left.is_dir() or left.is_symlink():
                 left.unlink(missing_ok=True)
-        own_folder(self.path / LOGS)
         if self.attempt > 0:
             self._keep_last_attempt()
         keep_only_file(self.path / REQUEUE)
@@ -115,7 +114,8 @@ class RunDirectory:
             self._keep_submission(own_folder(folder / BEFORE))
         keep_only_file(folder / RECORD)
         atomic_write(folder / CONFIG, frozen_text(cfg))
-        self.logs.mkdir()  # after config.yaml: a killed start leaves a run that can be continued
+        own_folder(self.path / LOGS)  # after config.yaml: a killed start leaves a run that can be continued
+        self.logs.mkdir()
         for each in (folder, self.logs):  # the copies in the logs restore a damaged first one
             atomic_write_json(each / RECORD, record, PRIVATE)
         if not resumes:
@@ -130,6 +130,7 @@ class RunDirectory:
 
     def _keep_last_attempt(self) -> None:
         """Archive config.yaml, environment.json and result.json of the previous attempt in its logs."""
+        own_folder(self.path / LOGS)
         before = own_folder(attempt_logs(self.path, self.attempt - 1))
         if not os.path.lexists(before / RECORD):  # the logs were lost
             for name in (CONFIG, RECORD):
