@@ -44,7 +44,7 @@ from components.data.token_store.corpus import (
     tokenize_file,
 )
 from components.data.token_store.manifest import ShardEntry, ShardFormat, read_manifest
-from components.data.token_store.writer import index_folder
+from components.data.token_store.writer import has_foreign_shards, index_folder
 from components.launch.machine import usable_cores
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
@@ -129,8 +129,15 @@ def process(files: Sequence[InputFile], kept: Mapping[InputFile, Outcome], worke
 def index(options: Namespace) -> None:
     """Write the manifest of a folder and print its counts. Raises ConfigError or StorageError."""
     out = options.out
+    is_foreign = not options.inputs and not is_url(out) and has_foreign_shards(Path(out))
+    if not is_foreign and (options.document_end or options.id_bytes):
+        raise ConfigError(
+            f"--out {out}: has no shards of other programs (.bin, .npy, .ds); leave out --document-end and --id-bytes"
+        )
     try:
-        if options.tokenizer is not None and not options.inputs:
+        if is_foreign and options.tokenizer is None:
+            raise ConfigError(f"--tokenizer: needed, as {out} has shards of other programs; give that of their ids")
+        if is_foreign:
             file = str(index_shards(options))
             manifest = read_manifest(out, "--out")
         else:

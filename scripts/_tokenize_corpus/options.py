@@ -90,11 +90,8 @@ def _problems_of(options: Namespace) -> list[str]:
         problems.append("--tokenizer: needed; give the model.tokenizer of the runs that will use the store")
     if not options.inputs and not options.index:
         problems.append("INPUT: needed; give the files of the corpus, or --index for the manifest of existing shards")
-    is_foreign = options.index and not options.inputs and options.tokenizer is not None
-    if is_foreign and is_url(options.out):
-        problems.append(f"--tokenizer: every shard is read, so --out {options.out} must be a local folder")
     for name, value in (("--document-end", options.document_end), ("--id-bytes", options.id_bytes)):
-        if value is not None and not is_foreign:
+        if value is not None and (options.inputs or not options.index):
             problems.append(f"{name} {value}: is for shards of other programs; give --index and --tokenizer, no INPUT")
     if not options.inputs and options.shard is not None:
         problems.append(f"--shard {options.shard}: selects input files; give them too")

@@ -238,14 +238,15 @@ def write_wrong(folder: Path) -> None:
         ("good.jsonl --out store --bad-rows drop", "was written with bad rows refuse, not drop"),
         ("good.jsonl --out foreign", "foreign/good.jsonl.safetensors: is not a shard of a tokenized corpus"),
         ("good.jsonl --tokenizer ./none", "--tokenizer ./none: no such folder"),
-        ("--index", "out: has no shards, files that end in .safetensors"),
-        ("--index --out foreign --document-end <eot>", "--document-end <eot>: is neither a token of bytes nor an id of "
+        ("--index", "out: has no shards of a tokenized corpus"),
+        ("--index --out bare --document-end <eot>", "--document-end <eot>: is neither a token of bytes nor an id of "
          "one; its end-of-text token is <|im_end|> (257)"),
-        ("--index --out foreign --document-end 264", "--document-end 264: is neither a token of bytes nor an id"),
-        ("--index --out foreign", "foreign/good.jsonl.safetensors: is not a shard in Meshbook's format"),
+        ("--index --out bare --document-end 264", "--document-end 264: is neither a token of bytes nor an id"),
+        ("--index --out foreign", "foreign/good.jsonl.safetensors: is not a shard of a tokenized corpus"),
+        ("--index --out store --document-end 257", "--out store: has no shards of other programs (.bin, .npy, .ds); "
+         "leave out --document-end"),
         ("--index --out beyond", "beyond: holds the id 500 (a.bin), but the vocabulary has 260 tokens"),
         ("--index --out bare", "bare/a.npy: has no NumPy header, so the size of its ids is unknown; give --id-bytes 2"),
-        ("--index --out s3://bucket/store", "--tokenizer: every shard is read, so --out s3://bucket/store must be a"),
         ("good.jsonl --id-bytes 4", "--id-bytes 4: is for shards of other programs; give --index and --tokenizer"),
         ("", "INPUT: needed; give the files of the corpus, or --index"),
     ],
@@ -294,6 +295,8 @@ def test_command_writes_the_manifest_of_shards_of_other_programs(
     ids = shard.ids(0, len(flat(documents)))
     assert ids.tolist() == flat(documents)
     assert shard.ends(0, ids) == np.cumsum([len(each) for each in documents]).tolist()
+    assert run("--out", tmp_path, "--index") == 2
+    assert f"--tokenizer: needed, as {tmp_path} has shards of other programs" in capsys.readouterr().err
     if "--document-end" in options:
         assert run("--out", tmp_path, "--index", "--tokenizer", "bytes", *options[2:]) == 0
         assert "1 shards store no document ends" in capsys.readouterr().out

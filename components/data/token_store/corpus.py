@@ -382,10 +382,7 @@ def manifest_of(folder: StoreFolder) -> Manifest:
     """
     shards = folder.check()
     if not shards:
-        raise ConfigError(
-            f"{folder.path}: has no shards of a tokenized corpus; tokenize into this folder first, or, for shards of "
-            "other programs, give the --tokenizer of their ids"
-        )
+        raise ConfigError(f"{folder.path}: has no shards of a tokenized corpus; tokenize into this folder first")
     first, settings = next((name, shard.settings) for name, shard in shards.items())
     for name, shard in shards.items():
         if different := settings.differences(shard.settings):

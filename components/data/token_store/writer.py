@@ -171,6 +171,11 @@ def rescanned(path: Path, entry: ShardEntry) -> ShardEntry:
     return scan_shard(path, **layout._asdict(), document_end=None)
 
 
+def has_foreign_shards(folder: Path) -> bool:
+    """Return whether a folder directly holds files that may be shards of another program."""
+    return any(each.suffix in _SUFFIXES[1:] for each in folder.glob("*.*"))
+
+
 def index_folder(
     folder: Path,
     tokenizer: Any,
