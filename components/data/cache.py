@@ -30,8 +30,8 @@ from components.chat_template import ChatTemplate, is_fast
 from components.config.schema.data import BadRows, DataConfig, RowsDataConfig, TextDataConfig
 from components.conversation import ASSISTANT, Conversation, Prompt, text_of
 from components.data import examples
-from components.data.dataset import Tokens, flattened
-from components.data.examples import IGNORED, Example, KeyUsage
+from components.data.dataset import MaskedLabels, Tokens, flattened
+from components.data.examples import Example, KeyUsage
 from components.data.sources import text
 from components.data.sources.columns import AnswerConfig
 from components.data.sources.rows import BadRowReport, Document, LabeledText
@@ -313,22 +313,6 @@ def batches_of(records: Iterable[SomeRecord]) -> Iterator[list[SomeRecord]]:
         yield batch
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LabelColumn:
-    """Labels of the samples of an entry: the ids that its loss mask marks, and IGNORED."""
-
-    ids: IdColumn
-    mask: StoredColumn
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        labels = self.ids[part]
-        labels[~self.mask[part]] = IGNORED
-        return labels
-
-
 def _read_entry(entry: Path) -> TokenizedSplit | None:
     """Return the split of an entry, whose ids and labels stay on disk.
 
@@ -348,7 +332,7 @@ def _read_entry(entry: Path) -> TokenizedSplit | None:
         ):
             raise ValueError("its content is not that of its header")
         ids = IdColumn(file, header.ids_at, header.id_bytes, header.tokens)
-        labels = _LabelColumn(ids, StoredColumn(file, header.mask_at or 0, header.tokens, np.bool_))
+        labels = MaskedLabels(ids, StoredColumn(file, header.mask_at or 0, header.tokens, np.bool_))
         ends = StoredColumn(file, header.ends_at, header.documents, np.int64)[:]
         starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
         return _split_of(Tokens(ids, labels, starts, ends, known), parse_json(result))

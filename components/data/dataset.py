@@ -180,6 +180,25 @@ class Column(Protocol):
     def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedLabels:
+    """Column of the ids that a loss mask marks, and of IGNORED for the others."""
+
+    ids: Column
+    mask: Column
+    """(tokens,) bool"""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return self.of_ids(self.ids[part], part)
+
+    def of_ids(self, ids: np.ndarray, part: slice) -> np.ndarray:
+        """Return the labels of a slice whose ids were read before, (tokens,) int64."""
+        return np.where(self.mask[part], ids, IGNORED)
+
+
 class Tokens(NamedTuple):
     """Samples after `trimmed`: sample i is `[starts[i] : stops[i]]` of both columns."""
 
@@ -306,9 +325,11 @@ class Dataset(ItemSequence[Example]):
 
     def item(self, index: int) -> Example:
         """Return the sample at `index`."""
-        ids, labels, starts, stops, _ = self._tokens
-        sample = slice(starts[index], stops[index])
-        return Example(ids[sample].tolist(), labels[sample].tolist())
+        tokens = self._tokens
+        sample = slice(tokens.starts[index], tokens.stops[index])
+        ids, labels = tokens.ids[sample], tokens.labels
+        found = labels.of_ids(ids, sample) if isinstance(labels, MaskedLabels) else labels[sample]
+        return Example(ids.tolist(), found.tolist())
 
     @property
     def lengths(self) -> np.ndarray:

@@ -76,8 +76,11 @@ class IdColumn:
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return the ids of a contiguous slice, (ids,) int64. Raises OSError."""
         start, stop, _ = part.indices(self._length)
-        raw = self.raw(start, max(start, stop))
-        return as_ids(raw) if self._id_bytes == 3 else raw.view(f"<u{self._id_bytes}")[:, 0].astype(np.int64)
+        if self._id_bytes == 3:
+            return as_ids(self.raw(start, max(start, stop)))
+        values = np.empty(max(stop - start, 0), f"<u{self._id_bytes}")
+        self._file.read_into(values.view(np.uint8).data, self._offset + start * self._id_bytes)
+        return values.astype(np.int64)
 
 
 def as_ids(raw: np.ndarray) -> np.ndarray:
