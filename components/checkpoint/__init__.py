@@ -7,8 +7,8 @@ load.py            find_checkpoint, locate_checkpoint, load_checkpoint, load_mod
                    choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
 manifest.py        the manifest: files, sizes and hashes, written last; CheckpointError; the checkpoints of a run
                    directory, the retention policy and safe removal; without torch
-tensors.py         model and optimizer state as named tensors, and the blocks of each that a rank saves
-stored_tensors.py  the tensors of a checkpoint's files, read block by block; fingerprint of a LoRA run's base weights
+tensors.py         model and optimizer state as named tensors
+stored_tensors.py  their blocks in a checkpoint's files, written and read; fingerprint of a LoRA run's base weights
 mirror.py          Mirror: copies of the checkpoints in an object store (checkpoint.remote)
 
 Files are safetensors and JSON: nothing is ever unpickled. Names are imported at first use, so that scripts can inspect

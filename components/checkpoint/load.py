@@ -30,6 +30,7 @@ from components.checkpoint.stored_tensors import (
     check_base_weights,
     find_checkpoint_tensors,
     fingerprint_by_blocks,
+    read_tensors,
 )
 from components.checkpoint.tensors import (
     AVERAGE,
@@ -40,7 +41,6 @@ from components.checkpoint.tensors import (
     make_optimizer_state,
     merge_over_ranks,
     model_tensors,
-    read_tensors,
     restore_numbers,
 )
 from components.config.schema.run import is_same_checkpoint
@@ -213,7 +213,8 @@ def load_checkpoint(
         _check_average(path, average, stored.by_name)
     else:
         average = {}
-    tensors = parameters | make_optimizer_state(optimizer, parameters, stored.by_name) | average
+    described = {name: (each.shape, each.dtype) for name, each in stored.by_name.items()}
+    tensors = parameters | make_optimizer_state(optimizer, parameters, described) | average
     with fail_together(f"checkpoint {path} could not be read"):
         read_tensors(stored, tensors)
         restore_numbers(optimizer, parameters, tensors)

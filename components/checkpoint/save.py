@@ -35,14 +35,13 @@ from components.checkpoint.manifest import (
     sync_folder,
     write_json,
 )
-from components.checkpoint.stored_tensors import base_fingerprint
+from components.checkpoint.stored_tensors import base_fingerprint, write_tensors
 from components.checkpoint.tensors import (
     Optimizers,
     Tensors,
     merge_over_ranks,
     model_tensors,
     optimizer_tensors,
-    write_tensors,
 )
 from components.config.schema.run import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json, this_rank, world_size

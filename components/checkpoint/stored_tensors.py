@@ -1,11 +1,19 @@
-"""The tensors of a checkpoint's files, read block by block, and the fingerprint of base weights that it does not store.
+"""The tensors of a checkpoint's files, written and read block by block, and the fingerprint of base weights.
 
 Any mesh may have written the files. A checkpoint of a LoRA run stores the fingerprint in place of the base weights.
+
+torch.distributed.checkpoint saves the blocks. Its Hugging Face storage writes safetensors only; its default storage
+would write a pickled metadata file. Its default planner assumes one block per rank. That fails for fused projections
+under tensor parallelism, where a rank holds several blocks, and for FSDP over an uneven tensor-parallel shard, where it
+computes wrong offsets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +26,30 @@ import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from components.checkpoint.manifest import Manifest, fail_together
+from components.checkpoint.manifest import CheckpointError, FileRecord, HashedFile, Manifest, fail_together
+from components.checkpoint.tensors import Tensors
 from components.exchange import all_gather_json, this_rank, world_size
-from components.models.lora import adapted_layers
+from components.models.anatomy import has_adapters
 from components.models.weights.shards import Block, Index, is_first_holder, local_blocks, local_part
 from components.models.weights.weight_files import row_blocks
 from components.models.weights.weight_sources import saved_tensors
 from components.protocol.errors import ConfigError
 from components.torch_kernels import torch_dtypes
 
+FILE_BYTES = 512 * 1024**2
+"""Approximate size of a rank's files. torch assembles a file in host memory and needs twice its size."""
 _SUFFIX = ".safetensors"
 Kind = tuple[str, str, int, int]
 """Name, dtype, number of dims and number of blocks of a tensor in some of the files."""
@@ -39,6 +57,32 @@ Headers = tuple[list[Kind], list[int]]
 """The tensors in some of the files, and the rows of `CheckpointTensor.blocks` of all of them, one after the other."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes per element -> integer dtype of that size, to reinterpret the bits."""
+
+
+def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> dict[str, FileRecord]:
+    """Write all ranks' blocks to `folder`, replicas once; return the records of this rank's files. A collective.
+
+    Raises NotImplementedError for layouts that do not consist of blocks.
+    """
+    # torch uses rank 0's mapping of names to files on all ranks, so it must cover the names of all ranks.
+    local_sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    by_rank = all_gather_json(local_sizes, group)
+    holders = Counter(name for held in by_rank for name in held)
+    sizes = {name: size // holders[name] for held in by_rank for name, size in held.items()}
+    writer = BlockWriter(folder, _files_of_bounded_size(sizes))
+    with _translated():
+        dcp.save({}, storage_writer=writer, planner=SaveBlocks(_local_shards(tensors)), process_group=group)
+    return writer.records
+
+
+def read_tensors(stored: CheckpointTensors, tensors: Tensors) -> None:
+    """Fill this rank's shards of `tensors` in place. Raises OSError."""
+    with torch.no_grad():
+        stored.fill(
+            (name, _index_of(chunk), values)
+            for name, shard in _local_shards(tensors).items()
+            for chunk, values in zip(shard.chunks, shard.values, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +227,140 @@ def _slices(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Index:
     return tuple(slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))
 
 
+def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:
+    """Map each tensor to the number of its file, starting at 1, so that files have about FILE_BYTES."""
+    numbers: dict[str, int] = {}
+    total = 0
+    for name, size in sizes.items():
+        numbers[name] = 1 + total // FILE_BYTES
+        total += size
+    return numbers
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Raise torch.distributed.checkpoint's errors, which every rank gets, as CheckpointError in one line.
+
+    Also suppress its warning about running in a single process, which is supported here.
+    """
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():  # warning filters apply to all threads, so change them only where needed
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            failures = [f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items()]
+            raise CheckpointError("; ".join(failures)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """This rank's blocks of a tensor."""
+
+    shape: torch.Size
+    """Global shape."""
+    chunks: list[ChunkStorageMetadata]
+    """Offset in the global tensor and size of each block."""
+    values: list[torch.Tensor]
+    """Each block, as a view of the local tensor."""
+
+
+def _local_shards(tensors: Tensors) -> dict[str, LocalShard]:
+    """Return this rank's blocks of each tensor. Raises NotImplementedError for layouts that are not block-wise."""
+    shards = {}
+    for name, tensor in tensors.items():
+        # A scalar has no offsets; it is stored with shape (1,).
+        tensor = tensor.detach().view(1) if tensor.ndim == 0 else tensor.detach()
+        local, blocks = local_part(tensor), local_blocks(tensor, name)
+        offsets = [torch.Size(each.start for each in block.full) for block in blocks]
+        values = [local[block.local] for block in blocks]
+        chunks = [ChunkStorageMetadata(start, each.size()) for start, each in zip(offsets, values, strict=True)]
+        shards[name] = LocalShard(tensor.size(), chunks, values)
+    return shards
+
+
+def _index_of(chunk: ChunkStorageMetadata) -> Index:
+    """Return the index of a block in the global tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+class SaveBlocks(dcp.DefaultSavePlanner):
+    """Save planner for a rank's blocks; a block that several ranks hold is written by one of them."""
+
+    def __init__(self, shards: dict[str, LocalShard]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._shards = shards
+
+    def create_local_plan(self) -> SavePlan:
+        """Return a plan with one write item per block."""
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(name, chunk.offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(values), shard.shape),
+                )
+                for name, shard in self._shards.items()
+                for chunk, values in zip(shard.chunks, shard.values, strict=True)
+            ]
+        )
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """Return the values of a block."""
+        shard = self._shards[write_item.index.fqn]
+        number = next(i for i, chunk in enumerate(shard.chunks) if chunk.offsets == write_item.index.offset)
+        return shard.values[number].contiguous()
+
+
+class BlockWriter(dcp.HuggingFaceStorageWriter):
+    """Storage writer for a rank's blocks: safetensors files, hashed as they are written.
+
+    `files` maps each tensor name to the number of its file, starting at 1.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, int]) -> None:
+        super().__init__(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+        # The base class opens every file through `fs`.
+        self.fs = self._files = _HashingFileSystem()
+        self._count = max(files.values(), default=1)
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """Sizes and hashes of the files written by this rank, by name."""
+        return self._files.records
+
+    def _split_by_storage_plan(
+        self, storage_plan: dict[str, int] | None, items: list[WriteItem]
+    ) -> dict[int, list[WriteItem]]:
+        """Map file numbers to write items.
+
+        Overrides a private method of torch: a safetensors file stores one entry per name, so further blocks of a tensor
+        go to additional files, numbered after the regular ones.
+        """
+        seen: dict[str, int] = {}
+        files: dict[int, list[WriteItem]] = {}
+        for item in items:
+            name = item.index.fqn
+            earlier = seen.get(name, 0)
+            seen[name] = earlier + 1
+            number = (storage_plan or {}).get(name, 1) + earlier * self._count
+            files.setdefault(number, []).append(item)
+        return files
+
+
+class _HashingFileSystem(FileSystem):
+    """torch's FileSystem with files that are hashed as they are written."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    def create_stream(self, path: Any, mode: str) -> Any:
+        """Return a new file, whose record is added to `records` when it is closed."""
+        return HashedFile(Path(path), self.records)
+
+
 @torch.no_grad()
 def base_fingerprint(model: nn.Module) -> str | None:
     """Return the fingerprint of the base weights of a model with adapters, or None without adapters; a collective.
@@ -193,7 +371,7 @@ def base_fingerprint(model: nn.Module) -> str | None:
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    if not adapted_layers(model):
+    if not has_adapters(model):
         return None
     total = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
     # saved_tensors returns the sharded parameters: after a forward, FSDP2's may be all-gathered and in low precision.

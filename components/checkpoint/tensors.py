@@ -1,4 +1,4 @@
-"""Model and optimizer state as named tensors, stored in safetensors files, and the blocks of each that a rank saves.
+"""Model and optimizer state as named tensors.
 
 A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
 of the parameter's shape or with one value per block of its rows, `counter/<quantity>/<parameter>` for scalars such as
@@ -6,49 +6,23 @@ AdamW's step, `number/<quantity>/<parameter>` for those that are Python numbers,
 average of the weights. The mesh is not part of the format, so a checkpoint can be loaded on any mesh. Ranks of
 different pipeline stages hold different names: where all names are needed, the ranks exchange them, and each rank reads
 only its own tensors.
-
-torch.distributed.checkpoint saves the blocks. Its Hugging Face storage writes safetensors only; its default storage
-would write a pickled metadata file. Its default planner assumes one block per rank. That fails for fused projections
-under tensor parallelism, where a rank holds several blocks, and for FSDP over an uneven tensor-parallel shard, where it
-computes wrong offsets.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from components.checkpoint.manifest import CheckpointError, FileRecord, HashedFile
-from components.checkpoint.stored_tensors import CheckpointTensor, CheckpointTensors
 from components.exchange import all_gather_json, this_rank
-from components.models.lora import adapted_layers
-from components.models.weights.shards import Index, local_blocks, local_part, zeros_sharded_like
+from components.models.anatomy import has_adapters
+from components.models.weights.shards import zeros_sharded_like
 from components.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -73,8 +47,6 @@ _USED_STATE = {
 with that which it converts or `_check_moments` rejects."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name with disjoint parameters."""
-FILE_BYTES = 512 * 1024**2
-"""Approximate size of a rank's files. torch assembles a file in host memory and needs twice its size."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -91,7 +63,7 @@ def model_tensors(model: nn.Module) -> Tensors:
     """Return parameters and persistent buffers as `model/<name>`, tied ones once; with adapters, only the adapters."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    adapted = bool(adapted_layers(model))
+    adapted = has_adapters(model)
     seen: set[int] = set()
     tensors: Tensors = {}
     # state_dict() makes FSDP2 reshard: the parameters are then the DTensors that the optimizer holds.
@@ -149,39 +121,16 @@ def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensor
     return tensors
 
 
-def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> dict[str, FileRecord]:
-    """Write all ranks' blocks to `folder`, replicas once; return the records of this rank's files. A collective.
-
-    Raises NotImplementedError for layouts that do not consist of blocks.
-    """
-    # torch uses rank 0's mapping of names to files on all ranks, so it must cover the names of all ranks.
-    local_sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    by_rank = all_gather_json(local_sizes, group)
-    holders = Counter(name for held in by_rank for name in held)
-    sizes = {name: size // holders[name] for held in by_rank for name, size in held.items()}
-    writer = BlockWriter(folder, _files_of_bounded_size(sizes))
-    with _translated():
-        dcp.save({}, storage_writer=writer, planner=SaveBlocks(_local_shards(tensors)), process_group=group)
-    return writer.records
-
-
-def read_tensors(stored: CheckpointTensors, tensors: Tensors) -> None:
-    """Fill this rank's shards of `tensors` in place. Raises OSError."""
-    with torch.no_grad():
-        stored.fill(
-            (name, _index_of(chunk), values)
-            for name, shard in _local_shards(tensors).items()
-            for chunk, values in zip(shard.chunks, shard.values, strict=True)
-        )
-
-
 def make_optimizer_state(
-    optimizers: Optimizers, parameters: Tensors, stored: Mapping[str, CheckpointTensor]
+    optimizers: Optimizers, parameters: Tensors, stored: Mapping[str, tuple[Sequence[int], torch.dtype]]
 ) -> Tensors:
     """Allocate the stored optimizer state of this rank's parameters and return it by stored name; a collective.
 
     Stepping the optimizers would allocate it too, but also change the parameters. State that an optimizer does not use,
     as after a change from adamw to muon, is dropped: it would be saved again, and be stale after a change back.
+
+    Args:
+        stored: Global shape and dtype of each stored tensor.
 
     Raises:
         ConfigError: On every rank, if there is stored state of a parameter that no optimizer of any rank trains, or
@@ -197,7 +146,7 @@ def make_optimizer_state(
     dropped: dict[str, str] = {}
     for optimizer in list_optimizers(optimizers):
         optimizer.state.clear()
-    for key, described in stored.items():
+    for key, (shape, dtype) in stored.items():
         kind, _, rest = key.partition("/")
         quantity, _, name = rest.partition("/")
         if f"{kind}/" not in (OPTIMIZER, _COUNTER, _NUMBER):
@@ -214,12 +163,11 @@ def make_optimizer_state(
         if not _uses(optimizer, quantity):
             dropped[quantity] = type(optimizer).__name__
             continue
-        dtype = described.dtype
         value: torch.Tensor | bool | int | float
         if f"{kind}/" == _NUMBER:
             value = next(each(0) for each, stored_as in _NUMBERS.items() if stored_as == dtype)
         elif f"{kind}/" == OPTIMIZER:
-            value = zeros_sharded_like(parameter, torch.Size(described.shape), dtype)
+            value = zeros_sharded_like(parameter, torch.Size(shape), dtype)
         else:
             # As in torch.optim: step counters are on the device only for fused and capturable kernels.
             on_device = group.get("fused") or group.get("capturable")
@@ -273,137 +221,3 @@ def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
         return False
     blocks, columns = value.shape[-1], parameter.shape[-1]
     return value.shape[:-1] == parameter.shape[:-1] and blocks > 0 and columns % blocks == 0
-
-
-def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:
-    """Map each tensor to the number of its file, starting at 1, so that files have about FILE_BYTES."""
-    numbers: dict[str, int] = {}
-    total = 0
-    for name, size in sizes.items():
-        numbers[name] = 1 + total // FILE_BYTES
-        total += size
-    return numbers
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Raise torch.distributed.checkpoint's errors, which every rank gets, as CheckpointError in one line.
-
-    Also suppress its warning about running in a single process, which is supported here.
-    """
-    with contextlib.ExitStack() as stack:
-        if not dist.is_initialized():  # warning filters apply to all threads, so change them only where needed
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            failures = [f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items()]
-            raise CheckpointError("; ".join(failures)) from error
-
-
-@dataclass(frozen=True, slots=True)
-class LocalShard:
-    """This rank's blocks of a tensor."""
-
-    shape: torch.Size
-    """Global shape."""
-    chunks: list[ChunkStorageMetadata]
-    """Offset in the global tensor and size of each block."""
-    values: list[torch.Tensor]
-    """Each block, as a view of the local tensor."""
-
-
-def _local_shards(tensors: Tensors) -> dict[str, LocalShard]:
-    """Return this rank's blocks of each tensor. Raises NotImplementedError for layouts that are not block-wise."""
-    shards = {}
-    for name, tensor in tensors.items():
-        # A scalar has no offsets; it is stored with shape (1,).
-        tensor = tensor.detach().view(1) if tensor.ndim == 0 else tensor.detach()
-        local, blocks = local_part(tensor), local_blocks(tensor, name)
-        offsets = [torch.Size(each.start for each in block.full) for block in blocks]
-        values = [local[block.local] for block in blocks]
-        chunks = [ChunkStorageMetadata(start, each.size()) for start, each in zip(offsets, values, strict=True)]
-        shards[name] = LocalShard(tensor.size(), chunks, values)
-    return shards
-
-
-def _index_of(chunk: ChunkStorageMetadata) -> Index:
-    """Return the index of a block in the global tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-
-
-class SaveBlocks(dcp.DefaultSavePlanner):
-    """Save planner for a rank's blocks; a block that several ranks hold is written by one of them."""
-
-    def __init__(self, shards: dict[str, LocalShard]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shards = shards
-
-    def create_local_plan(self) -> SavePlan:
-        """Return a plan with one write item per block."""
-        self.plan = SavePlan(
-            [
-                WriteItem(
-                    MetadataIndex(name, chunk.offsets),
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(values), shard.shape),
-                )
-                for name, shard in self._shards.items()
-                for chunk, values in zip(shard.chunks, shard.values, strict=True)
-            ]
-        )
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Return the values of a block."""
-        shard = self._shards[write_item.index.fqn]
-        number = next(i for i, chunk in enumerate(shard.chunks) if chunk.offsets == write_item.index.offset)
-        return shard.values[number].contiguous()
-
-
-class BlockWriter(dcp.HuggingFaceStorageWriter):
-    """Storage writer for a rank's blocks: safetensors files, hashed as they are written.
-
-    `files` maps each tensor name to the number of its file, starting at 1.
-    """
-
-    def __init__(self, folder: Path, files: dict[str, int]) -> None:
-        super().__init__(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-        # The base class opens every file through `fs`.
-        self.fs = self._files = _HashingFileSystem()
-        self._count = max(files.values(), default=1)
-
-    @property
-    def records(self) -> dict[str, FileRecord]:
-        """Sizes and hashes of the files written by this rank, by name."""
-        return self._files.records
-
-    def _split_by_storage_plan(
-        self, storage_plan: dict[str, int] | None, items: list[WriteItem]
-    ) -> dict[int, list[WriteItem]]:
-        """Map file numbers to write items.
-
-        Overrides a private method of torch: a safetensors file stores one entry per name, so further blocks of a tensor
-        go to additional files, numbered after the regular ones.
-        """
-        seen: dict[str, int] = {}
-        files: dict[int, list[WriteItem]] = {}
-        for item in items:
-            name = item.index.fqn
-            earlier = seen.get(name, 0)
-            seen[name] = earlier + 1
-            number = (storage_plan or {}).get(name, 1) + earlier * self._count
-            files.setdefault(number, []).append(item)
-        return files
-
-
-class _HashingFileSystem(FileSystem):
-    """torch's FileSystem with files that are hashed as they are written."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, FileRecord] = {}
-
-    def create_stream(self, path: Any, mode: str) -> Any:
-        """Return a new file, whose record is added to `records` when it is closed."""
-        return HashedFile(Path(path), self.records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from functools import cache
 
 from packaging.version import Version
@@ -31,6 +32,11 @@ from components.config.schema.run import PeftConfig
 from components.config.schema.training import TasksConfig, TrainingConfig
 from components.config.shape import ModelShape
 
+CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
+"""Number of logits (tokens x vocabulary) of a chunk of the loss on a device of unknown memory: large enough that the
+matmuls run at full speed and hide the update of the weight's gradient after each chunk."""
+_CHUNK_SHARE, _CHUNK_LOGIT_BYTES = 36, 14
+"""A chunk takes at most 1 / 36 of a GPU; 14 bytes per logit: bfloat16, and three float32 tensors."""
 _EAGER_ONLY = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
 """Model types whose attention has a soft cap or sinks and is otherwise full or sliding."""
 
@@ -347,3 +353,13 @@ def rope_problems(model: ModelConfig, shape: ModelShape) -> list[str]:
         f"model.rope.type={model.rope.type}: the model has no rotary position embeddings that transformers can scale; "
         "set model/rope=none, or choose another model"
     ]
+
+
+def chunk_logits(memory_bytes: float) -> int:
+    """Return the number of logits of a chunk of the loss on a GPU: the largest power of two that takes at most 1/36 of
+    its memory with what is computed from them.
+
+    2**27 on 80 GB, as large as matmuls need to run at full speed; larger chunks, on GPUs with more memory, add to the
+    gradient of the head less often.
+    """
+    return int(2 ** math.floor(math.log2(memory_bytes / _CHUNK_SHARE / _CHUNK_LOGIT_BYTES)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from enum import StrEnum
 from typing import Any
 
 from components.config.schema.parallelism import (
@@ -21,7 +20,14 @@ from components.config.schema.parallelism import (
 from components.config.schema.recipes import Config, section, with_section
 from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.config.schema.training import TrainingConfig
-from components.config.shape import PLANNED_MLP, ModelShape
+from components.config.shape import (
+    PLANNED_MLP,
+    AttentionLayout,
+    ModelShape,
+    attention_layout,
+    local_heads,
+    ulysses_divides,
+)
 
 RECOMPUTE = tuple(policy for policy in ActivationCheckpointing if policy != ActivationCheckpointing.auto)
 """Policies of activation checkpointing, except `auto`, which selects one of them."""
@@ -120,50 +126,6 @@ def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
     degrees = {re.sub(r"\d+$", "", part).replace("-", "_"): int(re.findall(r"\d+$", part)[0]) for part in parts}
     axes: dict[str, Any] = {axis: degrees.get(axis, 1) for axis in AXES}
     return replace(base, strategy=Strategy.fsdp2, sequence_parallel=name.endswith("_sp"), **axes)
-
-
-class AttentionLayout(StrEnum):
-    """Distribution of attention heads over the tp axis."""
-
-    sharded = "sharded"
-    kv_replicated = "kv_replicated"
-    replicated = "replicated"
-
-
-def attention_layout(heads: int, kv_heads: int, tp: int) -> AttentionLayout:
-    """Return how query heads and key/value heads are distributed over `tp` ranks.
-
-    sharded: tp divides both counts. kv_replicated: tp divides the query heads and is a multiple of the kv heads, each
-    of which is replicated on tp / kv_heads ranks. replicated: otherwise; every rank computes all heads."""
-    if heads % tp == 0 and kv_heads % tp == 0:
-        return AttentionLayout.sharded
-    if heads % tp == 0 and tp % kv_heads == 0:
-        return AttentionLayout.kv_replicated
-    return AttentionLayout.replicated
-
-
-def local_heads(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
-    """Return the number of query heads and of kv heads that a tp rank computes."""
-    if attention_layout(heads, kv_heads, tp) == AttentionLayout.replicated:
-        return heads, kv_heads
-    return heads // tp, max(kv_heads // tp, 1)
-
-
-def ulysses_divides(heads: int, kv_heads: int, cp: int) -> bool:
-    """Return whether the heads of a rank can be sharded evenly over cp, with kv heads repeated if they are too few."""
-    return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
-
-
-def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the decoder layers of each pipeline stage, as even as possible, with extra layers on the middle stages.
-
-    The first stage also holds the embedding and the last the LM head, so these two get the smaller share.
-    """
-    base, extra = divmod(layers, stages)
-    middle_first = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
-    sizes = [base + (stage in middle_first[:extra]) for stage in range(stages)]
-    starts = [sum(sizes[:stage]) for stage in range(stages)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def batch_problems(training: TrainingConfig, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files that `model.path` refers to, and the sizes in them that a mesh must divide, read without transformers."""
+"""Files that `model.path` refers to, the sizes in them, read without transformers, and how a mesh divides them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -435,3 +436,47 @@ def _packaged_file(path: str, key: str) -> Path:
     if not found.is_file():
         raise ConfigError(f"{key}={path}: the package {package!r} has no file {file!r}")
     return found
+
+
+class AttentionLayout(StrEnum):
+    """Distribution of attention heads over the tp axis."""
+
+    sharded = "sharded"
+    kv_replicated = "kv_replicated"
+    replicated = "replicated"
+
+
+def attention_layout(heads: int, kv_heads: int, tp: int) -> AttentionLayout:
+    """Return how query heads and key/value heads are distributed over `tp` ranks.
+
+    sharded: tp divides both counts. kv_replicated: tp divides the query heads and is a multiple of the kv heads, each
+    of which is replicated on tp / kv_heads ranks. replicated: otherwise; every rank computes all heads."""
+    if heads % tp == 0 and kv_heads % tp == 0:
+        return AttentionLayout.sharded
+    if heads % tp == 0 and tp % kv_heads == 0:
+        return AttentionLayout.kv_replicated
+    return AttentionLayout.replicated
+
+
+def local_heads(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
+    """Return the number of query heads and of kv heads that a tp rank computes."""
+    if attention_layout(heads, kv_heads, tp) == AttentionLayout.replicated:
+        return heads, kv_heads
+    return heads // tp, max(kv_heads // tp, 1)
+
+
+def ulysses_divides(heads: int, kv_heads: int, cp: int) -> bool:
+    """Return whether the heads of a rank can be sharded evenly over cp, with kv heads repeated if they are too few."""
+    return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
+
+
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """Return the decoder layers of each pipeline stage, as even as possible, with extra layers on the middle stages.
+
+    The first stage also holds the embedding and the last the LM head, so these two get the smaller share.
+    """
+    base, extra = divmod(layers, stages)
+    middle_first = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
+    sizes = [base + (stage in middle_first[:extra]) for stage in range(stages)]
+    starts = [sum(sizes[:stage]) for stage in range(stages)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]

@@ -32,7 +32,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from components.config.mesh_rules import quantized_inputs_problem, stage_layers
+from components.config.mesh_rules import quantized_inputs_problem
+from components.config.shape import stage_layers
 from components.distributed.expert import holds_dtensors
 from components.distributed.tensor_parallel import (
     BlockInput,

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from components.batch import Batch
-from components.config.mesh_rules import ulysses_divides
 from components.config.schema.model import CAUSAL_EAGER, CAUSAL_SDPA, DOCUMENTS
 from components.config.schema.parallelism import ContextAttention
+from components.config.shape import ulysses_divides
 from components.distributed.mesh import Mesh
 from components.distributed.tensor_parallel import with_heads
 from components.models.anatomy import Anatomy

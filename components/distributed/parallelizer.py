@@ -29,9 +29,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from components.config.mesh_rules import local_heads, model_problems
+from components.config.mesh_rules import model_problems
 from components.config.schema.parallelism import ParallelismConfig, Strategy
-from components.config.shape import ModelShape, shape_of_config
+from components.config.shape import ModelShape, local_heads, shape_of_config
 from components.distributed.apply_tp import apply_tensor_parallel
 from components.distributed.context_parallel import unsharded_attention, use_context_parallel
 from components.distributed.expert import apply_expert_parallel

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from components.batch import HEAD_KEYWORDS
-from components.config.mesh_rules import stage_layers
+from components.config.shape import stage_layers
 from components.models.anatomy import Anatomy
 from components.protocol.errors import ConfigError
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from components.config.mesh_rules import AttentionLayout, attention_layout
+from components.config.shape import AttentionLayout, attention_layout
 from components.distributed.expert import ExpertParallel
 from components.distributed.tensor_parallel import (
     KVHeadSlice,

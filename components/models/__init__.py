@@ -28,7 +28,7 @@ from components import lazy
 
 if TYPE_CHECKING:
     from components.models.activation_offload import offload_activations
-    from components.models.anatomy import Anatomy, read_anatomy
+    from components.models.anatomy import Anatomy, ParameterCounts, has_adapters, read_anatomy
     from components.models.attention import use_causal_sdpa
     from components.models.build import build_on_meta, check_positions, model_shape
     from components.models.compile import compile_layers
@@ -43,12 +43,11 @@ if TYPE_CHECKING:
         stream_tokens,
     )
     from components.models.layers import (
-        ParameterCounts,
         checkpoint_activations,
         count_parameters,
         decoder_layers,
     )
-    from components.models.lora import adapted_layers, adapters_off, add_adapters
+    from components.models.lora import adapters_off, add_adapters
     from components.models.tokenizer import load_tokenizer
     from components.models.weights.adapter_files import Merge, adapter_config, write_adapter
     from components.models.weights.export import export_model, export_run, export_stored

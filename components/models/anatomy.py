@@ -39,6 +39,35 @@ class ChangedForward:
     """Base of classes that are mixed into the transformers class of a model to change its forward."""
 
 
+class Adapted:
+    """Base of the classes of modules with adapters."""
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether any module of a model has adapters."""
+    return any(isinstance(module, Adapted) for module in model.modules())
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """Parameter counts of a model; a tied parameter counts once."""
+
+    total: int
+    """Elements of all parameters of the unsharded model."""
+    trainable: int
+    """Elements of trainable parameters."""
+    local_bytes: int
+    """Bytes of this rank's shards."""
+    packed: int = 0
+    """Elements of parameters stored in 4 bits."""
+
+    def __str__(self) -> str:
+        if self.trainable == self.total:
+            return f"{self.total:,} parameters"
+        trained = f"{self.total:,} parameters, {self.trainable:,} of them trained ({self.trainable / self.total:.2%})"
+        return f"{trained}, {self.packed:,} frozen in NF4" if self.packed else trained
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionWidths:
     """Sizes that determine the FLOPs of attention, equal in all layers."""

@@ -14,7 +14,6 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.exchange import all_gather_json
-from components.models.anatomy import Anatomy, kept_in_float32, read_anatomy, transformers_class
+from components.models.anatomy import Anatomy, ParameterCounts, kept_in_float32, read_anatomy, transformers_class
 from components.models.lora import quantized_layers
 from components.models.weights.shards import local_part
 
@@ -56,26 +55,6 @@ SAVED_OPERATORS = (
 `inductor_compiled_code` is flex attention, which transformers compiles itself: it is the only compiled region inside an
 uncompiled layer. torch dispatches such regions as one operator after `_wrap_compiled_regions`.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterCounts:
-    """Parameter counts of a model; a tied parameter counts once."""
-
-    total: int
-    """Elements of all parameters of the unsharded model."""
-    trainable: int
-    """Elements of trainable parameters."""
-    local_bytes: int
-    """Bytes of this rank's shards."""
-    packed: int = 0
-    """Elements of parameters stored in 4 bits."""
-
-    def __str__(self) -> str:
-        if self.trainable == self.total:
-            return f"{self.total:,} parameters"
-        trained = f"{self.total:,} parameters, {self.trainable:,} of them trained ({self.trainable / self.total:.2%})"
-        return f"{trained}, {self.packed:,} frozen in NF4" if self.packed else trained
 
 
 def count_parameters(model: nn.Module) -> ParameterCounts:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from components.config.schema.run import PeftConfig, PeftExport
-from components.models.anatomy import is_experts, stores_transposed
+from components.models.anatomy import Adapted, is_experts, stores_transposed
 from components.models.classifier import TokenScores
 from components.models.lora_linear import (
     LoraLayer,
@@ -128,7 +128,7 @@ def expert_factors(name: str) -> list[str]:
     return [f"{name}{suffix}" for suffix in FACTORS]
 
 
-class LoraExperts(nn.Module):
+class LoraExperts(Adapted, nn.Module):
     """Base class of adapted modules of experts; the module's class becomes a subclass of it and of its own class."""
 
     scaling: float

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.config.schema.run import ALL_LINEAR, PeftConfig
-from components.models.anatomy import encoder_parameters
+from components.models.anatomy import Adapted, encoder_parameters
 from components.models.quantization import BLOCK, level_pairs, nf4_linear, pack, packed_shape, unpack
 from components.models.weights.shards import fill, local_part
 from components.protocol.errors import ConfigError
@@ -44,7 +44,7 @@ class InputsShard(Protocol):
         """Return the norms of complete weight rows, (out,), from the norms of this rank's columns of them."""
 
 
-class LoraLayer(nn.Module):
+class LoraLayer(Adapted, nn.Module):
     """Base class of adapted layers: the adapter's parameters and the forward that applies them."""
 
     weight: Any

@@ -16,6 +16,7 @@ import torch
 from components import data, distributed, training
 from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
+from components.config.compute_rules import CHUNK_LOGITS
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterKind, Device
 from components.config.schema.data import LabelsDataConfig
@@ -53,7 +54,6 @@ from components.planning.fake_rank import (
 )
 from components.planning.played_run import DOCUMENTS, STORED_TOKENS, DryRun, PlayedGroup, PlayedTraffic, played_config
 from components.planning.recipe_lines import RecipeLines
-from components.training.objectives.chunked_loss import CHUNK_LOGITS
 from components.training.objectives.preference import REFERENCE
 from components.training.run import GarbageCollection
 

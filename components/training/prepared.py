@@ -22,8 +22,7 @@ from components.training.optimizers.weight_average import WeightAverage
 from components.training.router_loss import RouterLoss
 
 if TYPE_CHECKING:
-    from components.models.anatomy import Anatomy
-    from components.models.layers import ParameterCounts
+    from components.models.anatomy import Anatomy, ParameterCounts
 
 NOTE = (
     "deterministic: torch selects deterministic kernels; runs on the same mesh, devices and versions are bit-equal, "

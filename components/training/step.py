@@ -34,8 +34,7 @@ from components.training.objectives import (
     TokenObjective,
     row_objective,
 )
-from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
-from components.training.optimizers.optim import step_if_finite
+from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm, step_if_finite
 from components.training.prepared import Prepared, StepSettings
 from components.training.router_loss import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 from components.training.state import FIELDS, StepNumbers

@@ -87,7 +87,11 @@ WALKS = (
         ("components/models/weights/loading.py", "fill_weights", "Each rank reads only its own shards."),
         ("components/distributed/parallelizer.py", "wrap_replicas", "DDP, a pipeline, or the model as it is."),
         ("components/training/optimizers/optim.py", "build_optimizer", "Groups of parameters, decay, learning rate."),
-        ("components/training/optimizers/optim.py", "step_if_finite", "Update, undone if a gradient is not finite."),
+        (
+            "components/training/optimizers/gradients.py",
+            "step_if_finite",
+            "Update, undone if a gradient is not finite.",
+        ),
     ),
     _walk(
         "walk_loss",
@@ -113,7 +117,7 @@ WALKS = (
         ("components/training/run.py", "Run.save", "The recipe decides when."),
         ("components/checkpoint/saver.py", "Saver.save", "At once, or in a thread (checkpoint.async_save)."),
         ("components/checkpoint/save.py", "take_snapshot", "Tensors, optimizer state, data cursor, random states."),
-        ("components/checkpoint/tensors.py", "SaveBlocks", "Each block of a tensor is written by one rank."),
+        ("components/checkpoint/stored_tensors.py", "SaveBlocks", "Each block of a tensor is written by one rank."),
         ("components/checkpoint/save.py", "write_snapshot", "safetensors and JSON in a temporary folder."),
         ("components/checkpoint/manifest.py", "Manifest", "Sizes and hashes, written last."),
         ("components/checkpoint/save.py", "save_checkpoint", "One rename publishes step_N."),

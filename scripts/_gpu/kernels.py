@@ -22,7 +22,8 @@ from components.models.lora_linear import add_low_rank
 from components.torch_kernels import has_grouped_queries
 from components.training.objectives import PLAIN
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
-from components.training.optimizers.optim import AdamW, masked_step, step_if_finite
+from components.training.optimizers.gradients import masked_step, step_if_finite
+from components.training.optimizers.optim import AdamW
 from scripts._gpu.verdict import Line, at_most, attempt, control, failed
 
 Formula = Callable[..., Any]

@@ -17,7 +17,7 @@ from components.checkpoint.tensors import list_optimizers
 from components.config.schema.optimizer import AdamW8bitConfig
 from components.config.schema.run import CheckpointConfig
 from components.models.weights.shards import fill, local_blocks, local_part
-from components.training.optimizers.optim import step_if_finite
+from components.training.optimizers.gradients import step_if_finite
 from tests.distributed.parity import MODELS, MOE_MODELS, Case, build, micro_batches, recipe_config
 from tests.distributed.test_muon import state_of
 from tests.harness import run_ranks

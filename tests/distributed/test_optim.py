@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.training.optimizers.optim import AdamW, step_if_finite
+from components.training.optimizers.gradients import step_if_finite
+from components.training.optimizers.optim import AdamW
 from tests.harness import run_ranks
 from tests.unit.test_optim import OPTIMIZERS, compare, matrices
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.mesh_rules import stage_layers
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import ParallelismConfig
+from components.config.shape import stage_layers
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
 from components.protocol.errors import ConfigError

@@ -23,8 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.batch import Batch
-from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
-from components.checkpoint import tensors as checkpoint_tensors
+from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint, stored_tensors
 from components.checkpoint.manifest import Manifest
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing
@@ -267,7 +266,7 @@ def test_checkpoints_load_across_pipeline_layouts(
     world: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = saved_model(tmp_path, family)
-    monkeypatch.setattr(checkpoint_tensors, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(stored_tensors, "FILE_BYTES", 20_000)
 
     def write(rank: int, layout: str | None, split: str = "halves") -> None:
         run = start(staged(cfg, layout, split) if layout else unstaged(cfg))

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from components import distributed
+from components.config.compute_rules import chunk_logits
 from components.config.schema import ParallelismConfig
-from components.planning.formulas.hardware import chunk_logits
 from components.planning.formulas.memory import rank_memory
 from components.training import CrossEntropy
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 from components import training
 from components.batch import Batch
 from components.config.schema import AdamWConfig
-from components.training.optimizers.gradients import local_tensor
-from components.training.optimizers.optim import AdamW, step_if_finite
+from components.training.optimizers.gradients import local_tensor, step_if_finite
+from components.training.optimizers.optim import AdamW
 
 Parameters = Iterable[torch.Tensor]
 

@@ -171,7 +171,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(reference_model, "score_pairs", score_pairs)
     monkeypatch.setattr(reference_model.data, "pack_pairs", lambda pairs: pairs)
-    monkeypatch.setattr(reference_model.models, "adapted_layers", lambda module: [])
+    monkeypatch.setattr(reference_model.models, "has_adapters", lambda module: False)
     return passes
 
 

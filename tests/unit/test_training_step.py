@@ -24,8 +24,9 @@ from components.models.layers import vector_parameters
 from components.protocol.errors import ConfigError
 from components.protocol.processes import FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
 from components.training.loss import count_inputs
+from components.training.optimizers.gradients import step_if_finite
 from components.training.optimizers.muon import divide_parameters
-from components.training.optimizers.optim import keep_group_rates, step_if_finite
+from components.training.optimizers.optim import keep_group_rates
 
 LLAMA = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from components.config.mesh_rules import AttentionLayout, attention_layout, local_heads
-from components.config.shape import ModelShape
+from components.config.shape import (
+    AttentionLayout,
+    ModelShape,
+    attention_layout,
+    local_heads,
+)
 from components.protocol.errors import ConfigError
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from components.config.mesh_rules import AttentionLayout, local_heads
 from components.config.schema.model import Float8
 from components.config.schema.parallelism import MeshShape, Strategy
+from components.config.shape import AttentionLayout, local_heads
 from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.compute import LayerWork, uses_ulysses
 from components.planning.formulas.hardware import Hardware, NodeLinks

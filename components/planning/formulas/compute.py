@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from components.config.mesh_rules import local_heads, ulysses_divides
 from components.config.schema.model import Float8, LossMethod, Qat
 from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
+from components.config.shape import local_heads, ulysses_divides
 from components.planning.formulas.architecture import Sharding
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.workload import MESHBOOK, Implementation, Workload

@@ -20,9 +20,6 @@ PROJECT_CONF = PROJECT / "conf"
 CPU_NAME = "cpu"
 """Devices whose name begins with this are CPUs."""
 
-CHUNK_SHARE, CHUNK_LOGIT_BYTES = 36, 14
-"""A chunk of the loss takes at most 1 / 36 of a GPU; 14 bytes per logit: bfloat16, and three float32 tensors."""
-
 
 class NodeLinks(StrEnum):
     """Links between the GPUs of a node. switch: any GPU reaches any other at full bandwidth; direct: each pair of GPUs
@@ -158,16 +155,6 @@ def _problem(name: str, value: Any) -> list[str]:
     if name in _SHARES and value > 1:
         return [f"{name}={value}: is a share and must be at most 1"]
     return []
-
-
-def chunk_logits(memory_bytes: float) -> int:
-    """Return the number of logits of a chunk of the loss on a GPU: the largest power of two that takes at most 1/36 of
-    its memory with what is computed from them.
-
-    2**27 on 80 GB, as large as matmuls need to run at full speed; larger chunks, on GPUs with more memory, add to the
-    gradient of the head less often.
-    """
-    return int(2 ** math.floor(math.log2(memory_bytes / CHUNK_SHARE / CHUNK_LOGIT_BYTES)))
 
 
 def device_files(name: str, folders: Iterable[Path] = ()) -> list[Path]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from components.config.mesh_rules import stage_layers
+from components.config.compute_rules import CHUNK_LOGITS, chunk_logits
 from components.config.schema.model import LossMethod
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, MuonConfig, SGDConfig
 from components.config.schema.parallelism import (
@@ -27,13 +27,10 @@ from components.config.schema.parallelism import (
     Strategy,
 )
 from components.config.schema.run import PeftConfig
+from components.config.shape import stage_layers
 from components.planning.formulas.architecture import Architecture, Sharding, Weight
-from components.planning.formulas.hardware import chunk_logits
 from components.planning.formulas.workload import Term, Workload, layer_activations, total
 
-_CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
-"""Logits of a chunk of the chunked loss if the device's memory is unknown; the figures of
-components/training/objectives/chunked_loss.py."""
 _NF4_BYTES = 0.53125
 """Bytes per weight in NF4: 4 bits, and a bfloat16 scale for each block of 64."""
 _EIGHT_BIT_BYTES = 2.03
@@ -431,7 +428,7 @@ def _loss_term(w: Workload, device: str) -> Term:
     if w.labels:
         return Term("loss", 12.0 * w.micro_batch * w.labels, "12 B x rows x labels")
     known = device == "cuda" and w.device_memory is not None
-    at_once = chunk_logits(w.device_memory or 0) if known else _CHUNK_LOGITS[device]
+    at_once = chunk_logits(w.device_memory or 0) if known else CHUNK_LOGITS[device]
     head = 0.0 if w.peft.adapts else vocabulary * hidden * (c + (4 if c < 4 else 0))
     logits = w.architecture.vocab  # tp ranks gather them
     # A run chooses by its configured batch size, which counts pairs.

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from components.config.mesh_rules import stage_layers
 from components.config.schema.optimizer import MuonConfig, OptimizerKind, SGDConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.run import PeftConfig
+from components.config.shape import stage_layers
 from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.communication import (
     MeshGroups,

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from components.config.mesh_rules import fitting_micro_batch, local_heads, ulysses_divides
+from components.config.mesh_rules import fitting_micro_batch
 from components.config.schema.model import Attention, DType, Float8, LossMethod, ModelConfig, Qat
 from components.config.schema.objective import (
     DistillationConfig,
@@ -41,7 +41,7 @@ from components.config.schema.parallelism import (
 )
 from components.config.schema.recipes import TrainConfig, frozen_model, score_labels, section
 from components.config.schema.run import PeftConfig
-from components.config.shape import read_shape
+from components.config.shape import local_heads, read_shape, ulysses_divides
 from components.planning.formulas.architecture import Architecture, QueryKeyNorm, Sharding, read_architecture
 
 BYTE_VOCABULARY = 264

@@ -17,14 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from components.config.compute_rules import CHUNK_LOGITS
 from components.config.schema.data import IGNORED
 from components.torch_kernels import active_autocast_dtype
 from components.training.objectives.base import Chunk, TokenLoss, Vocabulary
 from components.training.objectives.cross_entropy import CrossEntropy, upcast
 
-CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
-"""Number of logits (tokens x vocabulary) of a chunk where `Head.chunk_logits` is not set: large enough that the matmuls
-run at full speed and hide the update of the weight's gradient after each chunk."""
 _TOKEN_MULTIPLE = 128
 """Numbers of tokens are rounded up to a multiple of it, so that tensors have few distinct sizes in the allocator."""
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from components.batch import HEAD_KEYWORDS
+from components.config.compute_rules import chunk_logits
 from components.config.schema.data import IGNORED
 from components.config.schema.model import LossMethod, ModelConfig
 from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig
@@ -27,7 +28,6 @@ from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline_stages import Stages, shallow_copy
 from components.distributed.tensor_parallel import as_replicated
-from components.planning.formulas.hardware import chunk_logits
 from components.protocol.errors import ConfigError
 from components.torch_kernels import active_autocast_dtype
 from components.training.objectives import PLAIN, CrossEntropy, HeadOutput, TokenLoss, Vocabulary

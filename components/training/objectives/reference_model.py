@@ -153,7 +153,7 @@ def with_reference(
             raise ConfigError(f"{file}: {problem}")
         if saved is not None and not problem:
             return data.pack_pairs(pairs.with_values(REFERENCE, saved))
-    has_adapters = bool(models.adapted_layers(model.module))
+    has_adapters = models.has_adapters(model.module)
     reference = model
     if run.resume_from is not None and not has_adapters:
         if preference.load_reference is None:
