@@ -23,6 +23,9 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from components.config.schema.data import DataConfig, RowsDataConfig, TokensDataConfig
+from components.config.schema.model import ModelConfig
+from components.config.schema.parallelism import MeshShape
 from components.protocol.run_files import (
     CHECKPOINTS,
     CONFIG,
@@ -211,6 +214,12 @@ def model_name(path: str | None, config: Mapping[str, Any], init: object = None)
     if path is None:
         return f"{config.get('model_type', 'model')} from scratch"
     return Path(path).name.removesuffix(".gguf") + " from scratch" * (init == "random")
+
+
+def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
+    """Return the title of a run's pictures: model, data and mesh."""
+    source = Path(str((data.path if isinstance(data, RowsDataConfig | TokensDataConfig) else None) or data.kind)).name
+    return f"{model_name(model.path, model.config, model.init)} on {source}, {mesh.summary}"
 
 
 def short_mesh(mesh: str) -> str:

@@ -18,9 +18,10 @@ from components.config.compose.command_line import REWRITTEN, Rewrite, Rewritten
 from components.config.compose.frozen import from_yaml, to_yaml
 from components.config.mesh_rules import fit_micro_batches
 from components.config.schema.parallelism import describe_processes
-from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.recipes import RecipeConfig, TrainConfig, section
 from components.config.schema.run import CheckpointConfig, LoggingConfig
 from components.config.schema.training import TrainingConfig
+from components.config.stored_run import run_title
 from components.launch.backend import CheckedRun, Recipe
 from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
@@ -40,7 +41,7 @@ from components.protocol.console_log import keep_console
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.processes import current_rank, rank_and_size, whole_number
-from components.protocol.run_files import log_file
+from components.protocol.run_files import MESH_PICTURE, log_file
 from components.storage.object_store import package_problems
 from components.terminal import keep_running, print_text
 
@@ -111,7 +112,10 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     restrict_new_files(cfg)
     _check_remote(cfg)
     directory = open_run_directory(cfg, recipe.name)
-    directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
+    ranks_per_node = processes // cfg.cluster.most_nodes if world_size is None else _ranks_per_node(world_size)
+    planned, picture = _planned(cfg, processes, ranks_per_node, notes)
+    record = start_record(recipe.name, recipe.file, processes, directory.attempt)
+    directory.freeze(cfg, {**record, "planned": planned}, picture)
     if backend.runs_here:
         keep_console(log_file(directory.logs, 0))
         where = f", their logs in {directory.logs.relative_to(directory.path)}" if processes > 1 else ""
@@ -121,6 +125,33 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
         starting = ["starting: loading PyTorch, the data and the model"] * waits
         print_text(*notes, *starting, sep="\n", end="\n" * bool(notes or starting), file=sys.stderr, flush=True)
     return CheckedRun(recipe, cfg, directory, processes, notes, node_counts)
+
+
+def _planned(
+    cfg: RecipeConfig, processes: int, ranks_per_node: int, notes: list[str]
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the estimates of memory and time if cluster.gpu is set, and for several processes the mesh as SVG."""
+    if not isinstance(cfg, TrainConfig) or (cfg.cluster.gpu is None and processes == 1):
+        return None, None
+    from components.planning.formulas.ranking import estimate_run  # many runs need neither
+    from components.planning.mesh_picture import picture_of_run, render_mesh
+
+    mesh = cfg.parallelism.resolve(processes)
+    estimate = estimate_run(cfg, mesh)
+    planned = None if estimate is None else estimate.figures()
+    if processes == 1:
+        return planned, None
+    try:
+        return planned, render_mesh(picture_of_run(cfg, mesh, ranks_per_node, run_title(cfg.model, cfg.data, mesh)))
+    except (ValueError, ArithmeticError, LookupError) as error:  # a picture must not prevent the run
+        notes.append(f"{MESH_PICTURE} is not drawn: {type(error).__name__}: {error}")
+        return planned, None
+
+
+def _ranks_per_node(world_size: int) -> int:
+    """Return the ranks per node of the user's own launcher; all ranks if its variables do not say."""
+    local, nodes = (whole_number(os.environ.get(name, "")) for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_NODES"))
+    return local or max(1, world_size // (nodes or 1))
 
 
 def _rewriting(recipe: Recipe, world_size: int | None) -> Rewrite:

@@ -39,6 +39,7 @@ from components.protocol.run_files import (
     LEASE,
     LOCK,
     LOGS,
+    MESH_PICTURE,
     PRIVATE,
     RECORD,
     REQUEUE,
@@ -61,7 +62,10 @@ from components.protocol.safe_json import read_regular
 from components.protocol.secrets import masked
 from components.terminal import print_text
 
-_START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_MANIFEST, JOB_SCRIPT, JOB_ID, SUBMISSION, LEASE}
+_START_ENTRIES = {
+    *(CONFIG, RECORD, MESH_PICTURE, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_MANIFEST, JOB_SCRIPT, JOB_ID, SUBMISSION),
+    LEASE,
+}
 """Entries that a start creates before main runs."""
 _PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
 
@@ -85,22 +89,23 @@ class RunDirectory:
         """Logs of this attempt."""
         return attempt_logs(self.path, self.attempt)
 
-    def freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
-        """Write the frozen config (config.yaml), which every rank reads, and its provenance (environment.json).
+    def freeze(self, cfg: RecipeConfig, record: dict[str, Any], picture: str | None = None) -> None:
+        """Write the frozen config (config.yaml), which every rank reads, its provenance (environment.json), and the
+        picture of its mesh if there is one (mesh.svg).
 
         Those of an existing run stay until the first step: the new ones are in the folder `START` until then. First
         moves the result.json of the previous attempt to that attempt's logs. Raises ConfigError if the files cannot be
         written.
         """
         try:
-            self._freeze(cfg, record)
+            self._freeze(cfg, record, picture)
         except OSError as error:
             why = f"{error.strerror or error}{_free_space(self.path)}"
             raise ConfigError(
                 f"run.dir={self.path}: cannot be written: {why}; free disk space, or choose another run.dir"
             ) from error
 
-    def _freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
+    def _freeze(self, cfg: RecipeConfig, record: dict[str, Any], picture: str | None) -> None:
         for left in temporaries(self.path):
             if not left.is_dir() or left.is_symlink():
                 left.unlink(missing_ok=True)
@@ -114,6 +119,9 @@ class RunDirectory:
             self._keep_submission(own_folder(folder / BEFORE))
         keep_only_file(folder / RECORD)
         atomic_write(folder / CONFIG, frozen_text(cfg))
+        if picture is not None:
+            keep_only_file(folder / MESH_PICTURE)
+            atomic_write(folder / MESH_PICTURE, picture)
         own_folder(self.path / LOGS)  # after config.yaml: a killed start leaves a run that can be continued
         self.logs.mkdir()
         for each in (folder, self.logs):  # the copies in the logs restore a damaged first one

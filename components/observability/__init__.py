@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.observability.plot import StepProfile, run_title
+    from components.observability.plot import StepProfile
     from components.observability.reporter import Reporter
     from components.observability.result import (
         BannerFacts,

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from components.config.schema.data import DataConfig, RowsDataConfig, TokensDataConfig
-from components.config.schema.model import ModelConfig
-from components.config.schema.parallelism import MeshShape
 from components.config.schema.run import ProfileConfig
-from components.config.stored_run import model_name
 from components.presentation import (
     LOSS,
     MISSING,
@@ -83,12 +79,6 @@ class LossPlot:
             return "no plot: no loss was logged"
         save_figure(_figure(training, held_out, self._title, self.unit, name), self._file)
         return None
-
-
-def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
-    """Return the title of a run's plot: model, data and mesh."""
-    source = Path(str((data.path if isinstance(data, RowsDataConfig | TokensDataConfig) else None) or data.kind)).name
-    return f"{model_name(model.path, model.config, model.init)} on {source}, {mesh.summary}"
 
 
 def _figure(

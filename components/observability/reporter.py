@@ -26,11 +26,13 @@ from components.presentation import PlainConsole
 from components.protocol.processes import ATTEMPT
 from components.protocol.run_files import (
     FIRST_STEP,
+    RECORD,
     RESULT,
     accept_start,
     atomic_write_json,
     create_marker,
     disk_errors_named,
+    read_json,
 )
 from components.terminal import printable
 
@@ -438,6 +440,9 @@ class Reporter:
         if self._second_batch_at:
             started = time.perf_counter() - result.wall_seconds
             result.seconds_to_first_step = round(self._second_batch_at - started, 1)
+        planned = read_json(self._run_dir / RECORD).get("planned") or {}
+        if planned.get("processes") == result.processes:  # not those of a requeued run that lost nodes
+            result.planned = planned
         lost = lost_work(self._run_dir)
         result.restarts, result.lost_steps, result.lost_seconds = lost.restarts, lost.steps, lost.seconds
         atomic_write_json(self._run_dir / RESULT, asdict(result))

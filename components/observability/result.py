@@ -174,8 +174,8 @@ class Result:
     step_seconds: float | None = None
     """Seconds per optimizer step, without the first log interval."""
     planned: dict[str, Any] | None = None
-    """Estimates of scripts/plan.py for this run: gpu, peak_memory_bytes of the fullest rank, step_seconds. None if
-    cluster.gpu is not set."""
+    """Estimates of scripts/plan.py for this run: gpu, processes, peak_memory_bytes of the fullest rank, step_seconds.
+    None if cluster.gpu is not set, or if a requeued run has fewer processes."""
 
 
 def summary(result: Result, run_dir: Path) -> str:

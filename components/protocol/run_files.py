@@ -125,14 +125,14 @@ def current_config(run_dir: Path) -> Path:
 
 
 def accept_start(run_dir: Path, attempt: int) -> None:
-    """Replace config.yaml and environment.json of a run by those of its newest start, which takes its first step.
+    """Replace config.yaml, environment.json and mesh.svg of a run by those of its newest start at its first step.
 
     The config, which ranks read, is the last file to be replaced. Raises OSError.
     """
     folder, logs = run_dir / START, attempt_logs(run_dir, attempt)
     if folder.is_symlink() or not folder.is_dir():
         return
-    for name, mode in ((RECORD, PRIVATE), (CONFIG, BY_UMASK)):
+    for name, mode in ((MESH_PICTURE, BY_UMASK), (RECORD, PRIVATE), (CONFIG, BY_UMASK)):
         if (folder / name).is_file():
             content = read_regular(folder / name)
             for each in (run_dir, logs) if logs.is_dir() else (run_dir,):  # the copy restores a damaged first one

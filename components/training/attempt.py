@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -170,10 +170,6 @@ class Attempt(RunContext):
             self._contexts.enter_context(context)
         self._has_begun = True
 
-    def _planned(self) -> dict[str, Any] | None:
-        """Return the estimates of memory and time for this run; None if there are none."""
-        return None
-
     def _write_result(self) -> None:
         self._report.finish(
             observability.Result(
@@ -194,7 +190,6 @@ class Attempt(RunContext):
                 tasks=self._task_scores,
                 stopped_early=self.stopped_early,
                 skipped_steps=self.state.skipped,
-                planned=self._planned(),
             )
         )
 

@@ -24,13 +24,9 @@ from components.config.rules import decay_problems, profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import TrainConfig
-from components.config.stored_run import STEP_KEYS
-from components.distributed.init import get_local_world_size_preinit
+from components.config.stored_run import STEP_KEYS, run_title
 from components.exchange import broadcast_json
-from components.planning.formulas.ranking import estimate_run
-from components.planning.mesh_picture import picture_of_run, render_mesh
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import MESH_PICTURE, atomic_write
 from components.training.attempt import Attempt
 from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.muon import Muon
@@ -90,10 +86,6 @@ class Run(Attempt):
         self._step_contexts.__exit__(kind, error, traceback)
         super().__exit__(kind, error, traceback)
 
-    def _planned(self) -> dict[str, Any] | None:
-        estimate = estimate_run(self.cfg, self.mesh.shape) if self._is_main else None
-        return None if estimate is None else estimate.figures()
-
     def begin(
         self,
         model: Prepared,
@@ -122,7 +114,7 @@ class Run(Attempt):
             keep_group_rates(each, cfg.optimizer)
         self._average = None if model.average is None else model.average.tensors
         self._watch.follow(model.called)
-        self._title = title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
+        title = run_title(cfg.model, cfg.data, self.mesh.shape)
         # Must precede the load of the checkpoint, which restores the random states: the reporter's imports draw random
         # numbers.
         self._report = observability.Reporter(cfg.logging, self.dir, self._is_main, self._count_steps(batches), title)
@@ -141,7 +133,6 @@ class Run(Attempt):
         )
         arm_bit_flips(checkpoint.list_optimizers(optimizer))
         self._print_start(model, batches.dataset, held_out)
-        self._draw_mesh()
         self._report.begin(self.state.step, self.total_steps, self._saved_at())
         self._reader = StepReader(_LAG.get(self.device.type, 0))
         self._clock = SaveClock(cfg.checkpoint.every_minutes)
@@ -166,17 +157,6 @@ class Run(Attempt):
         begins, or starts from another run's checkpoint."""
         folder = self._own_checkpoint
         return checkpoint.saved_at(folder) if folder is not None and self._is_main else None
-
-    def _draw_mesh(self, measured_bytes: int | None = None) -> None:
-        """Draw mesh.svg on rank 0, with the peak memory measured so far if it is given. A run does not need it."""
-        if not self._is_main or self._world_size == 1:
-            return
-        per_node = max(1, get_local_world_size_preinit())
-        try:
-            picture = picture_of_run(self.cfg, self.mesh.shape, per_node, self._title, measured_bytes)
-            atomic_write(Path(self.dir) / MESH_PICTURE, render_mesh(picture))
-        except (OSError, ValueError, ArithmeticError, LookupError) as error:  # a picture must not end the run
-            self.print(f"{MESH_PICTURE} is not drawn: {type(error).__name__}: {error}")
 
     def _count_steps(self, batches: data.TrainBatches) -> int:
         """Return the optimizer steps of the whole run, the same on every rank: all have the same data and cursor."""
@@ -317,8 +297,6 @@ class Run(Attempt):
             self.state.raise_if_none_finite()
         self._profile.finish()
         self._save_last()
-        if self._planned() is not None:
-            self._draw_mesh(observability.peak_memory_bytes(self.device))
 
     def export(self, tokenizer: Any) -> None:
         """Export the model for transformers and PEFT, according to checkpoint.export and peft.export. A collective.

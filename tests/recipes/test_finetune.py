@@ -92,13 +92,20 @@ def test_run_directory_has_the_documented_files(single_process: tuple[Path, str]
 def test_every_mesh_logs_the_same_curve(
     overrides: tuple[str, ...], single_process: tuple[Path, str], tmp_path: Path
 ) -> None:
-    extra = ("logging.comm=true", "checkpoint.export=false")
+    extra = ("logging.comm=true", "checkpoint.export=false", "cluster.gpu=cpu")
     output = run("finetune.py", *TINY, *overrides, *extra, f"run.dir={tmp_path}/run", cwd=tmp_path)
     assert "process groups" in output
     assert output.count("collectives of one optimizer step") == 1
     for key in ("loss", "grad_norm", "eval_loss"):
         assert curve(tmp_path / "run", key) == pytest.approx(curve(single_process[0], key), rel=1e-5)
     assert curve(tmp_path / "run", "tokens") == curve(single_process[0], "tokens")
+    planned = result(tmp_path / "run")["planned"]
+    assert (planned["gpu"], planned["processes"]) == ("cpu", result(tmp_path / "run")["processes"])
+    assert planned["peak_memory_bytes"] > 0
+    assert planned["step_seconds"] > 0
+    picture = (tmp_path / "run" / "mesh.svg").read_text()
+    assert picture.count('data-rank="') == planned["processes"]
+    assert "Memory of the fullest rank" in picture
 
 
 def test_export_loads_in_plain_transformers(single_process: tuple[Path, str]) -> None:

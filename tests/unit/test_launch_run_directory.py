@@ -50,9 +50,9 @@ def config(run_dir: str | None = None) -> FinetuneConfig:
     return cfg
 
 
-def start(cfg: FinetuneConfig, recipe: str = "finetune") -> RunDirectory:
+def start(cfg: FinetuneConfig, recipe: str = "finetune", picture: str | None = None) -> RunDirectory:
     directory = open_run_directory(cfg, recipe)
-    directory.freeze(cfg, {"recipe": recipe})
+    directory.freeze(cfg, {"recipe": recipe}, picture)
     return directory
 
 
@@ -109,6 +109,20 @@ def test_resumed_run_keeps_the_files_of_earlier_attempts() -> None:
     assert json.loads((first.logs / "result.json").read_text()) == {"status": "failed", "error": "boom"}
     assert not (second.path / "result.json").exists()
     assert (second.path / "logs" / "latest").resolve() == second.logs
+
+
+def test_picture_of_another_mesh_replaces_the_first_at_the_first_step() -> None:
+    first = start(config("mine"), picture="two ranks")
+    take_step(first)
+    end(first)
+    refused = start(config("mine"), picture="three ranks")
+    refused.discard("refused")
+    end(refused)
+    assert (first.path / "mesh.svg").read_text() == "two ranks"
+    second = start(config("mine"), picture="four ranks")
+    assert (first.path / "mesh.svg").read_text() == "two ranks"
+    take_step(second)
+    assert (first.path / "mesh.svg").read_text() == "four ranks"
 
 
 def test_result_written_by_the_recipe_is_kept() -> None:

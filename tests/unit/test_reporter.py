@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -68,6 +69,17 @@ def test_result_with_task_scores_that_are_not_numbers_is_written(tmp_path: Path)
     result = Result(status="ok", steps=1, mesh="1", processes=1, wall_seconds=2.0, peak_memory_bytes=1, tasks=tasks)
     Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True).finish(result)
     assert read_json(tmp_path / "result.json")["tasks"] == {"a/acc": None, "b": 0.5, "nonfinite": {"a/acc": "nan"}}
+
+
+@pytest.mark.parametrize(("processes", "is_kept"), [(8, True), (4, False)])
+def test_estimates_of_the_launcher_are_those_of_the_same_number_of_processes(
+    processes: int, is_kept: bool, tmp_path: Path
+) -> None:
+    planned = {"gpu": "h100_80", "processes": 8, "step_seconds": 0.5}
+    (tmp_path / "environment.json").write_text(json.dumps({"planned": planned}))
+    result = Result(status="ok", steps=1, mesh="1", processes=processes, wall_seconds=2.0, peak_memory_bytes=1)
+    Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True).finish(result)
+    assert read_json(tmp_path / "result.json")["planned"] == (planned if is_kept else None)
 
 
 def test_peak_memory_is_reported_as_allocated_and_reserved_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,9 +145,10 @@ class RunEstimate:
     time: StepTime
 
     def figures(self) -> dict[str, str | float]:
-        """Return what result.json holds beside the measured figures."""
+        """Return what environment.json and result.json hold beside the measured figures."""
         return {
             "gpu": self.hardware.name,
+            "processes": self.workload.mesh.world,
             "peak_memory_bytes": self.memory.peak,
             "step_seconds": round(self.time.seconds, 6),
         }
