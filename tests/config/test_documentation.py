@@ -56,8 +56,14 @@ OTHER_FILES = {
     "mine.py",
     "my_data.py",
     "/my_project/mine.py",
+    "a/recipes/finetune.py",
+    "b/recipes/finetune.py",
+    "examples/own_data/train.py",
+    "examples/own_loss/train.py",
+    "examples/own_optimizer/train.py",
+    "examples/own_model_family/train.py",
 }
-"""Files of other projects, of Python and of a reader that texts and sources name."""
+"""Files of other projects, of Python, of a reader and in the headers of patches that texts and sources name."""
 COMING_FROM = sorted(str(file.relative_to(DOCS)) for file in DOCS.glob("coming_from/*.md"))
 
 

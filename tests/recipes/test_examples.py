@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import ndiff
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,15 @@ from components import data, models, training
 from components.batch import Batch
 from components.config.compose.frozen import read_section
 from components.config.schema import DataConfig, ModelConfig
+from tests.examples import EXAMPLES, OUTDATED, ROOT, blocks, commands, copy_example, require_program, words
 from tests.recipes.launching import until
-from tests.recipes.test_finetune import ROOT, curve, result
+from tests.recipes.test_finetune import curve, result
 from tests.suites import TORTURE
 
-EXAMPLES = ROOT / "examples"
-TRAINED = ("own_data", "own_loss", "own_optimizer", "own_model_family", "own_recipe")
+PATCHED = ("own_loss", "own_optimizer", "own_model_family")
+MADE = ("own_data", *PATCHED)
+"""Examples whose train.py is made from recipes/finetune.py."""
+TRAINED = (*MADE, "own_recipe")
 SBATCH = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/arguments"
 echo "sbatch: Job 7 to start at 2030-01-01T12:00:00 using 8 processors on nodes n[1-2]" >&2
@@ -47,24 +47,11 @@ class Ran:
     run_dir: Path | None
 
 
-def blocks(name: str, language: str) -> list[str]:
-    """Return the code blocks of an example's README in a language, with continued lines joined."""
-    text = (EXAMPLES / name / "README.md").read_text()
-    found = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [block.replace("\\\n", "") for block in found]
-
-
-def commands(name: str) -> list[str]:
-    """Return the commands of an example's README."""
-    return [line for block in blocks(name, "bash") for line in block.splitlines()]
-
-
-def run(command: str, folder: Path, **environment: str) -> Ran:
-    """Run a command as written, but in a folder of its own: only paths into the repository are made absolute."""
+def run(command: str, folder: Path, examples: Path = EXAMPLES, **environment: str) -> Ran:
+    """Run a command as written, but in a folder of its own; `examples` replaces the folder examples/."""
     folder.mkdir()
-    program, *arguments = shlex.split(command)
+    program, *arguments = words(command, examples)
     assert program == "python"
-    arguments = [str(ROOT / each) if each.startswith(("examples/", "recipes/")) else each for each in arguments]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MESHBOOK_", "SLURM_"))}
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -135,13 +122,14 @@ CHECKS = {
 def test_commands_train_from_another_folder(name: str, tmp_path: Path, own_modules: Any) -> None:
     """The losses fall, and are the same for the command on a mesh of two ranks (in CI that one is only checked)."""
     dry_run = "" if TORTURE else " cluster.dry_run=true"
-    first, *on_meshes = commands(name)
-    ran = run(first, tmp_path / "first")
+    examples = copy_example(name, tmp_path).parent
+    first, *on_meshes = (command for command in commands(name) if command.startswith("python "))
+    ran = run(first, tmp_path / "first", examples)
     assert ran.status == 0, ran.output
     losses = curve(ran.run_dir)
     assert losses[-1] < losses[0] - 0.05
     for command in on_meshes:
-        meshed = run(command + dry_run, tmp_path / "meshed")
+        meshed = run(command + dry_run, tmp_path / "meshed", examples)
         assert meshed.status == 0, meshed.output
         assert ("on 2 processes" if TORTURE else "would start 2 x") in meshed.output
         if TORTURE:
@@ -152,12 +140,27 @@ def test_commands_train_from_another_folder(name: str, tmp_path: Path, own_modul
         CHECKS[name](ran)
 
 
-@pytest.mark.parametrize("name", ["own_data", "own_loss", "own_optimizer", "own_model_family"])
-def test_copies_differ_from_the_recipe_as_the_readme_shows(name: str) -> None:
-    texts = [file.read_text() for file in (ROOT / "recipes/finetune.py", EXAMPLES / name / "train.py")]
-    lines = [text[text.index("from __future__") :].splitlines() for text in texts]
-    changes = [line[0] + line[2:] for line in ndiff(*lines) if line[0] in "+-" and line[2:]]
-    assert changes == [line for block in blocks(name, "diff") for line in block.splitlines()]
+@pytest.mark.parametrize("name", PATCHED)
+def test_patch_is_shown_and_small_and_fits_the_recipe(name: str) -> None:
+    """`patch` and `git apply` find the lines where the patch says, without fuzz."""
+    file = EXAMPLES / name / "train.patch"
+    assert blocks(name, "diff") == [file.read_text()]
+    changed = re.findall(r"^(?!--- |\+\+\+ )[-+]", file.read_text(), re.MULTILINE)
+    assert 1 <= len(changed) <= 12
+    require_program("patch")
+    for command in ("patch --dry-run --fuzz=0 recipes/finetune.py", "git apply --check --verbose"):
+        arguments = [*command.split(), str(file)]
+        environment = {**os.environ, "LC_ALL": "C"}
+        done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output + OUTDATED
+        assert "offset" not in output, output + OUTDATED
+
+
+def test_own_data_needs_no_change_of_the_recipe(tmp_path: Path) -> None:
+    assert blocks("own_data", "diff") == []
+    made = copy_example("own_data", tmp_path) / "train.py"
+    assert made.read_text() == (ROOT / "recipes/finetune.py").read_text()
 
 
 def test_own_loss_and_its_gradient_equal_plain_pytorch(own_modules: Any) -> None:
@@ -197,7 +200,7 @@ def test_own_loss_and_its_gradient_equal_plain_pytorch(own_modules: Any) -> None
 
 def test_own_section_is_validated(tmp_path: Path) -> None:
     (wrong,) = re.findall(r"`(python examples/own_loss/\S+ focal\S+)`", (EXAMPLES / "own_loss/README.md").read_text())
-    ran = run(wrong, tmp_path / "wrong")
+    ran = run(wrong, tmp_path / "wrong", copy_example("own_loss", tmp_path).parent)
     assert (ran.status, ran.output, ran.run_dir) == (2, "focal.gamma=0.0: must be at least 1\n", None)
 
 
@@ -238,9 +241,7 @@ def test_own_cluster_is_rendered_by_a_dry_run(tmp_path: Path) -> None:
 @pytest.fixture
 def spooler(tmp_path: Path) -> Iterator[dict[str, str]]:
     """Variables of a queue of its own, and of the example's class; ends its jobs afterwards."""
-    if shutil.which("tsp") is None:
-        message = "there is no tsp (Debian: task-spooler)"
-        (pytest.fail if os.environ.get("MESHBOOK_REQUIRE_SLURM") == "1" else pytest.skip)(message)
+    require_program("tsp", "task-spooler")
     variables = {"TS_SOCKET": str(tmp_path / "socket"), "TMPDIR": str(tmp_path)}
     yield {**variables, "PYTHONPATH": str(EXAMPLES / "own_scheduler")}
     environ = {**os.environ, **variables}
@@ -284,5 +285,6 @@ def test_examples_are_listed() -> None:
     for name in folders:
         assert f"({name}/README.md)" in (EXAMPLES / "README.md").read_text()
         assert f"`examples/{name}/`" in (ROOT / "docs/recipes.md").read_text()
+        assert (f"examples/{name}/train.py" in (ROOT / ".gitignore").read_text().splitlines()) == (name in MADE)
         files = list((EXAMPLES / name).rglob("*.py"))
         assert all(file.read_text().count("\n") <= 120 for file in files)
