@@ -2,14 +2,9 @@
 
 python scripts/doctor.py           # exit status 0: a run can start; 1: a problem would prevent it
 python scripts/doctor.py --json    # one JSON object
-python scripts/doctor.py --measure # measure the GPU or CPU instead, into conf/local/gpu; cluster.gpu then selects it
 
 Each check prints a line, with a fix if there is a problem. Verdicts: ok; note: runs work, but something optional does
 not; problem: runs fail. No check changes anything or prints an access token.
-
---measure takes less than a minute. It writes conf/local/gpu/NAME.yaml, by default cpu_measured or h100_measured, with
-the source of each value, and exits with status 1 if measuring fails and 2 if the name is invalid or the file exists.
-The network between nodes is not measured. Measuring GPUs has not been tested on GPUs yet.
 """
 
 from __future__ import annotations
@@ -92,33 +87,12 @@ def _start(check: Callable[[], list[Check]]) -> Future[list[Check]]:
     return future
 
 
-def measure(name: str | None, *, force: bool) -> int:
-    """Measure the device and write its file; return the exit status."""
-    from components.protocol.errors import ConfigError  # needs PyYAML, which the checks must not
-    from components.protocol.failures import print_problems
-    from scripts._doctor.device_file import write_measured_device
-
-    try:
-        return write_measured_device(name, force=force)
-    except ConfigError as error:
-        print_problems(error.problems)
-        return 2
-
-
 def main(arguments: list[str]) -> int:
     """Print the report and return the exit status."""
     guard_output(sys.stderr)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--measure", nargs="?", const="", metavar="NAME", help="measure the device: write its file")
-    parser.add_argument("--force", action="store_true", help="with --measure: replace an existing file")
     options = parser.parse_args(arguments)
-    if options.measure is None and options.force:
-        parser.error("--force needs --measure")
-    if options.measure is not None and options.json:
-        parser.error("--measure prints YAML: leave out --json")
-    if options.measure is not None:
-        return measure(options.measure or None, force=options.force)
     checks: list[Check] = []
     for found in examine():
         checks += found
