@@ -96,7 +96,7 @@ def check_packages() -> list[Check]:
     from packaging.version import Version
 
     tested = dict(line.lower().split("==") for line in read_text(ROOT / "constraints.txt").split() if "==" in line)
-    shown, untested = [], []
+    shown, untested = {}, []
     for name, version in installed.items():
         if not Requirement(required[name]).specifier.contains(version, prereleases=True):
             finding = f"{name} {version}; required {required[name][len(name) :]}"
@@ -104,11 +104,12 @@ def check_packages() -> list[Check]:
         elif name in tested and Version(version).release != Version(tested[name]).release:
             untested.append(f"{name} {version} ({tested[name]})")
         elif name in REPORTED:
-            shown.append(f"{name} {version}")
+            shown[name] = version
     if untested:
         finding = f"not the tested version, in parentheses, but allowed: {', '.join(untested)}"
         checks.append(Check("packages", NOTE, finding, INSTALL))
-    return [Check("packages", OK, ", ".join(shown)), *checks] if shown else checks
+    versions = ", ".join(f"{name} {shown[name]}" for name in REPORTED if name in shown)
+    return [Check("packages", OK, versions), *checks] if versions else checks
 
 
 def _requirements() -> dict[str, Any]:

@@ -77,7 +77,7 @@ def check_disk() -> list[Check]:
     """Check the folders for runs and for temporary files."""
     outputs = (
         "the current folder does not exist any more",
-        "start from another folder, or set run.dir=/path/to/folder",
+        "set run.dir=/path/to/folder, or start from another folder",
     )
     tmp = ("no folder for temporary files is writable", "export TMPDIR=/path/to/folder")
     return [
