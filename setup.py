@@ -13,8 +13,8 @@ PACKAGES = ("components", "meshbook")
 """Packages at the top level of the wheel; `recipes` or `scripts` there would collide with folders of users."""
 CARRIED = ("recipes", "scripts", "conf", "slurm", "k8s")
 SUFFIXES = {".py", ".yaml", ".j2", ".md", ".sh"}
-LEFT_OUT = {"__pycache__", "local", "dev", "_docs"}
-"""Folders of CARRIED that are a user's own, or tools for Meshbook's developers."""
+LEFT_OUT = {"__pycache__", "local", "dev", "_docs", "benchmark", "_gpu", "gpu.py"}
+"""Names in CARRIED that are a user's own, or tools for Meshbook's developers: benchmarks and checks of GPUs too."""
 
 
 class BuildPackages(build_py):

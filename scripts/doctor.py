@@ -2,14 +2,9 @@
 
 python scripts/doctor.py           # exit status 0: a run can start; 1: a problem would prevent it
 python scripts/doctor.py --json    # one JSON object
-python scripts/doctor.py --measure # measure the GPU or CPU instead, into conf/local/gpu; cluster.gpu then selects it
 
 Each check prints a line, with a fix if there is a problem. Verdicts: ok; note: runs work, but something optional does
 not; problem: runs fail. No check changes anything or prints an access token.
-
---measure takes less than a minute. It writes conf/local/gpu/NAME.yaml, by default cpu_measured or h100_measured, with
-the source of each value, and exits with status 1 if measuring fails and 2 if the name is invalid or the file exists.
-The network between nodes is not measured. Measuring GPUs has not been tested on GPUs yet.
 """
 
 from __future__ import annotations
@@ -20,20 +15,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
-from typing import Callable, Iterator  # noqa: UP035  (so that an old Python can import this file and report itself)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from components.terminal import HelpText, fit, guard_output, print_text, terminal_width
+from components.terminal import HelpText, exit_with, fit, print_text, terminal_width
+from scripts._doctor import clusters, environment, machine
 from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, last_line, run_command, shorten
-from scripts._doctor.environment import INSTALL, check_packages, check_project, check_python, check_weights
-from scripts._doctor.kubernetes import check_k8s
-from scripts._doctor.machine import check_disk, check_driver, check_machine, check_network
-from scripts._doctor.services import check_hub, check_slurm, check_wandb
 
 SECONDS, TORCH_SECONDS = 60.0, 180.0
 """Time limits of a check, and of the one that imports torch, which is slow from a network disk."""
@@ -42,29 +34,34 @@ SECONDS, TORCH_SECONDS = 60.0, 180.0
 def check_torch() -> list[Check]:
     """Run the checks that need torch in a subprocess, which may crash or hang."""
     if importlib.util.find_spec("torch") is None:
-        return [Check("torch", PROBLEM, "is not installed", INSTALL)]
+        return [Check("torch", PROBLEM, "is not installed", environment.INSTALL)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
     script = str(ROOT / "scripts" / "_doctor" / "devices.py")
     answer = run_command(sys.executable, script, seconds=TORCH_SECONDS, env=env)
     checks = [Check(**json.loads(line)) for line in answer.output.splitlines() if line.startswith('{"topic"')]
     if answer.status != 0:
-        ended = [] if answer.status is None else [f"ended with status {answer.status}"]
-        text = ": ".join([*ended, *filter(None, [last_line(answer.errors)])])
-        checks.append(Check("torch", PROBLEM, text, f"{INSTALL}; python -c 'import torch'"))
+        ended = f"ended with status {answer.status}" if answer.status is not None else ""
+        finding = ": ".join(filter(None, [ended, last_line(answer.errors)]))
+        checks.append(Check("torch", PROBLEM, finding, f"{environment.INSTALL}; python -c 'import torch'"))
     return checks
 
 
 CHECKS: tuple[Callable[[], list[Check]], ...] = (
-    check_project, check_python, check_packages, check_weights, check_machine, check_disk, check_hub, check_wandb,
-    check_slurm, check_k8s, check_network, check_driver, check_torch,
+    environment.check_project, environment.check_python, environment.check_packages, environment.check_weights,
+    machine.check_machine, machine.check_disk, environment.check_hub, environment.check_wandb,
+    clusters.check_slurm, clusters.check_k8s, machine.check_network, machine.check_driver, check_torch,
 )  # fmt: skip
 
 
 def examine() -> Iterator[list[Check]]:
     """Run all checks concurrently, and yield the results of each in the order of CHECKS."""
     began = time.monotonic()
-    for check, future in [(check, _start(check)) for check in CHECKS]:
+    futures: dict[Callable[[], list[Check]], Future[list[Check]]] = {check: Future() for check in CHECKS}
+    for check, future in futures.items():
+        # Not an executor, whose threads would keep the process from exiting while a check hangs.
+        Thread(target=_run, args=(check, future), daemon=True).start()
+    for check, future in futures.items():
         topic = check.__name__[len("check_") :]
         limit = TORCH_SECONDS + 10 if check is check_torch else SECONDS
         try:
@@ -78,74 +75,34 @@ def examine() -> Iterator[list[Check]]:
                 yield [Check(topic, PROBLEM, text)]
 
 
-def _start(check: Callable[[], list[Check]]) -> Future[list[Check]]:
-    """Run a check in a thread that does not keep the process from exiting, as that of an executor would."""
-    future: Future[list[Check]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(check())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return future
-
-
-def measure(name: str | None, *, force: bool) -> int:
-    """Measure the device and write its file; return the exit status."""
-    from components.protocol.errors import ConfigError  # needs PyYAML, which the checks must not
-    from components.protocol.failures import print_problems
-    from scripts._doctor.device_file import write_measured_device
-
+def _run(check: Callable[[], list[Check]], future: Future[list[Check]]) -> None:
     try:
-        return write_measured_device(name, force=force)
-    except ConfigError as error:
-        print_problems(error.problems)
-        return 2
+        future.set_result(check())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def main(arguments: list[str]) -> int:
     """Print the report and return the exit status."""
-    guard_output(sys.stderr)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpText)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--measure", nargs="?", const="", metavar="NAME", help="measure the device: write its file")
-    parser.add_argument("--force", action="store_true", help="with --measure: replace an existing file")
     options = parser.parse_args(arguments)
-    if options.measure is None and options.force:
-        parser.error("--force needs --measure")
-    if options.measure is not None and options.json:
-        parser.error("--measure prints YAML: leave out --json")
-    if options.measure is not None:
-        return measure(options.measure or None, force=options.force)
     checks: list[Check] = []
-    for found in examine():
-        checks += found
-        if not options.json:
-            for check in found:
-                line = str(check)
-                if len(line) > terminal_width():  # the fix goes below
-                    line = line.replace("  -> ", f"\n{' ' * 20}-> ", 1)
-                print_text(fit(line), flush=True)
+    for results in examine():
+        checks += results
+        for line in map(str, () if options.json else results):
+            if len(line) > terminal_width():  # the fix goes below
+                line = line.replace("  -> ", f"\n{' ' * 20}-> ", 1)
+            print_text(fit(line), flush=True)
     problems, notes = (sum(check.verdict == verdict for check in checks) for verdict in (PROBLEM, NOTE))
     if options.json:
         print_text(json.dumps({"runnable": not problems, "checks": [asdict(check) for check in checks]}, indent=2))
+    elif problems:
+        print_text(f"{problems} problem{'s' * (problems > 1)} to fix before a run can start")
     else:
-        to_fix = f"{problems} problem{'s' * (problems > 1)} to fix before a run can start"
-        print_text(to_fix if problems else f"A run can start ({notes} note{'s' * (notes != 1)}).")
+        print_text(f"A run can start ({notes} note{'s' * (notes != 1)}).")
     return int(problems > 0)
 
 
 if __name__ == "__main__":
-    if sys.stdout is None:  # started with stdout closed (>&-)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    try:
-        status = main(sys.argv[1:])
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        status = 130
-    except OSError as error:  # doctor.py | head, or a full disk
-        status = 1
-        os.write(2, f"the report cannot be written: {error.strerror}\n".encode())
-    os._exit(status)  # a normal exit would write once more to an output that cannot be written
+    exit_with(main)

@@ -9,6 +9,7 @@ python scripts/plan.py experiment=llama3_1_8b_1node --draw mesh.svg           # 
 python scripts/plan.py experiment=llama3_1_8b_1node --dry-run 2               # also play the best two rows
 python scripts/plan.py --recipe dpo data.path=pairs.jsonl peft=lora model=llama3_1_8b cluster=slurm_1node \\
     cluster.gpu=a100_80 training.seq_len=2048 training.global_batch_size=64
+python scripts/plan.py --measure                                              # this GPU or CPU, for cluster.gpu
 
 Takes the recipe's own overrides. A degree, policy, schedule or micro-batch size that they set is kept; the planner
 chooses the others. No run is started. `64 of 1` are a rank's micro-batches in a step, and the rows (or pairs) of each.
@@ -16,6 +17,10 @@ Memory is that of the fullest rank; tokens/s and MFU count every token of a row.
 the error of the estimates. Memory and time are closed formulas, which load neither torch nor the model; --dry-run N
 simulates a step of the best N rows with fake tensors, on one CPU and without its memory. Exit status 0: at least one
 mesh fits; 2: invalid options, an unknown device or model, or nothing fits.
+
+--measure takes less than a minute. It writes conf/local/gpu/NAME.yaml, by default cpu_measured or h100_measured, with
+the source of each value, and exits with status 1 if measuring fails and 2 if the name is invalid or the file exists.
+The network between nodes is not measured. Measuring GPUs has not been tested on GPUs yet.
 """
 
 from __future__ import annotations
@@ -26,15 +31,19 @@ from components.planning.played_run import play_run
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import exit_with, print_text
+from scripts._plan.device_file import write_measured_device
 from scripts._plan.drawing import write_drawing
-from scripts._plan.options import read_request
+from scripts._plan.options import read_options, read_request
 from scripts._plan.report import as_json, left_out_lines, played_lines, size_warnings, table_lines, why_lines
 
 
 def main(arguments: list[str]) -> int:
     """Print the table, or what the options select."""
     try:
-        request = read_request(arguments, __doc__)
+        options, overrides = read_options(arguments, __doc__)
+        if options.measure is not None:
+            return write_measured_device(options.measure or None, force=options.force)
+        request = read_request(options, overrides)
         if request is None:
             return 0
         plans = request.plans()

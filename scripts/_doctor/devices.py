@@ -49,15 +49,15 @@ def check_devices() -> Check:
     if present and "CUDA_VISIBLE_DEVICES" in os.environ:
         hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides {present} GPUs"
         return Check("devices", NOTE, f"{hidden}; CPU, {dtype}; {build}", "unset CUDA_VISIBLE_DEVICES")
-    if present and torch.version.cuda is None:
-        fix = "make install TORCH=cuda, or set cluster.device=cpu"
-        return Check("devices", PROBLEM, f"{present} GPUs, but {build} is a CPU build", fix)
-    if present:
+    if present and torch.version.cuda:
         finding = f"{present} GPUs, but {build} (CUDA {torch.version.cuda}) cannot use them: driver too old or broken"
         return Check("devices", PROBLEM, finding, "check nvidia-smi, or set cluster.device=cpu")
-    if torch.version.cuda is None and "gpu" in run_command("sinfo", "--noheader", "-o", "%G", seconds=10).output:
-        finding = f"the cluster's nodes have GPUs, but {build} is a CPU build"
-        return Check("devices", PROBLEM, finding, "make install TORCH=cuda, or set cluster.device=cpu")
+    gpus = f"{present} GPUs" if present else ""
+    if not gpus and "gpu" in run_command("sinfo", "--noheader", "-o", "%G", seconds=10).output:
+        gpus = "the cluster's nodes have GPUs"
+    if gpus and torch.version.cuda is None:
+        fix = "make install TORCH=cuda, or set cluster.device=cpu"
+        return Check("devices", PROBLEM, f"{gpus}, but {build} is a CPU build", fix)
     return Check("devices", OK, f"CPU, {dtype}; {build}")
 
 
@@ -72,18 +72,14 @@ def check_gloo() -> Check:
     reports = []
     for process, (receiver, _) in zip(ranks, pipes, strict=True):
         process.join(max(began + SECONDS - time.monotonic(), 0))
-        report = (
-            f"a process ended ({process.exitcode})"
-            if process.exitcode is not None
-            else f"timed out after {SECONDS:g} s"
-        )
+        ended = f"timed out after {SECONDS:g} s" if process.is_alive() else f"a process ended ({process.exitcode})"
         process.kill()
-        reports.append(receiver.recv() if receiver.poll() else report)
-    if all(report == "ok" for report in reports):
-        return Check("gloo", OK, f"all-reduce of two processes on this machine took {time.monotonic() - began:.1f} s")
-    error = next(report for report in reports if report != "ok")
+        reports.append(receiver.recv() if receiver.poll() else ended)
+    what, errors = "all-reduce of two processes on this machine", [report for report in reports if report != "ok"]
+    if not errors:
+        return Check("gloo", OK, f"{what} took {time.monotonic() - began:.1f} s")
     fix = "check GLOO_SOCKET_IFNAME and that no firewall blocks 127.0.0.1; parallelism=single needs no network"
-    return Check("gloo", PROBLEM, f"all-reduce of two processes on this machine failed: {error}", fix)
+    return Check("gloo", PROBLEM, f"{what} failed: {errors[0]}", fix)
 
 
 def _reduce(rank: int, store: socket.socket, sender: Connection) -> None:

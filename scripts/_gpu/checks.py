@@ -64,7 +64,7 @@ def checks_of_ranks() -> dict[str, RunRanks]:
 
 def environment(device: str, small: bool) -> Iterator[Line]:
     """Versions, rates of matrix products and copies, and whether a host sync can be detected."""
-    from scripts._doctor.measure import TINY, measure_device
+    from scripts._plan.measure import TINY, measure_device
 
     yield Line("python", sys.version.split()[0])
     for package in PACKAGES:

@@ -57,8 +57,8 @@ def curves(device: str, ranks: int, small: bool) -> Iterator[Line]:
 
 
 def collectives(device: str, ranks: int, small: bool) -> Iterator[Line]:
-    """Bandwidth and latency of collectives over all GPUs, as `scripts/doctor.py --measure` takes them."""
-    from scripts._doctor.measure import TINY, measure_device
+    """Bandwidth and latency of collectives over all GPUs, as `scripts/plan.py --measure` takes them."""
+    from scripts._plan.measure import TINY, measure_device
 
     figures = measure_device(ranks, TINY if small else None)
     name = str(figures["name"])

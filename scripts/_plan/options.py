@@ -76,11 +76,8 @@ class _Parser(ArgumentParser):
         raise ConfigError(f"scripts/plan.py: {message}; see --help")
 
 
-def read_request(arguments: Sequence[str], description: str | None) -> PlanRequest | None:
-    """Parse the command line and compose the recipe's config; None if it only prints a text (--cfg job).
-
-    Raises ConfigError with all problems.
-    """
+def read_options(arguments: Sequence[str], description: str | None) -> tuple[Namespace, list[str]]:
+    """Return the options of a command line, and the recipe's overrides. Raises ConfigError."""
     parser = _Parser(
         description=description,
         allow_abbrev=False,
@@ -99,10 +96,27 @@ def read_request(arguments: Sequence[str], description: str | None) -> PlanReque
         "--draw", metavar="FILE.svg", help="draw row 1, or the row of --why, as an SVG picture in this file"
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--measure", nargs="?", const="", metavar="NAME", help="measure the device: write its file")
+    parser.add_argument("--force", action="store_true", help="with --measure: replace an existing file")
     options, overrides = parser.parse_known_args(arguments)
+    if options.measure is None and options.force:
+        parser.error("--force needs --measure")
+    if options.measure is not None:
+        names = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+        others = [f"--{name.replace('_', '-')}" for name in names if name not in ("measure", "force")]
+        if others + overrides:
+            parser.error(f"--measure plans nothing and prints YAML: leave out {' '.join(others + overrides)}")
     for name, value in (("top", options.top), ("why", options.why), ("dry-run", options.dry_run or None)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value}: must be 1 or more")
+    return options, overrides
+
+
+def read_request(options: Namespace, overrides: list[str]) -> PlanRequest | None:
+    """Compose the recipe's config; None if the overrides only print a text (--cfg job).
+
+    Raises ConfigError with all problems.
+    """
     cfg = _compose(options.recipe, overrides)
     if cfg is None:
         return None

@@ -41,7 +41,7 @@ def main() -> int:
         parser.error(f"--steps {options.steps}: must be at least 4, since the first two are not timed")
     if options.gpu is None:
         options.gpu = "cpu_plan_order"  # its own file, so that --force replaces none of the user's
-        command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--measure", options.gpu, "--force"]
+        command = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--measure", options.gpu, "--force"]
         if status := subprocess.run(command, check=False).returncode:
             return status
     with tempfile.TemporaryDirectory(prefix="plan-order-") as folder:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts._doctor import kubernetes
+from scripts._doctor import clusters
 from scripts._doctor.check import NOTE, OK, PROBLEM
-from scripts._doctor.kubernetes import check_k8s
+from scripts._doctor.clusters import check_k8s
 from tests.kubernetes.api import ApiServer
 from tests.kubernetes.desk import path_without_kubectl
 
@@ -20,7 +20,7 @@ def user_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "conf" / "local" / "user.yaml"
     file.parent.mkdir(parents=True)
     file.write_text("cluster:\n  k8s: {namespace: train}\n")
-    monkeypatch.setattr(kubernetes, "ROOT", tmp_path)
+    monkeypatch.setattr(clusters, "ROOT", tmp_path)
     return file
 
 

@@ -14,6 +14,8 @@ from zipfile import ZipFile
 
 import pytest
 
+from meshbook.programs import tools
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     *("components", "meshbook", "recipes", "scripts", "conf", "slurm"),
@@ -91,6 +93,16 @@ def test_wheel_holds_two_packages_and_no_settings_of_its_builder(installed: Inst
         "meshbook/conf/optimizer/muon.yaml", "meshbook/slurm/train.sbatch.j2", "components/launch/recipe.py",
     } <= set(names)  # fmt: skip
     assert not [name for name in names if "/local/" in name or "__pycache__" in name]
+
+
+def test_tools_for_developers_are_neither_in_the_wheel_nor_offered(installed: Installed) -> None:
+    names = {name.removeprefix("meshbook/scripts/") for name in ZipFile(installed.wheel).namelist()}
+    assert {"chat.py", "plan.py", "tokenize_corpus.py"} <= names
+    assert not [name for name in names if name.startswith(("benchmark/", "_gpu/", "gpu.py", "_docs/", "dev/"))]
+    assert "\n  gpu " not in installed.run().stdout
+    refused = installed.run("gpu", "--small", expect=2).stderr
+    assert refused.startswith("gpu: is not a command of meshbook")
+    assert "gpu" in tools()  # of a checkout
 
 
 def test_checkout_named_like_the_package_does_not_shadow_it(installed: Installed, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from scripts._doctor import services
+from scripts._doctor import clusters
+from scripts._doctor.clusters import check_slurm, cluster_settings, read_partitions
 from scripts._doctor.environment import fits
 from scripts._doctor.machine import file_system, is_networked
-from scripts._doctor.services import check_slurm, my_partition, read_partitions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "scripts" / "doctor.py"
@@ -236,7 +236,7 @@ def test_every_partition_of_a_list_must_exist(tmp_path: Path, monkeypatch: pytes
     user_config.parent.mkdir(parents=True)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("SLURM_CONF", raising=False)
-    monkeypatch.setattr(services, "ROOT", tmp_path)
+    monkeypatch.setattr(clusters, "ROOT", tmp_path)
     for value, missing in (("gpu,batch", []), ("gpu", []), ("gpu,ghost,spirit", ["ghost,spirit"])):
         user_config.write_text(f"cluster:\n  partition: {value}\n")
         problems = [check.finding for check in check_slurm() if check.verdict == "problem"]
@@ -270,9 +270,15 @@ def test_partitions_are_parsed_from_sinfo_output() -> None:
         "",
     ],
 )
-def test_my_partition_equals_the_value_that_yaml_reads(text: str) -> None:
+def test_cluster_settings_equal_the_values_that_yaml_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    user_config = tmp_path / "conf" / "local" / "user.yaml"
+    user_config.parent.mkdir(parents=True)
+    user_config.write_text(text)
+    monkeypatch.setattr(clusters, "ROOT", tmp_path)
     section = (yaml.safe_load(text) or {}).get("cluster") or {}
-    assert my_partition(text) == (section.get("partition") or "")
+    assert (cluster_settings().get("partition") or "") == (section.get("partition") or "")
 
 
 def test_python_version_check_agrees_with_packaging() -> None:

@@ -1,4 +1,4 @@
-"""scripts/doctor.py --measure: the device files it writes, the files it does not replace, and a short measurement."""
+"""scripts/plan.py --measure: the device files it writes, the files it does not replace, and a short measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from components.planning.formulas.hardware import find_hardware, read_hardware
 from components.protocol.errors import ConfigError
-from scripts._doctor.device_file import check_file, default_name, file_text, find_known_device, write_file
+from scripts._plan.device_file import check_file, default_name, file_text, find_known_device, write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU: dict[str, Any] = {
@@ -113,9 +113,11 @@ def test_a_file_is_replaced_only_with_force(tmp_path: Path) -> None:
     assert [each.name for each in file.parent.iterdir()] == ["cpu_x.yaml"]
 
 
-@pytest.mark.parametrize("options", [("--force",), ("--measure", "--json"), ("--measure", "Bad name")])
+@pytest.mark.parametrize(
+    "options", [("--force",), ("--measure", "--json"), ("--measure", "Bad name"), ("--measure", "cpu_x", "model=tiny")]
+)
 def test_wrong_options_exit_with_2(options: tuple[str, ...]) -> None:
-    command = [sys.executable, "scripts/doctor.py", *options]
+    command = [sys.executable, "scripts/plan.py", *options]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
@@ -123,7 +125,7 @@ def test_wrong_options_exit_with_2(options: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_measure_this_cpu(tmp_path: Path) -> None:
-    script = str(ROOT / "scripts" / "_doctor" / "measure.py")
+    script = str(ROOT / "scripts" / "_plan" / "measure.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, script, "2", "--tiny"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=160)

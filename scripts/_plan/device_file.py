@@ -1,4 +1,5 @@
-"""Device files of conf/local/gpu from measurements: where each value comes from, and writing without overwriting."""
+"""Device files of conf/local/gpu from measurements, `scripts/plan.py --measure`: the source of each value, and writing
+without overwriting."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from components.planning.formulas.hardware import CPU_NAME, PROJECT_CONF, Hardwa
 from components.project import COMPONENTS, PROJECT
 from components.protocol.errors import ConfigError
 from components.terminal import print_text
-from scripts._doctor.check import ROOT, run_command
+from scripts._doctor.check import run_command
 
 FOLDER = (PROJECT_CONF if COMPONENTS.parent == PROJECT else Path("conf")) / "local" / "gpu"
 """conf/local/gpu of the checkout; of the current folder if Meshbook was installed from a wheel."""
@@ -83,8 +84,8 @@ def write_measured_device(name: str | None, *, force: bool = False, folder: Path
     file = check_file(name, folder, on_gpu=gpus > 0, force=force)
     ranks = gpus or min(max(usable_cores(), 2), MOST_RANKS)
     print_text(f"measuring {gpus} GPUs" if gpus else f"measuring the CPU with {ranks} processes", "...", flush=True)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    script = str(ROOT / "scripts" / "_doctor" / "measure.py")
+    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = str(Path(__file__).with_name("measure.py"))
     began = time.monotonic()
     ended = run_command(sys.executable, script, str(ranks), seconds=SECONDS, env={**os.environ, "PYTHONPATH": path})
     if ended.status != 0:
@@ -173,7 +174,7 @@ def file_text(figures: dict[str, Any], known: KnownDevice | None) -> str:
     """Return the YAML of a measured device, a comment behind each value."""
     values = gpu_values(figures, known) if figures["device"] == "cuda" else cpu_values(figures, known)
     what = figures["name"] if figures["device"] == "cuda" else f"CPU with {usable_cores()} cores"
-    lines = [f"# {what}, measured by scripts/doctor.py --measure on {time.strftime('%Y-%m-%d')}."]
+    lines = [f"# {what}, measured by scripts/plan.py --measure on {time.strftime('%Y-%m-%d')}."]
     for field in fields(Hardware):
         if field.name != "name":
             value = values[field.name]

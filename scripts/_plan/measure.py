@@ -1,7 +1,7 @@
 """Measurements of this machine's devices: matmuls, attention, copies, collectives and host overhead.
 
-The doctor runs this file in a subprocess, because torch may hang, crash or fail to import. It starts one process per
-GPU, or on a CPU as many as share its cores, and prints one JSON object.
+`scripts/plan.py --measure` runs this file in a subprocess, because torch may hang, crash or fail to import. It starts
+one process per GPU, or on a CPU as many as share its cores, and prints one JSON object.
 """
 
 from __future__ import annotations
