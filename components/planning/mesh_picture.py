@@ -184,6 +184,7 @@ def _bar(bar: _TermBar, length: float) -> tuple[list[Any], list[Any]]:
         labels.append((top + height / 2, f"{text} ({percent})", f"term{index % 12}"))
     labels += [(length - value * scale, f"{name}: {bar.text(value)}", "limit") for name, value in bar.limits]
     labels.sort(key=lambda label: -label[0])
+    # Keep labels apart: move them up, starting at the lowest one, then those above the bar down again.
     up = list(accumulate((label[0] for label in labels), lambda below, at: min(at, below - _LABEL)))
     down = list(accumulate(reversed(up), lambda above, at: max(at, above + _LABEL), initial=-_LABEL))
     return segments, list(zip(labels, reversed(down[1:]), strict=True))
