@@ -7,6 +7,5 @@ dry_run.py       the program of such a child process
 play.py          play: build, prepare and train with the functions of a run, and measure the second step
 recipe_lines.py  the lines of a recipe that build what its steps train; no torch
 fake_rank.py     process group without peers, tensors without memory, and the bytes that storages would take
-mesh_picture.py  a mesh with its estimates as an SVG picture; no torch
-rank_panel.py    its nodes with their ranks, and the table of the axes; shapes and texts of an SVG file
+mesh_picture.py  a mesh with its estimates as an SVG picture, drawn by mesh.svg.j2; no torch
 """

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from components.planning.formulas.ranking import Plan
 from components.planning.mesh_picture import picture_of_plan, render_mesh
-from components.planning.rank_panel import MARK
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write, is_replaceable
 from scripts._plan.options import PlanRequest
 from scripts._plan.report import mesh_name
+
+_MARK = """font-family="Helvetica, Arial, 'Liberation Sans', sans-serif" role="img\""""
+"""Attributes of the svg element in mesh.svg.j2, by which a picture is recognized."""
 
 
 def write_drawing(request: PlanRequest, plans: list[Plan]) -> None:
@@ -23,7 +25,7 @@ def write_drawing(request: PlanRequest, plans: list[Plan]) -> None:
     try:
         if file.is_dir():
             raise IsADirectoryError(21, "Is a directory")
-        if not is_replaceable(file, MARK):
+        if not is_replaceable(file, _MARK):
             raise ConfigError(f"--draw {file}: exists and is no picture of a mesh; move it away, or name another file")
         atomic_write(file, render_mesh(picture))
     except OSError as error:

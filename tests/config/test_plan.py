@@ -215,6 +215,10 @@ def test_a_row_is_drawn_as_a_picture(commands: Commands, tmp_path: Path) -> None
     idle = next(term["value"] for term in row["time"] if term["name"] == "pipeline bubble") / row["step_seconds"]
     texts = " ".join("".join(each.itertext()) for each in root.iter() if each.tag.endswith("text"))
     assert re.findall(r"pipeline bubble.*?(\d+)%", texts) == [f"{100 * idle:.0f}"] * 2
+    assert commands.run(PLAN, [*arguments, "--draw", "mesh.svg"], tmp_path).status == 0, "its own picture is replaced"
+    (tmp_path / "mine.svg").write_text("<svg/>")
+    refused = commands.run(PLAN, [*arguments, "--draw", "mine.svg"], tmp_path)
+    assert "--draw mine.svg: exists and is no picture of a mesh" in refused.errors
     refused = commands.run(PLAN, [*arguments, "--draw", "nowhere/mesh.svg"], tmp_path)
     assert refused.status == 2
     assert "--draw nowhere/mesh.svg: cannot be written: No such file or directory" in refused.errors

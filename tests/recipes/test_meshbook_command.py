@@ -91,6 +91,7 @@ def test_wheel_holds_two_packages_and_no_settings_of_its_builder(installed: Inst
     assert {
         "meshbook/recipes/finetune.py", "meshbook/scripts/_plan/report.py", "meshbook/conf/finetune.yaml",
         "meshbook/conf/optimizer/muon.yaml", "meshbook/slurm/train.sbatch.j2", "components/launch/recipe.py",
+        "components/planning/mesh.svg.j2",
     } <= set(names)  # fmt: skip
     assert not [name for name in names if "/local/" in name or "__pycache__" in name]
 
@@ -132,6 +133,7 @@ def test_recipe_trains_on_two_ranks_next_to_packages_of_the_same_name(installed:
     run = installed.folder / "run"
     assert json.loads((run / "result.json").read_text())["status"] == "ok"
     assert "lr: 0.5" in (run / "config.yaml").read_text()
+    assert "2 processes" in (run / "mesh.svg").read_text()
     command = json.loads((run / "environment.json").read_text())["command"]
     assert f"{installed.packages}/meshbook/recipes/finetune.py" in command
     (other := installed.folder / "elsewhere").mkdir()
