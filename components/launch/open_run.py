@@ -141,8 +141,9 @@ def _planned(
     planned = None if estimate is None else estimate.figures()
     if processes == 1:
         return planned, None
+    title = run_title(cfg.model, cfg.data, mesh)
     try:
-        return planned, render_mesh(picture_of_run(cfg, mesh, ranks_per_node, run_title(cfg.model, cfg.data, mesh)))
+        return planned, render_mesh(picture_of_run(cfg, mesh, estimate, ranks_per_node, title))
     except (ValueError, ArithmeticError, LookupError) as error:  # a picture must not prevent the run
         notes.append(f"{MESH_PICTURE} is not drawn: {type(error).__name__}: {error}")
         return planned, None

@@ -21,7 +21,7 @@ from components.config.schema.recipes import TrainConfig
 from components.planning.formulas import pipeline
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.memory_check import usable_bytes
-from components.planning.formulas.ranking import Plan, RunEstimate, estimate_run
+from components.planning.formulas.ranking import Plan, RunEstimate
 from components.planning.formulas.step_time import BUBBLE
 from components.planning.formulas.workload import Term, bytes_text, seconds_text, three_digits, total
 
@@ -69,12 +69,12 @@ def picture_of_plan(plan: Plan, hardware: Hardware, ranks_per_node: int, title: 
 
 
 def picture_of_run(
-    cfg: TrainConfig, mesh: MeshShape, ranks_per_node: int, title: str, measured_bytes: int | None = None
+    cfg: TrainConfig, mesh: MeshShape, estimate: RunEstimate | None, ranks_per_node: int, title: str
 ) -> _MeshPicture:
-    """Return the picture of a run: with estimates if its device is set and its model's sizes are known, and among them
-    the peak memory of rank 0 if it has been measured."""
-    if (run := estimate_run(cfg, mesh)) is not None:
-        return _estimated(run, ranks_per_node, title, measured_bytes)
+    """Return the picture of a run: with its estimates if there are any, that is if its device is set and its model's
+    sizes are known."""
+    if estimate is not None:
+        return _estimated(estimate, ranks_per_node, title)
     training, parallelism = cfg.training, cfg.parallelism
     rows = mesh.dp * (fitting_micro_batch(training, parallelism, mesh) or training.micro_batch_size)
     stages = (pipeline.StageSeconds(1.0, 2.0, 1.0),) * len(parallelism.stage_ranks(mesh.pp))
@@ -83,7 +83,7 @@ def picture_of_run(
     return _MeshPicture(title, (fact,), mesh, ranks_per_node, parallelism, schedule=schedule)
 
 
-def _estimated(run: RunEstimate, ranks_per_node: int, title: str, measured_bytes: int | None = None) -> _MeshPicture:
+def _estimated(run: RunEstimate, ranks_per_node: int, title: str) -> _MeshPicture:
     work, memory, time, hardware = run.workload, run.memory, run.time, run.hardware
     mesh, parallelism = work.mesh, work.parallelism
     stage = f" on pp coordinate {memory.stage}" if mesh.pp > 1 else ""
@@ -96,12 +96,9 @@ def _estimated(run: RunEstimate, ranks_per_node: int, title: str, measured_bytes
         f"estimated: peak memory {bytes_text(memory.peak)}{stage}, when {memory.moment}",
     )
     usable = [("usable", usable_bytes(hardware))] if hardware.is_gpu else []
-    limits = [*usable, (f"memory of {hardware.name}", hardware.memory_bytes)]
-    if measured_bytes is not None:
-        measured = "measured peak of rank 0" if hardware.is_gpu else "rank 0's process, with Python and torch"
-        limits.append((measured, measured_bytes))
+    limits = (*usable, (f"memory of {hardware.name}", hardware.memory_bytes))
     terms = tuple(sorted((each for each in time.terms if each.value > 0), key=lambda each: -each.value))
-    memory_bar = _TermBar("Memory of the fullest rank", memory.terms, bytes_text, tuple(limits))
+    memory_bar = _TermBar("Memory of the fullest rank", memory.terms, bytes_text, limits)
     time_bar = _TermBar("Time of an optimizer step", terms, seconds_text)
     bubble = total(each for each in terms if each.name == BUBBLE) / time.seconds
     schedule = _Schedule(work.micro_batches, time.stages, time.send_seconds, bubble) if mesh.pp > 1 else None
