@@ -47,15 +47,15 @@ def row_ends(rows: int, length: int, device: torch.device) -> torch.Tensor:
 
 def supports_varlen(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Return whether torch's variable-length kernel supports these: CUDA, half precision, equal head widths."""
-    if not (query.device.type in ("cuda", "meta") or _plays_gpu(query)) or dropout:
+    if not (query.device.type in ("cuda", "meta") or _as_cuda(query)) or dropout:
         return False
     half, width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
     return half and value.shape[-1] == width and width <= 256 and width % 8 == 0 and _has_windows()
 
 
-def _plays_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a GPU tensor of a dry run, which plays it on the CPU (components.planning.dry_run)."""
-    return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "plays_gpu", False)
+def _as_cuda(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a simulated GPU tensor (components.planning.simulated_step)."""
+    return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "as_cuda", False)
 
 
 @torch.compiler.assume_constant_result

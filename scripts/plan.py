@@ -6,7 +6,7 @@ python scripts/plan.py experiment=llama3_3_70b_8node                          # 
 python scripts/plan.py experiment=llama3_3_70b_8node --why 2                  # every term of row 2
 python scripts/plan.py experiment=qwen3_30b_a3b_8node --left-out              # why other meshes are left out
 python scripts/plan.py experiment=llama3_1_8b_1node --draw mesh.svg           # a picture of row 1
-python scripts/plan.py experiment=llama3_1_8b_1node --dry-run 2               # also play the best two rows
+python scripts/plan.py experiment=llama3_1_8b_1node --dry-run 2               # also simulate the best two rows
 python scripts/plan.py --recipe dpo data.path=pairs.jsonl peft=lora model=llama3_1_8b cluster=slurm_1node \\
     cluster.gpu=a100_80 training.seq_len=2048 training.global_batch_size=64
 python scripts/plan.py --measure                                              # this GPU or CPU, for cluster.gpu
@@ -27,14 +27,14 @@ from __future__ import annotations
 
 import sys
 
-from components.planning.played_run import play_run
+from components.planning.simulation import simulate_run
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import exit_with, print_text
 from scripts._plan.device_file import write_measured_device
 from scripts._plan.drawing import write_drawing
 from scripts._plan.options import read_options, read_request
-from scripts._plan.report import as_json, left_out_lines, played_lines, size_warnings, table_lines, why_lines
+from scripts._plan.report import as_json, left_out_lines, simulated_lines, size_warnings, table_lines, why_lines
 
 
 def main(arguments: list[str]) -> int:
@@ -48,11 +48,11 @@ def main(arguments: list[str]) -> int:
             return 0
         plans = request.plans()
         rows = plans[: request.options.dry_run]
-        played = [play_run(request.planned(each), request.shape, request.choice.world) for each in rows]
+        simulated = [simulate_run(request.planned(each), request.shape, request.choice.world) for each in rows]
         if request.options.draw is not None:
             write_drawing(request, plans)
         if request.options.json:
-            print_text(as_json(request, plans, played))
+            print_text(as_json(request, plans, simulated))
             for line in size_warnings(request, plans[0]):
                 print_text(line, file=sys.stderr)
         elif request.options.why is not None:
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         elif request.options.left_out:
             print_text(*left_out_lines(request, plans), sep="\n")
         else:
-            print_text(*table_lines(request, plans), *(played_lines(rows, played) if played else ()), sep="\n")
+            print_text(*table_lines(request, plans), *(simulated_lines(rows, simulated) if simulated else ()), sep="\n")
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID

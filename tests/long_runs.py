@@ -93,7 +93,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "scores": ["tests/distributed/test_classify.py"],
         "tasks": ["tests/distributed/test_tasks.py", "tests/distributed/test_library_tasks.py"],
         "planning": [
-            *("tests/distributed/test_dry_run.py", "tests/distributed/test_plan_dry_run.py"),
+            *("tests/distributed/test_simulated_steps.py", "tests/distributed/test_plan_dry_run.py"),
             "tests/distributed/test_memory.py",
         ],
         "distillation": ["tests/distributed/test_distillation.py", "tests/distributed/test_distillation_grid.py"],

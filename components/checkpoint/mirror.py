@@ -63,7 +63,7 @@ class Mirror:
         """The store, opened in the process and at the time of its first use."""
         return ObjectStore(self.url)
 
-    def copies(self) -> list[RemoteCheckpoint]:
+    def copies(self) -> list[_RemoteCheckpoint]:
         """Return the checkpoints below the URL. Raises StorageError."""
         return _list_remote(self.store, self.url)[0]
 
@@ -211,7 +211,7 @@ class Mirror:
 
 
 @dataclass(slots=True)
-class RemoteCheckpoint:
+class _RemoteCheckpoint:
     """Objects below a name like that of a checkpoint."""
 
     url: str
@@ -246,7 +246,7 @@ class RemoteCheckpoint:
         return [name for name in self.objects if name not in own]
 
 
-def _list_remote(store: ObjectStore, url: str) -> tuple[list[RemoteCheckpoint], list[str]]:
+def _list_remote(store: ObjectStore, url: str) -> tuple[list[_RemoteCheckpoint], list[str]]:
     """Return the checkpoints below `url`, by name, and the names of all objects there. Raises StorageError."""
     prefix = join(url, "")
     names: list[str] = []
@@ -259,13 +259,13 @@ def _list_remote(store: ObjectStore, url: str) -> tuple[list[RemoteCheckpoint], 
     return [_checkpoint(store, join(url, name), found) for name, found in folders.items()], names
 
 
-def _find_remote(store: ObjectStore, url: str) -> RemoteCheckpoint:
+def _find_remote(store: ObjectStore, url: str) -> _RemoteCheckpoint:
     """Return the checkpoint at `url`. Raises StorageError."""
     prefix = join(url, "")
     return _checkpoint(store, url, {each.url.removeprefix(prefix): each for each in store.list(url)})
 
 
-def _checkpoint(store: ObjectStore, url: str, objects: dict[str, StoredObject]) -> RemoteCheckpoint:
+def _checkpoint(store: ObjectStore, url: str, objects: dict[str, StoredObject]) -> _RemoteCheckpoint:
     manifest, damage = None, ""
     if CHECKPOINT_MANIFEST in objects:
         try:
@@ -276,7 +276,7 @@ def _checkpoint(store: ObjectStore, url: str, objects: dict[str, StoredObject]) 
             damage = str(error)
         except ValueError as error:
             damage = f"{CHECKPOINT_MANIFEST} cannot be read: {error}"
-    return RemoteCheckpoint(url, objects, manifest, damage)
+    return _RemoteCheckpoint(url, objects, manifest, damage)
 
 
 def fetch_checkpoint(

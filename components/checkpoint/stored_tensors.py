@@ -69,13 +69,13 @@ def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | Non
     by_rank = all_gather_json(local_sizes, group)
     holders = Counter(name for held in by_rank for name in held)
     sizes = {name: size // holders[name] for held in by_rank for name, size in held.items()}
-    writer = BlockWriter(folder, _files_of_bounded_size(sizes))
+    writer = _BlockWriter(folder, _files_of_bounded_size(sizes))
     with _translated():
         dcp.save({}, storage_writer=writer, planner=SaveBlocks(_local_shards(tensors)), process_group=group)
     return writer.records
 
 
-def read_tensors(stored: CheckpointTensors, tensors: Tensors) -> None:
+def read_tensors(stored: _CheckpointTensors, tensors: Tensors) -> None:
     """Fill this rank's shards of `tensors` in place. Raises OSError."""
     with torch.no_grad():
         stored.fill(
@@ -116,7 +116,7 @@ class CheckpointTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointTensors:
+class _CheckpointTensors:
     """All tensors of a checkpoint, by name."""
 
     folder: Path
@@ -152,7 +152,7 @@ class CheckpointTensors:
                 raise OSError(f"{path}: can no longer be read ({error})") from error
 
 
-def find_checkpoint_tensors(folder: Path, manifest: Manifest) -> CheckpointTensors:
+def find_checkpoint_tensors(folder: Path, manifest: Manifest) -> _CheckpointTensors:
     """Return the tensors of a checkpoint from the headers of its files; a collective.
 
     The run that saved it wrote at least one file per rank. So the ranks share the work: each reads the headers of an
@@ -163,7 +163,7 @@ def find_checkpoint_tensors(folder: Path, manifest: Manifest) -> CheckpointTenso
     first, last = (len(files) * rank // world_size() for rank in (this_rank(), this_rank() + 1))
     with fail_together(f"checkpoint {folder} could not be read"):
         mine = read_headers(folder, files, range(first, last))
-    return CheckpointTensors(folder, files, merge_headers(all_gather_json(mine)))
+    return _CheckpointTensors(folder, files, merge_headers(all_gather_json(mine)))
 
 
 def read_headers(folder: Path, files: Sequence[str], numbers: Iterable[int]) -> Headers:
@@ -255,7 +255,7 @@ def _translated() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalShard:
+class _LocalShard:
     """This rank's blocks of a tensor."""
 
     shape: torch.Size
@@ -266,7 +266,7 @@ class LocalShard:
     """Each block, as a view of the local tensor."""
 
 
-def _local_shards(tensors: Tensors) -> dict[str, LocalShard]:
+def _local_shards(tensors: Tensors) -> dict[str, _LocalShard]:
     """Return this rank's blocks of each tensor. Raises NotImplementedError for layouts that are not block-wise."""
     shards = {}
     for name, tensor in tensors.items():
@@ -276,7 +276,7 @@ def _local_shards(tensors: Tensors) -> dict[str, LocalShard]:
         offsets = [torch.Size(each.start for each in block.full) for block in blocks]
         values = [local[block.local] for block in blocks]
         chunks = [ChunkStorageMetadata(start, each.size()) for start, each in zip(offsets, values, strict=True)]
-        shards[name] = LocalShard(tensor.size(), chunks, values)
+        shards[name] = _LocalShard(tensor.size(), chunks, values)
     return shards
 
 
@@ -288,7 +288,7 @@ def _index_of(chunk: ChunkStorageMetadata) -> Index:
 class SaveBlocks(dcp.DefaultSavePlanner):
     """Save planner for a rank's blocks; a block that several ranks hold is written by one of them."""
 
-    def __init__(self, shards: dict[str, LocalShard]) -> None:
+    def __init__(self, shards: dict[str, _LocalShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shards = shards
 
@@ -314,7 +314,7 @@ class SaveBlocks(dcp.DefaultSavePlanner):
         return shard.values[number].contiguous()
 
 
-class BlockWriter(dcp.HuggingFaceStorageWriter):
+class _BlockWriter(dcp.HuggingFaceStorageWriter):
     """Storage writer for a rank's blocks: safetensors files, hashed as they are written.
 
     `files` maps each tensor name to the number of its file, starting at 1.

@@ -51,7 +51,7 @@ class TeacherHeader:
     """The teacher's path, for messages."""
 
 
-class TeacherFile(NamedTuple):
+class _TeacherFile(NamedTuple):
     """Header of a file, and where its tensors are."""
 
     header: TeacherHeader
@@ -72,7 +72,7 @@ def entries_of(header: TeacherHeader, targets: int, rows: int) -> dict[str, Tens
     }
 
 
-def read_teacher_file(file: Path) -> TeacherFile:
+def read_teacher_file(file: Path) -> _TeacherFile:
     """Read the header of a file. Raises OSError if it cannot be read, and ValueError if it is damaged."""
     content = OpenFile(file, "stored teacher", REMEDY)
     stored = read_header(content)
@@ -95,7 +95,7 @@ def read_teacher_file(file: Path) -> TeacherFile:
     lengths = {name: len(BlockHashes.placeholder(each.bytes)) for name, each in expected.items()}
     if {name: isinstance(each, str) and len(each) for name, each in hashes.items()} != lengths:
         raise ValueError("its hashes are not those of its tensors")
-    return TeacherFile(header, content, stored.tensors, hashes)
+    return _TeacherFile(header, content, stored.tensors, hashes)
 
 
 def header_text(header: TeacherHeader) -> str:

@@ -132,7 +132,7 @@ class Facts:
         return "; ".join(parts)
 
 
-class Fate(IntEnum):
+class _Fate(IntEnum):
     """Reason why a sample is not part of its dataset, from the weakest to the strongest."""
 
     kept = 0
@@ -327,7 +327,7 @@ class Dataset(ItemSequence[Example]):
         self.sources: np.ndarray
         """Index of each sample before any sample was dropped, (samples,) int64."""
         self.fates: np.ndarray
-        """`Fate` of each sample before any sample was dropped, uint8."""
+        """`_Fate` of each sample before any sample was dropped, uint8."""
         self._tokenizer = tokenizer
         tokens = examples if isinstance(examples, Tokens) else flattened(trimmed(example) for example in examples)
         self._tokens = self._fit(tokens, seq_len, overlong)
@@ -375,10 +375,10 @@ class Dataset(ItemSequence[Example]):
                 f"data.overlong to truncate or drop; the sample begins {begins!r}"
             )
         fitted, after = shortened(tokens, seq_len, drop=overlong is Overlong.drop)
-        self.fates = np.where(after > 0, Fate.kept, Fate.without_target).astype(np.uint8)
+        self.fates = np.where(after > 0, _Fate.kept, _Fate.without_target).astype(np.uint8)
         if overlong is Overlong.drop:
-            self.fates[long] = Fate.overlong
-        self.fates[np.asarray(self.bad.samples, dtype=np.int64)] = Fate.bad
+            self.fates[long] = _Fate.overlong
+        self.fates[np.asarray(self.bad.samples, dtype=np.int64)] = _Fate.bad
         facts.truncated = int(np.count_nonzero(after[long]))
         self.sources = np.flatnonzero(after > 0)
         facts.samples, facts.dropped_without_target, facts.dropped_overlong, _ = counts_of(self.fates)
@@ -388,8 +388,8 @@ class Dataset(ItemSequence[Example]):
 
 
 def counts_of(fates: np.ndarray) -> list[int]:
-    """Return the number of samples with each fate, in the order of `Fate`."""
-    return np.bincount(fates, minlength=len(Fate)).tolist()
+    """Return the number of samples with each fate, in the order of `_Fate`."""
+    return np.bincount(fates, minlength=len(_Fate)).tolist()
 
 
 class HasPrompts(Protocol):

@@ -27,7 +27,7 @@ _KEPT_FREE = 2  # room, in documents of mean length, left for the exact completi
 _DOCUMENTS_MULTIPLE = 8  # so that document tensors of train and eval batches mostly have one shape
 
 
-class RowPlan(NamedTuple):
+class _RowPlan(NamedTuple):
     """Assignment of documents to rows: row r holds `documents[starts[r] : starts[r + 1]]`."""
 
     documents: np.ndarray  # (documents,) int64
@@ -87,7 +87,7 @@ def documents_size(max_documents: int) -> int:
     return -(-(max_documents + 1) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
 
 
-def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> RowPlan:
+def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> _RowPlan:
     """Assign every document to a row of `size` tokens. Deterministic; documents of equal length are used in order.
 
     Args:
@@ -110,7 +110,7 @@ def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> RowPlan:
         indices.append(table.reshape(-1))
         starts.append(filled + len(pattern) * np.arange(1, rows + 1))
         filled += table.size
-    return RowPlan(by_length[np.concatenate(indices)], np.concatenate(starts))
+    return _RowPlan(by_length[np.concatenate(indices)], np.concatenate(starts))
 
 
 def _rows(patterns: list[Pattern]) -> int:

@@ -187,7 +187,7 @@ DESIRABLE = "desirable"
 
 
 @dataclass(frozen=True)
-class LabeledDataset(PairedRows):
+class _LabeledDataset(PairedRows):
     """Labeled answers in the order of their source, each paired with its prompt followed by another prompt's answer.
 
     KTO estimates the KL divergence from these mismatched answers.
@@ -333,7 +333,7 @@ def _build_labeled(
     rows = SourceSplit(cfg, split == "eval")
     labels = [float(bool(row.is_desirable)) for row in rows if isinstance(row, Conversation)]
     kept = torch.tensor(labels, dtype=torch.float64)[torch.from_numpy(labeled.sources)]
-    return LabeledDataset(labeled, {DESIRABLE: kept[:, None].expand(-1, 2)}, mismatched, seq_len)
+    return _LabeledDataset(labeled, {DESIRABLE: kept[:, None].expand(-1, 2)}, mismatched, seq_len)
 
 
 def _next_with_another_prompt(dataset: Dataset) -> list[int] | None:

@@ -87,7 +87,7 @@ def use_context_parallel(
         )
     chosen, reason = _choose_attention(method, mesh.size(), heads)
     is_ulysses = chosen == ContextAttention.ulysses
-    attention = UlyssesAttention(mesh, implementation) if is_ulysses else GatheredAttention(mesh, implementation)
+    attention = _UlyssesAttention(mesh, implementation) if is_ulysses else GatheredAttention(mesh, implementation)
     attend: Attend = attention
     if not is_ulysses or implementation == CAUSAL_EAGER:
         # Not compiled: inside a compiled, tp-sharded layer, recomputation fails in torch ("expected all
@@ -168,7 +168,7 @@ class _LocalHeads:
         self.training = training
 
 
-class UlyssesAttention(_Attention):
+class _UlyssesAttention(_Attention):
     """Attention between two all-to-alls: sequence shards with all heads -> full sequences with heads / cp, and back."""
 
     def __call__(

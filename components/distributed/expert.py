@@ -183,7 +183,7 @@ class _Dispatch:
             arriving = torch.empty_like(counts)
             dist.all_to_all_single(arriving, counts, group=group)
         # all_to_all_single takes host-side split sizes: the only host-device synchronization of a training step.
-        if isinstance(counts, FakeTensor):  # a dry run has no routing to read: as many tokens to each rank
+        if isinstance(counts, FakeTensor):  # a simulation has no routing to read: as many tokens to each rank
             sent = received = _balanced(len(experts), ranks)
         else:
             sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()

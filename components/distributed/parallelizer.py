@@ -463,4 +463,4 @@ def _sum_gradients(group, bucket):
     gradients = bucket.buffer()
     summand = gradients.float() if gradients.dtype.itemsize == 2 else gradients
     work = torch.distributed.all_reduce(summand, group=group, async_op=True)
-    return work.get_future().then(lambda _: gradients.copy_(summand))  # a dry run's futures have no value
+    return work.get_future().then(lambda _: gradients.copy_(summand))  # a simulation's futures have no value

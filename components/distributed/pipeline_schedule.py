@@ -95,7 +95,7 @@ class Pipeline:
         schedule.step(
             *([joined.input_ids] if self._stages.own[0].index == 0 else []),
             # Schedules pass only a chunk of this tensor to the loss. It is the index of the micro-batch, on the CPU, so
-            # that reading it does not wait for the device; from `torch.tensor`, which has values in a dry run too.
+            # that reading it does not wait for the device; from `torch.tensor`, which has values in a simulation too.
             target=torch.tensor(range(len(batches))) if self._has_head else None,
             losses=losses if self._has_head else None,
             position_ids=_positions(joined),
@@ -187,7 +187,7 @@ class Pipeline:
                 loss_fn=self._loss_of_output,
                 scale_grads=False,
             )
-            if self._cached[0] or dist.get_backend(self.group) == dist.Backend.FAKE:  # a dry run has no other stages
+            if self._cached[0] or dist.get_backend(self.group) == dist.Backend.FAKE:  # a simulation has no other stages
                 _skip_first_exchange(schedule, torch_stages)
             self._cached = (key, schedule)
         return self._cached[1]
@@ -251,7 +251,7 @@ class Pipeline:
         if embedding is None and head is None:
             return False
         own: bool = (head if embedding is None else embedding).requires_grad
-        if dist.get_backend(self.group) == dist.Backend.FAKE:  # a dry run has no other stages
+        if dist.get_backend(self.group) == dist.Backend.FAKE:  # a simulation has no other stages
             return own
         shared = torch.tensor(float(own), device=self._device)
         self._move(None if embedding is None else shared, None if head is None else shared)

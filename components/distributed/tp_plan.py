@@ -261,7 +261,7 @@ def import_class_from_path(name: str) -> Any:
     module_path, _, attributes = name.partition(":")
     parts = module_path.split(".")
     if not all(part.isidentifier() for part in parts) or (not attributes and len(parts) < 2):
-        raise ImportPathError(f"{name!r} is not an import path; write package.module:name or package.module.Name")
+        raise _ImportPathError(f"{name!r} is not an import path; write package.module:name or package.module.Name")
     for length in range(len(parts), 0, -1):
         candidate = ".".join(parts[:length])
         try:
@@ -273,12 +273,12 @@ def import_class_from_path(name: str) -> Any:
         for attribute in parts[length:] + (attributes.split(".") if attributes else []):
             found = getattr(found, attribute, _MISSING)
             if found is _MISSING:
-                raise ImportPathError(f"{name!r}: {candidate} has no {attribute!r}")
+                raise _ImportPathError(f"{name!r}: {candidate} has no {attribute!r}")
         return found
-    raise ImportPathError(f"{name!r}: there is no module {parts[0]!r}; install it, or add its folder to PYTHONPATH")
+    raise _ImportPathError(f"{name!r}: there is no module {parts[0]!r}; install it, or add its folder to PYTHONPATH")
 
 
-class ImportPathError(ConfigError, ImportError):
+class _ImportPathError(ConfigError, ImportError):
     """Error for an import path that cannot be resolved."""
 
 
@@ -291,10 +291,10 @@ def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
     for path in class_paths or []:
         try:
             classes.append(import_class_from_path(path))
-        except ImportPathError as error:
+        except _ImportPathError as error:
             problems += error.problems
     if problems:
-        raise ImportPathError(problems)
+        raise _ImportPathError(problems)
     return classes
 
 

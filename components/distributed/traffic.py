@@ -41,7 +41,7 @@ _RECORDED_STEP = 2
 
 
 @dataclass(slots=True)
-class Volume:
+class _Volume:
     """Calls and bytes of one operation over one group."""
 
     calls: int = 0
@@ -53,7 +53,7 @@ class Volume:
 class Traffic:
     """Recorded operations."""
 
-    volumes: dict[tuple[Ranks, str], Volume] = field(default_factory=dict)
+    volumes: dict[tuple[Ranks, str], _Volume] = field(default_factory=dict)
     """(global ranks of the group, operation) -> volume, in the order of the first call."""
 
     @property
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):
         ranks = _ranks(handle)
         if len(ranks) == 1:
             return
-        volume = self.traffic.volumes.setdefault((ranks, operation), Volume())
+        volume = self.traffic.volumes.setdefault((ranks, operation), _Volume())
         volume.calls += 1
         if operation != "barrier":
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]

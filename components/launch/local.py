@@ -52,7 +52,7 @@ _POLL = 0.05
 """Polling interval for the ranks' processes, in seconds."""
 _REPORTS_EVERY = 1.0
 """Polling interval for failure reports, in seconds: a rank that failed may hang before its process exits."""
-GRACE = 2.0
+_GRACE = 2.0
 """Seconds from the first failure to SIGTERM, in which the other ranks can fail by themselves and report it."""
 _REFUSED_GRACE = 1.0
 """Seconds from a config error to SIGKILL, without SIGTERM: there is nothing to save."""
@@ -229,7 +229,7 @@ class RankProcesses:
                 (STACKS_WITHIN, signal.SIGKILL),
             )
         else:
-            self._set_plan((GRACE, signal.SIGTERM), (_KILL_AFTER, signal.SIGKILL))
+            self._set_plan((_GRACE, signal.SIGTERM), (_KILL_AFTER, signal.SIGKILL))
 
     def _set_plan(self, *steps: tuple[float, signal.Signals]) -> None:
         self.plan = deque(steps)

@@ -26,7 +26,7 @@ RANK_BYTES = 256 * 2**20
 """Private memory of a rank in bytes after importing torch and transformers, before a model is loaded."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """Variable with the devices that CUDA shows to a process."""
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable with the sizes of cuBLAS's buffers, which determine the order of its sums."""
 _WORKSPACES = (":4096:8", ":16:8")
 """Values under which cuBLAS is deterministic. The second takes less memory and is slower."""
@@ -133,10 +133,10 @@ def determinism_problems(run: RunConfig, environ: Mapping[str, str]) -> list[str
     if not run.deterministic:
         return []
     problems = []
-    if (value := environ.get(WORKSPACE, _WORKSPACES[0])) not in _WORKSPACES:
+    if (value := environ.get(_WORKSPACE, _WORKSPACES[0])) not in _WORKSPACES:
         problems.append(
-            f"run.deterministic=true: cuBLAS is not deterministic with {WORKSPACE}={value}; unset the variable, or set "
-            f"it to {' or '.join(_WORKSPACES)}"
+            f"run.deterministic=true: cuBLAS is not deterministic with {_WORKSPACE}={value}; unset the variable, or "
+            f"set it to {' or '.join(_WORKSPACES)}"
         )
     problems += [
         f"run.deterministic=true: contradicts {name}={environ[name]}; unset the variable, or set it to 1"
@@ -154,7 +154,7 @@ def set_deterministic_variables(run: RunConfig, environ: MutableMapping[str, str
     if not run.deterministic:
         return
     raise_all(determinism_problems(run, environ))
-    environ.setdefault(WORKSPACE, _WORKSPACES[0])
+    environ.setdefault(_WORKSPACE, _WORKSPACES[0])
     for name in _SWITCHES:
         environ[name] = "1"
 

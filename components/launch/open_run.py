@@ -31,8 +31,8 @@ from components.launch.run_checks import (
     check_hub,
     is_offline,
     memory_report,
-    played_memory,
     problems_before_start,
+    simulated_memory,
     split_absent,
 )
 from components.launch.run_directory import RunDirectory, start_record
@@ -106,7 +106,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     notes += [*_batch_notes(requested, cfg), *memory_notes]
     if cfg.cluster.starts_nothing:
         directory = check_run_directory(cfg, recipe.name)
-        notes += played_memory(cfg, processes, recipe.file)
+        notes += simulated_memory(cfg, processes, recipe.file)
         backend.show(CheckedRun(recipe, cfg, directory, processes, notes, node_counts))
         return None
     restrict_new_files(cfg)

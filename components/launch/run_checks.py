@@ -347,30 +347,30 @@ def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tup
     return [], [*notes, check.text if check.verdict is not Verdict.exceeds else f"warning: {check.text}"]
 
 
-def played_memory(cfg: RecipeConfig, processes: int, recipe: Path) -> list[str]:
+def simulated_memory(cfg: RecipeConfig, processes: int, recipe: Path) -> list[str]:
     """Return the memory and traffic of a recipe's step in lines of text, with cluster.dry_run=plan; otherwise none.
 
-    Raises ConfigError if the recipe does not train or a dry run cannot play it.
+    Raises ConfigError if the recipe does not train or its step cannot be simulated.
     """
     cluster = cfg.cluster
     if cluster.dry_run != "plan":
         return []
     if not isinstance(cfg, TrainConfig):
-        raise ConfigError("cluster.dry_run=plan: plays a training step, which this recipe does not have; set true")
+        raise ConfigError("cluster.dry_run=plan: only training recipes can be simulated; use cluster.dry_run=true")
     from components.planning.formulas.hardware import find_hardware
     from components.planning.formulas.memory import estimate_memory
     from components.planning.formulas.memory_check import workload_on
-    from components.planning.played_run import dry_run_lines, play_run
+    from components.planning.simulation import simulate_run, simulation_lines
 
     estimated = None
     if cluster.gpu is not None:
         hardware = find_hardware(cluster.gpu)
         try:
             workload = workload_on(cfg, cfg.parallelism.resolve(processes), hardware)
-        except ConfigError:  # the formulas do not cover the model, which a dry run builds
+        except ConfigError:  # the formulas do not cover the model, which a simulation builds
             pass
         else:
             cfg = replace(cfg, parallelism=workload.parallelism)  # with activation_checkpointing=auto resolved
             estimated = estimate_memory(workload, hardware.device_type).peak
-    first, *others = dry_run_lines(play_run(cfg, read_shape(cfg.model), processes, recipe), estimated)
+    first, *others = simulation_lines(simulate_run(cfg, read_shape(cfg.model), processes, recipe), estimated)
     return [f"step on fake tensors: {first}", *others]

@@ -94,7 +94,7 @@ class Holder:
         return f"job {self.job} ({process})" if self.job else process
 
 
-class Lease:
+class _Lease:
     """The lease that this process holds on a run directory."""
 
     def __init__(self, file: Path, holder: Holder, lost: Callable[[LeaseLost], object]) -> None:
@@ -136,7 +136,7 @@ def end_process(error: LeaseLost) -> None:
     os._exit(1)
 
 
-def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process) -> Lease:
+def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process) -> _Lease:
     """Acquire the lease on a run directory, once its previous holder is gone.
 
     Args:
@@ -170,7 +170,7 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
         if number < int(file.name):
             keep_only_file(folder / str(number))
             (folder / str(number)).unlink(missing_ok=True)
-    return Lease(file, me, lost)
+    return _Lease(file, me, lost)
 
 
 def is_held(run_dir: Path) -> bool:

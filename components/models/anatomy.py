@@ -69,7 +69,7 @@ class ParameterCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionWidths:
+class _AttentionWidths:
     """Sizes that determine the FLOPs of attention, equal in all layers."""
 
     heads: int
@@ -113,7 +113,7 @@ class Anatomy:
     """Key-value heads of a layer; equal to `heads` without grouped-query attention."""
     heads_differ: bool = False
     """Whether layers have different numbers of query or key-value heads."""
-    widths: AttentionWidths | None = None
+    widths: _AttentionWidths | None = None
     """Head widths; None if the config states no heads, or if layers differ."""
     kinds: tuple[str, ...] = ()
     """transformers' layer type of each decoder layer."""
@@ -342,7 +342,7 @@ def _window(config: PreTrainedConfig) -> int | None:
     return _value(config, "sliding_window")
 
 
-def _widths(config: PreTrainedConfig, heads: int | None) -> AttentionWidths | None:
+def _widths(config: PreTrainedConfig, heads: int | None) -> _AttentionWidths | None:
     """Return the head widths, for multi-head latent attention (DeepSeek) too."""
     names = ("num_attention_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if not heads or any(_raw(config, name) is _DIFFERS for name in names):
@@ -350,7 +350,7 @@ def _widths(config: PreTrainedConfig, heads: int | None) -> AttentionWidths | No
     width = _value(config, "head_dim") or (_number(config, "hidden_size") or 0) // heads
     latent, rotated = _value(config, "qk_nope_head_dim"), _value(config, "qk_rope_head_dim")
     keys = width if latent is None else latent + (rotated or 0)
-    return AttentionWidths(heads, keys, _value(config, "v_head_dim") or width) if keys else None
+    return _AttentionWidths(heads, keys, _value(config, "v_head_dim") or width) if keys else None
 
 
 def _layer_names(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[str, ...]:

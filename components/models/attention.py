@@ -325,7 +325,7 @@ def _band(queries: int, keys: int, window: int | None, device: torch.device) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class _AttentionCall:
     """A mask-free call of attention, observed in a forward."""
 
     attend: Callable[..., Any]
@@ -342,7 +342,7 @@ class AttentionCall:
         return 7 * 2 * width * sum(queries * (keys - (queries - 1) / 2) for queries, keys in self.lengths)
 
 
-def observed_call(function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> AttentionCall:
+def observed_call(function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> _AttentionCall:
     """Return the call that `AttentionProbe.first` describes. Waits for the device, if lengths are on it (varlen)."""
     query, key, value, *rest = arguments
     lengths = [(query.shape[-2], key.shape[-2])] * query.shape[:-2].numel()
@@ -353,10 +353,10 @@ def observed_call(function: Callable[..., Any], arguments: Any, options: dict[st
     def attend(*tensors: torch.Tensor) -> Any:
         return function(*tensors, *rest, **options)
 
-    return AttentionCall(attend, (query, key, value), lengths, is_varlen)
+    return _AttentionCall(attend, (query, key, value), lengths, is_varlen)
 
 
-def measure_kernels(call: AttentionCall, default: str) -> dict[str, float | str]:
+def measure_kernels(call: _AttentionCall, default: str) -> dict[str, float | str]:
     """Return TFLOP/s of the kernels that compute a call, or why one cannot, by name; `default` is torch's choice."""
     rates: dict[str, float | str] = {default: _rate(call)}
     for name, backend in _BACKENDS.items():
@@ -403,7 +403,7 @@ def use_kernel(name: str) -> None:
     AttentionInterface.register(CAUSAL_SDPA, partial(causal_sdpa, prefer=backend))
 
 
-def _rate(call: AttentionCall) -> float | str:
+def _rate(call: _AttentionCall) -> float | str:
     """Return TFLOP/s of forward and backward on a GPU, or the first line of torch's error."""
     leaves = [each.detach().clone().requires_grad_() for each in call.tensors]
 

@@ -56,7 +56,7 @@ class FusedNorm(nn.Module):
         return rms_norm(hidden, weight, self.fused_eps)
 
 
-class FusedMLP(nn.Module):
+class _FusedMLP(nn.Module):
     """Base class of replaced MLPs with projections of their own for gate and up."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class FusedMLP(nn.Module):
         return module.down_proj(swiglu(module.gate_proj(hidden), module.up_proj(hidden)))
 
 
-class FusedJointMLP(nn.Module):
+class _FusedJointMLP(nn.Module):
     """Base class of replaced MLPs with one projection for gate and up, such as Phi-3's."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -76,8 +76,8 @@ class FusedJointMLP(nn.Module):
 
 
 _MLPS = {
-    frozenset({"gate_proj", "up_proj", "down_proj"}): FusedMLP,
-    frozenset({"gate_up_proj", "down_proj"}): FusedJointMLP,
+    frozenset({"gate_proj", "up_proj", "down_proj"}): _FusedMLP,
+    frozenset({"gate_up_proj", "down_proj"}): _FusedJointMLP,
 }
 """Names of an MLP's linear layers -> base class of its replacement."""
 

@@ -67,9 +67,9 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = Tru
         model.score.to(torch.promote_types(model.score.weight.dtype, torch.float32)).requires_grad_(True)
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLayer | LoraExperts]:
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer | _LoraExperts]:
     """Return the layers and experts with adapters by name; empty for a model without adapters."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer | LoraExperts)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer | _LoraExperts)}
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
     ranks, after the model's own weights were filled.
     """
     for name, layer in adapted_layers(model).items():
-        if isinstance(layer, LoraExperts):
+        if isinstance(layer, _LoraExperts):
             for matrix in layer.adapted:
                 first, second = (layer.get_parameter(factor) for factor in expert_factors(matrix))
                 _draw(first, f"{name}.{expert_factors(matrix)[0]}", seed)
@@ -128,7 +128,7 @@ def expert_factors(name: str) -> list[str]:
     return [f"{name}{suffix}" for suffix in FACTORS]
 
 
-class LoraExperts(Adapted, nn.Module):
+class _LoraExperts(Adapted, nn.Module):
     """Base class of adapted modules of experts; the module's class becomes a subclass of it and of its own class."""
 
     scaling: float
@@ -179,7 +179,7 @@ def _adapt_experts(module: nn.Module, names: tuple[str, ...], cfg: PeftConfig) -
     """Add adapters to the matrices `names` of a module of experts, in place."""
     cls = type(module)
     # A subclass rather than a wrapper, so that parameters keep their names and deep copies keep their forward.
-    module.__class__ = type(f"Lora{cls.__name__}", (LoraExperts, cls), {})
+    module.__class__ = type(f"Lora{cls.__name__}", (_LoraExperts, cls), {})
     module.adapt(names, cfg)  # type: ignore[operator]
 
 

@@ -34,7 +34,7 @@ ADAPTER_PARAMETERS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of an adapter's parameters, as in PEFT's files."""
 
 
-class InputsShard(Protocol):
+class _InputsShard(Protocol):
     """Operations over all inputs of a row-wise tensor-parallel layer, of which each rank holds a shard."""
 
     def dropout(self, hidden: torch.Tensor, probability: float) -> torch.Tensor:
@@ -101,7 +101,7 @@ class LoraLayer(Adapted, nn.Module):
         lora_A: torch.Tensor,
         lora_B: torch.Tensor,
         magnitude: torch.Tensor | None,
-        inputs: InputsShard | None = None,
+        inputs: _InputsShard | None = None,
     ) -> torch.Tensor:
         """Apply the layer with its adapter, (..., in) -> (..., out), to parameters that may be tp shards.
 
@@ -128,11 +128,11 @@ class LoraLayer(Adapted, nn.Module):
         return output if bias is None else output + bias
 
 
-class LoraLinear(LoraLayer, nn.Linear):
+class _LoraLinear(LoraLayer, nn.Linear):
     """nn.Linear with an adapter."""
 
 
-class QuantizedLoraLinear(LoraLinear):
+class QuantizedLoraLinear(_LoraLinear):
     """nn.Linear with an adapter, and with its weight packed in 4 bits (QLoRA)."""
 
     pairs: torch.Tensor
@@ -155,7 +155,7 @@ class QuantizedLoraLinear(LoraLinear):
         return unpack(weight, columns, self.pairs, dtype)
 
 
-class LoraConv1D(LoraLayer):
+class _LoraConv1D(LoraLayer):
     """transformers' Conv1D (GPT-2's linear layer, whose weight is (in, out)) with an adapter."""
 
     is_conv1d = True
@@ -199,7 +199,7 @@ def adapted_linear(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
     linear = isinstance(layer, nn.Linear)
     adapted: Any = copy.copy(layer)
     # Rather than calling a constructor: keeps parameters, hooks and flags.
-    adapted.__class__ = QuantizedLoraLinear if cfg.quantizes else LoraLinear if linear else LoraConv1D
+    adapted.__class__ = QuantizedLoraLinear if cfg.quantizes else _LoraLinear if linear else _LoraConv1D
     if cfg.quantizes and not linear:
         adapted.in_features, adapted.out_features = adapted.weight.shape
         adapted.weight = nn.Parameter(adapted.weight.T.contiguous(), requires_grad=False)

@@ -42,7 +42,7 @@ _WIDEST_LINE = 120
 """Maximum length of a line of metrics; those that do not fit are in metrics.jsonl only."""
 
 
-class ReportedStep(Protocol):
+class _ReportedStep(Protocol):
     """Metrics of an optimizer step, implemented by `components.training.StepMetrics`."""
 
     @property
@@ -70,7 +70,7 @@ class ReportedStep(Protocol):
     def others(self) -> Mapping[str, float]: ...
 
 
-class TrafficNumbers(Protocol):
+class _TrafficNumbers(Protocol):
     """Bytes and calls of one collective over a group in a step, as `components.distributed.traffic.TrafficRow`."""
 
     @property
@@ -98,7 +98,7 @@ class _Interval:
     seconds_at_peak: float = 0.0
     steps: int = 0
 
-    def add(self, step: ReportedStep) -> None:
+    def add(self, step: _ReportedStep) -> None:
         """Add a step to the totals."""
         self.steps += 1
         self.tokens += step.tokens
@@ -291,7 +291,7 @@ class Reporter:
             if self._attempt is not None:
                 record_first_step(self._run_dir, self._attempt)
 
-    def step(self, metrics: ReportedStep, *, lr: float, tokens: int, every: int = 1) -> None:
+    def step(self, metrics: _ReportedStep, *, lr: float, tokens: int, every: int = 1) -> None:
         """Record the metrics of an optimizer step, and log them if the step is a multiple of `every`.
 
         Args:
@@ -404,7 +404,7 @@ class Reporter:
             over = "" if count is None else f"  over {count:,} documents"
             self.print(f"step {step:>6}  {task}  {shown}{over}")
 
-    def traffic(self, rows: Sequence[TrafficNumbers]) -> None:
+    def traffic(self, rows: Sequence[_TrafficNumbers]) -> None:
         """Print a table of the collectives of one optimizer step."""
         if not rows:
             self.print("collectives of one optimizer step: none")

@@ -121,11 +121,11 @@ def enabled_trackers(config: LoggingConfig) -> dict[str, Tracker]:
     if config.wandb.mode is not WandbMode.disabled:
         trackers["wandb"] = WandbTracker(config.wandb)
     if config.tensorboard:
-        trackers["TensorBoard"] = TensorBoardTracker()
+        trackers["TensorBoard"] = _TensorBoardTracker()
     if config.mlflow.enabled:
-        trackers["MLflow"] = MlflowTracker(config.mlflow)
+        trackers["MLflow"] = _MlflowTracker(config.mlflow)
     if config.trackio.enabled:
-        trackers["trackio"] = TrackioTracker(config.trackio)
+        trackers["trackio"] = _TrackioTracker(config.trackio)
     return trackers
 
 
@@ -220,7 +220,7 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-class MlflowTracker:
+class _MlflowTracker:
     """An MLflow run whose id is stored in the run directory, so that a resumed run continues it.
 
     The keys of the frozen config are its parameters. MLflow cannot change a parameter or a value of a metric: a
@@ -290,7 +290,7 @@ class MlflowTracker:
             self._client.log_batch(self._id, tags=changed)
 
 
-class TensorBoardTracker:
+class _TensorBoardTracker:
     """A scalar per metric, rounded to float32, and the frozen config as the text `config`."""
 
     def __init__(self) -> None:
@@ -329,7 +329,7 @@ class TensorBoardTracker:
         return writer
 
 
-class TrackioTracker:
+class _TrackioTracker:
     """A trackio run named after the run directory, whose id is stored there, so that a resumed run continues it.
 
     Of steps that a resumed run repeats, the first values are kept. trackio writes in a thread of its own.

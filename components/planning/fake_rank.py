@@ -1,6 +1,6 @@
 """A rank without peers and without memory: fake process group, fake tensors, and the bytes that they would take.
 
-The only file of the dry run that uses private parts of torch; tests/unit/test_fake_rank.py names each that is gone.
+The only file of the simulation that uses private parts of torch; tests/unit/test_fake_rank.py names each that is gone.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class FakeRank(FakeTensorMode):
     tensors of them. Operators whose inputs all have values run normally, such as those on the ranks of a mesh.
     """
 
-    def __init__(self, *, plays_gpu: bool = False) -> None:
+    def __init__(self, *, as_cuda: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.plays_gpu = plays_gpu
-        """Whether the tensors, which are on the CPU, stand for those of a GPU."""
+        self.as_cuda = as_cuda
+        """Whether fake tensors on the CPU are reported as CUDA tensors."""
         self.allocates_fakes = False
         """Whether new tensors on the CPU are fake. False until the first step: what is built before, the host
         computes with values."""
 
         self._runs_parts = False
-        """Whether torch runs the operators that one on fake tensors consists of."""
+        """Whether a composite operator is being decomposed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,6 +1,6 @@
 """The lines of a recipe that build what its steps train: the model, the optimizer and the objective.
 
-A recipe is a script, so only its lines state what a step is. A dry run executes those that the arguments of its
+A recipe is a script, so only its lines state what a step is. A simulation executes those that the arguments of its
 `train_step` depend on, and no others, which read data, start processes or write files.
 """
 
@@ -23,7 +23,7 @@ _MODULE = "recipe_of_a_dry_run"
 
 @dataclass(frozen=True, slots=True)
 class RecipeLines:
-    """What a dry run executes of a recipe."""
+    """What a simulation executes of a recipe."""
 
     main: FunctionType
     """The recipe's main, without its decorator."""
@@ -36,7 +36,7 @@ class RecipeLines:
     run: set[str]
     """Name of the run."""
     tokenizers: set[str]
-    """Names of tokenizers, which a dry run does not load."""
+    """Names of tokenizers, which a simulation does not load."""
 
     def build(
         self, cfg: Any, run: Any, vocabulary: Callable[[], int], allocated: Callable[[], int]
@@ -89,7 +89,7 @@ def import_recipe(file: Path) -> FunctionType:
     functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
     names = [each.name for each in functions if any(_called(other) == "recipe" for other in each.decorator_list)]
     if len(names) != 1:
-        raise _refused(file, 1, f"the file has {len(names)} functions with @recipe, of which a dry run needs one")
+        raise _refused(file, 1, f"the file has {len(names)} functions with @recipe, of which a simulation needs one")
     # A script without `if __name__ == "__main__":` starts its recipe wherever it is imported.
     tree.body = [each for each in tree.body if not (isinstance(each, ast.Expr) and _calls(each, names[0]))]
     module = ModuleType(_MODULE)
@@ -157,7 +157,7 @@ def _step_arguments(file: Path, function: ast.FunctionDef) -> list[ast.expr]:
             raise _refused(file, call.lineno, "train_step needs a model, batches, an optimizer and an objective")
         found[str([ast.dump(each) for each in wanted])] = wanted
     if len(found) != 1:
-        raise _refused(file, function.lineno, f"{len(found)} different calls of train_step; a dry run needs one")
+        raise _refused(file, function.lineno, f"{len(found)} different calls of train_step; a simulation needs one")
     return next(iter(found.values()))
 
 
@@ -234,4 +234,4 @@ def _called(tree: ast.AST) -> str:
 
 
 def _refused(file: Path, line: int, why: str) -> ConfigError:
-    return ConfigError(f"cluster.dry_run=plan: {file}:{line}: {why}; set cluster.dry_run=true, which plays no step")
+    return ConfigError(f"cluster.dry_run=plan: {file}:{line}: {why}; set cluster.dry_run=true, which simulates no step")

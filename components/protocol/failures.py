@@ -55,7 +55,7 @@ class RunDirectoryInUse(ConfigError):
     """Use of a run directory in which another run trains; nothing in it may be changed."""
 
 
-class FaultyHost(RuntimeError):
+class _FaultyHost(RuntimeError):
     """Failure of a run because of one or several hosts; the message names the ranks, whichever rank reports it.
 
     Args:
@@ -68,11 +68,11 @@ class FaultyHost(RuntimeError):
         self.hosts = tuple(hosts)
 
 
-class HungRun(FaultyHost):
+class HungRun(_FaultyHost):
     """Run without progress; the hosts are those of the ranks that it waits for."""
 
 
-class CorruptRank(FaultyHost):
+class CorruptRank(_FaultyHost):
     """Run in which a rank computes wrong numbers without an error; raised on every rank."""
 
 
@@ -106,7 +106,7 @@ class Kind(StrEnum):
 
     @property
     def names_ranks(self) -> bool:
-        """Whether the message names the ranks at fault and their hosts (`FaultyHost`)."""
+        """Whether the message names the ranks at fault and their hosts (`_FaultyHost`)."""
         return self in (Kind.hung, Kind.corrupted)
 
     @property
@@ -245,7 +245,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         traceback="" if isinstance(error, ConfigError) else masked("".join(traceback.format_exception(error))),
         time=time.time(),
         node=scheduler_node(os.environ),
-        faulty_hosts=[*error.hosts] if isinstance(error, FaultyHost) else [],
+        faulty_hosts=[*error.hosts] if isinstance(error, _FaultyHost) else [],
     )
     target = error_file(logs, rank)
     try:

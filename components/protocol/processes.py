@@ -117,7 +117,7 @@ def scheduler_node(environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchJob:
+class _BatchJob:
     """Batch job of a process; the fields are empty outside one."""
 
     cluster: str
@@ -126,14 +126,14 @@ class BatchJob:
     """Number of earlier requeues."""
 
 
-def current_job(environ: Mapping[str, str]) -> BatchJob:
+def current_job(environ: Mapping[str, str]) -> _BatchJob:
     """Return the batch job of a process with these variables. Each attempt of a Kubernetes job counts as a requeue."""
     if job := environ.get(JOB):
         factory = job.partition("/")[0]
         if ":" in factory:  # module:Class of the user's own scheduler, which may start ranks again in a job
-            return BatchJob(cluster=factory, id=job, restart=0)
-        return BatchJob(cluster="Kubernetes", id=job, restart=whole_number(environ.get(ATTEMPT, "")) or 0)
-    return BatchJob(
+            return _BatchJob(cluster=factory, id=job, restart=0)
+        return _BatchJob(cluster="Kubernetes", id=job, restart=whole_number(environ.get(ATTEMPT, "")) or 0)
+    return _BatchJob(
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),
         id=environ.get("SLURM_JOB_ID", ""),
         restart=whole_number(environ.get("SLURM_RESTART_COUNT", "")) or 0,

@@ -313,7 +313,7 @@ class _Backend(NamedTuple):
     """Command that installs it."""
 
 
-BACKENDS = {
+_BACKENDS = {
     "s3": _Backend("s3fs", "pip install 'meshbook[s3]'"),
     "gs": _Backend("gcsfs", "pip install 'meshbook[gcs]'"),
     "az": _Backend("adlfs", "pip install 'meshbook[azure]'"),
@@ -375,8 +375,8 @@ def url_problems(key: str, url: str | None) -> list[str]:
         return [
             f"{key}: is a URL with a user name or a password; remove them, and set the credentials in the environment"
         ]
-    if found["scheme"] not in BACKENDS:
-        schemes = ", ".join(f"{scheme}://" for scheme in BACKENDS)
+    if found["scheme"] not in _BACKENDS:
+        schemes = ", ".join(f"{scheme}://" for scheme in _BACKENDS)
         return [f"{key}={url}: URLs with {found['scheme']}:// are not supported; use {schemes} or a local path"]
     if not bucket or "?" in found["rest"] or "#" in found["rest"]:
         return [f"{key}={url}: must be {found['scheme']}://BUCKET/NAME, without ? and #"]
@@ -389,7 +389,7 @@ def package_problems(key: str, url: str | None, otherwise: str = "use a local pa
     Args:
         otherwise: What to do without the package, for the message.
     """
-    backend = BACKENDS.get(_scheme_of(url or ""))
+    backend = _BACKENDS.get(_scheme_of(url or ""))
     if backend is None or importlib.util.find_spec(backend.package) is not None:
         return []
     return [f"{key}={url}: {backend.package} is not installed; run {backend.install}, or {otherwise}"]

@@ -29,7 +29,7 @@ from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_write_json, read_json
 from components.protocol.safe_json import parse_json
 
-ITEM_BYTES = {
+_ITEM_BYTES = {
     "F64": 8,
     "I64": 8,
     "U64": 8,
@@ -180,7 +180,7 @@ class TensorEntry(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size of the tensor in bytes."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 class StoredTensor(NamedTuple):
@@ -192,7 +192,7 @@ class StoredTensor(NamedTuple):
     end: int
 
 
-class SafetensorsHeader(NamedTuple):
+class _SafetensorsHeader(NamedTuple):
     """Header of a safetensors file."""
 
     metadata: dict[str, str]
@@ -201,7 +201,7 @@ class SafetensorsHeader(NamedTuple):
     """Byte at which the tensors begin."""
 
 
-def read_header(file: OpenFile) -> SafetensorsHeader:
+def read_header(file: OpenFile) -> _SafetensorsHeader:
     """Read the header of a safetensors file, as strictly as the safetensors library.
 
     Raises ValueError if it is damaged or the file has not the bytes that it declares, or OSError.
@@ -223,7 +223,7 @@ def read_header(file: OpenFile) -> SafetensorsHeader:
         end = tensor.end
     if end != file.size:
         raise ValueError(f"it has {file.size:,} bytes, its header declares {end:,}")
-    return SafetensorsHeader(metadata, tensors, 8 + size)
+    return _SafetensorsHeader(metadata, tensors, 8 + size)
 
 
 def _stored_tensor(name: str, entry: Any, data_at: int) -> StoredTensor:
@@ -232,7 +232,7 @@ def _stored_tensor(name: str, entry: Any, data_at: int) -> StoredTensor:
         sizes = (*shape, begin, end)
         if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
             raise ValueError("must be integers of at least 0")
-        if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        if end - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
             raise ValueError(f"{end - begin} bytes are not those of its shape")
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"its header declares an invalid tensor {name!r} ({error})") from error
@@ -250,7 +250,7 @@ class SafetensorsWriter:
         self._file, self._entries = file, entries
         self._offsets: dict[str, int] = {}
         end = 0
-        for name in sorted(entries, key=lambda name: (-ITEM_BYTES[entries[name].dtype], name)):
+        for name in sorted(entries, key=lambda name: (-_ITEM_BYTES[entries[name].dtype], name)):
             self._offsets[name], end = end, end + entries[name].bytes
         self._header_bytes = self._write_header(metadata)
 

@@ -232,7 +232,7 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPass:
+class _ForwardPass:
     """Requests that one rank computes at once."""
 
     length: int
@@ -257,7 +257,7 @@ class RequestBatches:
     rows: int | None = None
     """Rows of a forward pass of one rank; None: given by `tokens`."""
 
-    def split(self, lengths: Sequence[int]) -> list[ForwardPass]:
+    def split(self, lengths: Sequence[int]) -> list[_ForwardPass]:
         """Return this rank's forward passes over requests of the given lengths; all ranks have the same number.
 
         Requests are sorted by decreasing length, so that rows have little padding and the first pass needs the most
@@ -270,7 +270,7 @@ class RequestBatches:
             rows = self.rows or max(1, self.tokens // length)
             of_all = order[start : start + rows * self.dp_size]
             own = of_all[self.dp_rank :: self.dp_size]
-            passes.append(ForwardPass(length, tuple(own or of_all[:1]), counts=bool(own)))
+            passes.append(_ForwardPass(length, tuple(own or of_all[:1]), counts=bool(own)))
             start += len(of_all)
         return passes
 

@@ -42,7 +42,7 @@ PEAK_TFLOPS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFlops:
+class _ModelFlops:
     """FLOPs of a forward and backward of the whole model, independent of the mesh."""
 
     per_token: float
@@ -61,7 +61,7 @@ class ModelFlops:
 class StepFlops:
     """Model FLOPs and peak of a run, from which each step's time at peak is computed."""
 
-    flops: ModelFlops | None
+    flops: _ModelFlops | None
     peak: float | None
     """FLOP/s of all devices together; None if unknown."""
     why: str
@@ -116,7 +116,7 @@ def peak_tflops(cfg: LoggingConfig, device: torch.device, dtype: torch.dtype) ->
     return PEAK_TFLOPS[name], f"relative to {PEAK_TFLOPS[name]:g} TFLOP/s per device, the peak of {name} in {kind}"
 
 
-def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> ModelFlops:
+def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> _ModelFlops:
     """Count the FLOPs of a transformers model from its modules and its anatomy (None: read it).
 
     Raises NotImplementedError if layers use neither full nor sliding-window attention, or differ in their heads.
@@ -132,7 +132,7 @@ def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> ModelFlops:
                 share = _experts_per_token(anatomy) / parameter.shape[0] if is_expert else 1.0
                 values = parameter.numel() if parameter.is_floating_point() else _packed_values(module)
                 per_token += (6 if parameter.requires_grad else 4) * values * share
-    return ModelFlops(per_token, _per_pair(anatomy))
+    return _ModelFlops(per_token, _per_pair(anatomy))
 
 
 def pairs(length: int, window: int | None = None) -> int:

@@ -90,7 +90,11 @@ def read_options(arguments: Sequence[str], description: str | None) -> tuple[Nam
     parser.add_argument("--why", type=int, metavar="ROW", help="print every term of a row with its formula and source")
     parser.add_argument("--left-out", action="store_true", help="print why other meshes are left out")
     parser.add_argument(
-        "--dry-run", type=int, metavar="N", default=0, help="also play the best N rows on fake tensors; imports torch"
+        "--dry-run",
+        type=int,
+        metavar="N",
+        default=0,
+        help="simulate the best N rows on fake tensors; imports torch",
     )
     parser.add_argument(
         "--draw", metavar="FILE.svg", help="draw row 1, or the row of --why, as an SVG picture in this file"

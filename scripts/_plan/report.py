@@ -13,7 +13,7 @@ from components.planning.formulas.memory_check import GIB, usable_bytes
 from components.planning.formulas.ranking import Plan
 from components.planning.formulas.step_time import TIME_ERROR
 from components.planning.formulas.workload import Term, bytes_text, seconds_text, three_digits
-from components.planning.played_run import DryRun, dry_run_lines
+from components.planning.simulation import SimulatedRank, simulation_lines
 from components.terminal import fit, fit_command, fit_table, terminal_width
 from scripts._plan.options import PlanRequest
 
@@ -108,10 +108,10 @@ def left_out_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
     return [*_summary(request, plans[0]), "", *(line for row in table for line in row)]
 
 
-def as_json(request: PlanRequest, plans: list[Plan], played: Sequence[Sequence[DryRun]]) -> str:
+def as_json(request: PlanRequest, plans: list[Plan], simulated: Sequence[Sequence[SimulatedRank]]) -> str:
     """Return the rows as JSON: bytes and seconds."""
     rows = [_json_row(request, plan) for plan in plans[: request.options.top]]
-    for row, runs in zip(rows, played, strict=False):
+    for row, runs in zip(rows, simulated, strict=False):
         row["dry_run"] = [each.as_json() for each in runs]
     values = {
         "device": request.hardware.name,
@@ -220,11 +220,11 @@ def _json_row(request: PlanRequest, plan: Plan) -> dict[str, Any]:
     }
 
 
-def played_lines(plans: Sequence[Plan], played: Sequence[Sequence[DryRun]]) -> list[str]:
-    """Return the estimated and the played memory of each row, with the traffic of the fullest rank."""
-    title = fit("dry runs: bytes of the run's own code on fake tensors, at the first ranks of each kind of stage")
+def simulated_lines(plans: Sequence[Plan], simulated: Sequence[Sequence[SimulatedRank]]) -> list[str]:
+    """Return the estimated and the simulated memory of each row, with the traffic of the fullest rank."""
+    title = fit("simulations: bytes of the run's own code on fake tensors, at the first ranks of each kind of stage")
     lines = ["", *title.split("\n")]
-    for number, (plan, runs) in enumerate(zip(plans, played, strict=True), 1):
-        first, *others = dry_run_lines(runs, plan.memory.peak)
+    for number, (plan, runs) in enumerate(zip(plans, simulated, strict=True), 1):
+        first, *others = simulation_lines(runs, plan.memory.peak)
         lines += [f"row {number}: {first}", *others]
     return lines

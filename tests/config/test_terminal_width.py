@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from components.planning.played_run import DryRun, PlayedTraffic, dry_run_lines
+from components.planning.simulation import SimulatedRank, SimulatedTraffic, simulation_lines
 from components.terminal import fit, fit_command, fit_table
 from tests.config.commands import REPOSITORY, Commands
 
@@ -63,14 +63,14 @@ def test_a_line_that_fits_is_not_changed_and_others_lose_no_word() -> None:
 
 def test_a_played_step_fits_the_terminal_and_no_line_joins_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    traffic = [PlayedTraffic(f"dp_shard x cp {each}", "reduce_scatter", 16, 1000 * each) for each in range(3)]
+    traffic = [SimulatedTraffic(f"dp_shard x cp {each}", "reduce_scatter", 16, 1000 * each) for each in range(3)]
     sizes = dict.fromkeys(("parameters", "gradients", "optimizer", "average", "frozen", "buffers", "saved"), 3 * 2**30)
-    run = DryRun(
+    run = SimulatedRank(
         rank=12, world=64, mesh="", coordinates="", peak=11 * 2**30, peak_operator="aten::_log_softmax_backward_data",
         peak_phase="backward", groups=(), traffic=tuple(traffic), micro_batches=1, micro_batch_rows=1, cpu_seconds=3,
         resident_bytes=1, notes=("one", "two " * 30), **sizes,
     )  # fmt: skip
-    lines = dry_run_lines([run, run, run], 10 * 2**30)
+    lines = simulation_lines([run, run, run], 10 * 2**30)
     assert max(map(len, lines)) <= 80
     assert [line.strip().partition(": ")[0] for line in lines if "reduce_scatter" in line] == [
         each.group for each in traffic

@@ -1,4 +1,4 @@
-"""Steps played at their world size by `scripts/plan.py --dry-run` and `cluster.dry_run=plan`."""
+"""Steps simulated at their world size by `scripts/plan.py --dry-run` and `cluster.dry_run=plan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from components.config.schema.model import CausalLMConfig
 from components.config.shape import read_shape
 from components.models.build import load_config
 from components.planning.formulas.workload import architecture_of
-from components.planning.played_run import buildable
+from components.planning.simulation import buildable
 from tests.config.commands import REPOSITORY
 from tests.preloaded import run_preloaded
 from tests.suites import PARITY
@@ -23,7 +23,7 @@ HUB = {"path": "someone/not-on-this-machine", "family": "qwen3", "layers": 2, "h
        "vocab": 512, "mlp": 128, "head_dim": 16, "tied": True}  # fmt: skip
 
 
-@pytest.mark.skipif(not PARITY, reason="starts a child for each played rank: make parity")
+@pytest.mark.skipif(not PARITY, reason="starts a child for each simulated rank: make parity")
 def test_the_best_rows_are_played_at_their_world_size() -> None:
     """A hub model that is not on this machine is built from its stated sizes."""
     sizes = [f"model.{name}={str(value).lower()}" for name, value in HUB.items()]
@@ -63,8 +63,8 @@ def test_a_recipe_plays_its_own_step(tmp_path: Path) -> None:
     shown = run("finetune", overrides, tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "cluster.dry_run=plan: would start 4 x " in shown.stdout
-    played = r"step on fake tensors: [\d.]+ MiB on rank \d \(formulas [\d.]+ MiB, .*%\)\n +peak of each .*: 0: .*, 3: "
-    assert re.search(played, shown.stdout), shown.stdout
+    lines = r"step on fake tensors: [\d.]+ MiB on rank \d \(formulas [\d.]+ MiB, .*%\)\n +peak of each .*: 0: .*, 3: "
+    assert re.search(lines, shown.stdout), shown.stdout
     assert re.search(r"tp: \d+ all_reduce, [\d.]+ [KM]iB per step", shown.stdout), shown.stdout
     assert max(map(len, shown.stdout.partition("step on fake")[2].splitlines())) <= 80
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +73,7 @@ def test_a_recipe_plays_its_own_step(tmp_path: Path) -> None:
 def test_a_recipe_that_does_not_train_has_no_step_to_play(tmp_path: Path) -> None:
     shown = run("evaluate", ["model=tiny", "cluster.device=cpu", "cluster.dry_run=plan"], tmp_path)
     assert shown.returncode == 2
-    assert "cluster.dry_run=plan: plays a training step, which this recipe does not have" in shown.stderr
+    assert "cluster.dry_run=plan: only training recipes can be simulated" in shown.stderr
 
 
 def run(recipe: str, overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

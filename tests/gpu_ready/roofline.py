@@ -175,9 +175,9 @@ class Work:
         }  # fmt: skip
 
 
-PLAYED_LAYERS = (2, 3)
+SIMULATED_LAYERS = (2, 3)
 Step = list[dict[str, list[list[Any]]]]
-"""What `cases.costs` returned for each of PLAYED_LAYERS."""
+"""What `cases.costs` returned for each of SIMULATED_LAYERS."""
 WORK = {
     "1B full": Work("1B", "none", 4, 8),
     "8B LoRA": Work("8B", "lora", 2, 2),
@@ -187,13 +187,13 @@ WORK = {
 
 def costs(run: Run, work: Work, fused: str, dtype: str = "bfloat16", **more: Any) -> Step:
     """Return the operators of the step of two and of three layers. more: Further arguments of `cases.costs`."""
-    return [run("costs", **work.arguments(fused, layers, dtype), **more) for layers in PLAYED_LAYERS]
+    return [run("costs", **work.arguments(fused, layers, dtype), **more) for layers in SIMULATED_LAYERS]
 
 
 def step_seconds(work: Work, step: Step, device: Device) -> dict[str, float]:
     """Return the predicted seconds of each kind of operators, which grow by the same with each layer."""
     few, more = (seconds(each, device) for each in step)
-    others = MODELS[work.model]["num_hidden_layers"] - PLAYED_LAYERS[0]
+    others = MODELS[work.model]["num_hidden_layers"] - SIMULATED_LAYERS[0]
     return {kind: value + others * (more[kind] - value) for kind, value in few.items()}
 
 

@@ -16,7 +16,7 @@ from tests.gpu_ready.roofline import DEVICES, MODELS, WORK, costs, step_seconds
 from tests.suites import PARITY
 
 GIB_80 = 80 * 2**30
-needs_all = pytest.mark.skipif(not PARITY, reason="make parity: plays steps of 8B models")
+needs_all = pytest.mark.skipif(not PARITY, reason="make parity: simulates steps of 8B models")
 
 
 def predicted(run: Run, name: str, device: str) -> float:

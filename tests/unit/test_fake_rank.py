@@ -1,4 +1,4 @@
-"""The private parts of torch that a dry run uses exist, and its tensors have sizes but no memory."""
+"""The private parts of torch that a simulation uses exist, and its tensors have sizes but no memory."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def test_tracker_of_fake_tensors_agrees_with_real_ones() -> None:
         step()
     fake = FakeRank()
     fake.allocates_fakes = True
-    with fake, StorageTracker() as played:
+    with fake, StorageTracker() as simulated:
         step()
-    assert played.peak == real.peak
+    assert simulated.peak == real.peak
     assert real.peak.bytes > 4 * 1024 * 512
 
 

@@ -15,7 +15,7 @@ from components.config.shape import CONFIG_NAMES, ModelShape, read_shape
 from components.models.anatomy import read_anatomy
 from components.models.build import build_on_meta, load_config, model_shape
 from components.planning.formulas.architecture import read_architecture
-from components.planning.played_run import buildable
+from components.planning.simulation import buildable
 from components.protocol.safe_yaml import load_yaml
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
 

@@ -1,4 +1,4 @@
-"""The lines of a recipe that a dry run executes, and what it refuses; the copies are played on fake tensors."""
+"""The lines of a recipe that a simulation executes, and what it refuses; the copies are simulated on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from components.planning.play import play
 from components.planning.recipe_lines import import_recipe, read_lines
+from components.planning.simulated_step import simulate_step
 from components.protocol.errors import ConfigError
-from tests.distributed.dry_run_cases import finetune
+from tests.distributed.simulation_cases import finetune
 from tests.examples import copy_example
 from tests.harness import run_ranks
 
@@ -78,7 +78,7 @@ def copy_of(folder: Path, *changes: tuple[str, str]) -> Path:
 
 SAVE = "            if step.due_save"
 REFUSED = {
-    "0 different calls of train_step; a dry run needs one": [("training.train_step(", "my_step(")],
+    "0 different calls of train_step; a simulation needs one": [("training.train_step(", "my_step(")],
     "2 different calls of train_step": [(SAVE, f"            training.train_step(model, 0, optimizer, other)\n{SAVE}")],
     "objective is assigned again": [(SAVE, f"            objective = None\n{SAVE}")],
     "depends on data (frequencies)": [
@@ -97,11 +97,11 @@ def test_recipe_whose_step_cannot_be_read_is_refused(message: str, tmp_path: Pat
     (problem,) = caught.value.problems
     assert problem.startswith(f"cluster.dry_run=plan: {tmp_path}/mine.py:")
     assert message in problem
-    assert problem.endswith("; set cluster.dry_run=true, which plays no step")
+    assert problem.endswith("; set cluster.dry_run=true, which simulates no step")
 
 
 def test_attributes_of_meshbook_are_read_as_its_names(tmp_path: Path) -> None:
-    """`import meshbook` and `meshbook.data`, in a copy that a dry run reads and in one that it refuses."""
+    """`import meshbook` and `meshbook.data`, in a copy that a simulation reads and in one that it refuses."""
     used = [(name, f"{name[0]}meshbook.{name[1:]}") for name in (" data.", " training.", "(training.", " models.")]
     imported = [
         ("from components import data, models, training\n", "import meshbook\n"),
@@ -160,15 +160,17 @@ def test_a_copy_is_played_with_its_own_optimizers_and_objective(tmp_path: Path) 
     cfg = replace(cfg, model=replace(cfg.model, config={**cfg.model.config, "tie_word_embeddings": False}))
     recipe = copy_of(tmp_path, *OWN)
 
-    (played,) = run_ranks(1, lambda _: play(cfg, 1, 0, read_lines(import_recipe(recipe))), init=False, timeout=120)
+    (simulated,) = run_ranks(
+        1, lambda _: simulate_step(cfg, 1, 0, read_lines(import_recipe(recipe))), init=False, timeout=120
+    )
 
     sizes = {name: each.numel() * 4 for name, each in meta_model(cfg.model.config).named_parameters()}
     trained = {name: size for name, size in sizes.items() if "embed" not in name and "lm_head" not in name}
     matrices = {name: size for name, size in trained.items() if "norm" not in name}
-    assert played.parameters == sum(sizes.values())
-    assert played.gradients == sum(trained.values())
-    assert played.optimizer == sum(matrices.values())
-    assert played.frozen == 4 * 1024 * 1024
+    assert simulated.parameters == sum(sizes.values())
+    assert simulated.gradients == sum(trained.values())
+    assert simulated.optimizer == sum(matrices.values())
+    assert simulated.frozen == 4 * 1024 * 1024
 
 
 def meta_model(config: dict[str, Any]) -> torch.nn.Module:

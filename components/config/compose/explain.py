@@ -24,7 +24,7 @@ IN_FILE = re.compile(r"In '(?P<file>[^']*)': ")
 """File whose defaults list is wrong."""
 NO_GROUP = re.compile(r"Could not override '(?P<group>[^'@]*)")
 SECOND_OPTION = re.compile(r"Multiple values for .* use 'override (?P<group>[^:@]+)[^:]*: (?P<option>[^']*)'")
-UNREADABLE = "cannot be parsed; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
+_UNREADABLE = "cannot be parsed; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
 SEVERAL_VALUES = "is a sweep over several values; add -m, set one value, or write a list as [a,b]"
 SWEEP_FUNCTION = re.compile(r"(?P<key>[^=]+)=\s*(?P<name>log|lin|loguniform|uniform)\((?P<arguments>[^()]*)\)\s*")
 """Override with a function of sweep_keys.py, which Hydra cannot parse."""
@@ -33,12 +33,12 @@ HOME = re.compile(r"(?<![^,\[])~/")
 SOURCES = "data.sources"
 NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data with kind mixture"
 TASKS = "evaluation."
-NO_TASKS = (
+_NO_TASKS = (
     "this recipe evaluates no benchmark tasks, which need an LM head's probabilities of tokens; remove it, and for a "
     "score head use scripts/score.py on the export"
 )
-TOP_K = "teacher.top_k"
-NOT_STORING = "belongs to scripts/teacher.py, which stores the most likely tokens; remove it here, and set it there"
+_TOP_K = "teacher.top_k"
+_NOT_STORING = "belongs to scripts/teacher.py, which stores the most likely tokens; remove it here, and set it there"
 _PACKAGES = {"network": "cluster"}
 """Group -> section whose keys its options set, if the names differ; other groups without a section use _global_."""
 SET_BY_KEY = {"gpu": "cluster.gpu"}
@@ -61,7 +61,7 @@ def unreadable(override: str) -> str:
         return f"{override}: a split has no slices; write {key}={value.partition('[')[0]} data.max_samples=N"
     if (expanded := HOME.sub("$HOME/", value)) != value:
         return f"{override}: ~ is not expanded here; write {key}={expanded}, or quote it: '{key}=\"~/...\"'"
-    return f"{override}: {UNREADABLE}"
+    return f"{override}: {_UNREADABLE}"
 
 
 def unknown_key(key: str, value: object, existing: Iterable[str], subject: str | None = None) -> str:
@@ -76,11 +76,11 @@ def unknown_key(key: str, value: object, existing: Iterable[str], subject: str |
     value = shown_value(key, value)
     if subject is None:
         subject = key if value is None else f"{key}={value}"
-    if key == TOP_K:
-        return f"{subject}: {NOT_STORING}"
+    if key == _TOP_K:
+        return f"{subject}: {_NOT_STORING}"
     names = list(existing)
     if key.startswith(TASKS) and not any(name.startswith(TASKS) for name in names):
-        return f"{subject}: {NO_TASKS}"
+        return f"{subject}: {_NO_TASKS}"
     if key.startswith(SOURCES) and not any(name.startswith(f"{SOURCES}.") for name in names):
         return f"{subject}: {NOT_A_MIXTURE}"
     return f"{subject}: no such key{_intended(key, value, names)}"

@@ -27,9 +27,9 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _NUMBER = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 _NODES = re.compile(r"[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})?", re.ASCII)
 _RESOURCE = re.compile(r"[\w.,:;&|*()\[\]+=@%/-]+")
-LONGEST_TIMEOUT = 525_600.0
+_LONGEST_TIMEOUT = 525_600.0
 """Upper bound of timeouts, in minutes: a year, which torch and the OS accept."""
-DRY_RUNS = ("true", "plan", "render", "false")
+_DRY_RUNS = ("true", "plan", "render", "false")
 """Values of cluster.dry_run."""
 _RESOURCE_KEYS = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation", "mem")
 
@@ -101,7 +101,7 @@ class ClusterConfig:
     smallest change that fits), refuse (an error beyond the estimate's error) or off."""
     dry_run: str = "false"
     """true: run all checks, print what would be started, and exit without starting anything or writing a file; plan:
-    also play a step of the first, last and fullest rank on fake tensors, and print its memory and traffic; render:
+    also simulate a step of the first, last and fullest rank on fake tensors, and print its memory and traffic; render:
     print the batch script or the manifest, also on a machine without sbatch or kubectl, and list what was not checked;
     false."""
     startup_timeout_minutes: float = 10.0
@@ -175,8 +175,8 @@ class ClusterConfig:
     def _problems(self) -> list[str]:
         problems = [
             *own_kind("cluster", self),
-            *within("cluster.startup_timeout_minutes", self.startup_timeout_minutes, 0.01, LONGEST_TIMEOUT),
-            *within("cluster.collective_timeout_minutes", self.collective_timeout_minutes, 0.01, LONGEST_TIMEOUT),
+            *within("cluster.startup_timeout_minutes", self.startup_timeout_minutes, 0.01, _LONGEST_TIMEOUT),
+            *within("cluster.collective_timeout_minutes", self.collective_timeout_minutes, 0.01, _LONGEST_TIMEOUT),
             *at_least("cluster.cpus_per_proc", self.cpus_per_proc, 1),
             *at_least("cluster.signal_lead_seconds", self.signal_lead_seconds, 1),
         ]
@@ -186,8 +186,8 @@ class ClusterConfig:
             problems.append(
                 f"cluster.procs_per_node={self.procs_per_node}: must be auto or a number of processes, 1 or more"
             )
-        if self.dry_run not in DRY_RUNS:
-            problems.append(f"cluster.dry_run={self.dry_run}: must be {', '.join(DRY_RUNS[:-1])} or {DRY_RUNS[-1]}")
+        if self.dry_run not in _DRY_RUNS:
+            problems.append(f"cluster.dry_run={self.dry_run}: must be {', '.join(_DRY_RUNS[:-1])} or {_DRY_RUNS[-1]}")
         return problems
 
     def _automatic_problems(self) -> list[str]:

@@ -32,7 +32,7 @@ class ModelKind(StrEnum):
     causal_lm = "causal_lm"
 
 
-COMPILE = ("auto", "true", "false")
+_COMPILE = ("auto", "true", "false")
 """Values of model.compile."""
 
 
@@ -173,7 +173,7 @@ class RopeConfig:
         problems = [
             f"model.rope.{name}={set_keys[name]}: only model.rope.type={kind} has this key; remove it, or add "
             f"model/rope={kind}"
-            for kind, names in ROPE_KEYS.items()
+            for kind, names in _ROPE_KEYS.items()
             for name in names
             if name in set_keys and kind is not self.type
         ]
@@ -195,7 +195,7 @@ class RopeConfig:
         return problems
 
 
-ROPE_KEYS = {
+_ROPE_KEYS = {
     RopeType.yarn: ("beta_fast", "beta_slow", "attention_factor"),
     RopeType.llama3: ("low_freq_factor", "high_freq_factor"),
 }
@@ -351,8 +351,8 @@ class ModelConfig:
     def _problems(self) -> list[str]:
         problems = own_kind("model", self)
         values = field_values(self)
-        if self.compile not in COMPILE:
-            problems.append(f"model.compile={self.compile}: must be {', '.join(COMPILE[:-1])} or {COMPILE[-1]}")
+        if self.compile not in _COMPILE:
+            problems.append(f"model.compile={self.compile}: must be {', '.join(_COMPILE[:-1])} or {_COMPILE[-1]}")
         for name in (*SIZES, "experts_per_token", "window"):
             problems += at_least(f"model.{name}", values[name], 1)
         problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from components.config.schema.checks import above, at_least, field_values, raise_all, within
 from components.storage.object_store import is_url, url_problems
 
-DEFINING_KEYS = (
+_DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.batch_size_ramp", "training.seq_len",
     "training.seq_len_ramp",
     "model.path", "model.config", "model.rope", "data",
@@ -19,7 +19,7 @@ DEFINING_KEYS = (
     "peft.rslora", "peft.dora",
 )  # fmt: skip
 """Keys, and the section `data`, that define the experiment; a resume that changes one is rejected."""
-HARMLESS_KEYS = ("data.cache", "data.cache_gib", "data.unused_keys")
+_HARMLESS_KEYS = ("data.cache", "data.cache_gib", "data.unused_keys")
 """Keys within `data` that may change on resume."""
 ALL_LINEAR = "all-linear"
 """Target that selects every linear layer except the output head."""
@@ -27,8 +27,8 @@ ALL_LINEAR = "all-linear"
 
 def is_defining(key: str) -> bool:
     """Return whether a change of `key` makes a resumed run a different experiment."""
-    return key not in HARMLESS_KEYS and any(
-        key == defining or key.startswith(f"{defining}.") for defining in DEFINING_KEYS
+    return key not in _HARMLESS_KEYS and any(
+        key == defining or key.startswith(f"{defining}.") for defining in _DEFINING_KEYS
     )
 
 
@@ -84,7 +84,7 @@ class RunConfig:
         if self.name is not None and not (self.name.strip() and self.name.isprintable()):
             problems.append(f"run.name={self.name!r}: must be printable text on one line")
         problems += [
-            f"run.accept_changes=[{key}]: may name {', '.join(DEFINING_KEYS)} and keys below them; "
+            f"run.accept_changes=[{key}]: may name {', '.join(_DEFINING_KEYS)} and keys below them; "
             "other keys may always change"
             for key in self.accept_changes
             if not is_defining(key)

@@ -25,13 +25,13 @@ class EvalWeights(StrEnum):
         return f"held-out loss is of the averaged weights{more}"
 
 
-LONGEST_STEP = 31_536_000.0
+_LONGEST_STEP = 31_536_000.0
 """Upper bound of step timeouts: a year, in seconds."""
 
 
-TASK_KEYS = ("task_path", "num_fewshot", "limit", "batch_size", "apply_chat_template", "every")
+_TASK_KEYS = ("task_path", "num_fewshot", "limit", "batch_size", "apply_chat_template", "every")
 """Keys of `evaluation` that have no effect without tasks."""
-UNTIL = "until_step"
+_UNTIL = "until_step"
 """Key of a stage of a ramp: the last step of the stage."""
 
 
@@ -117,19 +117,19 @@ class TrainingConfig:
     @property
     def ramp(self) -> tuple[tuple[int, int], ...]:
         """Stages of batch_size_ramp: (number of steps from the start of the run to its end, sequences per step)."""
-        return tuple((stage[UNTIL], stage["global_batch_size"]) for stage in self.batch_size_ramp)
+        return tuple((stage[_UNTIL], stage["global_batch_size"]) for stage in self.batch_size_ramp)
 
     @property
     def length_ramp(self) -> tuple[tuple[int, int], ...]:
         """Stages of seq_len_ramp: (number of steps from the start of the run to its end, tokens per row)."""
-        return tuple((stage[UNTIL], stage["seq_len"]) for stage in self.seq_len_ramp)
+        return tuple((stage[_UNTIL], stage["seq_len"]) for stage in self.seq_len_ramp)
 
     def _ramp_problems(self, name: str, stages: list[dict[str, int]], value: str, last: int, least: int) -> list[str]:
         """Return the problems of the ramp at key `name`, whose `value` increases from `least` to `last`."""
         key = f"training.{name}={stages}"
-        if any(set(stage) != {UNTIL, value} for stage in stages):
+        if any(set(stage) != {_UNTIL, value} for stage in stages):
             return [f"{key}: every stage needs until_step and {value}, and no other key"]
-        steps, sizes = [0, *(stage[UNTIL] for stage in stages)], [least - 1, *(stage[value] for stage in stages)]
+        steps, sizes = [0, *(stage[_UNTIL] for stage in stages)], [least - 1, *(stage[value] for stage in stages)]
         problems = []
         if any(later <= earlier for earlier, later in pairwise(steps)):
             problems.append(f"{key}: until_step must be at least 1 and increase from stage to stage")
@@ -209,11 +209,11 @@ class TrainingConfig:
 
 
 def _timeout_problems(section: str, seconds: float) -> list[str]:
-    if seconds == 0 or 1 <= seconds <= LONGEST_STEP:
+    if seconds == 0 or 1 <= seconds <= _LONGEST_STEP:
         return []
     return [
         f"{section}.step_timeout_seconds={seconds}: must be 0 (never time out) or at least 1, and at most "
-        f"{LONGEST_STEP:g}, a year"
+        f"{_LONGEST_STEP:g}, a year"
     ]
 
 
@@ -252,7 +252,7 @@ class TasksConfig:
                 )
         if len(set(self.tasks)) < len(self.tasks):
             problems.append(f"evaluation.tasks={self.tasks}: must name each task once")
-        unused = {} if self.tasks else {name: value for name, value in field_values(self).items() if name in TASK_KEYS}
+        unused = {} if self.tasks else {name: value for name, value in field_values(self).items() if name in _TASK_KEYS}
         problems += [
             f"evaluation.{name}={value}: has no effect without tasks; set evaluation.tasks"
             for name, value in unused.items()

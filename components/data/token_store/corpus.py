@@ -71,7 +71,7 @@ _TOKEN_BYTES = 3  # of text per token, for estimates: English has more than 4, o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusSettings:
+class _CorpusSettings:
     """What determines the tokens of a corpus besides its files. The header of each shard stores it."""
 
     tokenizer: str
@@ -85,7 +85,7 @@ class CorpusSettings:
     id_bytes: int
     """Bytes of an id: 2 if all ids are below 65,536, else 4."""
 
-    def differences(self, other: CorpusSettings) -> list[str]:
+    def differences(self, other: _CorpusSettings) -> list[str]:
         """Return a description of each setting in which `other` differs from this one."""
         found = []
         if (self.tokenizer_hash, self.vocabulary) != (other.tokenizer_hash, other.vocabulary):
@@ -137,7 +137,7 @@ class Outcome(NamedTuple):
 
 def settings_of(
     tokenizer: PreTrainedTokenizerBase, name: str, *, text_column: str, bad_rows: BadRows
-) -> CorpusSettings:
+) -> _CorpusSettings:
     """Return the settings for a tokenizer, `name` in messages. Raises ConfigError if it is a slow one."""
     hashed = hash_of_tokenization(tokenizer)
     if hashed is None:
@@ -145,7 +145,7 @@ def settings_of(
             f"model.tokenizer={name}: is not a fast tokenizer (tokenizer.json), so its version cannot be recorded in "
             "the shards; convert it with AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)"
         )
-    return CorpusSettings(
+    return _CorpusSettings(
         tokenizer=name,
         tokenizer_hash=hashed,
         vocabulary=hash_of_vocabulary(tokenizer),
@@ -155,11 +155,11 @@ def settings_of(
     )
 
 
-class StoredShard(NamedTuple):
+class _StoredShard(NamedTuple):
     """What the header of a shard stores."""
 
     entry: ShardEntry
-    settings: CorpusSettings
+    settings: _CorpusSettings
     content: object
     """Size and hash of the input file, or size and version of the input object."""
 
@@ -172,7 +172,7 @@ class StoreFolder:
         self.path = path
         self._store = ObjectStore(path, attempts) if is_url(path) else None
 
-    def check(self) -> dict[str, StoredShard]:
+    def check(self) -> dict[str, _StoredShard]:
         """Return the shards by name. Raises ConfigError if there is a manifest or a safetensors file of others."""
         sizes = self._sizes()
         if not self._may_replace_manifest(sizes.get(MANIFEST)):
@@ -185,7 +185,7 @@ class StoreFolder:
             found = zip(names, pool.map(self.shard, names), strict=True)
             return {name: shard for name, shard in found if shard is not None}
 
-    def shard(self, name: str) -> StoredShard | None:
+    def shard(self, name: str) -> _StoredShard | None:
         """Return what the header of a shard stores; None if it does not exist.
 
         Raises ConfigError if the file is no such shard, or StorageError.
@@ -195,9 +195,9 @@ class StoreFolder:
             if found is None:
                 return None
             entry, stored = found
-            values: dict[str, Any] = {each.name: stored[each.name] for each in fields(CorpusSettings)}
-            settings = CorpusSettings(**values | {"bad_rows": BadRows(values["bad_rows"])})
-            return StoredShard(entry, settings, stored[_INPUT])
+            values: dict[str, Any] = {each.name: stored[each.name] for each in fields(_CorpusSettings)}
+            settings = _CorpusSettings(**values | {"bad_rows": BadRows(values["bad_rows"])})
+            return _StoredShard(entry, settings, stored[_INPUT])
         except StorageError:
             raise
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -279,7 +279,9 @@ class _ObjectFile(OpenFile):
             buffer[:] = self._store.read_range(self._source.url, offset, stop)
 
 
-def check_shards(files: Sequence[InputFile], settings: CorpusSettings, folder: StoreFolder) -> dict[InputFile, Outcome]:
+def check_shards(
+    files: Sequence[InputFile], settings: _CorpusSettings, folder: StoreFolder
+) -> dict[InputFile, Outcome]:
     """Return the outcomes of the objects whose shards are kept. Those of files on disk are decided when they are read.
 
     Raises ConfigError if a shard of these files exists that was written with other settings, or if a file of the folder
@@ -304,7 +306,7 @@ def tokenize_file(
     out: str,
     scratch: Path,
     tokenizer: PreTrainedTokenizerBase,
-    settings: CorpusSettings,
+    settings: _CorpusSettings,
     report: Callable[[Progress], object] = lambda progress: None,
 ) -> Outcome:
     """Write the shard of a file, unless it exists and the file is the same.
@@ -439,7 +441,7 @@ def remove_scratch(parent: Path) -> None:
                     shutil.rmtree(folder)
 
 
-def check_space(files: Sequence[InputFile], settings: CorpusSettings, scratch: Path, workers: int) -> None:
+def check_space(files: Sequence[InputFile], settings: _CorpusSettings, scratch: Path, workers: int) -> None:
     """Raise ConfigError if the scratch file system is too small for the largest files that are processed together.
 
     A file takes its copy, if it is an object, and its shard; once the copy is removed, the shard twice. A shard is

@@ -109,7 +109,7 @@ class StoreSplit(NamedTuple):
 
 
 @dataclass(slots=True)
-class StoreFacts(Facts):
+class _StoreFacts(Facts):
     """Statistics of the rows of a split. Those of the whole store are from its manifest."""
 
     shards: int = 0
@@ -166,8 +166,8 @@ class TokenRows(ItemSequence[PackedRow]):
         self.seq_len = seq_len
         self._manifest, self._tokenizer, self._pack = manifest, tokenizer, pack
         self._files = ShardFiles(manifest)
-        self._remote: RemoteShards | None = None
-        self._prefetch = Prefetch(self.item)
+        self._remote: _RemoteShards | None = None
+        self._prefetch = _Prefetch(self.item)
         tokens = np.asarray([shard.tokens for shard in manifest.shards], np.int64)
         self._ends = np.cumsum(-(-np.maximum(tokens - 1, 0) // seq_len))  # rows up to the end of each shard
         split = split or StoreSplit()
@@ -178,7 +178,7 @@ class TokenRows(ItemSequence[PackedRow]):
         max_documents = manifest.max_documents(seq_len) if pack else 0
         self.documents = documents_size(max_documents) if pack else 0
         """Size of per-document tensors; 0: documents are not separated."""
-        self.facts = StoreFacts(
+        self.facts = _StoreFacts(
             source=source,
             rows=len(self),
             row_tokens=seq_len,
@@ -220,7 +220,7 @@ class TokenRows(ItemSequence[PackedRow]):
             labels[first] = IGNORED
         return PackedRow(inputs, labels, ends, next_label)
 
-    def read_from(self, remote: RemoteShards) -> None:
+    def read_from(self, remote: _RemoteShards) -> None:
         """Read the shards from the object store of the manifest's URL."""
         self._remote, self._files = remote, ShardFiles(self._manifest, remote.open)
 
@@ -309,7 +309,7 @@ def build_rows(cfg: TokensDataConfig, tokenizer: PreTrainedTokenizerBase, *, seq
     return rows
 
 
-class RemoteShards:
+class _RemoteShards:
     """The files of a token store behind a URL."""
 
     def __init__(self, manifest: Manifest, cache: NodeCache) -> None:
@@ -320,7 +320,7 @@ class RemoteShards:
         self._entries = {entry.path: entry for entry in manifest.shards}
         self._reported = time.monotonic()
 
-    def open(self, path: Path) -> RemoteFile:
+    def open(self, path: Path) -> _RemoteFile:
         """Open a file by its path below the manifest's URL. Raises OSError.
 
         The size of a shard and a hash of its ids are in the manifest; those of other files are looked up.
@@ -328,7 +328,7 @@ class RemoteShards:
         url = join(self._url, path.as_posix())
         entry = self._entries.get(path.as_posix())
         source = self._store.stat(url) if entry is None else StoredObject(url, entry.bytes, entry.hash)
-        return RemoteFile(self._store, self._cache, source)
+        return _RemoteFile(self._store, self._cache, source)
 
     def report(self) -> None:
         """Log the requests that were repeated, at most once a minute."""
@@ -338,7 +338,7 @@ class RemoteShards:
                 logger.warning(repeats)
 
 
-class RemoteFile(OpenFile):
+class _RemoteFile(OpenFile):
     """An object that is read through the cache of the node."""
 
     def __init__(self, store: ObjectStore, cache: NodeCache, source: StoredObject) -> None:
@@ -365,7 +365,7 @@ class RemoteFile(OpenFile):
         return lambda: self._store.read_range(self._source.url, start, stop)
 
 
-class Prefetch:
+class _Prefetch:
     """Threads that read rows in the given order and discard them, so that their parts are in the cache."""
 
     def __init__(self, read: Callable[[int], object]) -> None:
@@ -390,9 +390,9 @@ class Prefetch:
                 logger.debug("row %d was not fetched: %s", row, error)
 
 
-def _remote_shards(manifest: Manifest, cfg: TokensDataConfig) -> RemoteShards | None:
+def _remote_shards(manifest: Manifest, cfg: TokensDataConfig) -> _RemoteShards | None:
     """Return the shards of a store behind a URL, with the cache of a config; None for a store on disk."""
     if manifest.url is None or cfg.cache is None:
         return None
     folder = Path(cfg.cache).expanduser() / FOLDER / "shards"
-    return RemoteShards(manifest, NodeCache(folder, int(cfg.cache_gib * 1024**3)))
+    return _RemoteShards(manifest, NodeCache(folder, int(cfg.cache_gib * 1024**3)))

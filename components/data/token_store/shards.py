@@ -93,7 +93,7 @@ def as_ids(raw: np.ndarray) -> np.ndarray:
 class _MegatronEnds:
     """Document ends of a .idx file: the start of the sequence that follows each document."""
 
-    def __init__(self, file: OpenFile, index: MegatronIndex, tokens: int) -> None:
+    def __init__(self, file: OpenFile, index: _MegatronIndex, tokens: int) -> None:
         self._file, self._index, self._tokens = file, index, tokens
         self._pointers = StoredColumn(file, index.pointers_at, index.sequences, np.int64)
         self._documents = StoredColumn(file, index.documents_at, index.documents + 1, np.int64)
@@ -114,7 +114,7 @@ class _MegatronEnds:
         return pointers[following - first]
 
 
-class MegatronIndex(NamedTuple):
+class _MegatronIndex(NamedTuple):
     """Header of a .idx file, and the bytes at which its arrays begin."""
 
     id_bytes: int
@@ -124,7 +124,7 @@ class MegatronIndex(NamedTuple):
     documents_at: int
 
 
-def read_megatron_index(file: OpenFile, path: Path) -> MegatronIndex:
+def read_megatron_index(file: OpenFile, path: Path) -> _MegatronIndex:
     """Read the header of a .idx file. Raises ValueError if its format is not supported, or OSError."""
     size = _MEGATRON_HEADER.size
     magic, version, code, sequences, entries = _MEGATRON_HEADER.unpack(file.read(size, 0))
@@ -136,7 +136,7 @@ def read_megatron_index(file: OpenFile, path: Path) -> MegatronIndex:
     documents_at = pointers_at + 8 * sequences
     if file.size < (declared := documents_at + 8 * entries):
         raise ValueError(f"{path}: has {file.size:,} bytes, its header declares {declared:,}")
-    return MegatronIndex(_MEGATRON_ID_BYTES[code], sequences, max(entries - 1, 0), pointers_at, documents_at)
+    return _MegatronIndex(_MEGATRON_ID_BYTES[code], sequences, max(entries - 1, 0), pointers_at, documents_at)
 
 
 class ShardHeader(NamedTuple):

@@ -167,7 +167,7 @@ def scan_shard(
 
 def rescanned(path: Path, entry: ShardEntry) -> ShardEntry:
     """Return the entry of the shard at `path`, which has the layout of `entry`, from all of its content."""
-    layout = ShardLayout(entry.format, entry.offset, entry.id_bytes, entry.tokens)
+    layout = _ShardLayout(entry.format, entry.offset, entry.id_bytes, entry.tokens)
     return scan_shard(path, **layout._asdict(), document_end=None)
 
 
@@ -344,7 +344,7 @@ def _blocks_of(content: IO[bytes]) -> Iterator[bytes]:
         yield block
 
 
-class ShardLayout(NamedTuple):
+class _ShardLayout(NamedTuple):
     """Format of a shard, and where its ids are."""
 
     format: ShardFormat
@@ -354,7 +354,7 @@ class ShardLayout(NamedTuple):
     tokens: int
 
 
-def layout_of(path: Path, id_bytes: int | None = None) -> ShardLayout:
+def layout_of(path: Path, id_bytes: int | None = None) -> _ShardLayout:
     """Return the layout of a shard that another program wrote, from its suffix, its header and the files next to it.
 
     Args:
@@ -378,7 +378,7 @@ def layout_of(path: Path, id_bytes: int | None = None) -> ShardLayout:
     return _llmc(path, file) or _raw(path, file, ShardFormat.raw, id_bytes or 2)
 
 
-def _megatron(path: Path, file: OpenFile) -> ShardLayout:
+def _megatron(path: Path, file: OpenFile) -> _ShardLayout:
     index_path = index_of(ShardFormat.megatron, path)
     index_file = open_file(index_path)
     index = read_megatron_index(index_file, index_path)
@@ -392,7 +392,7 @@ def _megatron(path: Path, file: OpenFile) -> ShardLayout:
     return layout
 
 
-def _datatrove(path: Path, file: OpenFile, id_bytes: int | None) -> ShardLayout:
+def _datatrove(path: Path, file: OpenFile, id_bytes: int | None) -> _ShardLayout:
     metadata = path.with_name(f"{path.name}.metadata")
     if metadata.exists():  # the first line is TOKENIZER|BYTES
         stated = read_regular(metadata, _LARGEST_METADATA).partition(b"\n")[0].rpartition(b"|")[2]
@@ -403,7 +403,7 @@ def _datatrove(path: Path, file: OpenFile, id_bytes: int | None) -> ShardLayout:
     return _raw(path, file, ShardFormat.datatrove if has_ends else ShardFormat.raw, id_bytes)
 
 
-def _npy(path: Path, file: OpenFile) -> ShardLayout:
+def _npy(path: Path, file: OpenFile) -> _ShardLayout:
     with path.open("rb") as content:
         version = np.lib.format.read_magic(content)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -416,10 +416,10 @@ def _npy(path: Path, file: OpenFile) -> ShardLayout:
         )
     if file.size != offset + shape[0] * dtype.itemsize:
         raise ValueError(f"{path}: has {file.size:,} bytes, its header declares {offset + shape[0] * dtype.itemsize:,}")
-    return ShardLayout(ShardFormat.raw, offset, dtype.itemsize, shape[0])
+    return _ShardLayout(ShardFormat.raw, offset, dtype.itemsize, shape[0])
 
 
-def _llmc(path: Path, file: OpenFile) -> ShardLayout | None:
+def _llmc(path: Path, file: OpenFile) -> _ShardLayout | None:
     """Return the layout of a file with llm.c's header, or None if it has none. Raises ValueError if it is truncated."""
     if file.size < _LLMC_HEADER:
         return None
@@ -429,10 +429,10 @@ def _llmc(path: Path, file: OpenFile) -> ShardLayout | None:
         return None
     if file.size != (declared := _LLMC_HEADER + tokens * id_bytes):
         raise ValueError(f"{path}: has {file.size:,} bytes, its header declares {declared:,}")
-    return ShardLayout(ShardFormat.raw, _LLMC_HEADER, id_bytes, tokens)
+    return _ShardLayout(ShardFormat.raw, _LLMC_HEADER, id_bytes, tokens)
 
 
-def _raw(path: Path, file: OpenFile, format: ShardFormat, id_bytes: int) -> ShardLayout:
+def _raw(path: Path, file: OpenFile, format: ShardFormat, id_bytes: int) -> _ShardLayout:
     if file.size % id_bytes:
         raise ValueError(f"{path}: has {file.size:,} bytes, not a multiple of the {id_bytes} bytes of an id")
-    return ShardLayout(format, 0, id_bytes, file.size // id_bytes)
+    return _ShardLayout(format, 0, id_bytes, file.size // id_bytes)

@@ -56,7 +56,7 @@ without_progress and before_first_step the attempts in a row that publish no che
 
 
 @dataclass(frozen=True, slots=True)
-class Remedies:
+class _Remedies:
     """What a user can change on a scheduler; each text completes a sentence."""
 
     longer_save: str = "cluster.signal_lead_seconds"
@@ -67,17 +67,17 @@ class Remedies:
     """How to leave out a node by hand; empty if a requeued job leaves it out."""
 
 
-REMEDIES = {
-    ClusterKind.slurm: Remedies(
+_REMEDIES = {
+    ClusterKind.slurm: _Remedies(
         longer_save="cluster.signal_lead_seconds, GraceTime of the partition",
         longer_attempt="raise cluster.time, choose a partition that is preempted less",
     ),
-    ClusterKind.k8s: Remedies(
+    ClusterKind.k8s: _Remedies(
         longer_save="cluster.signal_lead_seconds, the grace period of the pods",
         longer_attempt="set cluster.k8s.priority_class to a class that is preempted less",
         other_nodes="cordon the node, and submit the same command again",
     ),
-    ClusterKind.custom: Remedies(other_nodes="exclude the node, and submit the same command again"),
+    ClusterKind.custom: _Remedies(other_nodes="exclude the node, and submit the same command again"),
 }
 
 
@@ -123,17 +123,17 @@ def reason_to_end(
         attempts: The job's attempts, oldest first.
         after: Key in `LIMITS` of how the last attempt ended; None if it was stopped.
         requeues: How often the scheduler has started the job again; None if this start is no requeue.
-        excludes_nodes: Whether a requeued job leaves out faulty nodes, whatever `REMEDIES` says of its scheduler.
+        excludes_nodes: Whether a requeued job leaves out faulty nodes, whatever `_REMEDIES` says of its scheduler.
     """
     policy = RequeueConfig() if cluster is None else cluster.requeue
-    remedies = REMEDIES.get(ClusterKind.slurm if cluster is None else cluster.kind, Remedies())
+    remedies = _REMEDIES.get(ClusterKind.slurm if cluster is None else cluster.kind, _Remedies())
     if excludes_nodes:
         remedies = replace(remedies, other_nodes="")
     return next(_reasons(policy, remedies, attempts, after, requeues), None)
 
 
 def _reasons(
-    policy: RequeueConfig, remedies: Remedies, attempts: Sequence[JobAttempt], after: str | None, requeues: int | None
+    policy: RequeueConfig, remedies: _Remedies, attempts: Sequence[JobAttempt], after: str | None, requeues: int | None
 ) -> Iterator[str]:
     if after is not None:
         row, most = LIMITS[after], {"hang": policy.hang, "crash": policy.crash, "corruption": policy.corruption}[after]

@@ -89,7 +89,7 @@ def run_pod(run_dir: Path, recipe: str, environ: Mapping[str, str]) -> int:
         return 0
     with collected_signals() as signals:
         try:
-            attempt = join_attempt(pod, cluster, lambda: bool(signals))
+            attempt = _join_attempt(pod, cluster, lambda: bool(signals))
         except ConfigError as error:
             print_problems(error.problems)
             return EXIT_INVALID
@@ -332,7 +332,7 @@ class Pod:
         atomic_write(attempt_logs(self.run_dir, attempt) / OUTCOME, outcome, PRIVATE)
 
 
-def join_attempt(pod: Pod, cluster: ClusterConfig, stopped: Callable[[], bool]) -> int | None:
+def _join_attempt(pod: Pod, cluster: ClusterConfig, stopped: Callable[[], bool]) -> int | None:
     """Wait for the other pods, and return the number of the attempt that starts; None if `stopped` became true.
 
     Raises Refused if the others do not start within cluster.startup_timeout_minutes, or if a limit is reached.

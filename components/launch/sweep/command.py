@@ -21,7 +21,7 @@ from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.open_run import directory_problems
 from components.launch.overrides import reject_swept_run
-from components.launch.run_checks import MESH_KEYS, affects, played_memory, problems_before_start, split_absent
+from components.launch.run_checks import MESH_KEYS, affects, problems_before_start, simulated_memory, split_absent
 from components.launch.run_directory import check_writable, reported_by_path
 from components.launch.sweep.plan import (
     PLAN,
@@ -315,7 +315,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
         else:
             print_text(
                 f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}",
-                *played_memory(cfg, _processes(cfg, sweep.parallel or 1), sweep.file),
+                *simulated_memory(cfg, _processes(cfg, sweep.parallel or 1), sweep.file),
                 sep="\n",
                 flush=True,
             )

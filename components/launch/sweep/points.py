@@ -59,7 +59,7 @@ _MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
 _LAST_LINES = 15
 """Lines of a point's output kept in its record."""
-THREADS = "OMP_NUM_THREADS"
+_THREADS = "OMP_NUM_THREADS"
 
 
 def run_points(sweep: Sweep, points: Sequence[Point]) -> list[int]:
@@ -139,7 +139,7 @@ class _Active:
     """A point that has been started and has not ended."""
 
     point: Point
-    process: PointProcess | None
+    process: _PointProcess | None
     """Its launcher; None once it has submitted a job."""
     slot: int
     """Number of its share of the machine."""
@@ -203,7 +203,7 @@ class PointLoop:
                 record = read_record(self._sweep, point)
                 if record is not None and record.stopped_early:  # its old metrics would stop it again at once
                     self._losers.add(point.number)
-                process = PointProcess(self._sweep, point, share_of(slot, self._parallel, point, os.environ))
+                process = _PointProcess(self._sweep, point, share_of(slot, self._parallel, point, os.environ))
             self._active.append(_Active(point, process, slot))
 
     def _forward(self, arrived: deque[int]) -> None:
@@ -325,7 +325,7 @@ def _end_line(row: SweepRow) -> str:
     return ", ".join(parts)
 
 
-class PointProcess:
+class _PointProcess:
     """The launcher of a point in a process group of its own, and the point's record, which it keeps up to date.
 
     Args:
@@ -455,8 +455,8 @@ def share_of(slot: int, parallel: int, point: Point, environ: Mapping[str, str])
     if parallel == 1 or not point.runs_here:
         return {}
     variables = {}
-    if THREADS not in environ:
-        variables[THREADS] = str(max(usable_cores() // ((point.processes or 1) * parallel), 1))
+    if _THREADS not in environ:
+        variables[_THREADS] = str(max(usable_cores() // ((point.processes or 1) * parallel), 1))
     size = visible_gpus(environ) // parallel
     if size and visible_gpus(environ) % parallel == 0:
         names = environ.get(VISIBLE_DEVICES, ",".join(map(str, range(size * parallel)))).split(",")

@@ -57,7 +57,7 @@ _SPARE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Criterion:
+class _Criterion:
     """A metric by which points are compared."""
 
     metric: str
@@ -72,14 +72,14 @@ class Criterion:
         return -value if value is not None and self.goal is Goal.min else value
 
 
-SPEED = Criterion("tokens_per_second", Goal.max, "tokens/s")
+SPEED = _Criterion("tokens_per_second", Goal.max, "tokens/s")
 
-LOSS = Criterion(EVAL_LOSS, Goal.min, "held-out loss")
+LOSS = _Criterion(EVAL_LOSS, Goal.min, "held-out loss")
 
-ACCURACY = Criterion("eval_accuracy", Goal.max, "held-out accuracy")
+ACCURACY = _Criterion("eval_accuracy", Goal.max, "held-out accuracy")
 
 
-def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> Criterion | None:
+def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> _Criterion | None:
     """Return what ok points are compared by; None if nothing makes them comparable.
 
     A study is judged by sweep.metric. With its default, the points of another sweep are compared by speed if they train
@@ -88,7 +88,7 @@ def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> Criterion | None:
     """
     if judged_by_metric(sweep):
         known = next((each for each in (SPEED, LOSS, ACCURACY) if each.metric == sweep.metric), None)
-        return Criterion(sweep.metric, sweep.goal, known.label if known else sweep.metric)
+        return _Criterion(sweep.metric, sweep.goal, known.label if known else sweep.metric)
     if _share_one_curve(ok):
         return SPEED
     sections = {name: {_text(row.config.get(name)) for row in ok} for name in ("objective", "data")}
@@ -107,7 +107,7 @@ def judged_by_metric(sweep: Sweep) -> bool:
     return sweep.metric != EVAL_LOSS or sweep.study is not None
 
 
-def missing_metric(sweep: Sweep, criterion: Criterion | None, ok: list[SweepRow]) -> str:
+def missing_metric(sweep: Sweep, criterion: _Criterion | None, ok: list[SweepRow]) -> str:
     """Return the problem of a sweep.metric that no ok point has; empty if there is none."""
     if not judged_by_metric(sweep) or criterion is None or not ok:
         return ""
@@ -300,7 +300,7 @@ class SweepReport:
     sweep: Sweep
     rows: list[SweepRow]
     agreement: Agreement
-    criterion: Criterion | None
+    criterion: _Criterion | None
     """What the ok points are compared by; None if nothing makes them comparable."""
     problem: str = ""
     """Why the points cannot be compared by sweep.metric; empty: they can."""

@@ -52,7 +52,7 @@ _SHOWN = 8
 """Maximum number of tensors named in an error."""
 
 
-class StoredTensors(Protocol):
+class _StoredTensors(Protocol):
     """Reader of the tensors in a model's files."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -87,7 +87,7 @@ class LoadPlan:
 def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
     """Load the weights of `cfg.path` or draw them from `seed`, depending on `cfg.init`; then initialize adapters."""
     if any(isinstance(local_part(each), FakeTensor) for each in model.parameters()):
-        return  # a dry run: there is no memory to fill
+        return  # a simulation: there is no memory to fill
     if cfg.init == WeightInit.random:
         initialize_weights(model, seed)
     elif missing := load_weights(model, cfg):
@@ -189,7 +189,7 @@ def _is_transposed(meta_model: PreTrainedModel, name: str) -> bool:
     return is_transposed(meta_model.get_submodule(name.rpartition(".")[0]))
 
 
-def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> StoredTensors:
+def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> _StoredTensors:
     files = locate(str(cfg.path))
     if files.gguf_file:
         return GGUFTensors(Path(files.name_or_folder) / files.gguf_file, meta_model)
@@ -304,7 +304,7 @@ def _decoder_prefix(plan: LoadPlan) -> str:
 
 
 def _convert(
-    conversion: Conversion, first: str, meta_model: PreTrainedModel, stored: StoredTensors
+    conversion: Conversion, first: str, meta_model: PreTrainedModel, stored: _StoredTensors
 ) -> dict[str, torch.Tensor]:
     """Return the parameters that a conversion makes from its stored tensors, by name."""
     for source, pattern in conversion.sources:
@@ -325,12 +325,12 @@ def _use_new_head(plan: LoadPlan, meta_model: PreTrainedModel, model: PreTrained
     return [name for name, _ in head if name not in plan.direct]
 
 
-def _read(stored: StoredTensors, name: str, index: Index) -> torch.Tensor:
+def _read(stored: _StoredTensors, name: str, index: Index) -> torch.Tensor:
     return require_finite(stored.read(name, index), f"model.path: the stored tensor {name}")
 
 
 def _check(
-    plan: LoadPlan, meta_model: PreTrainedModel, stored: StoredTensors, given: str, new: Sequence[str] = ()
+    plan: LoadPlan, meta_model: PreTrainedModel, stored: _StoredTensors, given: str, new: Sequence[str] = ()
 ) -> None:
     """Raise ConfigError with all missing, unexpected and misshaped tensors, and parameters stored as integers.
 

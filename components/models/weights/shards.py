@@ -199,7 +199,7 @@ WRITER = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ShardInfo:
+class _ShardInfo:
     """Description of a rank's shard of a tensor, which ranks exchange before they send the shards."""
 
     shape: tuple[int, ...]
@@ -215,14 +215,14 @@ class ShardInfo:
         return [self.shape, str(self.dtype).removeprefix("torch."), self.device, blocks]
 
     @classmethod
-    def from_json(cls, values: list[Any]) -> ShardInfo:
+    def from_json(cls, values: list[Any]) -> _ShardInfo:
         """Return the description from the values of `as_json`."""
         shape, dtype, device, stored = values
         blocks = [Block(*(tuple(slice(*each) for each in index) for index in block)) for block in stored]
         return cls(tuple(shape), torch_dtype(dtype), device, blocks)
 
 
-Source = tuple[int, ShardInfo]
+Source = tuple[int, _ShardInfo]
 """A rank and its shard of one tensor."""
 
 
@@ -250,7 +250,7 @@ def gathered_tensors(
         yield name, _gather(local.get(name), sources[name])
 
 
-def _all_gather_shards(local: dict[str, torch.Tensor]) -> list[dict[str, ShardInfo]]:
+def _all_gather_shards(local: dict[str, torch.Tensor]) -> list[dict[str, _ShardInfo]]:
     """Return the shards of each rank by name, in rank order; ranks that hold a copy of another's shard omit it."""
     shards, failure = {}, None
     try:
@@ -261,15 +261,15 @@ def _all_gather_shards(local: dict[str, torch.Tensor]) -> list[dict[str, ShardIn
     failures = [each for each in by_rank if isinstance(each, str)]
     if failures:
         raise NotImplementedError("; ".join(dict.fromkeys(failures)))
-    return [{name: ShardInfo.from_json(values) for name, values in each.items()} for each in by_rank]
+    return [{name: _ShardInfo.from_json(values) for name, values in each.items()} for each in by_rank]
 
 
-def _describe(tensor: torch.Tensor, name: str) -> ShardInfo:
+def _describe(tensor: torch.Tensor, name: str) -> _ShardInfo:
     device = "cuda" if _requires_cuda() else "cpu"
-    return ShardInfo(tuple(tensor.shape), tensor.dtype, device, local_blocks(tensor, name))
+    return _ShardInfo(tuple(tensor.shape), tensor.dtype, device, local_blocks(tensor, name))
 
 
-def _sources(by_rank: list[dict[str, ShardInfo]]) -> dict[str, list[Source]]:
+def _sources(by_rank: list[dict[str, _ShardInfo]]) -> dict[str, list[Source]]:
     """Return the ranks that send each tensor's shards; of identical shards, the lowest rank sends.
 
     Raises NotImplementedError if the shards of a tensor do not add up to its size.
@@ -309,11 +309,11 @@ def _gather(local: torch.Tensor | None, sources: list[Source]) -> torch.Tensor |
     return full
 
 
-def _send(values: torch.Tensor, shard: ShardInfo) -> None:
+def _send(values: torch.Tensor, shard: _ShardInfo) -> None:
     _transfer(dist.isend, values.to(shard.device).contiguous(), WRITER)
 
 
-def _receive(shard: ShardInfo, rank: int) -> torch.Tensor:
+def _receive(shard: _ShardInfo, rank: int) -> torch.Tensor:
     shape = local_shape(shard.blocks, len(shard.shape))
     values = torch.empty(shape, dtype=shard.dtype, device=shard.device)
     _transfer(dist.irecv, values, rank)

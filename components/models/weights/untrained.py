@@ -169,7 +169,7 @@ def find_untrained(model: PreTrainedModel) -> Untrained | None:
 
 
 def untrained_note(model: PreTrainedModel) -> str:
-    """Return the line of rank 0's banner about tensors that are not trained; empty without any, or in a dry run."""
+    """Return the line of rank 0's banner about tensors that are not trained; empty without any, or in a simulation."""
     if this_rank() != 0 or any(isinstance(local_part(each), FakeTensor) for each in model.parameters()):
         return ""
     try:

@@ -309,7 +309,7 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
     if family is None:
         raise ConfigError(
             f"model.family={shape.family}: the formulas do not cover this model type; choose one of "
-            f"{', '.join(sorted(FAMILIES))}, or play a mesh of your choice with cluster.dry_run=plan"
+            f"{', '.join(sorted(FAMILIES))}, or simulate a mesh of your choice with cluster.dry_run=plan"
         )
     mlp = (shape.expert_mlp or shape.mlp) if family.moe else shape.mlp
     if mlp is None and shape.family == "gpt2" and shape.hidden:

@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryCheck:
+class _MemoryCheck:
     """Estimated memory of a run's fullest rank on its device."""
 
     estimate: MemoryEstimate
@@ -48,7 +48,7 @@ def usable_bytes(hardware: Hardware) -> float:
     return hardware.memory_bytes - (RESERVED_BYTES if hardware.is_gpu else 0.0)
 
 
-def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> MemoryCheck:
+def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> _MemoryCheck:
     """Estimate the memory of a run and compare it with its device.
 
     Raises ConfigError if the sizes of the model are unknown.
@@ -56,7 +56,7 @@ def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Memor
     estimate, limit = _estimate(cfg, mesh, hardware), usable_bytes(hardware)
     needs = f"needs about {bytes_text(estimate.peak)} of the {bytes_text(limit)} usable on {hardware.name}"
     if estimate.peak * (1 + ESTIMATE_ERROR) <= limit:
-        return MemoryCheck(estimate, hardware, Verdict.fits, f"memory: the fullest rank {needs}")
+        return _MemoryCheck(estimate, hardware, Verdict.fits, f"memory: the fullest rank {needs}")
     exceeds = estimate.peak * (1 - ESTIMATE_ERROR) > limit or estimate.state > limit
     largest = max(estimate.terms, key=lambda each: each.value)
     change = next(_fitting_changes(cfg, mesh, hardware), "no single change fits; run scripts/plan.py, or add nodes")
@@ -64,7 +64,7 @@ def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Memor
         f"cluster.gpu={hardware.name}: the fullest rank {needs}, most for {largest.name} "
         f"({bytes_text(largest.value)}); {change}"
     )
-    return MemoryCheck(estimate, hardware, Verdict.exceeds if exceeds else Verdict.tight, text)
+    return _MemoryCheck(estimate, hardware, Verdict.exceeds if exceeds else Verdict.tight, text)
 
 
 def workload_on(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Workload:

@@ -62,7 +62,7 @@ class StepTime:
     mfu: float
     """Model FLOPs, without recomputation, / (seconds x peak of all GPUs)."""
     stages: tuple[StageSeconds, ...]
-    """Seconds of a micro-batch in each pipeline stage; `pipeline.timeline` plays a step from them."""
+    """Seconds of a micro-batch in each pipeline stage; `pipeline.timeline` schedules a step from them."""
     send_seconds: float
     """Seconds to send a micro-batch's hidden states to the next stage; 0 without pipeline parallelism."""
 

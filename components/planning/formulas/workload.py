@@ -342,7 +342,7 @@ def seconds_text(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerActivations:
+class _LayerActivations:
     """Bytes that one layer saves under each policy of activation checkpointing."""
 
     none: float
@@ -362,7 +362,7 @@ class LayerActivations:
         }.get(policy, self.none)
 
 
-def layer_activations(w: Workload) -> LayerActivations:
+def layer_activations(w: Workload) -> _LayerActivations:
     """Return the saved bytes of one layer on a rank."""
     a, tp, sp, c = w.architecture, w.mesh.tp, w.sequence_shards, w.compute_bytes
     tokens, hidden = w.local_tokens, a.hidden
@@ -387,7 +387,7 @@ def layer_activations(w: Workload) -> LayerActivations:
     matmuls = (2 * queries + 2 * keys + hidden / sp * 2) * c + 4 * heads
     matmuls += (2 if a.family.gated else 1) * c * -(-a.mlp // tp) * (a.experts_per_token or 1)
     transient = tokens * scores * (c + (widened or c))
-    return LayerActivations(none, selective=layer_input + tokens * matmuls, full=layer_input, transient=transient)
+    return _LayerActivations(none, selective=layer_input + tokens * matmuls, full=layer_input, transient=transient)
 
 
 def _gated(w: Workload) -> int:

@@ -32,7 +32,7 @@ REFERENCE = "reference_log_probs"
 """Name in `Batch.rows` of the log-probability of each row's targets under the reference model."""
 
 
-class PairLosses(NamedTuple):
+class _PairLosses(NamedTuple):
     """Losses of pairs, and what they compare."""
 
     losses: torch.Tensor  # (pairs,)
@@ -90,7 +90,7 @@ class PairPreference(Preference):
         self.sft_weight = cfg.sft_weight
 
     @abstractmethod
-    def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> PairLosses:
+    def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> _PairLosses:
         """Return the losses of pairs, differentiable by `log_probs`.
 
         Args:
@@ -144,7 +144,7 @@ class DPO(PairPreference):
         super().__init__(cfg, reference)
         self.beta, self.loss, self.label_smoothing = cfg.beta, cfg.loss, cfg.label_smoothing
 
-    def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> PairLosses:
+    def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> _PairLosses:
         """Return the losses of pairs: see `PairPreference.pair_losses`."""
         log_ratios = log_probs - reference
         if self.loss is PairLoss.ipo:
@@ -159,7 +159,7 @@ class DPO(PairPreference):
                 losses = F.relu(1 - margins)
             case PairLoss.ipo:
                 losses = (margins / self.beta - 1 / (2 * self.beta)).square()
-        return PairLosses(losses, rewards)
+        return _PairLosses(losses, rewards)
 
 
 class SimPO(PairPreference):
@@ -174,10 +174,10 @@ class SimPO(PairPreference):
         super().__init__(cfg)
         self.beta, self.gamma = cfg.beta, cfg.gamma
 
-    def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> PairLosses:
+    def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> _PairLosses:
         """Return the losses of pairs: see `PairPreference.pair_losses`."""
         rewards = self.beta * log_probs / lengths  # (pairs, 2)
-        return PairLosses(-F.logsigmoid(rewards[:, 0] - rewards[:, 1] - self.gamma), rewards)
+        return _PairLosses(-F.logsigmoid(rewards[:, 0] - rewards[:, 1] - self.gamma), rewards)
 
 
 class ORPO(PairPreference):
@@ -195,11 +195,11 @@ class ORPO(PairPreference):
         super().__init__(cfg)
         self.beta = cfg.beta
 
-    def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> PairLosses:
+    def pair_losses(self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor) -> _PairLosses:
         """Return the losses of pairs: see `PairPreference.pair_losses`."""
         means = log_probs / lengths  # (pairs, 2)
         log_odds = means - _log_1m_exp(means)
-        return PairLosses(-self.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1]), self.beta * means)
+        return _PairLosses(-self.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1]), self.beta * means)
 
 
 class KTO(Preference):

@@ -61,7 +61,7 @@ def build_distillation(
 
     Args:
         model: The student.
-        tokenizer: The student's tokenizer; None: a dry run, which reads neither tokenizers nor stored values.
+        tokenizer: The student's tokenizer; None: a simulation, which reads neither tokenizers nor stored values.
 
     Raises ConfigError if the teacher has another tokenizer or a smaller vocabulary, or if the mesh cannot run it.
     """
@@ -80,7 +80,7 @@ def load_teacher(
     """Load the teacher on the mesh of the run. A collective.
 
     Args:
-        tokenizer: The student's tokenizer; None: not compared with the teacher's, in a dry run.
+        tokenizer: The student's tokenizer; None: not compared with the teacher's, in a simulation.
         vocabulary: Vocabulary size of the student.
 
     Raises ConfigError if the teacher has another tokenizer or a smaller vocabulary, or if the mesh cannot run it.

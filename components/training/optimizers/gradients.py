@@ -172,7 +172,7 @@ def masked_step(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
     optimizer.step()
     for weight, old in zip(weights, copies, strict=True):
         _restore(weight.detach(), old, mask)
-    # On the meta device, and in a dry run, there is no decision to read.
+    # On the meta device, and in a simulation, there is no decision to read.
     has_decision = not mask.is_meta and not isinstance(mask, FakeTensor)
     undo = _Undo(
         replaced=[value for value in values if not value.restore_on_device(mask)],

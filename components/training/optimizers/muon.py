@@ -134,14 +134,14 @@ class Muon(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class MuonParameters:
+class _MuonParameters:
     """Trainable parameters of a model, divided between Muon and another optimizer."""
 
     matrices: list[Matrix]
     others: list[nn.Parameter]
 
 
-def divide_parameters(model: nn.Module, anatomy: Anatomy, vectors: Container[nn.Parameter]) -> MuonParameters:
+def divide_parameters(model: nn.Module, anatomy: Anatomy, vectors: Container[nn.Parameter]) -> _MuonParameters:
     """Divide the trainable parameters: matrices within decoder layers, and the rest.
 
     The rest are embeddings, the head, norms, biases, routers, and anything outside the decoder layers.
@@ -165,7 +165,7 @@ def divide_parameters(model: nn.Module, anatomy: Anatomy, vectors: Container[nn.
             others.append(parameter)  # a convolution, or a stack of unknown meaning
             continue
         matrices += _matrices_of(name, parameter, anatomy, model_type)
-    return MuonParameters(matrices, others)
+    return _MuonParameters(matrices, others)
 
 
 def _matrices_of(name: str, parameter: nn.Parameter, anatomy: Anatomy, model_type: str) -> list[Matrix]:

@@ -1,4 +1,4 @@
-"""Dry runs of a whole run: its ranks whose memory differs, each in a child process, and a summary. Imports no torch."""
+"""Simulation of a run's ranks whose memory differs, each in a child process, and a summary. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,30 +47,29 @@ _EXPERT_KEYS = {
 """Model type -> its key for the number of experts; num_experts for others."""
 _SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe")
 """Model types without dense MLPs, whose intermediate_size is that of an expert."""
-_MODULE = "components.planning.dry_run"
 _TIMEOUT_SECONDS = 600.0
 """Time that one rank may take. 8B parameters take half a minute."""
 RESULT, PROBLEMS = "result", "problems"
-"""Keys of a child's answer, a line of JSON: the dry run, or the config errors."""
-_PLAYED_ATTENTION = (Attention.sdpa, Attention.sdpa_flash, Attention.eager)
+"""Keys of a child's answer, a line of JSON: the result, or the config errors."""
+_SIMULATED_ATTENTION = (Attention.sdpa, Attention.sdpa_flash, Attention.eager)
 DOCUMENTS = 8
 """Documents of a packed row, all of one length. Their number affects the size of attention masks only."""
 STORED_TOKENS = 64
 """Tokens per target of a stored teacher, the default of scripts/teacher.py."""
 
 
-def play_run(cfg: TrainConfig, shape: ModelShape, world: int, recipe: Path | None = None) -> list[DryRun]:
-    """Play the first and the last rank of a run, and one of each kind of pipeline stage.
+def simulate_run(cfg: TrainConfig, shape: ModelShape, world: int, recipe: Path | None = None) -> list[SimulatedRank]:
+    """Simulate the first and the last rank of a run, and one of each kind of pipeline stage.
 
     A model of the hub that is not on this machine is built from its stated sizes.
 
     Args:
-        recipe: File of the recipe whose steps are played; None: Meshbook's recipe for the class of the config.
+        recipe: File of the recipe whose steps are simulated; None: Meshbook's recipe for the class of the config.
 
     Raises ConfigError with all problems of a child process.
     """
     built = replace(cfg, model=buildable(cfg.model, shape))
-    return start_dry_runs(built, world, ranks_to_play(built, world), recipe=recipe)
+    return simulate_ranks(built, world, ranks_to_simulate(built, world), recipe=recipe)
 
 
 def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:
@@ -88,8 +87,8 @@ def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:
     )
 
 
-def dry_run_lines(runs: Sequence[DryRun], estimated: int | None) -> list[str]:
-    """Return the memory of a run by its played ranks, and the traffic and notes of the fullest one.
+def simulation_lines(runs: Sequence[SimulatedRank], estimated: int | None) -> list[str]:
+    """Return the memory of a run by its simulated ranks, and the traffic and notes of the fullest one.
 
     Args:
         estimated: Peak bytes by the formulas; None: unknown.
@@ -101,7 +100,7 @@ def dry_run_lines(runs: Sequence[DryRun], estimated: int | None) -> list[str]:
     ranks = ", ".join(f"{each.rank}: {bytes_text(each.peak)}" for each in runs)
     lines = [
         f"{bytes_text(fullest.peak)} on rank {fullest.rank}{formulas}",
-        f"    peak of each played rank: {ranks}; a rank took {fullest.cpu_seconds:.0f} s of CPU",
+        f"    peak of each simulated rank: {ranks}; a rank took {fullest.cpu_seconds:.0f} s of CPU",
         f"    of rank {fullest.rank}: parameters {bytes_text(fullest.parameters)}, gradients "
         f"{bytes_text(fullest.gradients)}, optimizer {bytes_text(fullest.optimizer)}, saved for the backward at most "
         f"{bytes_text(fullest.saved)}; peak at {fullest.peak_operator} in {fullest.peak_phase}",
@@ -114,7 +113,7 @@ def dry_run_lines(runs: Sequence[DryRun], estimated: int | None) -> list[str]:
     return [part for line in lines for part in fit(line).split("\n")]
 
 
-def ranks_to_play(cfg: TrainConfig, world: int) -> list[int]:
+def ranks_to_simulate(cfg: TrainConfig, world: int) -> list[int]:
     """Return the ranks whose memory differs: the first and the last one, and one of each kind of pipeline stage.
 
     Ranks of one stage hold equal shards, except that the last ones hold less of what their number does not divide.
@@ -127,34 +126,34 @@ def ranks_to_play(cfg: TrainConfig, world: int) -> list[int]:
     return sorted({*(stage * (world // pp) for stage in stages), world - 1})
 
 
-def start_dry_runs(
+def simulate_ranks(
     cfg: TrainConfig,
     world: int,
     ranks: Collection[int],
     timeout: float = _TIMEOUT_SECONDS,
     recipe: Path | None = None,
-) -> list[DryRun]:
-    """Play ranks of a run in child processes, as many at a time as there are cores; return the results in order.
+) -> list[SimulatedRank]:
+    """Simulate ranks of a run in child processes, as many at a time as there are cores; return the results in order.
 
     Args:
         world: Number of ranks of the run.
         timeout: Seconds that one rank may take.
-        recipe: File of the recipe whose steps are played; None: Meshbook's recipe for the class of the config.
+        recipe: File of the recipe whose steps are simulated; None: Meshbook's recipe for the class of the config.
 
     Raises ConfigError with all problems, if a child refuses the config, fails or takes too long.
     """
     with ThreadPoolExecutor(min(len(ranks), os.cpu_count() or 1)) as pool:
-        answers = list(pool.map(lambda rank: _play_in_child(cfg, world, rank, timeout, recipe), ranks))
+        answers = list(pool.map(lambda rank: _simulate_in_child(cfg, world, rank, timeout, recipe), ranks))
     problems = [problem for answer in answers if isinstance(answer, ConfigError) for problem in answer.problems]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return [answer for answer in answers if isinstance(answer, DryRun)]
+    return [answer for answer in answers if isinstance(answer, SimulatedRank)]
 
 
-def _play_in_child(
+def _simulate_in_child(
     cfg: TrainConfig, world: int, rank: int, timeout: float, recipe: Path | None
-) -> DryRun | ConfigError:
-    """Return the dry run of a rank, or the errors of its process."""
+) -> SimulatedRank | ConfigError:
+    """Return the result of a rank, or the errors of its process."""
     request = {
         "recipe": None if recipe is None else str(recipe),
         "schema": type(cfg).__name__,
@@ -165,7 +164,7 @@ def _play_in_child(
     environment = without_ranks(os.environ) | {"OMP_NUM_THREADS": "1"}
     try:
         child = subprocess.run(
-            [sys.executable, "-m", _MODULE],
+            [sys.executable, "-m", "components.planning.simulated_step"],
             input=json.dumps(request),
             capture_output=True,
             text=True,
@@ -175,22 +174,22 @@ def _play_in_child(
         )
     except subprocess.TimeoutExpired:
         return ConfigError(
-            f"dry run of rank {rank} of {world}: was stopped after {timeout:g} seconds; play a smaller "
+            f"simulation of rank {rank} of {world}: was stopped after {timeout:g} seconds; simulate a smaller "
             "model or fewer layers, or allow more time"
         )
     answer = json.loads(child.stdout) if child.stdout else {}
     if RESULT in answer:
-        return DryRun.from_json(answer[RESULT])
+        return SimulatedRank.from_json(answer[RESULT])
     last = child.stderr.strip().rpartition("\n")[2]
-    plays = "" if recipe is None else f"; set cluster.dry_run=true, which plays no step of {recipe}"
+    remedy = "" if recipe is None else f"; set cluster.dry_run=true, which simulates no step of {recipe}"
     return ConfigError(
         answer.get(PROBLEMS)
-        or f"dry run of rank {rank} of {world}: exited with status {child.returncode}: {last}{plays}"
+        or f"simulation of rank {rank} of {world}: exited with status {child.returncode}: {last}{remedy}"
     )
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedGroup:
+class SimulatedGroup:
     """A process group of the mesh with more than one rank."""
 
     axes: str
@@ -200,7 +199,7 @@ class PlayedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedTraffic:
+class SimulatedTraffic:
     """Calls of one collective over one group in a step."""
 
     group: str
@@ -212,7 +211,7 @@ class PlayedTraffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
+class SimulatedRank:
     """Memory and traffic of one rank in the second step of a run, when the optimizer has its state."""
 
     rank: int
@@ -243,9 +242,9 @@ class DryRun:
     """Operator that allocated the last bytes of the peak."""
     peak_phase: str
     """forward, backward or update."""
-    groups: tuple[PlayedGroup, ...]
+    groups: tuple[SimulatedGroup, ...]
     """Process groups of this rank."""
-    traffic: tuple[PlayedTraffic, ...]
+    traffic: tuple[SimulatedTraffic, ...]
     """Collectives of the step."""
     micro_batches: int
     """Micro-batches of the step."""
@@ -263,21 +262,21 @@ class DryRun:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> DryRun:
+    def from_json(cls, values: dict[str, Any]) -> SimulatedRank:
         """Return the result that `as_json` returned in another process."""
-        groups = tuple(PlayedGroup(**each) for each in values["groups"])
-        traffic = tuple(PlayedTraffic(**each) for each in values["traffic"])
+        groups = tuple(SimulatedGroup(**each) for each in values["groups"])
+        traffic = tuple(SimulatedTraffic(**each) for each in values["traffic"])
         return cls(**{**values, "groups": groups, "traffic": traffic, "notes": tuple(values["notes"])})
 
 
-def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConfig, list[str]]:
-    """Return the config that a dry run plays instead of `cfg`, and notes on the differences.
+def simulated_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConfig, list[str]]:
+    """Return the config that is simulated instead of `cfg`, and notes on the differences.
 
     Args:
         world: Number of ranks.
         on_gpu: Whether the ranks run on GPUs.
 
-    Raises ConfigError with all parts of the config that cannot be played.
+    Raises ConfigError with all parts of the config that cannot be simulated.
     """
     raise_all(_problems(cfg))
     cfg = fit_micro_batches(cfg, world)
@@ -288,10 +287,10 @@ def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConf
         notes.append("with the copies that gloo makes in all-gathers and reduce-scatters")
     compiles = model.compiles(cfg.parallelism, packs=cfg.data.pack, on_gpu=on_gpu)
     if compiles:
-        notes.append(f"model.compile={model.compile}: played without compilation, which saves fewer activations")
+        notes.append(f"model.compile={model.compile}: simulated without compilation, which saves fewer activations")
     if model.loss is LossMethod.liger:
         model = replace(model, loss=LossMethod.chunked)
-        notes.append("model.loss=liger: played as chunked")
+        notes.append("model.loss=liger: simulated as chunked")
     if on_gpu and model.compute_dtype is DType.auto and model.dtype is not DType.float64:
         model = replace(model, compute_dtype=DType.bfloat16)
         notes.append("model.compute_dtype=auto: bfloat16")
@@ -306,12 +305,12 @@ def played_config(cfg: TrainConfig, world: int, on_gpu: bool) -> tuple[TrainConf
     if isinstance(cfg, DistillConfig) and cfg.teacher.path is None:
         notes.append(f"teacher.stored: {STORED_TOKENS} tokens per target")
     if isinstance(cfg.optimizer, AdamW8bitConfig):
-        notes.append(f"optimizer={cfg.optimizer.kind}: its update is played without compilation, with more temporaries")
+        notes.append(f"optimizer={cfg.optimizer.kind}: its update is not compiled, with more temporaries")
     if cfg.parallelism.cpu_offload and on_gpu:
         notes.append("parallelism.cpu_offload=true: parameters and optimizer state are not in the peak; gradients are")
     parallelism = replace(cfg.parallelism, activation_offload=False)
     if cfg.parallelism.activation_offload:
-        notes.append("parallelism.activation_offload=true: played without, so activations are in the peak")
+        notes.append("parallelism.activation_offload=true: simulated without, so activations are in the peak")
     training = replace(cfg.training, batch_size_ramp=[], seq_len_ramp=[])
     logging = replace(cfg.logging, peak_tflops=None)
     return replace(cfg, model=model, parallelism=parallelism, training=training, logging=logging), notes
@@ -322,16 +321,16 @@ def _problems(cfg: TrainConfig) -> list[str]:
     problems = []
     if policy is ActivationCheckpointing.auto:
         problems.append(
-            f"parallelism.activation_checkpointing={policy}: depends on the device's memory, so a dry run needs the "
+            f"parallelism.activation_checkpointing={policy}: depends on the device's memory, so a simulation needs the "
             "policy itself; set it to none, selective, full or alternate"
         )
-    if model.attention not in _PLAYED_ATTENTION:
+    if model.attention not in _SIMULATED_ATTENTION:
         problems.append(
-            f"model.attention={model.attention}: its kernels need a GPU, which a dry run does not use; set "
+            f"model.attention={model.attention}: its kernels need a GPU, which a simulation does not use; set "
             "model.attention=sdpa"
         )
     if model.float8 is not Float8.none:
-        problems.append(f"model.float8={model.float8}: a dry run has no float8 GEMM to play; set model.float8=none")
+        problems.append(f"model.float8={model.float8}: is not simulated; set model.float8=none")
     if model.qat is not Qat.none:
-        problems.append(f"model.qat={model.qat}: a dry run does not play fake quantization; set model.qat=none")
+        problems.append(f"model.qat={model.qat}: is not simulated; set model.qat=none")
     return problems

@@ -13,24 +13,24 @@ from components.config.schema.optimizer import MuonConfig, SGDConfig
 from components.config.schema.recipes import FinetuneConfig, TrainConfig
 from components.planning.formulas.memory import estimate_memory
 from components.planning.formulas.workload import build_workload
-from components.planning.played_run import DryRun, ranks_to_play, start_dry_runs
+from components.planning.simulation import SimulatedRank, ranks_to_simulate, simulate_ranks
 from components.protocol.errors import ConfigError
-from tests.distributed.dry_run_cases import (
+from tests.distributed.simulation_cases import (
     Measured,
     classify,
     distill,
     dpo,
     finetune,
     measure_ranks,
-    play_ranks,
     save_teacher,
+    simulate_each,
 )
 from tests.optional import SHARDS_BYTES, runnable
 from tests.suites import in_parity
 
 MIB = 2**20
 TOLERANCE = 0.03
-"""Largest relative difference of a figure of a dry run."""
+"""Largest relative difference of a figure of a simulation."""
 FORMULA_TOLERANCE = 0.08
 """Largest relative difference of the peak of the fullest rank by closed formulas."""
 Make = Callable[[int], TrainConfig]
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[int, Make]] = {
 """Name -> number of ranks, and the config of a run.
 
 Without parallelism.defer_grad_sync=false: its many reductions leave the profiler's sum too far off (343 to 378 MiB in
-equal steps of a rank whose dry run has 331).
+equal steps of a rank whose simulation has 331).
 """
 
 
@@ -115,24 +115,24 @@ def test_dry_run_agrees_with_real_ranks_on_memory_and_traffic(name: str) -> None
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_dry_run_counts_the_teacher(tmp_path: Path, axes: dict[str, int]) -> None:
     cfg = distill(world=2, teacher=save_teacher(tmp_path), **axes)
-    played = _compare(f"distillation {axes}", cfg, 2)
-    assert played.frozen > 10 * MIB
+    simulated = _compare(f"distillation {axes}", cfg, 2)
+    assert simulated.frozen > 10 * MIB
 
 
-def _compare(name: str, cfg: TrainConfig, world: int) -> DryRun:
-    """Compare the ranks that differ with their dry runs; return that of rank 0."""
-    ranks = ranks_to_play(cfg, world) if cfg.parallelism.pp > 1 else [0]  # without stages, all ranks hold as much
-    real, runs = measure_ranks(cfg, world), play_ranks(cfg, world, ranks)
-    for rank, played in zip(ranks, runs, strict=True):
-        print(f"\n| {name} | {rank} | {_cells(played, real[rank])} |")
+def _compare(name: str, cfg: TrainConfig, world: int) -> SimulatedRank:
+    """Compare the ranks that differ with their simulations; return that of rank 0."""
+    ranks = ranks_to_simulate(cfg, world) if cfg.parallelism.pp > 1 else [0]  # without stages, all ranks hold as much
+    real, runs = measure_ranks(cfg, world), simulate_each(cfg, world, ranks)
+    for rank, simulated in zip(ranks, runs, strict=True):
+        print(f"\n| {name} | {rank} | {_cells(simulated, real[rank])} |")
         for figure in ("parameters", "gradients", "optimizer"):
-            assert getattr(played, figure) == pytest.approx(getattr(real[rank], figure), rel=TOLERANCE), figure
+            assert getattr(simulated, figure) == pytest.approx(getattr(real[rank], figure), rel=TOLERANCE), figure
         routes = "num_experts" in cfg.model.config and max(cfg.parallelism.ep, cfg.parallelism.tp) > 1
         if not routes:  # routing, which decides the bytes sent to other ranks' experts, is not known before
-            traffic = {(each.group, each.operation): (each.calls, each.bytes) for each in played.traffic}
+            traffic = {(each.group, each.operation): (each.calls, each.bytes) for each in simulated.traffic}
             assert traffic == real[rank].traffic
         # A buffer that gloo has not freed yet may be part of a step's peak or not.
-        assert any(played.peak == pytest.approx(peak, rel=TOLERANCE) for peak in real[rank].peaks), real[rank].peaks
+        assert any(simulated.peak == pytest.approx(peak, rel=TOLERANCE) for peak in real[rank].peaks), real[rank].peaks
     if isinstance(cfg, FinetuneConfig):
         formula = estimate_memory(build_workload(cfg, cfg.parallelism.resolve(world), on_gpu=False), "cpu").peak
         fullest = max(max(real[rank].peaks) for rank in ranks)
@@ -140,21 +140,21 @@ def _compare(name: str, cfg: TrainConfig, world: int) -> DryRun:
     return runs[0]
 
 
-def _cells(played: DryRun, real: Measured) -> str:
-    """Return the cells of a table row: MiB of the dry run and of the real rank, and the difference of the peaks."""
+def _cells(simulated: SimulatedRank, real: Measured) -> str:
+    """Return the cells of a table row: MiB of the simulation and of the real rank, and the difference of the peaks."""
     figures = [
-        (getattr(played, name), getattr(real, name)) for name in ("parameters", "gradients", "optimizer", "saved")
+        (getattr(simulated, name), getattr(real, name)) for name in ("parameters", "gradients", "optimizer", "saved")
     ]
-    nearest = min(real.peaks, key=lambda peak: abs(peak - played.peak))
-    pairs = [*figures, (played.peak, nearest)]
+    nearest = min(real.peaks, key=lambda peak: abs(peak - simulated.peak))
+    pairs = [*figures, (simulated.peak, nearest)]
     text = " | ".join(f"{ours / MIB:.1f} / {theirs / MIB:.1f}" for ours, theirs in pairs)
-    return f"{text} | {100 * (played.peak / nearest - 1):+.2f} %"
+    return f"{text} | {100 * (simulated.peak / nearest - 1):+.2f} %"
 
 
 @in_parity
 def test_children_play_ranks_of_a_world_that_this_machine_could_not_start() -> None:
     cfg = finetune(world=64, pp=4, dp_shard=8, tp=2)
-    first, last = start_dry_runs(cfg, 64, [0, 63])
+    first, last = simulate_ranks(cfg, 64, [0, 63])
     assert (first.world, first.rank, last.rank) == (64, 0, 63)
     assert {each.axes: each.size for each in first.groups} == {"pp": 4, "dp_shard": 8, "tp": 2, "world": 64}
     embedding = 4 * 4096 * 512 // 16  # float32, sharded over dp_shard and tp
@@ -167,4 +167,4 @@ def test_children_play_ranks_of_a_world_that_this_machine_could_not_start() -> N
 def test_child_reports_the_config_errors_of_a_run() -> None:
     cfg = finetune(world=16, pp=16, rows=16)
     with pytest.raises(ConfigError, match=r"parallelism\.pp=16"):
-        start_dry_runs(cfg, 16, [0])
+        simulate_ranks(cfg, 16, [0])

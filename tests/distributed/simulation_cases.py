@@ -1,4 +1,4 @@
-"""Training runs whose memory and traffic real gloo ranks measure, for comparison with their dry runs."""
+"""Training runs whose memory and traffic real gloo ranks measure, for comparison with their simulations."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from components.config.schema.run import PeftConfig
 from components.config.schema.training import TrainingConfig
 from components.distributed.traffic import record_traffic, traffic_table
 from components.planning.fake_rank import SavedForBackward, local_bytes, parameters_in_use
-from components.planning.play import build_objective, play, synthetic_batches
-from components.planning.played_run import DryRun
+from components.planning.simulated_step import build_objective, simulate_step, synthetic_batches
+from components.planning.simulation import SimulatedRank
 from components.training.run import GarbageCollection
 from scripts._memory.ranks import allocations, highest
 from tests.harness import run_ranks
@@ -169,9 +169,9 @@ def measure_ranks(cfg: TrainConfig, world: int) -> list[Measured]:
     return run_ranks(world, lambda rank: _measure(cfg, world, rank), timeout=800)
 
 
-def play_ranks(cfg: TrainConfig, world: int, ranks: list[int]) -> list[DryRun]:
-    """Play some of the ranks, each in a process of its own."""
-    return run_ranks(len(ranks), lambda index: play(cfg, world, ranks[index]), timeout=800, init=False)
+def simulate_each(cfg: TrainConfig, world: int, ranks: list[int]) -> list[SimulatedRank]:
+    """Simulate some of the ranks, each in a process of its own."""
+    return run_ranks(len(ranks), lambda index: simulate_step(cfg, world, ranks[index]), timeout=800, init=False)
 
 
 def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:

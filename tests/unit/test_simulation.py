@@ -1,4 +1,4 @@
-"""Which ranks are played, what a dry run changes in a config and refuses, and its result in another process."""
+"""Which ranks are simulated, what a simulation changes in a config and refuses, and its result in another process."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from components.config.schema.cluster import Device, LocalClusterConfig, SlurmCl
 from components.config.schema.model import Attention, DType, Float8, LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.planning import played_run
-from components.planning.play import runs_on_gpus
-from components.planning.played_run import (
-    DryRun,
-    PlayedGroup,
-    PlayedTraffic,
-    played_config,
-    ranks_to_play,
-    start_dry_runs,
+from components.planning.simulated_step import runs_on_gpus
+from components.planning.simulation import (
+    SimulatedGroup,
+    SimulatedRank,
+    SimulatedTraffic,
+    ranks_to_simulate,
+    simulate_ranks,
+    simulated_config,
 )
 from components.protocol.errors import ConfigError
-from tests.distributed.dry_run_cases import finetune
+from tests.distributed.simulation_cases import finetune
 
-RESULT = DryRun(
+RESULT = SimulatedRank(
     rank=1, world=4, mesh="dp_shard=4", coordinates="dp_shard 1", parameters=10, gradients=10, optimizer=20, average=0,
     frozen=0, buffers=1, saved=5, peak=50, peak_operator="aten::mm", peak_phase="backward",
-    groups=(PlayedGroup("dp_shard = world", 4),), traffic=(PlayedTraffic("dp_shard", "all_gather", 3, 12),),
+    groups=(SimulatedGroup("dp_shard = world", 4),), traffic=(SimulatedTraffic("dp_shard", "all_gather", 3, 12),),
     micro_batches=2, micro_batch_rows=1, cpu_seconds=1.5, resident_bytes=7, notes=("balanced",),
 )  # fmt: skip
 
@@ -43,11 +43,11 @@ RESULT = DryRun(
     ],
 )
 def test_one_rank_of_each_kind_of_stage_is_played(axes: dict[str, Any], world: int, expected: list[int]) -> None:
-    assert ranks_to_play(finetune(world=world, **axes), world) == expected
+    assert ranks_to_simulate(finetune(world=world, **axes), world) == expected
 
 
 def test_result_survives_json() -> None:
-    assert DryRun.from_json(json.loads(json.dumps(RESULT.as_json()))) == RESULT
+    assert SimulatedRank.from_json(json.loads(json.dumps(RESULT.as_json()))) == RESULT
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_result_survives_json() -> None:
 )
 def test_config_that_cannot_be_played_is_refused(model: dict[str, Any], axes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        played_config(finetune(world=2, dp_shard=2, model_values=model, **axes), 2, on_gpu=True)
+        simulated_config(finetune(world=2, dp_shard=2, model_values=model, **axes), 2, on_gpu=True)
 
 
 def test_played_config_states_what_it_changes() -> None:
@@ -68,14 +68,14 @@ def test_played_config_states_what_it_changes() -> None:
     cfg = finetune(world=2, dp_shard=2, rows=4, model_values=values)
     cfg.training.micro_batch_size = 3  # 4 rows of a rank are no multiple of it
     cfg.training.batch_size_ramp = [{"until_step": 2, "global_batch_size": 4}]
-    played, notes = played_config(cfg, 2, on_gpu=True)
-    assert played.training.micro_batch_size in (1, 2)
-    assert played.training.batch_size_ramp == []
-    assert (played.model.compile, played.model.loss) == ("false", LossMethod.chunked)
-    assert played.model.compute_dtype == DType.bfloat16
+    simulated, notes = simulated_config(cfg, 2, on_gpu=True)
+    assert simulated.training.micro_batch_size in (1, 2)
+    assert simulated.training.batch_size_ramp == []
+    assert (simulated.model.compile, simulated.model.loss) == ("false", LossMethod.chunked)
+    assert simulated.model.compute_dtype == DType.bfloat16
     for key in ("model.compile=true", "model.loss=liger", "model.compute_dtype=auto"):
         assert any(note.startswith(key) for note in notes), key
-    assert played_config(cfg, 2, on_gpu=False)[0].model.compute_dtype == DType.auto
+    assert simulated_config(cfg, 2, on_gpu=False)[0].model.compute_dtype == DType.auto
 
 
 def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
@@ -93,8 +93,8 @@ def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
             "import json, sys; print(json.dumps({'problems': ['model.path=x: is wrong; set another']}))",
             "model.path=x: ",
         ),
-        ("import sys; sys.exit('no torch here')", "dry run of rank 3 of 4: exited with status 1: no torch here"),
-        ("import time; time.sleep(60)", "dry run of rank 3 of 4: was stopped after 0.5 seconds"),
+        ("import sys; sys.exit('no torch here')", "simulation of rank 3 of 4: exited with status 1: no torch here"),
+        ("import time; time.sleep(60)", "simulation of rank 3 of 4: was stopped after 0.5 seconds"),
     ],
 )
 def test_failure_of_a_child_is_a_config_error(monkeypatch: pytest.MonkeyPatch, program: str, message: str) -> None:
@@ -104,10 +104,10 @@ def test_failure_of_a_child_is_a_config_error(monkeypatch: pytest.MonkeyPatch, p
     )
     timeout = 0.5 if "sleep" in program else 60
     with pytest.raises(ConfigError, match=re.escape(message)):
-        start_dry_runs(finetune(world=4, dp_shard=4), 4, [3], timeout)
+        simulate_ranks(finetune(world=4, dp_shard=4), 4, [3], timeout)
 
 
 def test_policies_of_recomputation_can_be_played() -> None:
     for policy in set(ActivationCheckpointing) - {ActivationCheckpointing.auto}:
         cfg = finetune(world=1, strategy="single", activation_checkpointing=policy)
-        assert played_config(cfg, 1, on_gpu=False)[0].parallelism.activation_checkpointing == policy
+        assert simulated_config(cfg, 1, on_gpu=False)[0].parallelism.activation_checkpointing == policy

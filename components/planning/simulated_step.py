@@ -1,14 +1,25 @@
-"""One rank of a run at its real world size, on fake tensors: the functions of a run, and what they would allocate."""
+"""One rank of a run at its real world size, on fake tensors: the functions of a run, and what they would allocate.
+
+`python -m components.planning.simulated_step` simulates the rank that a line of JSON on stdin names. The request has
+`recipe` (file of the run's recipe) or `schema` (name of a config class in components.config.schema.recipes), `config`
+(its YAML), `world` and `rank`. The answer is a line of JSON on stdout: {"result": ...} or {"problems": [...]}.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import pkgutil
 import resource
+import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -16,6 +27,7 @@ import torch
 from components import data, distributed, training
 from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
+from components.config.compose.frozen import from_yaml
 from components.config.compute_rules import CHUNK_LOGITS
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterKind, Device
@@ -52,8 +64,18 @@ from components.planning.fake_rank import (
     local_bytes,
     parameters_in_use,
 )
-from components.planning.played_run import DOCUMENTS, STORED_TOKENS, DryRun, PlayedGroup, PlayedTraffic, played_config
-from components.planning.recipe_lines import RecipeLines
+from components.planning.recipe_lines import RecipeLines, import_recipe, read_lines
+from components.planning.simulation import (
+    DOCUMENTS,
+    PROBLEMS,
+    RESULT,
+    STORED_TOKENS,
+    SimulatedGroup,
+    SimulatedRank,
+    SimulatedTraffic,
+    simulated_config,
+)
+from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.training.objectives.preference import REFERENCE
 from components.training.run import GarbageCollection
 
@@ -63,7 +85,7 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
 @dataclass(slots=True)
-class _PlayedModel:
+class _Built:
     """What a recipe builds before its first step, on fake tensors."""
 
     model: training.Prepared
@@ -91,8 +113,8 @@ class _PlayedModel:
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
-def play(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = None) -> DryRun:
-    """Play two optimizer steps of rank `rank` of `world`, and return what the second allocates and sends.
+def simulate_step(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = None) -> SimulatedRank:
+    """Simulate two optimizer steps of rank `rank` of `world`, and return what the second allocates and sends.
 
     The first step creates the optimizer's state. Nothing is allocated or read: neither weights nor data. Call it once
     per process, in which no process group exists.
@@ -100,25 +122,25 @@ def play(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = No
     Args:
         lines: Those of the run's recipe; None: build what Meshbook's recipe for the class of the config builds.
 
-    Raises ConfigError for a config that a run would refuse on these ranks, or that cannot be played.
+    Raises ConfigError for a config that a run would refuse on these ranks, or that cannot be simulated.
     """
     torch.set_num_threads(1)
     on_gpu = runs_on_gpus(cfg)
-    cfg, notes = played_config(cfg, world, on_gpu)
-    fake, tracker = FakeRank(plays_gpu=on_gpu), StorageTracker(with_gloo_copies=not on_gpu)
+    cfg, notes = simulated_config(cfg, world, on_gpu)
+    fake, tracker = FakeRank(as_cuda=on_gpu), StorageTracker(with_gloo_copies=not on_gpu)
     # The compiler needs values for the update by 8-bit optimizers, the only compiled code that is left in the config.
     eager = torch.compiler.set_stance("force_eager") if isinstance(cfg.optimizer, AdamW8bitConfig) else nullcontext()
     with fake_process_group(rank, world), _chunks_of(on_gpu), eager:
         mesh = distributed.build_mesh(cfg.parallelism, _CPU.type)
-        played = _build(cfg, training.RunContext(mesh, _CPU, rank), fake, tracker, lines)
+        built = _build(cfg, training.RunContext(mesh, _CPU, rank), fake, tracker, lines)
         if on_gpu and cfg.parallelism.cpu_offload:
-            tracker.leave_out(played.parameters)
-        _step(played, fake, tracker)
+            tracker.leave_out(built.parameters)
+        _step(built, fake, tracker)
         if on_gpu and cfg.parallelism.cpu_offload:
-            tracker.leave_out(played.state)
-        with _gradients_at_update(played, tracker) as gradients, record_traffic() as traffic:
-            saved = _step(played, fake, tracker)
-        return _result(played, mesh, gradients[0], saved, tracker, traffic, notes)
+            tracker.leave_out(built.state)
+        with _gradients_at_update(built, tracker) as gradients, record_traffic() as traffic:
+            saved = _step(built, fake, tracker)
+        return _result(built, mesh, gradients[0], saved, tracker, traffic, notes)
 
 
 def runs_on_gpus(cfg: TrainConfig) -> bool:
@@ -139,12 +161,12 @@ def build_objective(cfg: TrainConfig, run: Any, model: training.Prepared, vocabu
             return training.build_distillation(cfg, run, model, None)
         case ClassifyConfig():
             return training.build_scoring(cfg.objective, run.mesh)
-    raise TypeError(f"play: there is no objective for {type(cfg).__name__}")
+    raise TypeError(f"simulate_step: there is no objective for {type(cfg).__name__}")
 
 
 def _build(
     cfg: TrainConfig, run: training.RunContext, fake: FakeRank, tracker: StorageTracker, lines: RecipeLines | None
-) -> _PlayedModel:
+) -> _Built:
     """Build the model, the objective, the optimizer and the micro-batches in the order of a recipe."""
     batches = synthetic_batches(cfg, run.mesh)
     with fake, tracker:
@@ -160,70 +182,70 @@ def _build(
                 cfg, run, partial(_vocabulary, cfg), lambda: tracker.bytes
             )
         fake.allocates_fakes = True
-        return _PlayedModel(model, objective, optimizer, [_fake_batch(batch, fake) for batch in batches], frozen)
+        return _Built(model, objective, optimizer, [_fake_batch(batch, fake) for batch in batches], frozen)
 
 
 def _vocabulary(cfg: TrainConfig) -> int:
     return int(load_config(cfg.model).get_text_config().vocab_size)
 
 
-def _step(played: _PlayedModel, fake: FakeRank, tracker: StorageTracker) -> int:
+def _step(built: _Built, fake: FakeRank, tracker: StorageTracker) -> int:
     """Run an optimizer step; return the highest bytes of the tensors saved for the backward."""
     tracker.phase = lambda: BACKWARD if in_backward() else FORWARD
     tracker.restart()
-    saved = SavedForBackward(lambda: parameters_in_use(played.model.module, played.tied_head))
+    saved = SavedForBackward(lambda: parameters_in_use(built.model.module, built.tied_head))
     # As in a run, objects in reference cycles are not freed within a step.
     with GarbageCollection(every=1), fake, tracker, saved:
-        training.train_step(played.model, played.batches, played.optimizer, played.objective)
+        training.train_step(built.model, built.batches, built.optimizer, built.objective)
     return saved.peak
 
 
 @contextmanager
-def _gradients_at_update(played: _PlayedModel, tracker: StorageTracker) -> Iterator[list[int]]:
+def _gradients_at_update(built: _Built, tracker: StorageTracker) -> Iterator[list[int]]:
     """Yield a list that gets the bytes of the gradients before the first optimizer's update."""
     found: list[int] = []
 
     def before_update(*_: Any) -> None:
         tracker.phase = lambda: UPDATE
-        found.append(local_bytes(each.grad for each in played.parameters if each.grad is not None))
+        found.append(local_bytes(each.grad for each in built.parameters if each.grad is not None))
 
-    hooks = [each.register_step_pre_hook(before_update) for each in list_optimizers(played.optimizer)]
+    hooks = [each.register_step_pre_hook(before_update) for each in list_optimizers(built.optimizer)]
     yield found
     for hook in hooks:
         hook.remove()
 
 
 def _result(
-    played: _PlayedModel,
+    built: _Built,
     mesh: Mesh,
     gradients: int,
     saved: int,
     tracker: StorageTracker,
     traffic: Traffic,
     notes: list[str],
-) -> DryRun:
-    model, peak = played.model, tracker.peak
+) -> SimulatedRank:
+    model, peak = built.model, tracker.peak
     groups = distributed.groups_of_mesh(mesh)
     rows = traffic_table(traffic, mesh)
-    return DryRun(
+    return SimulatedRank(
         rank=torch.distributed.get_rank(),
         world=torch.distributed.get_world_size(),
         mesh=str(mesh.shape),
         coordinates=mesh.coordinates,
-        parameters=local_bytes(played.parameters),
+        parameters=local_bytes(built.parameters),
         gradients=gradients,
-        optimizer=local_bytes(played.state),
+        optimizer=local_bytes(built.state),
         average=0 if model.average is None else model.average.local_bytes,
-        frozen=played.frozen,
+        frozen=built.frozen,
         buffers=local_bytes(model.module.buffers()),
         saved=saved,
         peak=peak.bytes,
         peak_operator=peak.operator,
         peak_phase=peak.phase,
-        groups=tuple(PlayedGroup(each.axes, len(each.ranks)) for each in groups),
-        traffic=tuple(PlayedTraffic(each.group, each.operation, each.calls, each.bytes) for each in rows),
-        micro_batches=len(played.batches),
-        micro_batch_rows=played.batches[0].shape[0],
+        groups=tuple(SimulatedGroup(each.axes, len(each.ranks)) for each in groups),
+        traffic=tuple(SimulatedTraffic(each.group, each.operation, each.calls, each.bytes) for each in rows),
+        micro_batches=len(built.batches),
+        micro_batch_rows=built.batches[0].shape[0],
         cpu_seconds=round(time.process_time(), 1),
         resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         notes=(*notes, *(str(note) for note in model.notes if note and str(note))),
@@ -313,7 +335,7 @@ def _rows(cfg: TrainConfig) -> Any:
 
 def _samples(lengths: Sequence[int], seq_len: int) -> data.Dataset:
     rows = [data.Example([1] * length, [1] * length) for length in lengths]
-    return data.Dataset(rows, _Tokenizer(), facts=data.Facts("a dry run"), seq_len=seq_len)  # type: ignore[arg-type]
+    return data.Dataset(rows, _Tokenizer(), facts=data.Facts("a simulation"), seq_len=seq_len)  # type: ignore[arg-type]
 
 
 def _pairs(objective: PreferenceConfig | RewardConfig, seq_len: int, pack: bool) -> Any:
@@ -329,3 +351,30 @@ def _pairs(objective: PreferenceConfig | RewardConfig, seq_len: int, pack: bool)
     if isinstance(objective, DPOConfig | KTOConfig) and objective.reference is Reference.precomputed:
         pairs = pairs.with_values(REFERENCE, values)
     return data.pack_pairs(pairs.to_be_packed(seq_len)) if pack else pairs
+
+
+def _main() -> int:
+    """Answer the request on stdin; return the exit status."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of libraries goes to stderr
+    request = json.load(sys.stdin)
+    answer: dict[str, object]
+    try:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        warnings.filterwarnings("ignore")
+        if request["recipe"] is None:
+            lines, schema = None, pkgutil.resolve_name(f"components.config.schema.recipes:{request['schema']}")
+        else:
+            main_of_recipe: Any = import_recipe(Path(request["recipe"]))
+            lines, (schema, *_) = read_lines(main_of_recipe), get_type_hints(main_of_recipe).values()
+        cfg = from_yaml(request["config"], schema)
+        answer = {RESULT: simulate_step(cfg, request["world"], request["rank"], lines).as_json()}
+    except ConfigError as error:
+        answer = {PROBLEMS: error.problems}
+    with answers:
+        json.dump(answer, answers)
+    return EXIT_INVALID if PROBLEMS in answer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
