@@ -12,7 +12,7 @@ import pytest
 from components.config.schema.cluster import Device, LocalClusterConfig, SlurmClusterConfig
 from components.config.schema.model import Attention, DType, Float8, LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.planning import played_run
+from components.planning import simulation
 from components.planning.simulated_step import runs_on_gpus
 from components.planning.simulation import (
     SimulatedGroup,
@@ -98,9 +98,9 @@ def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
     ],
 )
 def test_failure_of_a_child_is_a_config_error(monkeypatch: pytest.MonkeyPatch, program: str, message: str) -> None:
-    run = played_run.subprocess.run
+    run = simulation.subprocess.run
     monkeypatch.setattr(
-        played_run.subprocess, "run", lambda command, **options: run([command[0], "-c", program], **options)
+        simulation.subprocess, "run", lambda command, **options: run([command[0], "-c", program], **options)
     )
     timeout = 0.5 if "sleep" in program else 60
     with pytest.raises(ConfigError, match=re.escape(message)):
