@@ -264,7 +264,7 @@ def _score_problems(
     kind, problems = objective.kind, []
     if isinstance(objective, RewardConfig):
         if not isinstance(data, PreferencesDataConfig):
-            problems.append(f"objective.kind={kind}: learns from pairs of answers; set data=preferences")
+            problems.append(f"objective.kind={kind}: requires preference pairs; set data=preferences")
         elif data.label_column is not None:
             problems.append(
                 f"data.label_column={data.label_column}: objective.kind={kind} learns from pairs of answers; remove it"

@@ -315,7 +315,7 @@ def _option_password(text: str) -> str | None:
 
 
 def _is_printable_key(key: str, names: Sequence[str], secret_variables: Mapping[str, str]) -> bool:
-    """Return whether a key with the path `names` contains no secret itself, since dicts may have any key."""
+    """Return whether the path `names` of a key is safe to print: keys of a dict may be secrets."""
     return all(_secret((), text, secret_variables) is None for text in (key, *names))
 
 

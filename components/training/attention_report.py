@@ -91,7 +91,7 @@ def _choose_attention(model: Prepared, cfg: ModelConfig, batch: Batch, state: Tr
 
 
 def _can_measure(device: torch.device) -> bool:
-    """Return whether kernels can be timed: on a GPU, unless the run must repeat itself, whatever a clock shows."""
+    """Return whether kernels may be timed: only on GPUs and without run.deterministic."""
     return device.type == "cuda" and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled()
 
 

@@ -44,7 +44,7 @@ Progress = dict[str, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class HangVerdict:
-    """Why a run ends as hung."""
+    """Hang diagnosis: message and suspected hosts."""
 
     message: str
     hosts: tuple[str, ...] = ()

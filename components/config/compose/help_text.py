@@ -216,7 +216,7 @@ def _class_of(schema: type, values: Mapping[str, Any]) -> type:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is known of a key."""
+    """A config key: type, default, docstring."""
 
     type: str
     """Type in words, with the choices of an enumeration; "section" for keys that contain keys."""

@@ -183,9 +183,9 @@ class ListedValues:
 
     overrides: list[str] = field(default_factory=list)
     drawn: set[str] = field(default_factory=set)
-    """Those of them whose values are random, one per point."""
+    """Overrides with one random value per point."""
     ranges: dict[str, Range] = field(default_factory=dict)
-    """Those of them whose values are the ends of a range, with the range."""
+    """Overrides whose values are the ends of a range -> the range."""
     problems: list[str] = field(default_factory=list)
 
 

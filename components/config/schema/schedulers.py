@@ -271,7 +271,7 @@ class KubernetesConfig:
             if not _QUANTITY.fullmatch(amount):
                 problems.append(f"{key}={amount!r}: is not a Kubernetes quantity; write a number or 64Gi, 500M, 250m")
         if "shm_size" in self.resources:
-            problems.append("cluster.k8s.resources.shm_size: is no resource; set cluster.k8s.shm_size")
+            problems.append("cluster.k8s.resources.shm_size: is not a Kubernetes resource; set cluster.k8s.shm_size")
         if self.gpu_resource in self.resources:
             problems.append(
                 f"cluster.k8s.resources.{self.gpu_resource}: is set by cluster.procs_per_node; leave it out"

@@ -322,7 +322,7 @@ def tokenize_file(
     """
     folder, copy = StoreFolder(out), scratch / file.shard.removesuffix(SHARD)
     local = Path(file.path) if file.version is None else copy
-    before = _times(local) if file.version is None else None
+    before = _file_stamp(local) if file.version is None else None
     content = _content_of(file)
     found = folder.shard(file.shard)
     if found is not None and found.content == content:
@@ -339,7 +339,7 @@ def tokenize_file(
             report(Progress(len(batch), sum(map(len, ids)), sum(len(document.text) for document in batch)))
         if is_empty:
             raise ConfigError(f"{file.path}: has no rows; leave it out")
-        if before is not None and _times(local) != before:
+        if before is not None and _file_stamp(local) != before:
             raise ConfigError(f"{file.path}: was changed while it was read; start again")
         copy.unlink(missing_ok=True)  # before the shard is assembled, which takes its size once more
 
@@ -482,8 +482,8 @@ def _content_of(file: InputFile) -> dict[str, object]:
     return {"bytes": size, "hash": digest.hexdigest()}
 
 
-def _times(path: Path) -> tuple[int, int, int]:
-    """Return what differs once a file is written to or replaced."""
+def _file_stamp(path: Path) -> tuple[int, int, int]:
+    """Return inode, size and modification time of a file, which differ once it is written to or replaced."""
     with readable(path):
         found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -80,7 +80,7 @@ ACCURACY = _Criterion("eval_accuracy", Goal.max, "held-out accuracy")
 
 
 def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> _Criterion | None:
-    """Return what ok points are compared by; None if nothing makes them comparable.
+    """Choose the ranking metric of successful points; None if they are not comparable.
 
     A study is judged by sweep.metric. With its default, the points of another sweep are compared by speed if they train
     one curve, else by what they learned. Held-out losses are comparable only for the same objective and data,

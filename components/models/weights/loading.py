@@ -440,7 +440,7 @@ def _draw(meta_model: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
 
 
 def _enclosing(meta_model: PreTrainedModel, path: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Yield the module at `path` and those that contain it, innermost first, each with its nearest PreTrainedModel."""
+    """Yield the module at `path` and its parents, innermost first, with the PreTrainedModel that owns each."""
     from transformers import PreTrainedModel as Base
 
     chain: list[tuple[PreTrainedModel, nn.Module]] = [(meta_model, meta_model)]

@@ -224,7 +224,7 @@ class Architecture:
 
     @property
     def layer_matmul_weights(self) -> int:
-        """Weights of one layer that a token is multiplied with; of experts, those that it is routed to."""
+        """Active matmul parameters per token in one layer: with experts, those of the experts that it is routed to."""
         used = self.experts_per_token / self.experts if self.experts else 1.0
         return round(
             sum(
@@ -236,7 +236,7 @@ class Architecture:
 
     @property
     def matmul_weights(self) -> int:
-        """Weights that a token is multiplied with, the head's included."""
+        """Active matmul parameters per token, with the head's."""
         return self.layers * self.layer_matmul_weights + self.vocab * self.hidden
 
     @property

@@ -241,7 +241,7 @@ def _group(size: int, stride: int, hardware: Hardware) -> Group:
 
 
 def _local_ranks(size: int, stride: int, hardware: Hardware) -> int:
-    """Return how many of `size` ranks, `stride` apart, are in one node; of an axis that straddles nodes, the fewest."""
+    """Return the minimum number of an axis' ranks per node; the axis has `size` ranks, `stride` apart."""
     return min(size, max(1, math.gcd(hardware.gpus_per_node, size * stride) // stride))
 
 

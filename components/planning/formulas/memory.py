@@ -179,7 +179,7 @@ class _Rank:
     layer: _Held
     """Base weights of one layer."""
     experts: _Held
-    """Those of its experts."""
+    """Expert weights of one layer."""
     outer: _Held
     """Weights outside of the layers."""
     head: float

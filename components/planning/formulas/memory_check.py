@@ -115,7 +115,7 @@ def grad_sync_peaks(cfg: TrainConfig, workload: Workload, device_type: str) -> l
 
 
 def fitting_grad_sync(peaks: list[tuple[int, int]], usable: float) -> bool:
-    """Return whether to reduce gradients once per step: rather per micro-batch than with more recomputation."""
+    """Resolve defer_grad_sync=auto: reduce per micro-batch before recomputing more."""
     for deferred, reduced in peaks:
         if min(deferred, reduced) * (1 + ESTIMATE_ERROR) <= usable:
             return deferred * (1 + ESTIMATE_ERROR) <= usable

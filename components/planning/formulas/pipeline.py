@@ -95,8 +95,8 @@ def pipeline_seconds(
 
 
 def send_hops(schedule: PipelineSchedule, pp: int, per_rank: int, micro_batches: int) -> float:
-    """Return how many sends one after the other prolong a step. Under 1F1B each pp micro-batches wait for 2 (pp - 1);
-    other schedules have something else to compute, except at the start and end."""
+    """Return the number of point-to-point sends on a step's critical path. Under 1F1B each pp micro-batches wait for
+    2 (pp - 1); other schedules have something else to compute, except at the start and end."""
     if schedule is ONE_F_ONE_B:
         return 2 * (pp - 1) * (1 + micro_batches / pp) - 2
     return 2 * (pp * per_rank - 1)

@@ -1,4 +1,4 @@
-"""Work of one rank in an optimizer step: everything that the formulas of memory and time read.
+"""Inputs of the memory and time estimates: the work of one rank in an optimizer step.
 
 A layer's activations are counted from the operators of transformers' models: what autograd saves for the backward of
 one micro-batch, not what a kernel could do without. A token of hidden size h with q query and k key-value features, f
@@ -286,8 +286,8 @@ class Implementation:
     selective_matmuls: float = 0.0
     """Share of the matmuls that activation_checkpointing=selective recomputes."""
     compiles_recomputation: bool = False
-    """Whether the compiler sees the recomputation of a layer, and leaves out what the backward does not need: the last
-    matmul and its communication. Without a compiler, torch stops before them."""
+    """Whether recomputation is inside the compiled region, so that dead code is removed: the last matmul of a layer and
+    its communication, which the backward does not need. Without a compiler, torch stops before them."""
     gather_bytes: int | None = None
     """Bytes per element of all-gathered parameters; None: those of activations."""
     reduce_bytes: int = 4
@@ -391,7 +391,7 @@ def layer_activations(w: Workload) -> _LayerActivations:
 
 
 def _gated(w: Workload) -> int:
-    """Return how many tensors of its width a gated MLP saves."""
+    """Return the number of saved (tokens, intermediate) tensors of a gated MLP."""
     return 3 if w.fused else 4
 
 
