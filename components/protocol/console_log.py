@@ -26,8 +26,8 @@ from components.protocol.run_files import PRIVATE, open_append
 from components.protocol.secrets import masked
 from components.terminal import keep_running
 
-_SETTLED = 0.2
-"""Seconds without output after which no progress bar will draw over the last lines."""
+_SETTLED = 1.0
+"""Seconds without output after which no progress bar will draw over the last lines, also on a busy machine."""
 _LAST_OUTPUT = 5.0
 """Maximum number of seconds that a process waits at its end for the copy of its output, as to a stopped terminal."""
 _CONTROL = re.compile(rb"(\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\r|\n)")
