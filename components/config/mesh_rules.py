@@ -201,8 +201,8 @@ def _schedule_rule(schedule: PipelineSchedule, pp: int, micro_batches: int) -> s
 
 
 def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
-    """Check divisibility, and axes that the model's forward does not support. Called before loading the model and again
-    after it."""
+    """Return what the mesh does not divide, and axes that the model's forward does not support. Called before loading
+    the model and again after it."""
     problems: list[str] = []
     if shape.heads is not None and mesh.tp > 1 and parallelism.uneven_heads == UnevenHeads.refuse:
         kv_heads = shape.kv_heads or shape.heads

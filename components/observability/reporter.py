@@ -440,8 +440,10 @@ class Reporter:
         if self._second_batch_at:
             started = time.perf_counter() - result.wall_seconds
             result.seconds_to_first_step = round(self._second_batch_at - started, 1)
-        planned = read_json(self._run_dir / RECORD).get("planned") or {}
-        if planned.get("processes") == result.processes:  # not those of a requeued run that lost nodes
+        planned = read_json(self._run_dir / RECORD).get("planned")
+        if (
+            isinstance(planned, dict) and planned.get("processes") == result.processes
+        ):  # not those of a requeued run that lost nodes
             result.planned = planned
         lost = lost_work(self._run_dir)
         result.restarts, result.lost_steps, result.lost_seconds = lost.restarts, lost.steps, lost.seconds

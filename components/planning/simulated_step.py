@@ -360,7 +360,6 @@ def _main() -> int:
     request = json.load(sys.stdin)
     answer: dict[str, object]
     try:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         warnings.filterwarnings("ignore")
         if request["recipe"] is None:
             lines, schema = None, pkgutil.resolve_name(f"components.config.schema.recipes:{request['schema']}")

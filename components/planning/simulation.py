@@ -161,7 +161,8 @@ def _simulate_in_child(
         "world": world,
         "rank": rank,
     }
-    environment = without_ranks(os.environ) | {"OMP_NUM_THREADS": "1"}
+    # Torch reads its log level when it is imported.
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | without_ranks(os.environ) | {"OMP_NUM_THREADS": "1"}
     try:
         child = subprocess.run(
             [sys.executable, "-m", "components.planning.simulated_step"],

@@ -56,7 +56,7 @@ def test_a_model_built_from_its_sizes_has_the_sizes_of_the_option() -> None:
     assert architecture_of(buildable(model, read_shape(model))) == architecture_of(model)
 
 
-def test_a_recipe_plays_its_own_step(tmp_path: Path) -> None:
+def test_step_of_a_recipe_is_simulated(tmp_path: Path) -> None:
     """activation_checkpointing=auto is resolved for the device; nothing is written or started."""
     overrides = ["model=tiny", "cluster=local_4proc", "cluster.device=cpu", "cluster.gpu=cpu", "parallelism=fsdp2_tp2",
                  "parallelism.activation_checkpointing=auto", "cluster.dry_run=plan"]  # fmt: skip
