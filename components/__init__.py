@@ -11,20 +11,17 @@ observability/  console, metrics, trackers, result
 watch/          watchdog, stop requests, fault injection
 checkpoint/     save, resume, retention
 training/       the optimizer step, and everything around a recipe's loop
-planning/       memory and time of a run, before it is started
-parity/         comparison of a mesh with a single process
+planning/       memory and time of a run, before it is started; comparison of a mesh with a single process
 
 batch.py               micro-batch of a rank
 chat_template.py       rendering of conversations by templates that come with a model
 conversation.py        messages in the format of chat templates
 exchange.py            collectives on JSON values
-kernel_counters.py     limits and counters of this process: memory, CPU time, out-of-memory kills, bytes moved
-lazy.py                packages that import a name when it is first used
+package.py             folders of Meshbook; packages that import a name when it is first used
 presentation.py        tables for the console, by rich; curves as PNG files, by matplotlib
-project.py             folders of Meshbook, in a checkout or in a wheel
 terminal.py            control characters escaped, secrets masked, text fitted to the terminal
 torch_kernels.py       dtypes by name, the dtype of autocast, inputs of torch's variable-length attention kernel
 
 `from components import data, distributed, training` imports no torch: these packages import a name when it is first
-used (lazy.py).
+used (package.py).
 """

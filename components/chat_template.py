@@ -10,8 +10,8 @@ from itertools import count, product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
-from components.kernel_counters import CpuLimitError, limited
 from components.protocol.errors import ConfigError
+from components.protocol.processes import CpuLimitError, limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

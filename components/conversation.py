@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from components.protocol.safe_json import parse_json
+from components.protocol.safe_parsing import parse_json
 
 Message = dict[str, Any]
 """One message in the format of chat templates: `role` (system, user, assistant, tool), `content`, further keys."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components import lazy
+from components import package
 
 if TYPE_CHECKING:
     from components import checkpoint, data, models, training
@@ -44,4 +44,4 @@ if TYPE_CHECKING:
     from components.protocol.errors import ConfigError
     from meshbook.notebook import RunFailed, RunResult, run
 else:
-    __getattr__, __dir__ = lazy.attach(__name__)
+    __getattr__, __dir__ = package.lazy_names(__name__)

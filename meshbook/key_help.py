@@ -27,7 +27,7 @@ from components.config.compose.help_text import (
 )
 from components.config.compose.sources import CONF, option_groups, option_texts
 from components.protocol.errors import ConfigError
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml
 from meshbook.programs import COMMAND, recipes, tools
 
 MOST_SETTINGS = 8

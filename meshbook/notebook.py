@@ -32,7 +32,7 @@ from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigErr
 from components.protocol.failures import describe_exit
 from components.protocol.processes import LAUNCHER_PID, collected_signals, without_ranks
 from components.protocol.run_files import current_config, read_result
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml
 from meshbook.programs import COMMAND, recipes, tools
 
 MOST_ROWS = 16

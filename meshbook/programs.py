@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from components.project import HELP, PROJECT
+from components.package import HELP, PROJECT
 from components.terminal import exit_with
 
 COMMAND = "meshbook"

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         return EXIT_INVALID
     out = options.out or Path("outputs/parity") / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True, exist_ok=True)
-    from components import parity
+    from components.planning import parity
     from scripts._parity.report import Report
 
     comparison = parity.Comparison(cfg, options.processes, options.steps, options.dtype, not options.no_gradients, out)

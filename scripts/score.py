@@ -26,7 +26,7 @@ from components.config.schema.data import BadRows, PreferencesDataConfig
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.run_files import open_new
-from components.protocol.safe_json import load_json
+from components.protocol.safe_parsing import load_json
 from components.terminal import HelpText, exit_with, print_text
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components import lazy
+from components import package
 
 if TYPE_CHECKING:
     from components.checkpoint.load import (
@@ -39,4 +39,4 @@ if TYPE_CHECKING:
     from components.checkpoint.saver import Saver
     from components.checkpoint.tensors import Optimizers, list_optimizers
 else:
-    __getattr__, __dir__ = lazy.attach(__name__)
+    __getattr__, __dir__ = package.lazy_names(__name__)

@@ -55,8 +55,7 @@ from components.protocol.run_files import (
     checkpoint_folders,
     checkpoint_step,
 )
-from components.protocol.safe_json import LARGEST, load_json, parse_json, read_regular
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import LARGEST, load_json, load_yaml, parse_json, read_regular
 from components.storage.object_store import is_url, shown_names
 from components.watch.faults import fault_point
 

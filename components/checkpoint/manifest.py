@@ -34,7 +34,7 @@ from components.protocol.run_files import (
     temporary_name,
     unfinished_checkpoints,
 )
-from components.protocol.safe_json import LARGEST, parse_json, read_regular
+from components.protocol.safe_parsing import LARGEST, parse_json, read_regular
 from components.storage.object_store import is_plain_name, shown_names
 from components.watch.faults import fault_point
 

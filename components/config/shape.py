@@ -16,10 +16,9 @@ from typing import Any, BinaryIO
 
 from components.config.schema.checks import field_values, raise_all
 from components.config.schema.model import ModelConfig
-from components.project import PROJECT
+from components.package import PROJECT
 from components.protocol.errors import ConfigError
-from components.protocol.safe_json import load_json
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_json, load_yaml
 
 CONFIG_NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),

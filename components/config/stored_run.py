@@ -41,8 +41,7 @@ from components.protocol.run_files import (
     read_json,
     read_result,
 )
-from components.protocol.safe_json import parse_json, read_regular
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml, parse_json, read_regular
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from components.protocol.safe_json import parse_json
+from components.protocol.safe_parsing import parse_json
 from components.storage.tensor_files import BlockHashes, OpenFile, StoredTensor, TensorEntry, read_header
 
 _SPLITS = ("train", "eval")

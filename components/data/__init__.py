@@ -1,16 +1,14 @@
 """Data loading: sources to tokenized samples to the micro-batches of a rank.
 
-loading.py    build_dataset: tokenized samples for the `data` section of a config
+loading.py    build_dataset: tokenized samples for the `data` section of a config; MixtureDataset: several sources
 sources/      readers of files, hub datasets, documentation and text; rows to conversations and documents
 cache.py      tokenize: the tokens of a split, cached on disk as a shard of a token store
 examples.py   Example: token ids and labels with the loss mask; keys that a chat template does not render
 dataset.py    Dataset: samples of one split in memory or in the token cache (Tokens), and their statistics (Facts)
-packing.py    PackedDataset: several samples per row, and the planning of rows
+packing.py    PackedDataset: several samples per row; SampleOrder, BlockOrder: shuffles that depend on (seed, position)
 labels.py     LabeledTexts, ScoredPairs: texts and pairs with a target at their last token
 pairs.py      PairDataset: a chosen and a rejected answer to each prompt; PackedPairs: several pairs per row
 token_store/  TokenRows: rows of a corpus that was tokenized before, in many shards that a manifest lists
-mixture.py    MixtureDataset: several sources, sampled by weight
-order.py      SampleOrder, BlockOrder: shuffles that are pure functions of (seed, position)
 batches.py    TrainBatches, EvalBatches: the rows of this rank, padding, the cursor for resuming
 preflight.py  check_files: checks before launch that need neither torch nor pyarrow
 """
@@ -19,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components import lazy
+from components import package
 
 if TYPE_CHECKING:
     from components.conversation import Conversation, Message
@@ -27,14 +25,12 @@ if TYPE_CHECKING:
     from components.data.dataset import Dataset, Facts, HasPrompts, sample_prompts
     from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
     from components.data.labels import LabeledTexts, ScoredPairs, build_scored, scored_example
-    from components.data.loading import build_dataset
-    from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
-    from components.data.order import BlockOrder, SampleOrder
-    from components.data.packing import PackedDataset
+    from components.data.loading import MixtureDataset, MixtureOrder, build_dataset, sources_of
+    from components.data.packing import BlockOrder, PackedDataset, SampleOrder
     from components.data.pairs import PackedPairs, PairDataset, PairedRows, RowPair, build_pairs, pack_pairs
     from components.data.preflight import check_files
     from components.data.token_store.manifest import Manifest, read_manifest
     from components.data.token_store.rows import TokenRows
     from components.data.token_store.writer import index_folder
 else:
-    __getattr__, __dir__ = lazy.attach(__name__)
+    __getattr__, __dir__ = package.lazy_names(__name__)

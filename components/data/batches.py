@@ -13,9 +13,8 @@ import numpy as np
 from components.config.schema.training import TrainingConfig
 from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.mixture import MixtureDataset, MixtureFacts
-from components.data.order import Order, SampleOrder
-from components.data.packing import PackedDataset
+from components.data.loading import MixtureDataset, MixtureFacts
+from components.data.packing import Order, PackedDataset, SampleOrder
 from components.data.pairs import EMPTY_EXAMPLE, PackedPairRow, PackedPairs, PairedRows, RowPair
 from components.data.token_store.rows import TokenRows
 from components.protocol.errors import ConfigError

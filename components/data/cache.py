@@ -46,7 +46,7 @@ from components.data.token_store.shards import IdColumn, StoredColumn, read_shar
 from components.data.token_store.writer import entry_in, id_bytes_of, read_entry, rescanned, write_shard
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE
-from components.protocol.safe_json import parse_json
+from components.protocol.safe_parsing import parse_json
 from components.storage.tensor_files import SUFFIX, KnownNumbers, OpenFile
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ One axis or concern each
     pipeline_stages.py   cut_into_stages: splits a model into stages, with placeholders for the others' modules
     fsdp.py              FSDP2 units, precision, prefetching; get_sync_ctx: deferred gradient reduction
     collectives.py       collectives on scalars, ragged tensors and objects, which compare types and shapes first
-    traffic.py           record_traffic, StepTraffic: calls and bytes of every collective, by process group
 
 `init_distributed` exists in `utils` (OLMo-core) and `mesh` (KempnerForge), `_barrier_with_timeout` in `utils`
 (NeMo AutoModel) and `init` (KempnerForge), with different signatures, so import them from those modules. The other
@@ -30,7 +29,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components import lazy
+from components import package
 
 if TYPE_CHECKING:
     from components.distributed.fsdp import unshard_fsdp2_model, unsharded_bytes
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
         exchange_text_from_rank_zero,
         start_process_group,
     )
-    from components.distributed.traffic import StepTraffic, record_traffic
     from components.distributed.utils import (
         FirstRankPerNode,
         all_gather,
@@ -59,4 +57,4 @@ if TYPE_CHECKING:
         synchronize_value,
     )
 else:
-    __getattr__, __dir__ = lazy.attach(__name__)
+    __getattr__, __dir__ = package.lazy_names(__name__)

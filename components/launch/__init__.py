@@ -1,6 +1,7 @@
 """Launching of recipes, from the command line to running ranks: `@recipe("name")` on a main. Imports no torch.
 
-recipe.py          the decorator, and the dispatch by process role
+recipe.py          the decorator; it starts main as a rank (rank.py) or through the launcher (start.py)
+start.py           what a command line does: an answer, a sweep, or a run
 overrides.py       command lines with parallelism=auto, parallelism=plan:K and run=RUN
 open_run.py        compose and validate the config, create the run directory; ranks of the user's own torchrun or srun
 run_checks.py      the read-only checks that all backends share: files, hub access, estimated memory

@@ -11,31 +11,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from components.config.schema.recipes import RecipeConfig
+from components.launch.recipe import Recipe
 from components.launch.run_directory import RunDirectory
-from components.project import HELP
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import JOB_ID, SUBMISSION, atomic_write
-from components.protocol.safe_json import read_regular
+from components.protocol.safe_parsing import read_regular
 from components.terminal import fit, print_text
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A main decorated with `@recipe`."""
-
-    name: str
-    main: Callable[[Any], object]
-    schema: type[RecipeConfig]
-    file: Path
-
-    @property
-    def description(self) -> str:
-        """The text that --help begins with: the docstring of the recipe's file."""
-        names = self.main.__globals__
-        return names.get(HELP) or names["__doc__"] or ""
 
 
 @dataclass(frozen=True, slots=True)

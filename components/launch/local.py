@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO
 
 from components.config.schema.recipes import RecipeConfig
-from components.kernel_counters import killed_for_memory, usable_memory
 from components.launch.backend import CheckedRun
 from components.launch.machine import device_problems, usable_cores, visible_gpus
 from components.launch.run_checks import MESH_KEYS, affects
@@ -42,7 +41,9 @@ from components.protocol.processes import (
     WORKER,
     LocalRank,
     collected_signals,
+    killed_for_memory,
     reserve_loopback_port,
+    usable_memory,
     without_ranks,
 )
 from components.protocol.run_files import PRIVATE, log_file, open_append

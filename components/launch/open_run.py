@@ -22,10 +22,11 @@ from components.config.schema.recipes import RecipeConfig, TrainConfig, section
 from components.config.schema.run import CheckpointConfig, LoggingConfig
 from components.config.schema.training import TrainingConfig
 from components.config.stored_run import run_title
-from components.launch.backend import CheckedRun, Recipe
+from components.launch.backend import CheckedRun
 from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.rank import die_with, restrict_new_files, run_here
+from components.launch.recipe import Recipe
 from components.launch.run_checks import (
     OFFLINE,
     check_hub,

@@ -28,9 +28,9 @@ from components.config.schema.recipes import EvaluateConfig, RecipeConfig, Train
 from components.config.schema.run import PeftConfig, RunConfig
 from components.config.schema.training import EvalWeights, TrainingConfig
 from components.config.shape import read_shape
-from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
+from components.launch.recipe import Recipe
 from components.planning.formulas.hardware import CPU_NAME, Hardware, find_hardware
 from components.planning.formulas.ranking import Candidate, Choice, LeftOut, Plan, legal_plans
 from components.planning.formulas.workload import bytes_text, seconds_text

@@ -19,8 +19,8 @@ from typing import NoReturn
 from components.config.compose.frozen import read_frozen
 from components.config.mesh_rules import fit_micro_batches
 from components.config.schema.recipes import RecipeConfig
-from components.launch.backend import Recipe
 from components.launch.machine import set_deterministic_variables
+from components.launch.recipe import Recipe
 from components.launch.run_directory import RunDirectory, reported_by_path
 from components.launch.run_directory_lease import LeaseLost, end_process, take_lease
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError

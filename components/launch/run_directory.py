@@ -58,7 +58,7 @@ from components.protocol.run_files import (
     set_aside,
     temporaries,
 )
-from components.protocol.safe_json import read_regular
+from components.protocol.safe_parsing import read_regular
 from components.protocol.secrets import masked
 from components.terminal import print_text
 

@@ -21,12 +21,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from components.kernel_counters import HousekeepingThread
 from components.launch.clusters import jobs_by_id, stop_command
 from components.protocol.failures import RunDirectoryInUse
-from components.protocol.processes import current_job, node_name
+from components.protocol.processes import HousekeepingThread, current_job, node_name
 from components.protocol.run_files import LEASE, keep_only_file, numbers_in, own_folder
-from components.protocol.safe_json import parse_json, read_regular
+from components.protocol.safe_parsing import parse_json, read_regular
 from components.terminal import print_text
 
 BEAT = 5.0

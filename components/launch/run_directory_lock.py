@@ -46,8 +46,7 @@ from components.protocol.run_files import (
     take_lock,
     temporaries,
 )
-from components.protocol.safe_json import load_json
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_json, load_yaml
 from components.terminal import print_text
 
 _LONGEST_PROBLEM = 200

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components import lazy
+from components import package
 
 if TYPE_CHECKING:
     from components.models.activation_offload import offload_activations
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     )
     from components.models.lora import adapters_off, add_adapters
     from components.models.tokenizer import load_tokenizer
-    from components.models.weights.adapter_files import Merge, adapter_config, write_adapter
     from components.models.weights.export import export_model, export_run, export_stored
     from components.models.weights.loading import (
         fill_weights,
@@ -59,5 +58,6 @@ if TYPE_CHECKING:
         weight_reader,
     )
     from components.models.weights.untrained import untrained_note
+    from components.models.weights.weight_files import Merge, adapter_config, write_adapter
 else:
-    __getattr__, __dir__ = lazy.attach(__name__)
+    __getattr__, __dir__ = package.lazy_names(__name__)

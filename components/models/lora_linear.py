@@ -1,6 +1,6 @@
 """LoRA, DoRA and QLoRA on linear layers, whose own weights are frozen.
 
-The formulas, the initialization and the files (adapter_files.py) match the PEFT library, but its modules do not work on
+The formulas, the initialization and the files (weight_files.py) match the PEFT library, but its modules do not work on
 a mesh. They rename a layer's weight to base_layer.weight, while loading, tensor-parallel plans, pipeline stages and
 export use transformers' names. They mix plain tensors with DTensors, and a row-wise layer would reduce over tp twice.
 And they compute DoRA's magnitudes when a layer is wrapped, before it has weights. Here, an adapted layer keeps its name

@@ -11,7 +11,7 @@ from components.config.schema.model import ModelConfig
 from components.config.shape import ModelFiles, locate
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import RECORD, read_json
-from components.protocol.safe_json import read_regular
+from components.protocol.safe_parsing import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,18 +2,17 @@
 
 reporter.py  one line per log step, the progress bar, metrics.jsonl
 trackers.py  wandb, TensorBoard, MLflow and trackio; their failures never stop a run
-plot.py      loss.png, and torch.profiler traces of a few steps
-result.py    the start banner; result.json, the summary at the end, peak memory, work lost by restarts, the model card
+result.py    the start banner; result.json, the summary at the end, peak memory, work lost by restarts, loss.png, the
+             model card
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components import lazy
+from components import package
 
 if TYPE_CHECKING:
-    from components.observability.plot import StepProfile
     from components.observability.reporter import Reporter
     from components.observability.result import (
         BannerFacts,
@@ -24,4 +23,4 @@ if TYPE_CHECKING:
         render_model_card,
     )
 else:
-    __getattr__, __dir__ = lazy.attach(__name__)
+    __getattr__, __dir__ = package.lazy_names(__name__)

@@ -19,8 +19,15 @@ from rich.text import Text
 
 from components.config.schema.run import LoggingConfig
 from components.config.stored_run import MetricsLog
-from components.observability.plot import TARGET_TOKEN, LossPlot
-from components.observability.result import Result, lost_work, record_first_step, record_start, summary
+from components.observability.result import (
+    TARGET_TOKEN,
+    LossPlot,
+    Result,
+    lost_work,
+    record_first_step,
+    record_start,
+    summary,
+)
 from components.observability.trackers import Trackers, enabled_trackers
 from components.presentation import PlainConsole
 from components.protocol.processes import ATTEMPT
@@ -71,7 +78,7 @@ class _ReportedStep(Protocol):
 
 
 class _TrafficNumbers(Protocol):
-    """Bytes and calls of one collective over a group in a step, as `components.distributed.traffic.TrafficRow`."""
+    """Bytes and calls of one collective over a group in a step, as `components.training.step_cost.TrafficRow`."""
 
     @property
     def group(self) -> str: ...

@@ -1,4 +1,4 @@
-"""The start banner of a run, and its end: result.json, summary, peak memory, lost work, and model card.
+"""The start banner of a run, and its end: result.json, summary, peak memory, lost work, loss.png, and model card.
 
 Restarts lose work: steps that are taken again, and the time until training goes on.
 """
@@ -9,13 +9,14 @@ import os
 import platform
 import resource
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -25,6 +26,16 @@ from rich.table import Table
 from components.config.schema.parallelism import MeshShape, describe_processes
 from components.config.stored_run import MetricsLog
 from components.exchange import all_gather_json
+from components.presentation import (
+    LOSS,
+    MISSING,
+    draw_curves,
+    figure_text,
+    finish_axes,
+    has_matplotlib,
+    new_figure,
+    save_figure,
+)
 from components.protocol.run_files import (
     LOGS,
     atomic_write_json,
@@ -33,13 +44,20 @@ from components.protocol.run_files import (
     numbers_in,
     read_json,
 )
-from components.protocol.safe_json import read_regular
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml, read_regular
 from components.protocol.secrets import secret_problems
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PROGRESS = "progress.json"
 """File in the logs of an attempt: when it began and took its first step, and what it takes again."""
 _VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
+TARGET_TOKEN = "target token"
+"""Unit of losses whose label has their unit, nats."""
+_UPDATE_SECONDS = 60.0
+"""Minimum time between two plots during a run."""
+_Curve = list[tuple[int, float]]
 _LONGEST_SUBJECT = 14
 """Maximum number of characters of a note's subject, which is the name of its row; "note" is that of other notes."""
 
@@ -419,3 +437,55 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+class LossPlot:
+    """RUN_DIR/loss.png, redrawn by a thread during the run, and once more at its end."""
+
+    def __init__(self, run_dir: Path, title: str, read: Callable[[], list[dict[str, Any]]]) -> None:
+        """Plot what `read` returns, the objects of metrics.jsonl; without a title the name of the run directory."""
+        self._file, self._title, self._read = run_dir / "loss.png", title or run_dir.name, read
+        self.unit = TARGET_TOKEN
+        """What a loss is a mean over; set by the first evaluation."""
+        self._thread: threading.Thread | None = None
+        self._next = 0.0  # time.monotonic() from which the next update may start
+
+    def update(self) -> None:
+        """Start a redraw in a thread, unless one is running or the last was less than _UPDATE_SECONDS ago."""
+        now = time.monotonic()
+        if now >= self._next and not (self._thread and self._thread.is_alive()):
+            self._next = now + _UPDATE_SECONDS
+            self._thread = threading.Thread(target=self._draw, name="loss.png", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for a redraw that is running."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> str | None:
+        """Draw the final plot; return why nothing was drawn, or None."""
+        self.wait()
+        return self._draw()
+
+    def _draw(self) -> str | None:
+        metrics = self._read()
+        if not has_matplotlib():
+            return f"no plot: {MISSING}"
+        name = "divergence" if any("eval_divergence" in line for line in metrics) else "loss"
+        training = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+        held_out = [(line["step"], line[f"eval_{name}"]) for line in metrics if line.get(f"eval_{name}") is not None]
+        if not training and not held_out:
+            return "no plot: no loss was logged"
+        save_figure(_figure(training, held_out, self._title, self.unit, name), self._file)
+        return None
+
+
+def _figure(training: _Curve, held_out: _Curve, title: str, unit: str = TARGET_TOKEN, name: str = "loss") -> Figure:
+    """Return a figure of the two curves, each a list of (optimizer step, value of the metric `name`)."""
+    figure = new_figure(7, 4)
+    axes = figure.add_subplot()
+    draw_curves(axes, {"training": training, "held out": held_out})
+    axes.set_title(figure_text(title, 64), fontsize="medium")
+    finish_axes(axes, ylabel=LOSS if (name, unit) == ("loss", TARGET_TOKEN) else f"{name} per {unit}")
+    return figure

@@ -23,7 +23,7 @@ from rich.console import Console
 from components.config.schema.run import LoggingConfig, MlflowConfig, TrackioConfig, WandbConfig, WandbMode
 from components.config.stored_run import MetricsLog, flat_config
 from components.protocol.run_files import atomic_write_json, current_config, keep_only_file, own_folder, read_json
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml
 from components.protocol.secrets import masked
 
 if TYPE_CHECKING:

@@ -53,7 +53,6 @@ from components.config.schema.recipes import (
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.pairs import DESIRABLE, PairedRows
 from components.distributed.mesh import Mesh
-from components.distributed.traffic import Traffic, record_traffic, traffic_table
 from components.models.build import load_config
 from components.planning.fake_rank import (
     FakeRank,
@@ -78,6 +77,7 @@ from components.planning.simulation import (
 from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.training.objectives.preference import REFERENCE
 from components.training.run import GarbageCollection
+from components.training.step_cost import Traffic, record_traffic, traffic_table
 
 _CPU = torch.device("cpu")
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"

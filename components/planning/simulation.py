@@ -208,7 +208,7 @@ class SimulatedTraffic:
     operation: str
     calls: int
     bytes: int
-    """Bytes of this rank's input tensors, see components.distributed.traffic."""
+    """Bytes of this rank's input tensors, see components.training.step_cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

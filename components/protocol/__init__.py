@@ -6,6 +6,5 @@ errors.py       ConfigError and the exit statuses
 failures.py     error reports of failed ranks, and the choice of the root cause among them; frames of running threads
 console_log.py  a copy of the console in a rank's log
 secrets.py      detection of secrets, which no file or message may contain
-safe_json.py    JSON with limits, for files of users and other programs
-safe_yaml.py    YAML with limits on expanded size and depth
+safe_parsing.py JSON and YAML with limits, for files of users and other programs
 """

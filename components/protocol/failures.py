@@ -31,7 +31,7 @@ from components.protocol.run_files import (
     open_append,
     record_result,
 )
-from components.protocol.safe_json import load_json
+from components.protocol.safe_parsing import load_json
 from components.protocol.secrets import masked
 from components.terminal import fit, print_text, printable
 

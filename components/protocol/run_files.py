@@ -22,7 +22,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any
 
-from components.protocol.safe_json import load_json, read_regular
+from components.protocol.safe_parsing import load_json, read_regular
 from components.protocol.secrets import masked
 from components.terminal import print_text
 

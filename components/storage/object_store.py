@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from components.protocol.failures import StatedFailure
-from components.protocol.safe_json import LARGEST
+from components.protocol.safe_parsing import LARGEST
 from components.terminal import printable
 
 logger = logging.getLogger(__name__)

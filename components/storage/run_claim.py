@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import CHECKPOINT_MANIFEST, checkpoint_step
-from components.protocol.safe_json import parse_json
+from components.protocol.safe_parsing import parse_json
 from components.storage.object_store import ObjectStore, join, shown_names
 
 OWNER = "run.json"

@@ -27,7 +27,7 @@ import xxhash
 
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_write_json, read_json
-from components.protocol.safe_json import parse_json
+from components.protocol.safe_parsing import parse_json
 
 _ITEM_BYTES = {
     "F64": 8,

@@ -2,13 +2,13 @@
 
 run.py               Run: resume, the step loop, reports and saves of a training run
 context.py           RunContext: what preparation, objectives, evaluation and generation need of a run
-attempt.py           what training and evaluation runs share: process group, signals, watchdog, result
-read_ahead.py        ReadAhead: batches assembled by a thread one step ahead
-preparation.py       prepare: build, parallelize and fill a model from a config; what `auto` resolves to
-prepared.py          Prepared, StepSettings: its results; the compute dtype, autocast, and deterministic kernels
+attempt.py           what training and evaluation runs share: process group, signals, watchdog, result, reading ahead
+preparation.py       prepare: build, parallelize and fill a model from a config; what `auto` resolves to;
+                     check_kernels: the attention kernel a run uses, and the loss difference float8 causes
+prepared.py          Prepared, StepSettings: its results; compute dtype, autocast, moving average
 router_loss.py       the auxiliary loss of mixture-of-experts routers
-flops.py             FLOPs of a step and the devices' peak, for the MFU
-attention_report.py  the attention kernel a run uses, and the loss difference float8 causes
+step_cost.py         what a step costs: FLOPs and the devices' peak, for the MFU; collectives in calls and bytes;
+                     a profile
 step.py              train_step: one optimizer step, normalized by the global number of units; the forward
 evaluation.py        evaluate: one pass over held-out data; show_generations: sample answers to prompts;
                      score_continuations: log-probabilities of requests, batched and divided over dp ranks
@@ -25,14 +25,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components import lazy
+from components import package
 
 if TYPE_CHECKING:
-    from components.training.attempt import EvaluationRun
-    from components.training.attention_report import check_kernels
+    from components.training.attempt import EvaluationRun, ReadAhead
     from components.training.context import RunContext
     from components.training.evaluation import Evaluation, TaskScores, evaluate, show_generations
-    from components.training.flops import StepFlops, step_flops
     from components.training.harness import BenchmarkTasks, evaluate_tasks, load_tasks
     from components.training.loss import count_targets, reduce_loss
     from components.training.objectives import PLAIN, CrossEntropy, NextToken
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
     from components.training.preparation import (
         GradSync,
         RecomputePolicy,
+        check_kernels,
         choose_grad_sync,
         choose_recompute_policy,
         prepare,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
         prepare_frozen,
     )
     from components.training.prepared import Prepared, StepSettings, autocast_dtype, compute_dtype, stored_dtype
-    from components.training.read_ahead import ReadAhead
     from components.training.router_loss import RouterLoss, attach_router_loss
     from components.training.run import GarbageCollection, Run, Step
     from components.training.state import (
@@ -69,8 +67,8 @@ if TYPE_CHECKING:
         TrainState,
     )
     from components.training.step import train_step
+    from components.training.step_cost import StepFlops, step_flops
     from components.training.sync import get_sync_ctx
-    from components.watch.stop_requests import StopRequest
-    from components.watch.watchdog import StepTimeout, Watchdog
+    from components.watch.watchdog import StepTimeout, StopRequest, Watchdog
 else:
-    __getattr__, __dir__ = lazy.attach(__name__)
+    __getattr__, __dir__ = package.lazy_names(__name__)

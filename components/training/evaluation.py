@@ -19,7 +19,7 @@ from components.conversation import Prompt
 from components.data.batches import Padding
 from components.distributed.init import get_local_world_size_preinit
 from components.exchange import all_gather_json
-from components.kernel_counters import usable_memory
+from components.protocol.processes import usable_memory
 from components.training.context import RunContext
 from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
 from components.training.objectives import PLAIN, Chunk, RowScores, TokenLoss, TokenObjective, row_objective

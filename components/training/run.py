@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from components import checkpoint, data, distributed, models, observability
+from components import checkpoint, data, models, observability
 from components.checkpoint.load import STORED_DTYPE
 from components.config.rules import decay_problems, profile_end_problems
 from components.config.schema.checks import raise_all
@@ -27,12 +27,11 @@ from components.config.schema.recipes import TrainConfig
 from components.config.stored_run import STEP_KEYS, run_title
 from components.exchange import broadcast_json
 from components.protocol.errors import ConfigError
-from components.training.attempt import Attempt
-from components.training.optimizers.adamw8bit import AdamW8bit
+from components.training.attempt import Attempt, ReadAhead
 from components.training.optimizers.muon import Muon
-from components.training.optimizers.optim import keep_group_rates, learning_rate, set_learning_rate
-from components.training.read_ahead import ReadAhead
+from components.training.optimizers.optim import AdamW8bit, keep_group_rates, learning_rate, set_learning_rate
 from components.training.state import SaveClock, StepMetrics, StepReader, TrainState
+from components.training.step_cost import StepProfile, StepTraffic
 from components.watch.faults import arm_bit_flips
 
 if TYPE_CHECKING:
@@ -136,8 +135,8 @@ class Run(Attempt):
         self._report.begin(self.state.step, self.total_steps, self._saved_at())
         self._reader = StepReader(_LAG.get(self.device.type, 0))
         self._clock = SaveClock(cfg.checkpoint.every_minutes)
-        self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
-        self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.print)
+        self._traffic = StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
+        self._profile = StepProfile(cfg.logging.profile, self.dir, self.print)
         self._saver = checkpoint.Saver(
             self.dir, model.module, optimizer, cfg.checkpoint, self.print, self._average, self._mirror
         )

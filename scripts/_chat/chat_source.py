@@ -17,7 +17,7 @@ from components.config.schema.training import EvalWeights, TrainingConfig
 from components.config.shape import GGUF_BASE, check_weights, locate
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import CHECKPOINT_MANIFEST, CONFIG, checkpoint_step
-from components.protocol.safe_json import load_json
+from components.protocol.safe_parsing import load_json
 
 EXPORT_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 """Files that make a folder an export or an adapter."""

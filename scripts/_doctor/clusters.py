@@ -124,7 +124,7 @@ def cluster_settings() -> dict[str, Any]:
     try:
         import yaml
 
-        from components.protocol.safe_yaml import load_yaml
+        from components.protocol.safe_parsing import load_yaml
     except ImportError:
         return {}
     try:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from components.kernel_counters import usable_memory
+from components.protocol.processes import usable_memory
 from scripts._doctor.check import NOTE, OK, PROBLEM, Check, read_text, run_command, shorten, variable
 
 LITTLE_MEMORY, LITTLE_SHM = 4 * 2**30, 2**30

@@ -1,6 +1,6 @@
 """Gradients of whole models after one step, against transformers' own model in float64 on the CPU.
 
-The reference runs each document by itself, in plain PyTorch (components.parity). The loss of
+The reference runs each document by itself, in plain PyTorch (components/planning/parity_reference.py). The loss of
 random weights is ln(vocabulary) whatever attention computes, so gradients are compared, of models whose attention
 scores are large. Two gradients must be zeros: of tokens that occur only in documents without targets, and of tokens
 that are only the last of a document. Any attention across documents or to later tokens shows there, in each dtype.
@@ -24,7 +24,7 @@ from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.model import DType
 from components.config.schema.optimizer import Schedule
 from components.models import quantization
-from components.parity.reference import Hyperparameters, Sample, compute_in_float64, reference
+from components.planning.parity_reference import Hyperparameters, Sample, compute_in_float64, reference
 from scripts._gpu.kernels import LEAK_BOUND, error
 from scripts._gpu.step import SINGLE, TINY, Shape, TrainingStep, dataset, training_step
 from scripts._gpu.verdict import Line, at_most, attempt, control, failed, skipped

@@ -20,7 +20,7 @@ from components.data.dataset import Facts
 from components.models.lora import initialize_adapters
 from components.models.quantization import BLOCK, BLOCK_BYTES, is_packed, pack
 from components.models.weights.shards import local_part
-from components.parity.reference import compute_in_float64
+from components.planning.parity_reference import compute_in_float64
 
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 LLAMA_1B: dict[str, Any] = {

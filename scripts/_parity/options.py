@@ -18,7 +18,7 @@ from components.config.schema.parallelism import AXES, ParallelismConfig, Strate
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
 from components.launch.run_checks import problems_before_start
-from components.parity.shapes import MeshPlan, plan_all, plan_mesh
+from components.planning.formulas.ranking import MeshPlan, plan_all, plan_mesh
 from components.protocol.errors import ConfigError
 from components.terminal import HelpText
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from components.parity.comparison import Bounds, Comparison, MeshResult
+from components.planning.parity import Bounds, Comparison, MeshResult
 from components.presentation import MISSING, PlainConsole, figure_text, has_matplotlib, new_figure, save_figure
 
 COLUMNS = ("mesh", "micro-batches", "loss", "norm", "gradients", "replicas", "seconds", "verdict")

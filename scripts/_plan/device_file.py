@@ -13,11 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from components.kernel_counters import usable_memory
 from components.launch.machine import RANK_BYTES, RANKS_PER_CORE, usable_cores, visible_gpus
+from components.package import COMPONENTS, PROJECT
 from components.planning.formulas.hardware import CPU_NAME, PROJECT_CONF, Hardware, read_hardware
-from components.project import COMPONENTS, PROJECT
 from components.protocol.errors import ConfigError
+from components.protocol.processes import usable_memory
 from components.terminal import print_text
 from scripts._doctor.check import run_command
 

@@ -23,9 +23,9 @@ from components.config.schema.recipes import (
 from components.config.shape import ModelShape, read_shape
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.overrides import device_of, fixed_keys
+from components.package import INSTALLED, PROJECT
 from components.planning.formulas.hardware import Hardware
 from components.planning.formulas.ranking import Choice, LeftOut, Plan, legal_plans
-from components.project import INSTALLED, PROJECT
 from components.protocol.errors import ConfigError
 from components.terminal import HelpText
 

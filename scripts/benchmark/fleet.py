@@ -255,7 +255,7 @@ def header_costs(files: int) -> dict[str, float]:
 
 def order_costs() -> dict[str, float]:
     """Return the milliseconds to find 1,000 rows at the middle of an epoch of 1e12 rows, from a new order."""
-    from components.data.order import BlockOrder
+    from components.data.packing import BlockOrder
 
     began = time.perf_counter()
     BlockOrder(10**12, 7, 256, 256).indices(10**12 // 2, 1000)

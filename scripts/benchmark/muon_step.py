@@ -34,12 +34,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from components import distributed
 from components.config.schema.optimizer import MuonConfig, NewtonSchulzDtype
-from components.distributed.traffic import record_traffic
 from components.exchange import all_gather_json
 from components.terminal import HelpText
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.muon import Muon, orthogonalize
 from components.training.optimizers.owners import Matrix, Piece
+from components.training.step_cost import record_traffic
 
 HIDDEN, INTERMEDIATE, KEYS = 576, 1536, 192
 SHAPES = [

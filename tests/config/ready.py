@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.config.compose.sources import CONF
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml
 
 PROCESSES = {"1gpu": 1, "1node": 8, "8node": 64}
 """Last part of the name of an experiment -> GPUs that it is for."""

@@ -15,7 +15,7 @@ from components.config.mesh_rules import layout_of
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import Strategy
 from components.models.lora import adapted_layers
-from components.parity.reference import Curve
+from components.planning.parity_reference import Curve
 from tests.distributed import grid
 from tests.distributed.parity import build as build_tiny
 from tests.distributed.parity import reference

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from components import data
-from components.parity.reference import balance_loss
+from components.planning.parity_reference import balance_loss
 
 DDP2: dict[str, Any] = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}
 FSDP2: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": -1}

@@ -21,9 +21,9 @@ from components.config.schema.model import WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.training import TrainingConfig
 from components.config.shape import ModelShape, shape_of_config
-from components.parity import comparison
-from components.parity.reference import Curve, Sample
-from components.parity.shapes import MeshPlan, plan_mesh
+from components.planning import parity as comparison
+from components.planning.formulas.ranking import MeshPlan, plan_mesh
+from components.planning.parity_reference import Curve, Sample
 from components.protocol.errors import ConfigError
 from tests.distributed.parity import EXPERTS, SMALL, Case, build, reference, run_case
 from tests.harness import run_ranks

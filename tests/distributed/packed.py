@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from components import data, training
 from components.batch import Batch
 from components.data.dataset import Dataset, Facts
-from components.parity.comparison import FLOOR
-from components.parity.reference import at_least_float32, balance_loss, norm_of
+from components.planning.parity import FLOOR
+from components.planning.parity_reference import at_least_float32, balance_loss, norm_of
 from tests.distributed.parity import MODELS as DENSE
 from tests.distributed.parity import MOE_MODELS, SMALL, relative
 

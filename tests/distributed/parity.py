@@ -1,4 +1,4 @@
-"""Tiny models, generated samples, and one case on a mesh; uses the curves and comparisons of components/parity."""
+"""Tiny models, generated samples, and one case on a mesh, with the curves and comparisons of planning/parity.py."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod, RouterAux
 from components.config.schema.optimizer import AdamWConfig, Schedule
 from components.distributed.mesh import Mesh
-from components.parity import comparison
-from components.parity import reference as plain
-from components.parity.comparison import relative
-from components.parity.reference import Curve, Sample
+from components.planning import parity as comparison
+from components.planning import parity_reference as plain
+from components.planning.parity import relative
+from components.planning.parity_reference import Curve, Sample
 
 __all__ = ["Curve", "Sample", "relative"]  # re-exported for the tests
 

@@ -31,11 +31,11 @@ from components.config.schema.parallelism import (
 from components.config.schema.recipes import ClassifyConfig, DistillConfig, DpoConfig, FinetuneConfig, TrainConfig
 from components.config.schema.run import PeftConfig
 from components.config.schema.training import TrainingConfig
-from components.distributed.traffic import record_traffic, traffic_table
 from components.planning.fake_rank import SavedForBackward, local_bytes, parameters_in_use
 from components.planning.simulated_step import build_objective, simulate_step, synthetic_batches
 from components.planning.simulation import SimulatedRank
 from components.training.run import GarbageCollection
+from components.training.step_cost import record_traffic, traffic_table
 from scripts._memory.ranks import allocations, highest
 from tests.harness import run_ranks
 

@@ -15,8 +15,8 @@ from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.training import GenerationConfig
 from components.conversation import Prompt
 from components.distributed.fsdp import fsdp_units, param_groups
-from components.distributed.traffic import record_traffic
 from components.training import evaluation
+from components.training.step_cost import record_traffic
 from tests.distributed.test_pipeline import Run, start
 from tests.harness import run_ranks
 from tests.tiny_models import SIZES

@@ -32,8 +32,8 @@ from components.config.shape import shape_of_built
 from components.distributed import apply_tp, tp_plan
 from components.models.anatomy import read_anatomy
 from components.models.lora import adapted_layers
-from components.parity.comparison import relative
-from components.parity.reference import _forward_in_float64
+from components.planning.parity import relative
+from components.planning.parity_reference import _forward_in_float64
 from components.protocol.errors import ConfigError
 from tests.distributed import test_parity, test_tp_plan
 from tests.distributed.adapted import (

@@ -21,7 +21,7 @@ from components import checkpoint, models
 from components.config.schema import ModelConfig
 from components.config.schema.run import CheckpointConfig
 from components.models.weights.shards import gathered_tensors
-from components.parity.reference import Curve
+from components.planning.parity_reference import Curve
 from components.protocol.errors import ConfigError
 from tests.distributed import grid
 from tests.distributed.adapted import ATTENTION, LORA, Adapted, adapter_values, build, lora_config, ours, problems_of

@@ -14,7 +14,7 @@ import torch
 
 from components import distributed, training
 from components.config.schema.model import LossMethod
-from components.parity.reference import Curve
+from components.planning.parity_reference import Curve
 from components.training.objectives import chunked_loss
 from tests.distributed import parity
 from tests.distributed.parity import SMALL, Case, build, recipe_config, reference, run_case

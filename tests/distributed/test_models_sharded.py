@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from components.config.schema.model import ModelConfig, WeightInit
-from components.distributed.traffic import record_traffic
 from components.models import (
     build_on_meta,
     count_parameters,
@@ -35,6 +34,7 @@ from components.models import (
 from components.models.weights.shards import _describe
 from components.models.weights.weight_sources import SafetensorsTensors
 from components.protocol.errors import ConfigError
+from components.training.step_cost import record_traffic
 from tests.harness import run_ranks
 from tests.tiny_models import DENSE, FAMILIES, logits, reference, tiny_folder
 
@@ -284,7 +284,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from components.config.schema.model import ModelConfig
 from components.models import build_on_meta, decoder_layers, load_weights, materialize
-from components.distributed.traffic import record_traffic
+from components.training.step_cost import record_traffic
 from components.models.weights.shards import _describe
 from components.models.weights.weight_sources import SafetensorsTensors
 from tests.harness import run_ranks

@@ -16,7 +16,7 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.objective import NextTokenConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.config.schema.training import TrainingConfig
-from components.parity.comparison import Comparison, _hyperparameters
+from components.planning.parity import Comparison, _hyperparameters
 from tests.preloaded import run_preloaded
 from tests.suites import PARITY, in_parity
 

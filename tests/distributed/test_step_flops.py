@@ -10,7 +10,7 @@ from components.batch import Batch
 from components.config.schema import AdamWConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.run import LoggingConfig
-from components.training.flops import model_flops
+from components.training.step_cost import model_flops
 from tests.distributed.parity import build
 from tests.harness import run_ranks
 

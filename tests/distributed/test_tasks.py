@@ -27,7 +27,7 @@ from components.config.schema import EvaluateConfig, EvaluationConfig, Paralleli
 from components.config.schema.data import IGNORED, DocsDataConfig
 from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.models.tokenizer import byte_tokenizer
-from components.parity.reference import compute_in_float64
+from components.planning.parity_reference import compute_in_float64
 from components.protocol.errors import ConfigError
 from components.training.evaluation import SignedLogProbability
 from components.training.harness import TaskScores

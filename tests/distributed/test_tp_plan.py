@@ -17,7 +17,7 @@ from torch import nn
 from components.distributed import tp_plan
 from components.distributed.tp_plan import FAMILY_PLANS
 from components.models.anatomy import read_anatomy
-from components.parity import reference as plain
+from components.planning import parity_reference as plain
 from components.protocol.errors import ConfigError
 from tests.distributed.parity import SMALL, Case, build, reference, run_case
 from tests.distributed.test_parity import FSDP2_TP2, SP, TP, check

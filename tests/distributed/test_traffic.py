@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from components import distributed, training
 from components.config.schema import LoggingConfig, ParallelismConfig
 from components.distributed.mesh import Mesh, groups_of_mesh
-from components.distributed.traffic import StepTraffic, Traffic, TrafficRow, record_traffic
 from components.models import compile_layers, use_causal_sdpa
 from components.observability import Reporter
+from components.training.step_cost import StepTraffic, Traffic, TrafficRow, record_traffic
 from tests.distributed.parity import Case, build, micro_batches
 from tests.harness import run_ranks
 from tests.suites import in_parity

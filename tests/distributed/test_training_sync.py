@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from components.distributed.fsdp import param_groups
-from components.distributed.traffic import record_traffic
 from components.training import get_sync_ctx, reduce_loss
+from components.training.step_cost import record_traffic
 from tests.harness import run_ranks
 
 SyncContext = Callable[[nn.Module, bool, bool], AbstractContextManager[None]]

@@ -16,7 +16,7 @@ from components.checkpoint import StoredWeights, find_checkpoint, load_checkpoin
 from components.checkpoint.save import take_snapshot, write_snapshot
 from components.config.schema.run import CheckpointConfig
 from components.config.schema.training import EvalWeights
-from components.training.optimizers.weight_average import WeightAverage
+from components.training.prepared import WeightAverage
 from tests.distributed.parity import OPTIMIZER
 from tests.distributed.tiny_runs import MAX_STEPS, TinyRun, build, cell_named, start
 from tests.harness import run_ranks

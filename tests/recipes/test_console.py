@@ -21,7 +21,7 @@ from components.config.schema.parallelism import MeshShape
 from components.config.schema.run import LoggingConfig
 from components.config.stored_run import run_title
 from components.observability import Reporter
-from components.observability.plot import LossPlot, _figure
+from components.observability.result import LossPlot, _figure
 from tests.suites import in_torture
 
 ROOT = Path(__file__).resolve().parents[2]

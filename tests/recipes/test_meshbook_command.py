@@ -163,7 +163,7 @@ def test_tools_and_batch_scripts_use_the_installed_files(installed: Installed) -
          str(installed.packages / "meshbook" / "recipes" / "finetune.py"), str(copied)]
     )  # fmt: skip
     recipe = str(copied / "meshbook" / "recipes" / "finetune.py")
-    located = f"import components.project; print(components.project.PROJECT == {str(copied / 'meshbook')!r})"
+    located = f"import components.package; print(components.package.PROJECT == {str(copied / 'meshbook')!r})"
     for command, text in (
         ([recipe, "model=tiny", "--cfg", "job"], "max_steps"),
         (["-c", located.replace("PROJECT ==", "PROJECT.as_posix() ==")], "True"),

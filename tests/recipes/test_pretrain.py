@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from components.data.order import SampleOrder
+from components.data.packing import SampleOrder
 from scripts.export import main as export
 from scripts.tokenize_corpus import main as tokenize
 from tests.recipes.test_finetune import curve, result, run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ("experiment=smoke", "training.seq_len=64", "data.max_samples=64", "data.max_eval_samples=8",

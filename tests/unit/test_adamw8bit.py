@@ -19,8 +19,8 @@ from components.config.schema.model import DType, ModelConfig
 from components.config.schema.optimizer import AdamW8bitConfig, AdamWConfig
 from components.config.schema.run import CheckpointConfig
 from components.protocol.errors import ConfigError
-from components.training.optimizers.adamw8bit import AdamW8bit
 from components.training.optimizers.gradients import step_if_finite
+from components.training.optimizers.optim import AdamW8bit
 from tests.optional import need_torchao
 from tests.suites import PARITY
 

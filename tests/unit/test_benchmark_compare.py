@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from components.training.flops import model_flops
+from components.training.step_cost import model_flops
 from scripts.benchmark.compare import parse
 from scripts.benchmark.compare_report import Arm, Report, Turn, ratio, why_void, worst_difference
 from scripts.benchmark.peers.make import config_of

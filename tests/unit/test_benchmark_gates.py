@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from components.config.schema.optimizer import OptimizerConfig
-from components.parity import comparison
+from components.planning import parity as comparison
 from scripts.benchmark import pretrain_curve, step_overhead
 from scripts.benchmark.compare_report import FLOAT32_BOUND, GATED_STEPS, gated_difference
 from scripts.benchmark.pretrain_curve import BOUNDS, Curve

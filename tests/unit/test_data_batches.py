@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from components.batch import Batch
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.order import SampleOrder
+from components.data.packing import SampleOrder
 from components.protocol.errors import ConfigError
 
 

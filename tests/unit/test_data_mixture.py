@@ -28,9 +28,8 @@ from components.data import cache
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.loading import build_dataset
-from components.data.mixture import MixtureDataset, MixtureOrder, Shares, integer_weights, sources_of
-from components.data.order import SampleOrder
+from components.data.loading import MixtureDataset, MixtureOrder, Shares, build_dataset, integer_weights, sources_of
+from components.data.packing import SampleOrder
 from components.data.preflight import check_files
 from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError

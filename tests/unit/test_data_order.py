@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from components.data.order import BlockOrder, SampleOrder
+from components.data.packing import BlockOrder, SampleOrder
 from components.protocol.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from components.config.stored_run import MetricsLog
 from components.launch.sweep.plan import Point, PointRecord, StudyPlan, Sweep, write_record
 from components.launch.sweep.report import report_now
-from components.observability.plot import LossPlot
+from components.observability.result import LossPlot
 
 LONG = "a_very_long_name_of_a_corpus_that_goes_on_and_on"
 CURVE = [5 - math.log(step) / 2 for step in range(1, 31)]

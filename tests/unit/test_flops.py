@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import observability, training
 from components.batch import Batch
 from components.config.schema.run import LoggingConfig, ProfileConfig
-from components.training.flops import PEAK_TFLOPS, document_lengths, model_flops, pairs, peak_tflops
 from components.training.state import StepMetrics
+from components.training.step_cost import PEAK_TFLOPS, StepProfile, document_lengths, model_flops, pairs, peak_tflops
 from tests.distributed.parity import MODELS, MOE_MODELS, SMALL
 
 CPU = torch.device("cpu")
@@ -170,12 +170,12 @@ def test_garbage_is_collected_only_between_steps() -> None:
 def test_profile_covers_only_the_configured_steps_and_ranks(tmp_path: Path) -> None:
     messages: list[str] = []
     for cfg in (ProfileConfig(), ProfileConfig(enabled=True, ranks=[1])):
-        profile = observability.StepProfile(cfg, str(tmp_path), messages.append)
+        profile = StepProfile(cfg, str(tmp_path), messages.append)
         for _ in range(12):
             with profile.step():
                 torch.ones(2) + 1
         assert not list(tmp_path.iterdir())
-    profile = observability.StepProfile(ProfileConfig(enabled=True, start=2, steps=2), str(tmp_path), messages.append)
+    profile = StepProfile(ProfileConfig(enabled=True, start=2, steps=2), str(tmp_path), messages.append)
     for number in range(5):
         with profile.step():
             torch.ones(3 + number).cumsum(0)
@@ -184,7 +184,7 @@ def test_profile_covers_only_the_configured_steps_and_ranks(tmp_path: Path) -> N
     assert "aten::cumsum" in (tmp_path / "profile" / "rank_0.txt").read_text()
     profile.finish()
     assert len(messages) == 1
-    late = observability.StepProfile(ProfileConfig(enabled=True, start=6, steps=2), str(tmp_path), messages.append)
+    late = StepProfile(ProfileConfig(enabled=True, start=6, steps=2), str(tmp_path), messages.append)
     with late.step():
         pass
     late.finish()

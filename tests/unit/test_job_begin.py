@@ -203,31 +203,3 @@ def test_wrong_calls_of_a_batch_script_are_explained(run_dir: Path) -> None:
         done = command(run_dir, *arguments, **environment)
         assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
         assert message in done.stderr
-
-
-def test_template_that_was_copied_before_still_works(run_dir: Path) -> None:
-    """It claims the attempt, lists the nodes and applies the exclusion by itself."""
-
-    def module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", f"components.launch.slurm.{name}", str(run_dir), *arguments]
-        return subprocess.run(line, cwd=PROJECT, capture_output=True, text=True, check=False)
-
-    for number, nodes in enumerate((NODES[:3], NODES[:3], [])):
-        logs = run_dir / "logs" / f"attempt_{number}"
-        logs.mkdir(exist_ok=True)
-        (logs / "job").write_text("7\n")
-        (logs / "checkpoints").write_text("")
-        (logs / "nodes").write_text("".join(f"{node}\n" for node in nodes))
-    (run_dir / "logs" / "attempt_0" / "down_nodes").write_text("n2|down*|Not responding\n")
-    begun = module("attempt_start", "1", "2", "3")
-    assert (begun.returncode, begun.stderr) == (0, "")
-    assert begun.stdout == "node n2 of the previous attempt is down*: Not responding\n"
-    assert module("node_check", "0").returncode == 0
-    (run_dir / "result.json").write_text('{"status": "preempted"}')
-    (run_dir / "requeue").write_text("n2\n")
-    stopped = module("conclude", "1", "0", "--restart-if-left", "UNLIMITED")
-    assert (stopped.returncode, stopped.stdout) == (0, "preempted\nstopped: requeuing the job\n")
-    assert (run_dir / "requeue").read_text() == "n2\n"
-    without = module("attempt_start", "2", "3")
-    assert without.returncode == 1
-    assert "lists no node; compare cluster.template with slurm/train.sbatch.j2" in without.stdout

@@ -125,16 +125,9 @@ def test_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys: 
     assert conclude(run_dir, last, Ended(0)) == (1 if limit else 0)
     assert (run_dir / "requeue").exists() == (limit is None)
     assert (limit or "requeuing the job") in capsys.readouterr().out
-    following = run_dir / "logs" / f"attempt_{last + 1}"
-    following.mkdir()
-    (following / "job").write_text("7\n")
-    (following / "nodes").write_text("n1\n")
-    published = [path.name for path in (run_dir / "checkpoints").iterdir()]
-    (following / "checkpoints").write_text("".join(f"{name}\n" for name in published))
-    (run_dir / "result.json").unlink()
-    command = [sys.executable, "-m", "components.launch.slurm.attempt_start", str(run_dir), str(last + 1), "1"]
+    command = [sys.executable, "-m", "components.launch.job", "begin", str(run_dir), "--job", "7"]
     process = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert (process.returncode, process.stderr) == (1 if limit else 0, "")
+    assert (process.returncode, process.stdout) == ((1, "") if limit else (0, f"{last + 1}\n"))
     assert (limit or "") in result(run_dir).get("error", "")
 
 
@@ -384,16 +377,15 @@ def test_faulty_node_is_excluded_only_if_the_job_fits_without_it(
 
 
 def test_starts_of_the_ranks_in_their_job_are_no_requeues(run_dir: Path) -> None:
-    """A script that was copied before counts with SLURM_RESTART_COUNT instead."""
     last = job_of_attempts(run_dir, *[PUBLISHED] * 21)
 
-    def is_requeued(requeues: int | None = None) -> bool:
+    def is_requeued() -> bool:
         (run_dir / "result.json").write_text(json.dumps(STOPPED))
         (run_dir / "requeue").touch()
-        conclude(run_dir, last, Ended(0, requeues=requeues))
+        conclude(run_dir, last, Ended(0))
         return (run_dir / "requeue").exists()
 
-    assert (is_requeued(), is_requeued(20), is_requeued(19)) == (False, False, True)
+    assert not is_requeued()
     (run_dir / "logs" / "attempt_5" / "restarted").touch()
     assert is_requeued()
 

@@ -139,5 +139,5 @@ def test_snapshot_of_this_project_is_within_the_limits(tmp_path: Path) -> None:
     assert copied_recipe_path(recipe, tmp_path / "copy") == tmp_path / "copy" / "recipes" / "finetune.py"
     assert 100 < copy_code(recipe, tmp_path / "copy") < 1000
     files = copied(tmp_path / "copy")
-    assert {"conf/finetune.yaml", "slurm/train.sbatch.j2", "components/launch/slurm/conclude.py"} <= files
+    assert {"conf/finetune.yaml", "slurm/train.sbatch.j2", "components/launch/slurm/script.py"} <= files
     assert not [name for name in files if name.startswith("tests/")]

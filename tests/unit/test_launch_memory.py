@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from components.kernel_counters import killed_for_memory, usable_memory
 from components.protocol.failures import Kind, failure_status, is_out_of_memory
+from components.protocol.processes import killed_for_memory, usable_memory
 
 ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:129] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "

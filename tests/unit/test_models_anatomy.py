@@ -18,7 +18,7 @@ from components.config.schema.parallelism import ActivationCheckpointing
 from components.distributed.tp_plan import read_heads
 from components.models.anatomy import LAYER_COUNTS, Anatomy, passes_window, read_anatomy
 from components.protocol.errors import ConfigError
-from components.training.flops import model_flops
+from components.training.step_cost import model_flops
 from tests.fuzz.families import DENSE, SPARSE, draw_config
 
 LAYERS = 3

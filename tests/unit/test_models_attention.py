@@ -23,7 +23,7 @@ from components.models import attention
 from components.models.attention import FA3, causal_sdpa, choose_kernel, observed_call
 from components.protocol.errors import ConfigError
 from components.torch_kernels import supports_varlen
-from components.training import StepSettings, attention_report
+from components.training import StepSettings, preparation
 from components.training.state import TrainState
 from tests.distributed.packed import batches_of, packed
 from tests.harness import run_ranks
@@ -248,7 +248,7 @@ def test_preferred_kernel_is_tried_first_where_there_is_no_mask(monkeypatch: pyt
 
 
 def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_report, "_can_measure", lambda device: True)
+    monkeypatch.setattr(preparation, "_can_measure", lambda device: True)
     cfg = config("sdpa")
     model = initialized_model(cfg)
     rows = torch.arange(3, 35).reshape(2, 16)
@@ -271,7 +271,7 @@ def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.
 @pytest.mark.parametrize(("saved", "used"), [(CUDNN, CUDNN), (FLASH, FLASH), (FA3, CUDNN), ("math", CUDNN)])
 def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch, saved: str, used: str) -> None:
     """Unless this machine does not have it: then the kernels are measured again."""
-    monkeypatch.setattr(attention_report, "_can_measure", lambda device: True)
+    monkeypatch.setattr(preparation, "_can_measure", lambda device: True)
     measured = {CUDNN: 500.0} if used != saved else {FLASH: 900.0, CUDNN: 1.0}
     monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **measured})
     cfg, rows = config("sdpa"), torch.arange(3, 35).reshape(2, 16)
@@ -290,11 +290,11 @@ def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.Monke
 
 
 def test_nothing_is_measured_without_a_gpu_or_in_deterministic_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not attention_report._can_measure(CPU)
+    assert not preparation._can_measure(CPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert attention_report._can_measure(torch.device("cuda"))
+    assert preparation._can_measure(torch.device("cuda"))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not attention_report._can_measure(torch.device("cuda"))
+    assert not preparation._can_measure(torch.device("cuda"))
 
 
 def test_kernels_are_measured_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:

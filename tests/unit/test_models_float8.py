@@ -22,9 +22,9 @@ from components.config.schema.model import DType, Float8, Qat, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.models.quantization import float8_layers, quantized_config, without_float8
 from components.observability.result import render_model_card
-from components.parity.comparison import relative
 from components.planning.formulas.step_time import estimate_time
 from components.planning.formulas.workload import layer_activations
+from components.planning.parity import relative
 from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
 from tests.optional import need_torchao

@@ -20,7 +20,7 @@ from components.config.schema.model import DType, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.run import PeftExport
 from components.models.lora import adapted_layers
-from components.models.weights.adapter_files import base_name
+from components.models.weights.weight_files import base_name
 from components.protocol.errors import ConfigError
 from tests.tiny_models import FAMILIES, SIZES, logits, reference, tiny_folder
 

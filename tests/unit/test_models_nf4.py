@@ -27,7 +27,7 @@ from components.models.quantization import (
     unpack,
     unpacked_reader,
 )
-from components.training.flops import model_flops
+from components.training.step_cost import model_flops
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4
 from tests.harness import run_ranks
 from tests.optional import SHARDS_BYTES

@@ -13,7 +13,7 @@ import pytest
 
 COMPONENTS = Path(__file__).resolve().parents[2] / "components"
 LAZY = sorted(
-    f"components.{init.parent.name}" for init in COMPONENTS.glob("*/__init__.py") if "lazy.attach(" in init.read_text()
+    f"components.{init.parent.name}" for init in COMPONENTS.glob("*/__init__.py") if "lazy_names(" in init.read_text()
 )
 ALL = [*LAZY, "meshbook"]
 PACKAGES = sorted(str(init.parent.relative_to(COMPONENTS.parent)) for init in COMPONENTS.rglob("__init__.py"))

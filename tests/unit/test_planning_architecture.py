@@ -24,7 +24,7 @@ from components.models.anatomy import SLIDING, read_anatomy
 from components.planning.formulas import step_time
 from components.planning.formulas.architecture import FAMILIES, Architecture, read_architecture
 from components.protocol.errors import ConfigError
-from components.training.flops import model_flops
+from components.training.step_cost import model_flops
 from tests.config.composed import config_of
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
 from tests.unit.test_planning_time import workload

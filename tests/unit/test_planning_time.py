@@ -30,8 +30,15 @@ from components.planning.formulas.communication import (
     exposed_seconds,
     mesh_groups,
 )
-from components.planning.formulas.compute import LayerWork, Matmul, layer_matmuls, layer_works
-from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
+from components.planning.formulas.hardware import (
+    Hardware,
+    LayerWork,
+    Matmul,
+    NodeLinks,
+    layer_matmuls,
+    layer_works,
+    read_hardware,
+)
 from components.planning.formulas.pipeline import timeline
 from components.planning.formulas.step_time import TIME_ERROR, StepTime, estimate_time, model_flops
 from components.planning.formulas.workload import MESHBOOK, Workload, total

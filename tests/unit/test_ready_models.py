@@ -16,7 +16,7 @@ from components.models.anatomy import read_anatomy
 from components.models.build import build_on_meta, load_config, model_shape
 from components.planning.formulas.architecture import read_architecture
 from components.planning.simulation import buildable
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml
 from tests.config.ready import HUB_MODELS, NOT_PLANNED
 
 BEYOND_SIZES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from components.protocol.safe_json import DEEPEST, load_json, parse_json
+from components.protocol.safe_parsing import DEEPEST, load_json, parse_json
 
 
 @pytest.mark.parametrize(

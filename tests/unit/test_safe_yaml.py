@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from components.config.compose.sources import CONF
-from components.protocol.safe_yaml import YamlLimitError, load_yaml
+from components.protocol.safe_parsing import YamlLimitError, load_yaml
 from tests.config.composed import problems_of
 from tests.frozen import frozen
 

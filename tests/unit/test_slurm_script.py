@@ -214,6 +214,7 @@ def test_code_without_snapshot_is_mounted() -> None:
         ("{% for i in range(10**9) %}{% endfor %}", "cannot be rendered: Range too big"),
         ("{{ 1 / 0 }}", "cannot be rendered: division by zero"),
         ("if true\n", "bash cannot parse it: line 2: syntax error: unexpected end of file"),
+        ("python -m components.launch.job.finish RUN\n", "calls components.launch.job.finish, which is no module of"),
         (b"\xff", "cannot be rendered: 'utf-8' codec"),
         (None, "cannot be rendered: [Errno 2] No such file"),
         ("fifo", "cannot be rendered: [Errno 22] Not a regular file"),

@@ -41,7 +41,7 @@ from components.models.tokenizer import byte_tokenizer
 from components.models.weights.untrained import untrained_note
 from components.protocol.errors import ConfigError
 from components.training import build_optimizer
-from components.training.flops import model_flops
+from components.training.step_cost import model_flops
 from scripts.average import main as average
 from tests.tiny_models import FAMILIES, SIZES, VOCAB, tiny_folder
 

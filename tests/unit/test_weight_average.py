@@ -11,7 +11,7 @@ from torch import nn
 from components import training
 from components.config.schema import AdamWConfig, TrainingConfig
 from components.config.schema.training import EvalWeights
-from components.training.optimizers.weight_average import WeightAverage
+from components.training.prepared import WeightAverage
 from tests.unit.test_training_step import batch, tiny_model
 
 DECAY = 0.7

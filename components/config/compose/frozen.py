@@ -37,8 +37,7 @@ from components.protocol.run_files import (
     checkpoint_folders,
     numbers_in,
 )
-from components.protocol.safe_json import parse_json, read_regular
-from components.protocol.safe_yaml import check_expansion, load_yaml
+from components.protocol.safe_parsing import check_expansion, load_yaml, parse_json, read_regular
 from components.protocol.secrets import variable_problem
 
 Section = TypeVar("Section")

@@ -33,7 +33,7 @@ from components.config.compose.typed import UNSET, section_class, with_defaults
 from components.config.kinds import KINDS, kinds_of, type_hints
 from components.config.schema import recipes as schemas
 from components.protocol.errors import ConfigError
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml
 from components.terminal import fit
 
 _fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)

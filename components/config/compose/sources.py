@@ -26,10 +26,9 @@ from yaml import MarkedYAMLError, YAMLError
 from components.config.compose.typed import UNSET, yaml_with_texts
 from components.config.kinds import KINDS, WITHOUT_KIND
 from components.config.schema.recipes import RecipeConfig
-from components.project import PROJECT
+from components.package import PROJECT
 from components.protocol.errors import ConfigError
-from components.protocol.safe_json import read_regular
-from components.protocol.safe_yaml import YamlLimitError, load_yaml
+from components.protocol.safe_parsing import YamlLimitError, load_yaml, read_regular
 
 _LARGEST = 1 << 24  # bytes of a YAML file
 _DEEPEST = 50  # nested lists and dicts of an override

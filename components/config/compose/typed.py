@@ -28,7 +28,7 @@ from components.config.compose.explain import (
 from components.config.kinds import at_key, kind_named, kinds_of, section_of, type_hints
 from components.config.schema.data import DataConfig, DataKind
 from components.protocol.errors import ConfigError
-from components.protocol.safe_yaml import Loader
+from components.protocol.safe_parsing import Loader
 from components.protocol.secrets import shown_value
 
 Schema = TypeVar("Schema")

@@ -151,14 +151,14 @@ def _pair_answer(cfg: AnswerConfig, values: dict[str, Any]) -> tuple[list[Messag
 
 
 def _check_answer(cfg: AnswerConfig, key: str, messages: list[Message], start: int, untrained: frozenset[int]) -> None:
-    answer = messages[start:]
+    answer, column = messages[start:], getattr(cfg, key)
     if start == 0 or not answer or answer[0]["role"] != ASSISTANT or answer[-1]["role"] != ASSISTANT:
         raise BadRowError(
-            f"{getattr(cfg, key)!r} needs an answer of the assistant to a prompt, in this column or in "
+            f"{column!r} needs an answer of the assistant to a prompt, in this column or in "
             f"data.prompt_column={cfg.prompt_column or 'null'}, that the answers of the row share"
         )
     if untrained.issuperset(i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= start):
-        raise BadRowError(f"{getattr(cfg, key)!r}: all messages of the answer are marked as not trained on")
+        raise BadRowError(f"{column!r}: all messages of the answer are marked as not trained on")
 
 
 def _conversation(cfg: AnswerConfig, values: dict[str, Any], key: str) -> tuple[list[Message], frozenset[int]]:

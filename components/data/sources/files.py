@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 from components.protocol.errors import ConfigError
-from components.protocol.safe_json import DEEPEST, check_depth, parse_json, read_regular
+from components.protocol.safe_parsing import DEEPEST, check_depth, parse_json, read_regular
 from components.storage.object_store import is_url
 
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")

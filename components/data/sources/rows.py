@@ -23,7 +23,7 @@ from components.config.schema.data import (
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
 from components.data.sources.files import Location, Row
 from components.protocol.errors import ConfigError
-from components.protocol.safe_json import parse_json
+from components.protocol.safe_parsing import parse_json
 
 Sample = TypeVar("Sample")
 

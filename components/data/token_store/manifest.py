@@ -25,7 +25,7 @@ from components.config.schema.model import ModelConfig
 from components.config.shape import locate
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write, is_replaceable
-from components.protocol.safe_json import load_json, parse_json
+from components.protocol.safe_parsing import load_json, parse_json
 from components.storage.object_store import ObjectStore, is_url, join
 
 MANIFEST = "manifest.json"

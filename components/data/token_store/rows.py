@@ -26,8 +26,7 @@ from components.config.schema.data import TokensDataConfig
 from components.conversation import Prompt
 from components.data.dataset import Facts, ItemSequence
 from components.data.examples import IGNORED, Example, PackedRow, render_example
-from components.data.order import BlockOrder
-from components.data.packing import documents_size
+from components.data.packing import BlockOrder, documents_size
 from components.data.token_store.manifest import Manifest, hash_of_tokenizer, read_manifest, vocabulary_problems
 from components.data.token_store.shards import ShardFiles
 from components.protocol.errors import ConfigError

@@ -46,7 +46,7 @@ from components.data.token_store.shards import (
     read_shard_header,
 )
 from components.protocol.run_files import BY_UMASK, atomic_file
-from components.protocol.safe_json import parse_json, read_regular
+from components.protocol.safe_parsing import parse_json, read_regular
 from components.storage.tensor_files import BlockHashes, OpenFile, SafetensorsWriter, TensorEntry
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from components.distributed.process.environment import (
 from components.distributed.process.store_sync import MissingRanks, StoreSync
 from components.protocol.processes import STORE_FD, STORE_FILE, node_name
 from components.protocol.run_files import PRIVATE, atomic_write_json
-from components.protocol.safe_json import parse_json
+from components.protocol.safe_parsing import parse_json
 
 FIRST_PORT, PORTS = 10000, 20000  # below Linux's range of ephemeral ports
 LOOPBACK = "127.0.0.1"

@@ -8,7 +8,7 @@ __main__.py   `python -m components.launch.job begin|check|conclude RUN_DIR`, th
 The life of a run, from a signal to the next attempt:
 
     signal     USR2 or SIGTERM, from the scheduler or the user       -> protocol/processes: a rank records it
-    flag       the training loop handles it                          -> watch/stop_requests: StopRequest
+    flag       the training loop handles it                          -> watch/watchdog: StopRequest
     reduction  the flags of all ranks are summed with the step       -> training/step: train_step
     save       all ranks leave the loop at the same step, and save   -> training/run: Run.finish
     status     result.json: preempted; exit status 0; RUN/requeue    -> launch/rank: run_worker

@@ -103,8 +103,6 @@ class Ended:
     seconds_left: float | None = None
     """Seconds until the job's time limit if the ranks can be started again in this job, infinite without a limit; None
     if they cannot."""
-    requeues: int | None = None
-    """How often the scheduler has started the job again; None: counted by the attempts."""
     up: Sequence[str] | None = None
     """Nodes that a requeued job could get, each NODE|FEATURE,FEATURE; None if the scheduler cannot exclude nodes."""
     excluded: Collection[str] = ()
@@ -158,9 +156,9 @@ def begin(
         atomic_write(logs / NODES, _as_lines(nodes), PRIVATE)
     point_latest(run_dir / LOGS / "latest", logs)
     settings = cluster_of(run_dir)
-    check_limits(run_dir, attempt, settings, limit_requeues=limit_requeues)
+    _check_limits(run_dir, attempt, settings, limit_requeues=limit_requeues)
     if nodes:
-        choose_nodes(run_dir, attempt, counts or [len(nodes)], down)
+        _choose_nodes(run_dir, attempt, counts or [len(nodes)], down)
         _create_logs(logs, settings)
     return attempt
 
@@ -205,7 +203,7 @@ def _requeues(attempts: Sequence[JobAttempt]) -> int:
     return max(sum(not each.restarted for each in attempts) - 1, 0)
 
 
-def check_limits(run_dir: Path, attempt: int, cluster: ClusterConfig | None, *, limit_requeues: bool = False) -> None:
+def _check_limits(run_dir: Path, attempt: int, cluster: ClusterConfig | None, *, limit_requeues: bool = False) -> None:
     """Apply the limits to the attempts before one that begins: a scheduler may requeue a job by itself.
 
     Raises Refused, after writing result.json, if a limit is reached.
@@ -218,7 +216,7 @@ def check_limits(run_dir: Path, attempt: int, cluster: ClusterConfig | None, *, 
         raise Refused(f"not restarted: {reason}")
 
 
-def choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], down: Sequence[str]) -> None:
+def _choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], down: Sequence[str]) -> None:
     """Write the nodes to use to the attempt's logs, or request a requeue if too few of them are left.
 
     A node that failed in two attempts of the job is not used, unless the job was requeued for others and got it again.
@@ -333,8 +331,8 @@ class _Conclusion:
 
     def _reason_to_end(self, after: str | None = None) -> str | None:
         """Return why the job must not be requeued; None if it may be."""
-        attempts, requeues = self.attempts, self.ended.requeues
-        requeues = _requeues(attempts) if requeues is None else requeues
+        attempts = self.attempts
+        requeues = _requeues(attempts)
         excludes = self.ended.up is not None
         return reason_to_end(self.cluster, attempts, after=after, requeues=requeues, excludes_nodes=excludes)
 

@@ -22,10 +22,10 @@ from components.config.schema.checks import field_values
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig, named_models
-from components.kernel_counters import CpuLimitError, limited
 from components.launch.backend import CheckedRun, Job, print_job, record_job, recorded_job
-from components.project import COMPONENTS, PROJECT
+from components.package import COMPONENTS, PROJECT
 from components.protocol.errors import ConfigError
+from components.protocol.processes import CpuLimitError, limited
 from components.protocol.run_files import (
     CODE,
     JOB_ID,
@@ -36,7 +36,7 @@ from components.protocol.run_files import (
     atomic_write,
     keep_only_folder,
 )
-from components.protocol.safe_json import read_regular
+from components.protocol.safe_parsing import read_regular
 from components.terminal import print_text
 
 if TYPE_CHECKING:

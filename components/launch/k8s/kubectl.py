@@ -21,11 +21,10 @@ from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.schedulers import PodUser, Workload
 from components.launch.backend import Job, JobState
 from components.launch.job.scheduler import render_template
-from components.project import COMPONENTS, PROJECT
+from components.package import COMPONENTS, PROJECT
 from components.protocol.errors import EXIT_RESTART, ConfigError
 from components.protocol.processes import JOB
-from components.protocol.safe_json import parse_json
-from components.protocol.safe_yaml import check_expansion
+from components.protocol.safe_parsing import check_expansion, parse_json
 
 _ID = re.compile(r"(?P<namespace>[a-z0-9-]+)/(?P<workload>job|jobset)/(?P<name>[a-z0-9.-]+)(@(?P<context>\S+))?")
 _API = {Workload.job: ("batch/v1", "Job"), Workload.jobset: ("jobset.x-k8s.io/v1alpha2", "JobSet")}

@@ -28,7 +28,7 @@ from components.launch.job.attempts import Refused, begin
 from components.launch.job.policy import attempt_numbers, attempts_of_job, cause_of, reason_to_end
 from components.launch.local import RankProcesses, allocator_defaults, rank_defaults
 from components.launch.machine import node_problems
-from components.project import PROJECT
+from components.package import PROJECT
 from components.protocol.errors import EXIT_INVALID, EXIT_RESTART, ConfigError
 from components.protocol.failures import (
     LEFT_EARLY,

@@ -45,7 +45,7 @@ from components.launch.k8s.kubectl import (
     state_of,
 )
 from components.launch.run_checks import affects
-from components.project import PROJECT
+from components.package import PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import JOB_MANIFEST, LOGS
 

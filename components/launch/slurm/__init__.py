@@ -2,7 +2,4 @@
 
 submit.py         SlurmScheduler: checks before submission, sbatch, states of jobs, what differs from other schedulers
 script.py         rendering of the batch script's template; the config as options of sbatch and srun
-attempt_start.py  for batch scripts that were copied before `components.launch.job` existed: the start of an attempt,
-conclude.py       its end,
-node_check.py     and the check of a node
 """

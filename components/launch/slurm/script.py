@@ -16,13 +16,14 @@ from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.schedulers import ContainerRuntime, GpuRequest, Launcher
 from components.launch.job.scheduler import render_template
-from components.project import PROJECT
+from components.package import PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import LOGS
 
 TEMPLATE = PROJECT / "slurm" / "train.sbatch.j2"
 Option = tuple[str, str]
 """Name of a long option, and its value; empty for a flag."""
+_MODULE = re.compile(r"-m (components(?:\.\w+)*)")
 _PLAIN = re.compile(r"[\w.,:;&|()\[\]+=@%/^~-]+", re.ASCII)
 
 
@@ -47,7 +48,8 @@ class BatchScript:
 
 
 def render_script(job: BatchScript) -> str:
-    """Return the batch script. Raises ConfigError if the template does not render or the script does not parse."""
+    """Return the batch script. Raises ConfigError if the template does not render, or the script does not parse or
+    calls a module that does not exist."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -58,7 +60,18 @@ def render_script(job: BatchScript) -> str:
     environment.filters |= {"quote": as_word, "words": lambda texts: " ".join(map(as_word, texts))}
     script = render_template(environment, file, _values(job))
     _check_syntax(script, f"cluster.template={file}")
+    gone = [name for name in _MODULE.findall(script) if not _exists(name)]
+    if gone:
+        raise ConfigError(
+            f"cluster.template={file}: calls {gone[0]}, which is no module of this version; copy {TEMPLATE} again, and "
+            "repeat your changes in the copy"
+        )
     return script
+
+
+def _exists(module: str) -> bool:
+    path = PROJECT / module.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def setup_problems(cluster: ClusterConfig) -> list[str]:

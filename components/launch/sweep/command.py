@@ -16,11 +16,11 @@ from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, trackers_without_group
-from components.launch.backend import Recipe
 from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.open_run import directory_problems
 from components.launch.overrides import reject_swept_run
+from components.launch.recipe import Recipe
 from components.launch.run_checks import MESH_KEYS, affects, problems_before_start, simulated_memory, split_absent
 from components.launch.run_directory import check_writable, reported_by_path
 from components.launch.sweep.plan import (

@@ -33,7 +33,7 @@ from components.protocol.run_files import (
     read_result,
     take_lock,
 )
-from components.protocol.safe_json import load_json
+from components.protocol.safe_parsing import load_json
 
 PLAN, POINTS, SWEEP_LOCK = "sweep.json", "points", ".lock"
 _LONGEST_NAME = 48

@@ -22,7 +22,6 @@ from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
-from components.kernel_counters import killed_for_memory
 from components.launch.clusters import job_of, jobs_by_id, stop
 from components.launch.machine import RANKS_PER_CORE, VISIBLE_DEVICES, usable_cores, visible_gpus
 from components.launch.rank import die_with
@@ -45,7 +44,7 @@ from components.launch.sweep.ranking import MedianRule, first_line, read_curve
 from components.launch.sweep.report import report_command, report_now
 from components.launch.sweep.study import PointStudy, dimensions_of
 from components.protocol.errors import EXIT_INTERRUPTED, ConfigError
-from components.protocol.processes import CTRL_C_MESSAGE, collected_signals, without_ranks
+from components.protocol.processes import CTRL_C_MESSAGE, collected_signals, killed_for_memory, without_ranks
 from components.protocol.run_files import PRIVATE, keep_only_folder, open_append
 from components.terminal import fit, print_text, terminal_width
 

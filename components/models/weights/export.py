@@ -19,10 +19,9 @@ from components.models.anatomy import transformers_class
 from components.models.classifier import TokenScores
 from components.models.layers import meta_copy
 from components.models.tokenizer import save_tokenizer
-from components.models.weights.adapter_files import Merge, base_class, export_adapter
 from components.models.weights.shards import WRITER, Index, gathered_tensors
 from components.models.weights.untrained import Untrained, find_untrained
-from components.models.weights.weight_files import NewFolder, WeightFiles, row_blocks
+from components.models.weights.weight_files import Merge, NewFolder, WeightFiles, base_class, export_adapter, row_blocks
 from components.models.weights.weight_sources import saved_tensors
 from components.protocol.errors import ConfigError
 

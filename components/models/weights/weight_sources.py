@@ -21,7 +21,7 @@ from torch import nn
 from components.config.shape import ModelFiles
 from components.models.tokenizer import explain_loading_error
 from components.protocol.errors import ConfigError
-from components.protocol.safe_json import load_json
+from components.protocol.safe_parsing import load_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

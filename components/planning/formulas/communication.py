@@ -10,8 +10,7 @@ from components.config.schema.model import Float8
 from components.config.schema.parallelism import MeshShape, Strategy
 from components.config.shape import AttentionLayout, local_heads
 from components.planning.formulas.architecture import Sharding, Weight
-from components.planning.formulas.compute import LayerWork, uses_ulysses
-from components.planning.formulas.hardware import Hardware, NodeLinks
+from components.planning.formulas.hardware import Hardware, LayerWork, NodeLinks, uses_ulysses
 from components.planning.formulas.workload import Implementation, Workload
 
 OVERLAP_LOSS = 0.5

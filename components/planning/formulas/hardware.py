@@ -1,20 +1,27 @@
-"""Speed of a GPU, its node and its network, read from a file of conf/gpu."""
+"""Speed of a GPU, its node and its network, read from a file of conf/gpu, and the time of computation on it.
+
+Computation is that of a decoder layer and of the LM head: matmuls, attention and memory-bound operations.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from components.project import PROJECT
+from components.config.schema.model import Float8, LossMethod, Qat
+from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
+from components.config.shape import local_heads, ulysses_divides
+from components.package import PROJECT
+from components.planning.formulas.architecture import Sharding
+from components.planning.formulas.workload import MESHBOOK, Implementation, Workload
 from components.protocol.errors import ConfigError
-from components.protocol.safe_json import read_regular
-from components.protocol.safe_yaml import load_yaml
+from components.protocol.safe_parsing import load_yaml, read_regular
 
 PROJECT_CONF = PROJECT / "conf"
 CPU_NAME = "cpu"
@@ -184,3 +191,260 @@ def find_hardware(name: str, folders: Iterable[Path] = ()) -> Hardware:
     raise ConfigError(
         f"cluster.gpu={name}: no such device; choose {', '.join(names)}, or add conf/local/gpu/{name}.yaml"
     )
+
+
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
+
+_EAGER_ROTARY = {False: 5.0, True: 1.9}
+"""fused -> bytes that the rotary embedding moves without a compiler, relative to one kernel: two products, a negation,
+a concatenation and a sum, or a product and two sums in place."""
+_EAGER_MLP = {False: 1.8, True: 1.0}
+"""fused -> bytes that the activation moves without a compiler, relative to one kernel each way. For norms and
+residuals: Implementation.eager_hidden."""
+_FUSED_HIDDEN = 6.0
+"""The same with fused norms. By the sizes of all tensors it would be 1.3; torchtitan's layers with fused norms took as
+long as 6 (row 1 of scripts/benchmark/published_points.csv)."""
+
+_GROUPED_MATMUL = 0.8
+"""Speed of the experts' grouped matmuls relative to one matmul with as many tokens: unequal groups. Estimate."""
+
+_FLOAT8_CAST_BYTES = 8
+"""Bytes moved to cast an element of a linear layer's input or output gradient: maximum, cast and transposed cast."""
+
+_DEQUANTIZE_BYTES = {True: 3, False: 22}
+"""in one kernel -> bytes moved to unpack an NF4 value: packed value and scale read, bfloat16 written; else the index
+and the table lookup are tensors of their own."""
+
+_FAKE_QUANTIZE_BYTES = {True: 10, False: 80}
+"""compiled -> bytes moved to fake-quantize a weight: read twice and written, in float32; else counted from torchao's
+operators (92 with those of the matmul)."""
+
+_LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 8}
+"""Bytes moved per logit in forward and backward: logits written in bfloat16, cast to float32, log-softmax and its
+gradient in float32, cast back. Chunks also update the weight's gradient; Liger's kernel overwrites the logits."""
+
+_UNSKIPPED_ATTENTION = 2.0
+"""Slowdown of attention with an explicit mask (cp_attention=all_gather on a CPU or in float32): masked blocks are
+computed, not skipped."""
+
+
+class LayerWork(NamedTuple):
+    """Seconds of one kind of operation in one decoder layer, for one micro-batch of a rank."""
+
+    name: str
+    forward: float
+    backward: float
+    """Without recomputation."""
+    recomputed: float
+    """Recomputed part of the forward."""
+    detail: str
+    """Formula of the forward's time."""
+    source: str
+    weights: float = 0.0
+    """Part of the backward that computes weight gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """Matmul (tokens, inner) x (inner, outputs), `count` times."""
+
+    tokens: float
+    inner: int
+    outputs: int
+    count: int = 1
+    is_expert: bool = False
+    is_row_parallel: bool = False
+    """Whether tp shards its inner dim, so that its input is not gathered."""
+    is_last: bool = False
+    """Whether it is the layer's last: the backward does not need its output."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one pass."""
+        return 2.0 * self.tokens * self.inner * self.outputs * self.count
+
+    def slowdown(self, tile: float) -> float:
+        """Return the time relative to that of a large matmul with the same FLOPs.
+
+        A kernel computes the product in tiles of `tile` x `tile`, each over all of the inner dim. Tiles at the border
+        are partly empty, and filling and draining a tile's pipeline takes as long as `tile` more of the inner dim.
+        """
+        return (1 + tile / self.tokens) * (1 + tile / self.inner) * (1 + tile / self.outputs)
+
+
+def layer_matmuls(workload: Workload, implementation: Implementation) -> Iterator[Matmul]:
+    """Yield the matmuls of a decoder layer, for a micro-batch of a rank."""
+    architecture, mesh = workload.architecture, workload.mesh
+    tokens = workload.local_tokens
+    for weight in architecture.layer_weights(mesh.tp, mesh.ep):
+        if not weight.is_matrix:
+            continue
+        last = weight.name.endswith(" down")
+        if weight.sharding is not Sharding.experts:
+            row_parallel = weight.sharding is Sharding.columns
+            yield Matmul(tokens, weight.width, weight.rows, is_row_parallel=row_parallel, is_last=last)
+            continue
+        imbalance = implementation.expert_imbalance if mesh.ep > 1 else 1.0  # without ep each rank has all experts
+        routed = tokens * architecture.experts_per_token * imbalance / weight.rows
+        inner = weight.width // architecture.hidden if last else architecture.hidden
+        yield Matmul(routed, inner, weight.width // inner, weight.rows, is_expert=True)
+
+
+def _matmul_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
+    """Yield the matmuls of the dense matrices and of the experts, the casts of float8 and those of 4-bit weights."""
+    policy = workload.parallelism.activation_checkpointing
+    passes = 1.0 if workload.peft.adapts else 2.0
+    dense_bytes = workload.compute_bytes if workload.float8 is Float8.none else 1
+    matmuls = tuple(layer_matmuls(workload, implementation))
+    skips_last = not workload.compiled or implementation.compiles_recomputation
+    for is_expert, name in ((False, "matmuls"), (True, "expert matmuls")):
+        group = [each for each in matmuls if each.is_expert is is_expert]
+        if not group:
+            continue
+        item_bytes = workload.compute_bytes if is_expert else dense_bytes
+        rate = hardware.matmul_flops(item_bytes) * (_GROUPED_MATMUL if is_expert else 1.0)
+        flops = sum(each.flops for each in group)
+        tile = hardware.matmul_tile
+        forward = sum(each.flops * each.slowdown(tile) for each in group) / rate
+        again = sum(each.flops * each.slowdown(tile) for each in group if not (each.is_last and skips_last)) / rate
+        yield LayerWork(
+            name,
+            forward,
+            passes * forward,
+            recomputed_share(policy, implementation.selective_matmuls) * again,
+            f"{flops:.4g} FLOP x {forward * rate / flops:.3f} (tiles) / {rate:.3g} FLOP/s",
+            f"{hardware.name}: {'float8' if item_bytes == 1 else 'matmul'}_share",
+            (passes - 1) * forward,
+        )
+    if workload.float8 is not Float8.none:
+        shards = workload.mesh.tp if implementation.float8_gathers else 1
+        dense = [each for each in matmuls if not each.is_expert]
+        values = sum(
+            each.tokens * (each.inner / (1 if each.is_row_parallel else shards) + each.outputs) for each in dense
+        )
+        yield _traffic("float8 casts", values * _FLOAT8_CAST_BYTES / 3, 2.0, 1.0, workload, hardware)
+    if workload.peft.quantizes:
+        values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
+        moved = values * _DEQUANTIZE_BYTES[workload.compiled or hardware.is_gpu]
+        yield _traffic("dequantization", moved, 1.0, 1.0, workload, hardware)
+    if workload.qat is not Qat.none:
+        values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
+        moved = values * _FAKE_QUANTIZE_BYTES[workload.compiled]
+        yield _traffic("fake quantization", moved, 1.0, 0.2, workload, hardware)
+
+
+def _attention_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
+    """Return the attention of a layer, averaged over layers with and without a window."""
+    architecture, mesh, policy = workload.architecture, workload.mesh, workload.parallelism.activation_checkpointing
+    heads, _ = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
+    windowed = architecture.windowed_layers
+    all_pairs = (architecture.layers - windowed) * architecture.attended_pairs(workload.seq_len)
+    if windowed:
+        all_pairs += windowed * architecture.attended_pairs(workload.seq_len, windowed=True)
+    pairs = all_pairs * workload.micro_batch / architecture.layers / mesh.cp
+    flops = 4.0 * heads * architecture.head_dim * pairs
+    share = hardware.attention_share * implementation.attention_speed
+    rate = hardware.peak_flops(workload.compute_bytes) * share
+    backward, note = ATTENTION_BACKWARD, ""
+    if mesh.cp > 1 and implementation.ring_attention:
+        rate, note = rate * implementation.ring_attention, f" x {implementation.ring_attention} (ring)"
+    elif mesh.cp > 1 and not uses_ulysses(workload) and not (hardware.is_gpu and workload.compute_bytes == 2):
+        # Without torch's variable-length kernel, all_gather uses masks and recomputes its attention in the backward,
+        # some heads at a time, whatever the policy of the layer.
+        rate, note = rate / _UNSKIPPED_ATTENTION, f" / {_UNSKIPPED_ATTENTION:g} (masked blocks)"
+        backward += 1.0
+    forward = flops / rate
+    return LayerWork(
+        "attention",
+        forward,
+        backward * forward,
+        recomputed_share(policy, 0.0) * forward,
+        f"4 x {heads} heads x {architecture.head_dim} x {pairs:.4g} pairs / ({share:.3g} x peak{note})",
+        f"{hardware.name}: attention_share",
+    )
+
+
+def uses_ulysses(workload: Workload) -> bool:
+    """Return whether attention over cp exchanges heads (ulysses) instead of gathering keys and values."""
+    chosen = workload.parallelism.cp_attention
+    if chosen is not ContextAttention.auto:
+        return chosen is ContextAttention.ulysses
+    architecture, mesh = workload.architecture, workload.mesh
+    return ulysses_divides(*local_heads(architecture.heads, architecture.kv_heads, mesh.tp), mesh.cp)
+
+
+def _elementwise_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
+    """Yield the memory-bound operations of a layer: norms, residuals, rotary embedding, activation; adapters."""
+    architecture, mesh = workload.architecture, workload.mesh
+    heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
+    hidden = architecture.hidden * architecture.family.norms / 2 / workload.sequence_shards
+    rotated = (heads + kv_heads) * architecture.head_dim
+    mlp = (architecture.mlp * max(1, architecture.experts_per_token) + architecture.shared_mlp) / mesh.tp
+    routed = architecture.experts_per_token * architecture.hidden / mesh.tp
+    # Forward: two norms read and write, two residuals read twice and write: 9; rotary embedding 2; gate, up -> act 3.
+    eager = (1.0, 1.0, 1.0)
+    if not workload.compiled:
+        norms = min(implementation.eager_hidden, _FUSED_HIDDEN) if workload.fused else implementation.eager_hidden
+        mlp_fused = workload.fused and not architecture.experts
+        eager = (norms, _EAGER_ROTARY[workload.fused], _EAGER_MLP[mlp_fused])
+    values = 9 * hidden * eager[0] + 2 * rotated * eager[1] + 3 * mlp * eager[2] + 4 * routed
+    traffic = workload.local_tokens * values * workload.compute_bytes
+    yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
+    if workload.peft.adapts:
+        widths = sum(each.inner + each.outputs for each in layer_matmuls(workload, MESHBOOK))
+        passes, backward = implementation.adapter_passes
+        traffic = workload.local_tokens * passes * widths * workload.compute_bytes
+        yield _traffic("adapters", traffic, backward / passes, 1.0, workload, hardware)
+
+
+def head_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
+    """Return the LM head and loss of the last stage, for a micro-batch."""
+    architecture = workload.architecture
+    outputs = workload.labels or -(-architecture.vocab // (workload.mesh.tp if implementation.shards_head else 1))
+    matmul = Matmul(workload.local_tokens, architecture.hidden, outputs)
+    rate = hardware.matmul_flops(workload.compute_bytes)
+    product = matmul.flops * matmul.slowdown(hardware.matmul_tile) / rate
+    weights = 0.0 if workload.peft.adapts else product
+    method = LossMethod.chunked if workload.loss is LossMethod.auto else workload.loss
+    losses = architecture.vocab if implementation.gathers_logits else outputs
+    traffic = workload.local_tokens * losses * _LOGIT_BYTES[method] * workload.compute_bytes / 2
+    copies = traffic / hardware.copy_bandwidth
+    return LayerWork(
+        "LM head and loss",
+        product + copies / 3,
+        product + weights + copies * 2 / 3,
+        0.0,
+        f"{matmul.flops:.4g} FLOP / {rate:.3g} FLOP/s + {traffic / 3:.4g} B / {hardware.copy_bandwidth:.3g} B/s",
+        f"{hardware.name}: matmul_share, copy_share",
+        weights,
+    )
+
+
+def layer_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> list[LayerWork]:
+    """Return all computation of a decoder layer, for a micro-batch of a rank."""
+    return [
+        *_matmul_works(workload, hardware, implementation),
+        _attention_work(workload, hardware, implementation),
+        *_elementwise_works(workload, hardware, implementation),
+    ]
+
+
+def _traffic(
+    name: str, traffic: float, backward: float, recomputed: float, workload: Workload, hardware: Hardware
+) -> LayerWork:
+    """Return an operation that moves `traffic` bytes in the forward and `backward` times as many in the backward."""
+    forward = traffic / hardware.copy_bandwidth
+    policy = workload.parallelism.activation_checkpointing
+    again = recomputed_share(policy, recomputed) * forward
+    detail = f"{traffic:.4g} B / {hardware.copy_bandwidth:.3g} B/s"
+    return LayerWork(name, forward, backward * forward, again, detail, f"{hardware.name}: copy_share")
+
+
+def recomputed_share(policy: ActivationCheckpointing, selective: float) -> float:
+    """Return the share of the forward that a policy recomputes; auto counts as none until it is resolved."""
+    if policy is ActivationCheckpointing.full:
+        return 1.0
+    if policy is ActivationCheckpointing.alternate:
+        return 0.5
+    return selective if policy is ActivationCheckpointing.selective else 0.0

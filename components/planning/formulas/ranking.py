@@ -1,15 +1,24 @@
-"""Legal candidates for a run on N ranks: those that fit the device, the fastest first, and why others are left out."""
+"""Meshes for a run on N ranks: those that fit the device, the fastest first, and why others are left out."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from components.config.compute_rules import attention_problems, compile_problems, recompute_problems, torch_problems
-from components.config.mesh_rules import batch_problems, mesh_shapes, model_problems, quantized_problems, row_problems
+from components.config.mesh_rules import (
+    all_layouts,
+    batch_problems,
+    fit_micro_batches,
+    mesh_shapes,
+    model_problems,
+    name_of,
+    quantized_problems,
+    row_problems,
+)
 from components.config.rules import validate
 from components.config.schema.checks import field_values
 from components.config.schema.parallelism import (
@@ -22,7 +31,7 @@ from components.config.schema.parallelism import (
     Strategy,
     describe_processes,
 )
-from components.config.schema.recipes import TrainConfig, section
+from components.config.schema.recipes import FinetuneConfig, TrainConfig, section
 from components.config.schema.run import PeftConfig
 from components.config.shape import ModelShape
 from components.planning.formulas.hardware import Hardware, find_hardware
@@ -355,3 +364,40 @@ def _micro_batches(
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """Config of a run on one mesh, or the reasons why it cannot run there."""
+
+    name: str
+    cfg: FinetuneConfig
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether the config can run on the mesh."""
+        return not self.problems
+
+
+def plan_mesh(
+    name: str, parallelism: ParallelismConfig, cfg: FinetuneConfig, processes: int, shape: ModelShape
+) -> MeshPlan:
+    """Plan `cfg` on a mesh, with the global batch size and the sequence length of `cfg`."""
+    planned = replace(cfg, parallelism=parallelism)
+    problems = validate(planned, processes, shape)
+    return MeshPlan(name, cfg, tuple(problems)) if problems else MeshPlan(name, fit_micro_batches(planned, processes))
+
+
+def plan_all(
+    cfg: FinetuneConfig, processes: int, shape: ModelShape, recompute: Sequence[ActivationCheckpointing] | None = None
+) -> list[MeshPlan]:
+    """Return a plan for every mesh of `processes`, including those that cannot run, with the reasons.
+
+    Args:
+        recompute: Policies of activation checkpointing to combine with each mesh; None: only that of `cfg`.
+    """
+    return [
+        plan_mesh(name_of(parallelism, processes), parallelism, cfg, processes, shape)
+        for parallelism in all_layouts(processes, cfg.parallelism, recompute)
+    ]

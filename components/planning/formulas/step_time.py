@@ -20,8 +20,7 @@ from components.planning.formulas.communication import (
     mesh_groups,
     sharding_traffic,
 )
-from components.planning.formulas.compute import LayerWork, Matmul, head_work, layer_works, recomputed_share
-from components.planning.formulas.hardware import Hardware
+from components.planning.formulas.hardware import Hardware, LayerWork, Matmul, head_work, layer_works, recomputed_share
 from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds, rank_seconds, send_hops
 from components.planning.formulas.workload import MESHBOOK, Implementation, Term, Workload, layer_activations, total
 

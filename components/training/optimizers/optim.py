@@ -1,9 +1,20 @@
-"""Optimizers of a config, and learning-rate schedules as pure functions."""
+"""Optimizers of a config, learning-rate schedules as pure functions, and AdamW with moments in 8 bits.
+
+The 8-bit AdamW works on any mesh, with the arithmetic and the quantization of torchao (Dettmers et al. 2022,
+https://arxiv.org/abs/2110.02861): each block of consecutive values is divided by its largest magnitude and rounded to
+the nearest of 256 numbers. torchao.optim.AdamW8bit quantizes blocks of 256 values of a rank's flattened shard, which
+depend on the mesh. Here a block lies within a row and within a shard, so that codes and scales are sharded like the
+parameter: a checkpoint stores them as they are, and another mesh continues from the same bits. torchao's functions are
+used instead of its optimizer for this reason, because a skipped step must change nothing, and because its updates are
+not bounded: a second moment that is small beside the largest of its block is stored as 0, and if the first is not, the
+next gradient of 0 moves the weight by hundreds of learning rates.
+"""
 
 from __future__ import annotations
 
 import math
 import pkgutil
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint.tensors import Optimizers
+from components.config.compute_rules import torchao_problems
+from components.config.schema.checks import raise_all
 from components.config.schema.optimizer import (
     AdamW8bitConfig,
     AdamWConfig,
@@ -21,9 +34,10 @@ from components.config.schema.optimizer import (
     SGDConfig,
 )
 from components.models.anatomy import Anatomy
+from components.models.compile import remove_truncated_libraries
 from components.models.layers import vector_parameters
+from components.models.weights.shards import local_blocks, shards_of_dim, zeros_sharded_like
 from components.protocol.errors import ConfigError
-from components.training.optimizers.adamw8bit import AdamW8bit, is_quantized
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.muon import Muon, divide_parameters
 from components.training.prepared import Prepared
@@ -202,3 +216,207 @@ def _shard_like(parameter: DTensor, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.placements != parameter.placements:
         tensor = tensor.redistribute(parameter.device_mesh, parameter.placements)
     return tensor.to_local()
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+CODES, SCALE = "_codes", "_scale"
+"""Suffixes of a moment's 8-bit codes (as many as the parameter has values) and of its scales (one per block)."""
+BLOCK = 256
+"""Largest number of values in a block, torchao's default."""
+_MIN_VALUES = 4096
+"""Smaller parameters are not quantized, as in torchao."""
+_MIN_BLOCK = 16
+"""Parameters whose rows allow only smaller blocks are not quantized."""
+_GRAPHS = 64
+"""Limit of compiled updates: one for each size of blocks and dtype of the weights."""
+
+
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether `AdamW8bit` trains a parameter; this does not depend on the mesh."""
+    if parameter.dim() < 2 or parameter.numel() < _MIN_VALUES:
+        return False
+    return math.gcd(BLOCK, parameter.shape[-1]) >= _MIN_BLOCK
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW with 8-bit moments for parameters that satisfy `is_quantized`; updates are computed in float32.
+
+    A step changes nothing if `found_inf` is not 0, as in torch's fused optimizers: the decision stays on the device, so
+    the host does not wait.
+    """
+
+    found_inf: torch.Tensor | None = None
+    """Set before a step: not 0 if the gradients are not finite, a scalar on the device."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], cfg: AdamW8bitConfig) -> None:
+        # capturable: step counters are on the device, which decides whether a step counts.
+        super().__init__(groups, {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps, "capturable": True})
+        raise_all(torchao_problems(f"optimizer.kind={cfg.kind}"))
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+        remove_truncated_libraries()
+        self._update, self._numbers = _compiled_update()
+        self._on_device: dict[torch.device, list[torch.Tensor]] = {}
+
+    @property
+    def note(self) -> str:
+        """Number of this rank's values with 8-bit moments and the bytes of their moments, for the banner."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        values = sum(local_tensor(each).numel() for each in parameters)
+        size = sum(local_tensor(each).numel() * _moment_bytes(each) for each in parameters)
+        return (
+            f"adamw8bit: {size / 2**20:,.1f} MiB for the moments of {values:,} values per rank, "
+            f"{size / max(1, values):.2f} bytes each"
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient. The first step compiles the update."""
+        if closure is not None:
+            raise ValueError("AdamW8bit.step takes no closure")
+        for group in self.param_groups:
+            lr = torch.tensor(group["lr"], dtype=torch.float32)  # a number would be compiled into the update
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, lr, group)
+
+    def _step(self, parameter: nn.Parameter, grad: torch.Tensor, lr: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update this rank's shard of a parameter and of its state."""
+        local, gradient = local_tensor(parameter.detach()), local_tensor(grad)
+        state = self._state_of(parameter)
+        skipped = torch.zeros((), device=local.device) if self.found_inf is None else self.found_inf
+        skipped = skipped.to(local.device).bool()
+        state["step"] += ~skipped
+        if not local.numel():
+            return
+        block = _block_of(state[_MOMENTS[0] + SCALE], parameter)
+        weights = local.contiguous()
+        tensors = [weights.view(-1, block), gradient.contiguous().view(-1, block)]
+        codes = [local_tensor(state[each + CODES]).view(-1, block) for each in _MOMENTS]
+        scales = [local_tensor(state[each + SCALE]).view(-1) for each in _MOMENTS]
+        for tensor in (*tensors, *codes, *scales):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one graph for matrices of all sizes
+        moments = list(zip(codes, scales, self._numbers_on(local.device), strict=True))
+        constants = (*group["betas"], group["weight_decay"], group["eps"])
+        self._update(*tensors, state["step"], lr, skipped, moments, constants)
+        if weights is not local:
+            local.copy_(weights)
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a parameter, which is allocated at the first step, with blocks that fit its shards.
+
+        Moments of float32 or bfloat16, from a checkpoint of another kind of AdamW, are quantized.
+        """
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=parameter.device)
+        for moment in _MOMENTS:
+            if moment + CODES not in state:
+                state[moment + CODES] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
+                blocks = (*parameter.shape[:-1], parameter.shape[-1] // _largest_block(parameter))
+                state[moment + SCALE] = zeros_sharded_like(parameter, blocks, torch.float32)
+                if moment in state:
+                    self._quantize(state, moment, parameter)
+            scale = state[moment + SCALE]
+            if local_tensor(scale).shape[-1] * _block_of(scale, parameter) != local_tensor(parameter).shape[-1]:
+                state[moment + SCALE] = _split_blocks(scale, parameter)
+        return state
+
+    def _quantize(self, state: dict[str, Any], moment: str, parameter: nn.Parameter) -> None:
+        """Replace an unquantized moment by its codes and scales."""
+        from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+
+        values = local_tensor(state.pop(moment)).float().contiguous()
+        codes, scale = local_tensor(state[moment + CODES]), local_tensor(state[moment + SCALE])
+        if values.numel():
+            scaled, new_scale = scale_tensor(values, _largest_block(parameter))
+            numbers = self._numbers_on(values.device)[_MOMENTS.index(moment)]
+            codes.copy_(quantize_8bit_with_qmap(scaled, numbers))
+            scale.copy_(new_scale.view(scale.shape))
+
+    def _numbers_on(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the 256 numbers that the codes of each moment stand for; those of the second are not negative."""
+        if device not in self._on_device:
+            self._on_device[device] = [torch.tensor(numbers, device=device) for numbers in self._numbers]
+        return self._on_device[device]
+
+
+def _largest_block(parameter: nn.Parameter) -> int:
+    """Return the largest divisor of BLOCK into which the part of a row on any rank can be divided."""
+    columns, parts = parameter.shape[-1], shards_of_dim(parameter, parameter.dim() - 1)
+    return math.gcd(BLOCK, columns // parts) if columns % parts == 0 else 1
+
+
+def _moment_bytes(parameter: nn.Parameter) -> float:
+    """Return the bytes of both moments per value: codes, and a float32 scale per block."""
+    return len(_MOMENTS) * (1 + 4 / _largest_block(parameter))
+
+
+def _block_of(scale: torch.Tensor, parameter: nn.Parameter) -> int:
+    return parameter.shape[-1] // scale.shape[-1]
+
+
+def _split_blocks(scale: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return the scales of smaller blocks, which lie within the parameter's shards.
+
+    The parts of a block have its scale, so all moments remain the same bits.
+
+    Args:
+        scale: The scales of whole rows, (..., blocks of a row), loaded from a checkpoint of another mesh.
+    """
+    before = _block_of(scale, parameter)
+    block = math.gcd(before, _largest_block(parameter))
+    columns = torch.empty(local_tensor(parameter).shape[-1], dtype=torch.long)
+    for each in local_blocks(parameter, "scale"):
+        local, full = each.local[-1], each.full[-1]
+        columns[local] = torch.arange(full.start, full.stop)
+    split = zeros_sharded_like(parameter, (*parameter.shape[:-1], parameter.shape[-1] // block), scale.dtype)
+    rows = local_tensor(scale)
+    local_tensor(split).copy_(rows[..., (columns[::block] // before).to(rows.device)])
+    return split
+
+
+def _largest_ratio(beta1: float, beta2: float, steps: torch.Tensor) -> torch.Tensor:
+    """Return the largest possible ratio of the squared first moment to the second after some steps of AdamW.
+
+    By the Cauchy-Schwarz inequality: (1 - beta1)^2 / (1 - beta2) times the sum of (beta1^2 / beta2)^k for k < steps. If
+    rounding never exceeds it, no update exceeds AdamW's own bound: 1.17 learning rates for betas of 0.9 and 0.95.
+    """
+    factor = beta1**2 / max(beta2, 1e-9)
+    factor += 1e-6 * (factor == 1)
+    ratio: torch.Tensor = (1 - beta1) ** 2 / (1 - beta2) * (factor**steps - 1) / (factor - 1)
+    return ratio.clamp(min=1e-12)  # 0 before the first step
+
+
+def _compiled_update() -> tuple[Callable[..., None], list[tuple[float, ...]]]:
+    """Return the compiled update of a shard, and the numbers that the codes of each moment stand for."""
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
+    from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
+
+    def update(
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        step: torch.Tensor,
+        lr: torch.Tensor,
+        skipped: torch.Tensor,
+        moments: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        constants: tuple[float, ...],
+    ) -> None:
+        """Update weights (blocks, block) and moments in place, unless `skipped`.
+
+        Args:
+            moments: Codes (blocks, block), scales (blocks,) and the numbers (256,) that the codes stand for.
+            constants: The betas, the weight decay and eps.
+        """
+        updated = weights.clone()
+        first, second = (dequant_with_qmap(codes, numbers, scale) for codes, scale, numbers in moments)
+        second = torch.maximum(second, first.square() / _largest_ratio(constants[0], constants[1], step - 1))
+        is_adamw, rounds_stochastically = True, False
+        single_param_adam(updated, gradient, step, first, second, None, lr, *constants, is_adamw, rounds_stochastically)
+        weights.copy_(torch.where(skipped, weights, updated))
+        for moment, (codes, scale, numbers) in zip((first, second), moments, strict=True):
+            scaled, new_scale = scale_tensor(moment, codes.shape[-1])
+            codes.copy_(torch.where(skipped, codes, quantize_8bit_with_qmap(scaled, numbers)))
+            scale.copy_(torch.where(skipped, scale, new_scale))
+
+    return torch.compile(update, fullgraph=True, dynamic=False), [get_qmap_signed(), get_qmap_unsigned()]

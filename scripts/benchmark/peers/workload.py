@@ -57,7 +57,7 @@ class Shape:
         """Return the model FLOPs of forward and backward for documents of the given lengths.
 
         A trained matrix parameter costs 6 FLOPs per token, a frozen one 4; attention costs 12 x head_dim per head and
-        pair of a token and one it attends to. See components/training/flops.py.
+        pair of a token and one it attends to. See components/training/step_cost.py.
         """
         layer = sum(rows * columns for rows, columns in self.linear.values())
         adapters = self.layers * lora_rank * sum(rows + columns for rows, columns in self.linear.values())

@@ -6,7 +6,7 @@ A login node that only submits a job, and a script that only lists checkpoints, 
     if TYPE_CHECKING:
         from components.models.build import build_on_meta
     else:
-        __getattr__, __dir__ = lazy.attach(__name__)
+        __getattr__, __dir__ = package.lazy_names(__name__)
 
 The library lazy_loader needs the names in a dict or a `.pyi` file, which would repeat these statements, and takes 2 ms
 to import. Parsing the statements takes 0.3 ms per package, at the first use of one of its names.
@@ -19,10 +19,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+COMPONENTS = Path(__file__).resolve().parent
+"""This package."""
+INSTALLED = COMPONENTS.parent / "meshbook"
+"""The package that a wheel installs next to `components`; in a checkout it has no conf/."""
+PROJECT = INSTALLED if (INSTALLED / "conf").is_dir() else COMPONENTS.parent
+"""Folder that contains conf/, recipes/, scripts/, slurm/ and k8s/."""
+HELP = "__help__"
+"""Global variable of a recipe's module that replaces its docstring in --help, if the command meshbook starts it."""
 
-def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__`, which imports a name from its module at the first use, and its `__dir__`.
 
     No name may equal the name of a module in the package, since importing that module sets the attribute to the module.

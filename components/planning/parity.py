@@ -39,8 +39,8 @@ from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.exchange import all_gather_json
 from components.models.weights.weight_files import write_file
-from components.parity.reference import Curve, Hyperparameters, Sample, compute_in_float64, reference
-from components.parity.shapes import MeshPlan
+from components.planning.formulas.ranking import MeshPlan
+from components.planning.parity_reference import Curve, Hyperparameters, Sample, compute_in_float64, reference
 from components.protocol.errors import ConfigError
 from components.protocol.failures import LOST_PEER
 from components.protocol.processes import reserve_loopback_port, without_ranks
