@@ -33,9 +33,9 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "Value."}}},
     },
 }
-RENDER_SECONDS = 5.0
+_RENDER_SECONDS = 5.0
 """Limit on the CPU time of a chat template for one conversation; a long conversation takes milliseconds."""
-RENDER_BYTES = 2**29
+_RENDER_BYTES = 2**29
 """Limit on the memory that a chat template takes for one conversation, 512 MiB."""
 _LONGEST_TEXT, _LONGEST_GROWTH = 2**22, 8
 """Most characters of a rendered conversation, or times its length as JSON if that is more: tokens take much memory."""
@@ -166,7 +166,7 @@ class ChatTemplate:
 
         source = self.source(given["tools"])
         try:
-            with limited(RENDER_SECONDS, RENDER_BYTES):
+            with limited(_RENDER_SECONDS, _RENDER_BYTES):
                 if is_fast(self._tokenizer) and _GENERATION_BLOCK.search(str(source)):
                     rendering = _traced(str(source), messages, {**self._tokenizer.special_tokens_map, **given})
                 else:
@@ -178,9 +178,9 @@ class ChatTemplate:
                     raise _limit_error(f"writes {len(rendering.text):,} characters for a conversation of {size:,}")
             return rendering
         except CpuLimitError as error:
-            raise _limit_error(f"did not finish within {RENDER_SECONDS:g} s of CPU time") from error
+            raise _limit_error(f"did not finish within {_RENDER_SECONDS:g} s of CPU time") from error
         except MemoryError as error:
-            raise _limit_error(f"needs more than {RENDER_BYTES / 2**20:g} MiB of memory") from error
+            raise _limit_error(f"needs more than {_RENDER_BYTES / 2**20:g} MiB of memory") from error
         except TemplateError as error:
             raise _TemplateError(f"the chat template rejects this conversation: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -61,7 +61,7 @@ from components.watch.faults import fault_point
 
 logger = logging.getLogger(__name__)
 
-AUTO, NEVER = "auto", "never"
+_AUTO, _NEVER = "auto", "never"
 STORED_DTYPE = "dtype"
 """Key of a checkpoint's `extra` for the dtype of the run's parameters."""
 _SHOWN = 8
@@ -91,8 +91,8 @@ def find_checkpoint(
         ConfigError: `resume` is the path of something that is not a complete checkpoint, or there are checkpoints, but
             all are damaged.
     """
-    if resume == NEVER:
-        resume, mirror = AUTO, None  # the copies may be of an earlier run
+    if resume == _NEVER:
+        resume, mirror = _AUTO, None  # the copies may be of an earlier run
     folder = Path(run_dir) / CHECKPOINTS
     found: list[str] = []
     damaged: list[str] = []
@@ -113,7 +113,7 @@ def find_checkpoint(
             mirror.damaged.append(place)
         elif skipped is not None:
             skipped.append(Path(place))
-    if resume == AUTO:
+    if resume == _AUTO:
         if damaged:
             raise ConfigError(
                 f"run.dir={run_dir}: all of its checkpoints are damaged or incomplete: {', '.join(damaged[:_SHOWN])}; "
@@ -274,7 +274,7 @@ def stored_dtype_of(path: Path | str) -> str | None:
         found = state["extra"].get(STORED_DTYPE) or load_yaml(state["config"] or "")["model"]["dtype"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return None
-    return None if found == AUTO else str(found)
+    return None if found == _AUTO else str(found)
 
 
 def _holds_average(stored: Iterable[str]) -> bool:
@@ -292,7 +292,7 @@ def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tu
     for path in checkpoint_folders(folder):
         try:
             serial = Manifest.read(path).serial
-            if resume == AUTO or is_same_checkpoint(_began_from(_content(path / CHECKPOINT_STATE)), resume):
+            if resume == _AUTO or is_same_checkpoint(_began_from(_content(path / CHECKPOINT_STATE)), resume):
                 usable.append((serial, True, str(path)))
         except ManifestError as error:
             _warn(path, _problems_of(error))
@@ -304,9 +304,9 @@ def _newest_first(folder: Path, resume: str, mirror: Mirror | None = None) -> tu
                 damaged += [each.url] * (mirror is not None and mirror.has_written(each.name))
             continue
         state = b""
-        if resume != AUTO and CHECKPOINT_STATE in each.objects:
+        if resume != _AUTO and CHECKPOINT_STATE in each.objects:
             state = mirror.store.read(each.objects[CHECKPOINT_STATE].url)
-        if resume == AUTO or is_same_checkpoint(_began_from(state), resume):
+        if resume == _AUTO or is_same_checkpoint(_began_from(state), resume):
             usable.append((each.manifest.serial, False, each.url))
     return [place for _, _, place in sorted(usable, reverse=True)], damaged
 

@@ -29,7 +29,7 @@ from components.exchange import all_gather_json, world_size
 from components.protocol.failures import CorruptRank
 from components.protocol.processes import node_name
 
-ROW_WORDS = 4096
+_ROW_WORDS = 4096
 """64-bit words in a row of a digested tensor."""
 _ROWS_AT_ONCE = 64
 """Rows that are summed at a time on a CPU, so that the second sum reads them from its cache."""
@@ -40,7 +40,7 @@ _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685
 _NAMED = 3
 """Maximum number of tensors and ranks listed in one message."""
 
-Digests = dict[str, list[int]]
+_Digests = dict[str, list[int]]
 """Digest of a rank's tensors, by the identity of the data (`_identity`)."""
 
 
@@ -107,8 +107,8 @@ class ReplicaCheck:
         if self._every == 0 or self._ranks_of_stage == 1:
             return
         tensors = self._replicated()
-        by_rank: list[Digests] = all_gather_json(digest_each(tensors))
-        suspicion = find_corrupt(by_rank)
+        by_rank: list[_Digests] = all_gather_json(_digest_each(tensors))
+        suspicion = _find_corrupt(by_rank)
         if suspicion is None:
             self._equal_after = step
             return
@@ -159,7 +159,7 @@ class ReplicaCheck:
         return ", ".join([f"pp {self._mesh.rank('pp')}", *coordinates])
 
     def _error(
-        self, step: int, suspicion: Suspicion, by_rank: list[Digests], tensors: dict[str, Tensors]
+        self, step: int, suspicion: Suspicion, by_rank: list[_Digests], tensors: dict[str, Tensors]
     ) -> CorruptRank:
         """Return the error of a run with different replicas, with the names of the tensors that differ. A collective.
 
@@ -167,7 +167,7 @@ class ReplicaCheck:
         """
         different = {identity for identity, held in _holders(by_rank).items() if len(held) > 1}
         single = {
-            f"{identity}: {name}": digest_each({"": {name: tensor}})[""]
+            f"{identity}: {name}": _digest_each({"": {name: tensor}})[""]
             for identity in sorted(different & set(tensors))
             for name, tensor in tensors[identity].items()
         }
@@ -208,7 +208,7 @@ def _sharded_over(tensor: torch.Tensor) -> dict[str, tuple[int, int]]:
     }
 
 
-def find_corrupt(by_rank: Sequence[Digests]) -> Suspicion | None:
+def _find_corrupt(by_rank: Sequence[_Digests]) -> Suspicion | None:
     """Return the ranks whose digests differ from those of other ranks with the same data; None if all are equal.
 
     More than half of the ranks with the same data must agree to name the others. Where they do not, the ranks that are
@@ -228,7 +228,7 @@ def find_corrupt(by_rank: Sequence[Digests]) -> Suspicion | None:
     return Suspicion(sorted(corrupt), sorted(undecided)) if corrupt or undecided else None
 
 
-def digest_each(tensors: dict[str, Tensors]) -> Digests:
+def _digest_each(tensors: dict[str, Tensors]) -> _Digests:
     """Return a digest of the bits of each group of tensors; the host waits for the device once per group.
 
     Two digests are equal if the bits are equal. If up to three 64-bit words of a tensor differ, or all of them at
@@ -260,16 +260,16 @@ def _digest(tensors: list[torch.Tensor]) -> torch.Tensor:
     """
     device = tensors[0].device
     rows: list[torch.Tensor] = []
-    columns = torch.zeros(ROW_WORDS, dtype=torch.int64, device=device)
+    columns = torch.zeros(_ROW_WORDS, dtype=torch.int64, device=device)
     small: list[torch.Tensor] = []
     for tensor in tensors:
-        end = tensor.numel() - tensor.numel() % (8 * ROW_WORDS) if tensor.numel() >= _SMALL_BYTES else 0
+        end = tensor.numel() - tensor.numel() % (8 * _ROW_WORDS) if tensor.numel() >= _SMALL_BYTES else 0
         if end < tensor.numel():
             small.append(tensor[end:])
         if end:
             columns = _add_sums(tensor[:end], rows, columns)
     if small:
-        remainder = -sum(each.numel() for each in small) % (8 * ROW_WORDS)
+        remainder = -sum(each.numel() for each in small) % (8 * _ROW_WORDS)
         packed = torch.cat([*small, torch.zeros(remainder, dtype=torch.uint8, device=device)])
         columns = _add_sums(packed, rows, columns)
     return torch.stack([_hash(torch.cat(rows)), _hash(columns)])
@@ -278,7 +278,7 @@ def _digest(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _add_sums(tensor: torch.Tensor, rows: list[torch.Tensor], columns: torch.Tensor) -> torch.Tensor:
     """Append the sums of the rows of a flat uint8 tensor to `rows`; return `columns` with its column sums added."""
     aligned = tensor if tensor.storage_offset() % 8 == 0 else tensor.clone()
-    words = aligned.view(torch.int64).view(-1, ROW_WORDS)
+    words = aligned.view(torch.int64).view(-1, _ROW_WORDS)
     for part in words.split(_ROWS_AT_ONCE) if words.device.type == "cpu" else (words,):
         rows.append(part.sum(1))
         columns = torch.add(part.sum(0), columns, alpha=_MULTIPLIERS[0])  # the factor keeps parts apart
@@ -305,7 +305,7 @@ def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield local
 
 
-def _holders(by_rank: Sequence[Digests]) -> dict[str, dict[tuple[int, ...], list[int]]]:
+def _holders(by_rank: Sequence[_Digests]) -> dict[str, dict[tuple[int, ...], list[int]]]:
     """Return the ranks that hold each digest, by the identity of the data."""
     holders: dict[str, dict[tuple[int, ...], list[int]]] = {}
     for rank, digests in enumerate(by_rank):

@@ -32,9 +32,9 @@ _GRACE_SECONDS = 5.0
 """How long a run that ends with an error waits for the checkpoint that is being written."""
 _COLLECTIVE_SECONDS = 20.0
 """How much longer it waits if the writing thread is in a collective."""
-PINNED_BYTES = 2**30
+_PINNED_BYTES = 2**30
 """Bytes of one allocation of pinned memory: few calls, each of which blocks the GPU's launches only briefly."""
-ALIGNMENT = 512
+_ALIGNMENT = 512
 """Bytes at which a buffer starts in its allocation; as PyTorch's allocator on a GPU."""
 
 
@@ -203,7 +203,7 @@ class CopyBuffers:
         shards = {name: _local(tensor) for name, tensor in tensors.items()}
         missing = {name: shard for name, shard in shards.items() if not self._fits(name, shard)}
         pinned = {name: shard for name, shard in missing.items() if shard.is_cuda}
-        empty = buffers_in_few_allocations(pinned, pin_memory=True) | {
+        empty = _buffers_in_few_allocations(pinned, pin_memory=True) | {
             name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in missing.items() if name not in pinned
         }
         for buffer in empty.values():
@@ -236,14 +236,14 @@ class CopyBuffers:
         return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
 
 
-def buffers_in_few_allocations(shards: Tensors, pin_memory: bool) -> Tensors:
+def _buffers_in_few_allocations(shards: Tensors, pin_memory: bool) -> Tensors:
     """Return buffers like `shards` in host memory, cut from few allocations.
 
     PyTorch rounds every allocation of pinned memory up to a power of two: one for each tensor would take up to twice
     the memory of the tensors.
     """
     buffers: Tensors = {}
-    for allocation, offsets in pinned_allocations({name: shard.nbytes for name, shard in shards.items()}):
+    for allocation, offsets in _pinned_allocations({name: shard.nbytes for name, shard in shards.items()}):
         memory = torch.empty(allocation, dtype=torch.uint8, pin_memory=pin_memory)
         for name, offset in offsets.items():
             shard = shards[name]
@@ -251,16 +251,18 @@ def buffers_in_few_allocations(shards: Tensors, pin_memory: bool) -> Tensors:
     return buffers
 
 
-def pinned_allocations(sizes: Mapping[str, int]) -> list[tuple[int, dict[str, int]]]:
+def _pinned_allocations(sizes: Mapping[str, int]) -> list[tuple[int, dict[str, int]]]:
     """Return allocations of powers of two that hold buffers of `sizes` bytes: each its bytes and its buffers' offsets.
 
-    An allocation has at most `PINNED_BYTES`, unless one buffer is larger. The largest buffers that fit come first.
+    An allocation has at most `_PINNED_BYTES`, unless one buffer is larger. The largest buffers that fit come first.
     """
-    left = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
+    left = {
+        name: -(-size // _ALIGNMENT) * _ALIGNMENT for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+    }
     allocations: list[tuple[int, dict[str, int]]] = []
     while left:
         largest, total = next(iter(left.values())), sum(left.values())
-        allocation = max(min(PINNED_BYTES, _power_of_two(total)), _power_of_two(2 * largest - 1), ALIGNMENT)
+        allocation = max(min(_PINNED_BYTES, _power_of_two(total)), _power_of_two(2 * largest - 1), _ALIGNMENT)
         offsets: dict[str, int] = {}
         end = 0
         for name, size in left.items():

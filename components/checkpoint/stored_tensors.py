@@ -48,7 +48,7 @@ from components.models.weights.weight_sources import saved_tensors
 from components.protocol.errors import ConfigError
 from components.torch_kernels import torch_dtypes
 
-FILE_BYTES = 512 * 1024**2
+_FILE_BYTES = 512 * 1024**2
 """Approximate size of a rank's files. torch assembles a file in host memory and needs twice its size."""
 _SUFFIX = ".safetensors"
 Kind = tuple[str, str, int, int]
@@ -228,11 +228,11 @@ def _slices(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Index:
 
 
 def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:
-    """Map each tensor to the number of its file, starting at 1, so that files have about FILE_BYTES."""
+    """Map each tensor to the number of its file, starting at 1, so that files have about _FILE_BYTES."""
     numbers: dict[str, int] = {}
     total = 0
     for name, size in sizes.items():
-        numbers[name] = 1 + total // FILE_BYTES
+        numbers[name] = 1 + total // _FILE_BYTES
         total += size
     return numbers
 

@@ -36,7 +36,7 @@ _NAME = re.compile(rf"(?:ddp{_DEGREE}|(?:(?:{'|'.join(AXES)}){_DEGREE})(?:_(?:{'
 """Mesh names such as pp2_dp_shard2_tp2_sp, without the optional policy of activation checkpointing at the end."""
 _QUANTIZED_TOGETHER = 64
 """Consecutive inputs of a layer that share a scale under QLoRA (NF4)."""
-SPLIT_INPUTS = {
+_SPLIT_INPUTS = {
     **dict.fromkeys(PLANNED_MLP | {"glm4", "phi3"}, ("self_attn.o_proj", "mlp.down_proj")),
     **dict.fromkeys(("gpt_oss", "mixtral", "olmoe", "qwen3_moe"), ("self_attn.o_proj", "")),
     "gpt2": ("attn.c_proj", "mlp.c_proj"),
@@ -253,13 +253,13 @@ def quantized_inputs_problem(tp: int, layers: Iterable[str]) -> str:
 def quantized_problems(
     peft: PeftConfig | None, parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape
 ) -> list[str]:
-    """Return the problem of QLoRA layers whose inputs tp cannot split, of the families in SPLIT_INPUTS.
+    """Return the problem of QLoRA layers whose inputs tp cannot split, of the families in _SPLIT_INPUTS.
 
     The ranks check all layers of every family before they load weights.
     """
-    if peft is None or not peft.quantizes or mesh.tp == 1 or parallelism.tp_plan or shape.family not in SPLIT_INPUTS:
+    if peft is None or not peft.quantizes or mesh.tp == 1 or parallelism.tp_plan or shape.family not in _SPLIT_INPUTS:
         return []
-    of_attention, of_mlp = SPLIT_INPUTS[shape.family]
+    of_attention, of_mlp = _SPLIT_INPUTS[shape.family]
     sizes = {of_mlp: 4 * (shape.hidden or 0) if shape.family == "gpt2" and shape.mlp is None else shape.mlp}
     if shape.heads is not None:
         layout = attention_layout(shape.heads, shape.kv_heads or shape.heads, mesh.tp)

@@ -95,7 +95,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         if peft is not None:
             problems += _adapter_problems(peft, evaluation)
     if optimizer is not None:
-        problems += [*optimizer_problems(optimizer, model, peft), *decay_problems(optimizer, training)]
+        problems += [*_optimizer_problems(optimizer, model, peft), *decay_problems(optimizer, training)]
     takes_pairs = preference is not None or scores is not None
     problems += _data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
     if preference is not None:
@@ -373,7 +373,7 @@ def harness_problems(tasks: TasksConfig) -> list[str]:
     ]
 
 
-def optimizer_problems(optimizer: OptimizerConfig, model: ModelConfig, peft: PeftConfig | None) -> list[str]:
+def _optimizer_problems(optimizer: OptimizerConfig, model: ModelConfig, peft: PeftConfig | None) -> list[str]:
     """Reject 8-bit moments for float64 weights, and Muon for adapters.
 
     torchao computes updates in float32. The product of two orthogonalized low-rank matrices is not an orthogonalized

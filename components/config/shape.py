@@ -49,7 +49,7 @@ DENSE = PLANNED_MLP | {
     "starcoder2",
 }
 """Model types without experts. The config of any other type may omit the number of experts and mean a default."""
-NOT_ROTARY = frozenset({
+_NOT_ROTARY = frozenset({
     *("bloom", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mamba", "mamba2", "mpt", "openai-gpt"),
     *("opt", "rwkv", "xglm"),
 })  # fmt: skip
@@ -204,7 +204,7 @@ def _shape_of_family(config: dict[str, Any]) -> dict[str, Any]:
     shape: dict[str, Any] = {} if kind is None else {"family": kind}
     if kind in DENSE:
         shape["experts"] = 0
-    if kind in NOT_ROTARY:
+    if kind in _NOT_ROTARY:
         shape["rotary"] = False
     return shape
 

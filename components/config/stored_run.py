@@ -43,7 +43,7 @@ from components.protocol.run_files import (
 )
 from components.protocol.safe_parsing import load_yaml, parse_json, read_regular
 
-METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
+METRICS, _DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", CHECK, NONFINITE}
 """Keys of a step's line that no other metric may have."""
@@ -294,7 +294,7 @@ class MetricsLog:
             messages.append(f"steps {min(repeated)} to {max(repeated)} in {METRICS} are dropped: the run repeats them")
         messages += _missing_end([line.values["step"] for line in kept if "loss" in line.values], step)
         if parsed.damaged:
-            with disk_errors_named(self.path), open_append(self.path.with_name(DAMAGED)) as file:
+            with disk_errors_named(self.path), open_append(self.path.with_name(_DAMAGED)) as file:
                 file.write(b"".join(line + b"\n" for line in parsed.damaged))
         if not self.path.exists():
             return messages
@@ -332,7 +332,7 @@ def _parse(content: bytes) -> _Parsed:
     if parsed.damaged:
         count = len(parsed.damaged)
         lines = "a damaged line" if count == 1 else f"{count} damaged lines"
-        parsed.problems.insert(0, f"{METRICS} holds {lines}: moved to {DAMAGED}")
+        parsed.problems.insert(0, f"{METRICS} holds {lines}: moved to {_DAMAGED}")
     return parsed
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Row = Example | PackedRow | RowPair | PackedPairRow
 Rows = Dataset | PackedDataset | TokenRows | MixtureDataset | PairedRows | PackedPairs
 
-PREFETCHED_STEPS = 8
+_PREFETCHED_STEPS = 8
 """Optimizer steps whose rows are fetched from an object store before they are used."""
 _CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
@@ -319,7 +319,7 @@ class TrainBatches:
         remote = self.dataset if isinstance(self.dataset, ItemSequence) and self.dataset.is_remote else None
         ahead_sample, ahead = sample, steps.start
         for step in steps:
-            while remote is not None and ahead < min(step + PREFETCHED_STEPS, steps.stop):
+            while remote is not None and ahead < min(step + _PREFETCHED_STEPS, steps.stop):
                 remote.prefetch(self._indices(ahead_sample, ahead))
                 ahead_sample, ahead = ahead_sample + self._plan.size_of(ahead), ahead + 1
             yield self._from(sample, step)

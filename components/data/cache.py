@@ -62,7 +62,7 @@ _ENTRY, _TEMPORARY = (
 )
 _KNOWN = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
 _TEMPORARY_SECONDS = 24 * 3600  # a temporary file this old was left by a process that died
-WORTH_BYTES = 1_000_000
+_WORTH_BYTES = 1_000_000
 """Size of the smallest source that is cached; a smaller one is tokenized in about a second at every start."""
 _KEPT_SECONDS = 30 * 24 * 3600
 """Age since the last use at which entries are removed, when a new one is written."""
@@ -77,7 +77,7 @@ _NOT_IN_KEY = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_
 """Config keys without an effect on the tokens, or with their effect already in the key (a path's content)."""
 
 
-SomeRecord = TypeVar("SomeRecord", Conversation, Document, LabeledText, Record)
+_SomeRecord = TypeVar("_SomeRecord", Conversation, Document, LabeledText, Record)
 
 
 class TokenizedSplit(NamedTuple):
@@ -183,7 +183,7 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
         logger.warning("data.cache=%s: %s; the tokenized samples are not kept", cfg.cache, error)
         return _tokenize(encoder)
     content, size = _identity(split, folder)
-    if size < WORTH_BYTES:
+    if size < _WORTH_BYTES:
         return _tokenize(encoder)
     key = _key([content, tokenizer_hash, split.is_eval, held_out_by_hash(cfg), limit, encoder.seq_len], cfg)
     entry = folder / f"{key}.safetensors"
@@ -202,7 +202,7 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
 def _identity(split: SourceSplit, folder: Path) -> tuple[str, int]:
     """Return `split.identity()`, kept in `folder` as long as the source's files do not change."""
     try:
-        if not split.files or sum(file.stat().st_size for file in split.files) < WORTH_BYTES:
+        if not split.files or sum(file.stat().st_size for file in split.files) < _WORTH_BYTES:
             return split.identity()
         name = xxhash.xxh3_128("\n".join(map(str, split.files)).encode()).hexdigest()
         content, size = KnownNumbers(folder / f"{name}{SUFFIX}", split.files).get("identity", split.identity)
@@ -300,9 +300,9 @@ def _encode_batches(encoder: _Encoder) -> Iterator[Iterable[Example]]:
             advance(len(batch))
 
 
-def batches_of(records: Iterable[SomeRecord]) -> Iterator[list[SomeRecord]]:
+def batches_of(records: Iterable[_SomeRecord]) -> Iterator[list[_SomeRecord]]:
     """Yield conversations or documents in batches of bounded count and size."""
-    batch, size = list[SomeRecord](), 0
+    batch, size = list[_SomeRecord](), 0
     for record in records:
         batch.append(record)
         size += characters_of(record)

@@ -22,7 +22,7 @@ from components.storage.tensor_files import KnownNumbers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Item = TypeVar("Item", covariant=True)
+_Item = TypeVar("_Item", covariant=True)
 
 _WARNED_SHARE = 0.1
 """Share of dropped rows from which on the banner has a warning."""
@@ -142,7 +142,7 @@ class _Fate(IntEnum):
     """It could not be tokenized."""
 
 
-class ItemSequence(Sequence[Item]):
+class ItemSequence(Sequence[_Item]):
     """Base of datasets: subclasses define `__len__`, and `item` for an index in range."""
 
     item_name: ClassVar[str] = "row"
@@ -157,14 +157,14 @@ class ItemSequence(Sequence[Item]):
         """Begin to fetch items that are used soon, in this order; does nothing for items on disk."""
 
     @abstractmethod
-    def item(self, index: int) -> Item:
+    def item(self, index: int) -> _Item:
         """Return the item at `index`, which is at least 0 and below the length."""
 
     @overload
-    def __getitem__(self, index: int) -> Item: ...
+    def __getitem__(self, index: int) -> _Item: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+    def __getitem__(self, index: slice) -> list[_Item]: ...
+    def __getitem__(self, index: int | slice) -> _Item | list[_Item]:
         if isinstance(index, slice):
             return [self.item(i) for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):

@@ -174,7 +174,7 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
     def __init__(self, parts: Mapping[str, Part], weights: Mapping[str, float] | None = None) -> None:
         """Concatenate `parts` (datasets by name); `weights` by name, or None for held-out rows."""
         self.parts = dict(sorted(parts.items()))
-        self._weights = None if weights is None else integer_weights([weights[name] for name in self.parts])
+        self._weights = None if weights is None else _integer_weights([weights[name] for name in self.parts])
         self._ends = list(accumulate(map(len, self.parts.values())))
         self.pad_token_id = next(iter(self.parts.values())).pad_token_id
         """Input id at padded positions."""
@@ -248,7 +248,7 @@ def sources_of(dataset: Part | MixtureDataset) -> dict[str, Part]:
     return dataset.parts if isinstance(dataset, MixtureDataset) else {}
 
 
-def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
+def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the smallest integers in the ratio of `weights`, which are taken as exact decimals (0.1 is 1/10)."""
     exact = [Fraction(str(weight)) for weight in weights]
     scaled = [int(each * lcm(*(other.denominator for other in exact))) for each in exact]

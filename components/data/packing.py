@@ -252,9 +252,9 @@ def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> _RowPlan:
     lengths = np.asarray(lengths, dtype=np.int64)
     by_length = np.argsort(lengths.astype(np.uint16) if size < 2**16 else lengths, kind="stable")
     counts = np.bincount(lengths, minlength=size + 1)
-    patterns = best_fit(counts, size)
+    patterns = _best_fit(counts, size)
     if _rows(patterns) * size > 1.001 * lengths.sum() + size:
-        patterns = min(patterns, minimum_slack(counts, size), key=_rows)
+        patterns = min(patterns, _minimum_slack(counts, size), key=_rows)
     next_index = np.cumsum(counts) - counts  # index in `by_length` of the next unused document of each length
     indices, starts = [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
     filled = 0
@@ -273,7 +273,7 @@ def _rows(patterns: list[Pattern]) -> int:
     return sum(rows for _, rows in patterns)
 
 
-def best_fit(counts: np.ndarray, size: int) -> list[Pattern]:
+def _best_fit(counts: np.ndarray, size: int) -> list[Pattern]:
     """Put each document, longest first, into the fullest row that still has room for it.
 
     Args:
@@ -308,7 +308,7 @@ def best_fit(counts: np.ndarray, size: int) -> list[Pattern]:
     return [each for group in rows_with for each in group]
 
 
-def minimum_slack(counts: np.ndarray, size: int) -> list[Pattern]:
+def _minimum_slack(counts: np.ndarray, size: int) -> list[Pattern]:
     """Fill rows one pattern at a time: the longest document, a representative mixture, an exact completion.
 
     The mixture follows the distribution of the remaining lengths, so that the last rows can still be completed. The

@@ -68,7 +68,7 @@ from components.protocol.errors import ConfigError
 
 _KNOWN_STYLES = (ColwiseParallel, RowwiseParallel, KVHeadSlice, ReplicatedParameters, PerHead, PerHeadNorms)
 """Styles that take a DTensor input: in a block made of these, the gradient of the input is a partial sum over tp."""
-NAMES = ("weight", "bias", "lora_A", "lora_B", "lora_magnitude_vector")
+_NAMES = ("weight", "bias", "lora_A", "lora_B", "lora_magnitude_vector")
 """Parameters of an adapted layer, in the argument order of `compute`."""
 _MLA = "mla_kv_a_proj"
 """transformers' style of a replicated projection, which changes the gradient of its output only."""
@@ -101,7 +101,7 @@ def apply_tensor_parallel(
         check_covered(model, plan, tp_mesh.size())
     ties = _tied_names(model)
     styles = {name: style for path, style in plan.items() for name, _ in matching(model, path)}
-    check_adapters(model, styles, tp_mesh.size())
+    _check_adapters(model, styles, tp_mesh.size())
     layers = anatomy.decoder_layers(model)
     config = config_of(model)
     if sequence_parallel and not layers:
@@ -262,7 +262,7 @@ def _name(style: ParallelStyle) -> str:
     return getattr(style, "name", type(style).__name__)
 
 
-def check_adapters(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
+def _check_adapters(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
     """Raise ConfigError listing all layers that their styles, by module name, cannot shard because of their adapters.
 
     Layers that differ in their number only are listed once.
@@ -361,7 +361,7 @@ class _AdaptedKVHeadSlice(KVHeadSlice):
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden) -> (batch, seq, head_dim)
             hidden = as_replicated(hidden, device_mesh).to_local(grad_placements=[Partial()])
-            parameters = zip(NAMES, _local(module, partial=NAMES), strict=True)
+            parameters = zip(_NAMES, _local(module, partial=_NAMES), strict=True)
             of_head = [
                 each if each is None or name == "lora_A" else each.chunk(self.kv_heads)[head]
                 for name, each in parameters
@@ -408,7 +408,7 @@ def _entered(hidden: torch.Tensor, mesh: DeviceMesh, layouts: Sequence[Placement
 def _compute(
     module: Any, hidden: torch.Tensor, parameters: list[torch.Tensor | None], inputs: _InputShard | None = None
 ) -> torch.Tensor:
-    """Apply a layer to this rank's shards of its input and of its parameters, in the order of NAMES."""
+    """Apply a layer to this rank's shards of its input and of its parameters, in the order of _NAMES."""
     weight, bias, *adapter = parameters
     if is_transposed(module):
         weight = weight.T  # type: ignore[union-attr]
@@ -418,9 +418,9 @@ def _compute(
 
 
 def _local(module: Any, partial: tuple[str, ...]) -> list[torch.Tensor | None]:
-    """Return the local tensors of NAMES; gradients of those in `partial` are partial sums over the ranks."""
+    """Return the local tensors of _NAMES; gradients of those in `partial` are partial sums over the ranks."""
     local: list[torch.Tensor | None] = []
-    for name in NAMES:
+    for name in _NAMES:
         parameter = module._parameters.get(name)
         if isinstance(parameter, DTensor):
             parameter = parameter.to_local(grad_placements=[Partial()] if name in partial else None)

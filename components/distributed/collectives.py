@@ -25,13 +25,13 @@ import torch.distributed as dist
 from components.distributed.process.groups import is_distributed, require_member
 from components.torch_kernels import torch_dtypes
 
-Scalar = bool | int | float
+_Scalar = bool | int | float
 _WIDTH = 16
 _DIMS_AT = 4
 _SCALARS: tuple[type, ...] = (bool, int, float)
 _TENSOR = len(_SCALARS)
 _T = TypeVar("_T")
-Value = TypeVar("Value", bound=Scalar | torch.Tensor)
+Value = TypeVar("Value", bound=_Scalar | torch.Tensor)
 
 
 def synchronize_value(
@@ -91,7 +91,7 @@ def all_reduce_value(
     if len(numbers) == len(headers):
         return cast(Value, _reduce_scalars(numbers, op))
     if len({(header.dtype, header.shape) for header in headers}) > 1:
-        raise mismatch("all_reduce_value", "all ranks must pass numbers, or tensors of one dtype and shape", headers)
+        raise _mismatch("all_reduce_value", "all ranks must pass numbers, or tensors of one dtype and shape", headers)
     reduced = _contiguous_copy(value, device)
     if reduced.dtype is torch.bool and op == dist.ReduceOp.SUM:
         reduced = reduced.to(torch.int64)
@@ -173,7 +173,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
         tensor = tensor.detach()
     headers = _exchange_headers(tensor, tensor.device, group)
     if len({(header.dtype, header.requires_grad) for header in headers}) > 1:
-        raise mismatch("all_gather", "all ranks must pass the same dtype, and all or none must require grad", headers)
+        raise _mismatch("all_gather", "all ranks must pass the same dtype, and all or none must require grad", headers)
     sizes = [math.prod(header.shape) for header in headers]
     longest = max(sizes)
     if longest == 0:
@@ -226,7 +226,7 @@ def _contiguous_copy(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _exchange_headers(
-    value: Scalar | torch.Tensor, device: torch.device, group: dist.ProcessGroup | None
+    value: _Scalar | torch.Tensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[Header]:
     require_member(group)
     mine = _encode(value, device)
@@ -235,7 +235,7 @@ def _exchange_headers(
     return [decode(message) for message in torch.stack(messages).tolist()]
 
 
-def _reduce_scalars(values: list[Scalar], op: Any) -> Scalar:
+def _reduce_scalars(values: list[_Scalar], op: Any) -> _Scalar:
     if op == dist.ReduceOp.SUM:
         return functools.reduce(operator.add, values, 0)
     if op == dist.ReduceOp.AVG:
@@ -264,7 +264,7 @@ class MismatchError(ValueError):
 class Header:
     """Dtype and shape of a tensor, or a number with its type."""
 
-    scalar: Scalar | None = None
+    scalar: _Scalar | None = None
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     requires_grad: bool = False
@@ -276,7 +276,7 @@ class Header:
         return f"a {name} tensor of shape {list(self.shape)}" + (" with gradient" if self.requires_grad else "")
 
 
-def _encode(value: Scalar | torch.Tensor, device: torch.device) -> torch.Tensor:
+def _encode(value: _Scalar | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the header of `value` as an int64 vector on `device`.
 
     Raises:
@@ -310,7 +310,7 @@ def decode(fields: list[int]) -> Header:
     return Header(scalar=kind(bits))
 
 
-def mismatch(call: str, rule: str, headers: list[Header]) -> MismatchError:
+def _mismatch(call: str, rule: str, headers: list[Header]) -> MismatchError:
     """Return the error for a call whose headers, in rank order, break `rule`."""
     passed = "; ".join(f"rank {rank}: {header}" for rank, header in enumerate(headers))
     return MismatchError(f"{call}: {rule}, but {passed} (ranks of the group)")

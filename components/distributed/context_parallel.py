@@ -29,7 +29,7 @@ from components.models.anatomy import Anatomy
 from components.protocol.errors import ConfigError
 from components.torch_kernels import cast_by_autocast, has_grouped_queries, row_ends, supports_varlen
 
-Attend = Callable[..., tuple[torch.Tensor, Any]]
+_Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers attention function: (module, query, key, value, mask, **options) -> (output, weights)."""
 
 
@@ -88,7 +88,7 @@ def use_context_parallel(
     chosen, reason = _choose_attention(method, mesh.size(), heads)
     is_ulysses = chosen == ContextAttention.ulysses
     attention = _UlyssesAttention(mesh, implementation) if is_ulysses else GatheredAttention(mesh, implementation)
-    attend: Attend = attention
+    attend: _Attend = attention
     if not is_ulysses or implementation == CAUSAL_EAGER:
         # Not compiled: inside a compiled, tp-sharded layer, recomputation fails in torch ("expected all
         # tensors_saved_with_vc_check to be Tensors") because the DTensors' mesh is saved like a tensor. Eager attention
@@ -139,7 +139,7 @@ class _Attention:
         from transformers import AttentionInterface  # the compiler of torch 2.11 cannot trace this import
 
         self.mesh = mesh
-        self.local: Attend = AttentionInterface()[implementation]
+        self.local: _Attend = AttentionInterface()[implementation]
         """Mask-free attention function that runs within one rank."""
         self.is_eager = implementation == CAUSAL_EAGER
 

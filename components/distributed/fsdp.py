@@ -94,7 +94,7 @@ def shard_with_fsdp2(
         _shard(list(ends.head), mesh, inner, offload_policy, reshard=False)
     _shard(model, mesh, mp_policy, offload_policy, reshard=False)
     _gather_early(model, ends)
-    for unit in fsdp_units(model):
+    for unit in _fsdp_units(model):
         if not reshard_after_forward:
             unit.set_reshard_after_forward(False, recurse=False)
         # Sum instead of FSDP2's default average. Forcing ReduceOp.SUM avoids PREMUL_SUM, which gloo does not support.
@@ -110,7 +110,7 @@ def keep_uncast(model: nn.Module, parameters: Sequence[tuple[nn.Module, str]]) -
     Args:
         parameters: Modules and names of their own parameters, of which the model need not have all.
     """
-    for unit in fsdp_units(model) if parameters else ():
+    for unit in _fsdp_units(model) if parameters else ():
         if "_fsdp_param_groups" not in vars(unit._get_fsdp_state()):  # an older torch, whose units have one group
             if len({each.dtype for each in model.parameters() if each.requires_grad}) > 1:
                 raise ConfigError(
@@ -192,7 +192,7 @@ def _gather_early(model: Any, ends: Ends) -> None:
     model.set_modules_to_forward_prefetch(first)
 
 
-def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+def _fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Return all FSDP2 units of a model, the root first; of a unit of several modules, the first one."""
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return list({id(module._get_fsdp_state()): module for module in reversed(modules)}.values())[::-1]
@@ -204,7 +204,7 @@ def reshard(model: nn.Module, kept: nn.Module | None = None) -> None:
     Args:
         kept: Module whose unit stays as it is, if it is in the model: a unit itself, or else part of the root's.
     """
-    units = fsdp_units(model)
+    units = _fsdp_units(model)
     states = [unit._get_fsdp_state() for unit in units]
     keeps = None
     if units and kept is not None and any(each is kept for each in model.modules()):
@@ -221,7 +221,7 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
     Every rank holds the full model in memory. Resharding after the forward is disabled, so that forwards within the
     context run no all-gather, and restored at the end.
     """
-    units = fsdp_units(model)
+    units = _fsdp_units(model)
     previous = [_reshards_after_forward(unit) for unit in units]
     try:
         for unit in units:
@@ -240,7 +240,7 @@ def unsharded_bytes(model: nn.Module) -> int:
     Under tp these are the rank's shards over tp. With mixed precision they are in the compute dtype.
     """
     total = 0
-    for unit in fsdp_units(model):
+    for unit in _fsdp_units(model):
         for group in param_groups(unit):
             compute = group.mp_policy.param_dtype
             for each in group.fsdp_params:  # torch has no public access to the size over the FSDP axis alone

@@ -29,7 +29,7 @@ from components.distributed.pipeline_stages import Stage, Stages
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-LossOfLogits = Callable[[torch.Tensor, Batch], torch.Tensor]
+_LossOfLogits = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(logits (batch, seq, vocabulary), micro-batch) -> loss sum of the micro-batch."""
 
 
@@ -64,7 +64,7 @@ class Pipeline:
     def forward_backward(
         self,
         batches: list[Batch],
-        loss_of_logits: LossOfLogits | None,
+        loss_of_logits: _LossOfLogits | None,
         head_keywords: dict[str, Any],
         units: torch.Tensor,
     ) -> torch.Tensor:

@@ -57,7 +57,7 @@ _GRACE = 2.0
 """Seconds from the first failure to SIGTERM, in which the other ranks can fail by themselves and report it."""
 _REFUSED_GRACE = 1.0
 """Seconds from a config error to SIGKILL, without SIGTERM: there is nothing to save."""
-STACKS_AFTER, STACKS_WITHIN = 1.0, 1.5
+_STACKS_AFTER, _STACKS_WITHIN = 1.0, 1.5
 """Seconds from the report of a hang to the first request for stacks, and from each request to the next signal."""
 _KILL_AFTER = 5.0
 """Seconds from SIGTERM, on which ranks save and stop, to SIGKILL."""
@@ -224,10 +224,10 @@ class RankProcesses:
             self._set_plan((_REFUSED_GRACE, signal.SIGKILL))
         elif any(report.kind == Kind.hung for report in reports):
             self._set_plan(
-                (STACKS_AFTER, DUMP_STACKS),
+                (_STACKS_AFTER, DUMP_STACKS),
                 (0.0, signal.SIGCONT),  # a stopped rank must continue in order to write its stacks
-                (STACKS_WITHIN, DUMP_STACKS_WITHOUT_GIL),
-                (STACKS_WITHIN, signal.SIGKILL),
+                (_STACKS_WITHIN, DUMP_STACKS_WITHOUT_GIL),
+                (_STACKS_WITHIN, signal.SIGKILL),
             )
         else:
             self._set_plan((_GRACE, signal.SIGTERM), (_KILL_AFTER, signal.SIGKILL))

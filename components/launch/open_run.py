@@ -46,7 +46,7 @@ from components.protocol.run_files import MESH_PICTURE, log_file
 from components.storage.object_store import package_problems
 from components.terminal import keep_running, print_text
 
-AGENT = "TORCHELASTIC_RUN_ID"
+_AGENT = "TORCHELASTIC_RUN_ID"
 """Variable that torchrun's agent, the parent process of its ranks, sets for them."""
 
 
@@ -205,7 +205,7 @@ def run_attached(recipe: Recipe) -> int:
     If rank 0 rejects the config or only prints it (`--cfg job`), every rank exits with rank 0's status.
     """
     keep_running()
-    if AGENT in os.environ:
+    if _AGENT in os.environ:
         die_with(os.getppid())  # a killed agent would leave its ranks running
         # die_with misses an agent that ended earlier; this rank would then hold the run directory and wait forever.
         if _agent_is_gone():

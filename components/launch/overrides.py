@@ -79,7 +79,7 @@ def _with_best_mesh(recipe: Recipe, rewritten: Rewritten, world_size: int | None
     return Rewritten([*overrides, *chosen], rewritten.sections)
 
 
-def plan_run(cfg: TrainConfig, overrides: Sequence[str], world: int, count: int) -> list[Plan]:
+def _plan_run(cfg: TrainConfig, overrides: Sequence[str], world: int, count: int) -> list[Plan]:
     """Return the fastest plans for a run that fit its device and pass all checks.
 
     Args:
@@ -128,7 +128,7 @@ def requested_plans(arguments: Sequence[str]) -> int | None:
 
 def sweep_values(cfg: RecipeConfig, overrides: Sequence[str], world: int, best: int) -> list[tuple[str, list[str]]]:
     """Return the names and the overrides of the best meshes on `world` ranks for one point of a sweep."""
-    plans = plan_run(_trains(cfg), overrides, world, best)
+    plans = _plan_run(_trains(cfg), overrides, world, best)
     return [(_name(plan.candidate, world), plan.candidate.overrides(cfg.parallelism)) for plan in plans]
 
 
@@ -138,7 +138,7 @@ def _auto_overrides(cfg: RecipeConfig, overrides: Sequence[str], world_size: int
     if (stored := _stored_candidate(cfg, world)) is not None:
         print_text(f"{_AUTO}: keeps {_name(stored, world)}, as {cfg.run.dir} began with", file=sys.stderr)
         return stored.overrides(cfg.parallelism)
-    best = plan_run(train, overrides, world, 1)[0]
+    best = _plan_run(train, overrides, world, 1)[0]
     text = (
         f"{_AUTO}: {_name(best.candidate, world)}, micro-batches {best.workload.micro_batches_text}, for "
         f"{best.workload.tokens_text} on {world:,} x {device_of(train).name}; estimated {bytes_text(best.memory.peak)} "

@@ -66,7 +66,7 @@ _FLIGHT_RECORDER = "flight_recorder_rank_"
 _PR_SET_PDEATHSIG = 1
 
 
-def record_collectives(logs: Path) -> None:
+def _record_collectives(logs: Path) -> None:
     """Enable torch's flight recorder, with NCCL dumps of recent collectives to the attempt's logs on a timeout.
 
     Call before torch is imported, which reads these variables once. Variables set by the user take precedence.
@@ -118,7 +118,7 @@ def run_worker(recipe: Recipe) -> int:
     keep_running(None if by_launcher and rank == 0 else "utf-8")  # the output of other ranks is a log
     if not by_launcher:
         os.environ[STORE_FILE] = str(logs / "store.json")
-    record_collectives(logs)
+    _record_collectives(logs)
     _dump_stacks_on_request()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -157,7 +157,7 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     a debugger and the traceback.
     """
     os.environ |= {RUN_DIR: str(directory.path), ATTEMPT: str(directory.attempt)}
-    record_collectives(directory.logs)
+    _record_collectives(directory.logs)
     rank = current_rank(os.environ)
     try:
         set_deterministic_variables(cfg.run, os.environ)

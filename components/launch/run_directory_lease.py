@@ -28,9 +28,9 @@ from components.protocol.run_files import LEASE, keep_only_file, numbers_in, own
 from components.protocol.safe_parsing import parse_json, read_regular
 from components.terminal import print_text
 
-BEAT = 5.0
+_BEAT = 5.0
 """Heartbeat interval of a holder, in seconds."""
-SILENCE = 60.0
+_SILENCE = 60.0
 """Seconds without a heartbeat after which a holder counts as gone; longer than plausible pauses of a live process."""
 _POLL = 0.5
 """Polling interval for another holder's lease, in seconds."""
@@ -111,7 +111,7 @@ class _Lease:
                 self._write(replace(self._holder, released=True))
 
     def _beat(self) -> None:
-        while not self._end.wait(BEAT):
+        while not self._end.wait(_BEAT):
             with suppress(OSError):  # full or unresponsive disk: the next beat retries
                 newest = _newest(self._file.parent)
                 if newest is not None and newest != int(self._file.name):
@@ -184,7 +184,7 @@ def is_held(run_dir: Path) -> bool:
         return False
     if holder.machine and holder.machine == _machine():
         return _started(holder.pid) == holder.started
-    return silent < SILENCE
+    return silent < _SILENCE
 
 
 def _await_end(file: Path, me: Holder) -> None:
@@ -202,13 +202,13 @@ def _await_end(file: Path, me: Holder) -> None:
                 "another run.dir"
             )
         silent = time.monotonic() - began
-        if silent > SILENCE:
+        if silent > _SILENCE:
             return
-        if not reported and silent > 2 * BEAT:
+        if not reported and silent > 2 * _BEAT:
             reported = True
             print_text(
                 f"run.dir={file.parent.parent}: its last run, {holder or 'of an unknown process'}, did not release it "
-                f"and sends no heartbeats; taking over after {SILENCE:g} s",
+                f"and sends no heartbeats; taking over after {_SILENCE:g} s",
                 file=sys.stderr,
                 flush=True,
             )

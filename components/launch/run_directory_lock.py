@@ -62,7 +62,7 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
 
     Raises ConfigError if it contains another run, is in use, or cannot be written; it then writes no run files.
     """
-    check_source(cfg)
+    _check_source(cfg)
     path = _requested_path(cfg, recipe)
     with reported_by_path(path):
         path, created = (path, make(path)) if cfg.run.dir is not None else make_new(path)
@@ -91,7 +91,7 @@ def check_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
     """
     resume = cfg.run.resume
     if not (cfg.cluster.only_renders and os.path.isabs(resume) and not os.path.exists(resume)):
-        check_source(cfg)
+        _check_source(cfg)
     path = _requested_path(cfg, recipe)
     shown = path if cfg.run.dir is not None else path / "TIME-HEX"
     if cfg.cluster.only_renders and not shown.exists():
@@ -265,7 +265,7 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
         raise ConfigError(
             f"run.dir={path}: its {CONFIG} does not fit this recipe ({quoted}{more}); choose another run.dir"
         ) from error
-    check_second_start(path, cfg)
+    _check_second_start(path, cfg)
     check_changes(stored.text, cfg, f"run.dir={path}")
 
 
@@ -326,7 +326,7 @@ def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=asdict))  # the types that YAML loads, such as lists for tuples
 
 
-def check_source(cfg: RecipeConfig) -> None:
+def _check_source(cfg: RecipeConfig) -> None:
     """Compare `cfg` with the config stored in the checkpoint that it names, if any. Raises ConfigError."""
     evaluation, peft = section(cfg, EvaluationConfig), section(cfg, PeftConfig)
     if evaluation is not None and evaluation.checkpoint is not None and peft is not None:
@@ -342,7 +342,7 @@ def check_source(cfg: RecipeConfig) -> None:
         check_changes(before, cfg, f"run.resume={cfg.run.resume}")
 
 
-def check_second_start(path: Path, cfg: RecipeConfig) -> None:
+def _check_second_start(path: Path, cfg: RecipeConfig) -> None:
     """Reject a changed command that would continue an earlier start from the checkpoint in run.resume, and ignore it.
 
     Checkpoints that this run directory saved since it started from run.resume take precedence over it, for requeues and

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' layer types with causal attention: to all earlier tokens, or to those within a window."""
-LAYER_COUNTS = {
+_LAYER_COUNTS = {
     "blenderbot": "decoder_layers",  # num_hidden_layers counts encoder layers
     "blenderbot-small": "decoder_layers",
     "longcat_flash": "num_layers",  # num_hidden_layers counts attention blocks, two per layer
@@ -281,7 +281,7 @@ def drops_hidden_states(layer: nn.Module) -> bool:
     )
 
 
-def passes_window(module: nn.Module) -> bool:
+def _passes_window(module: nn.Module) -> bool:
     """Return whether a module's forward passes its window to the attention function as keyword `sliding_window`.
 
     A model that applies the window in its mask only would attend to all earlier tokens without that mask, and
@@ -359,7 +359,7 @@ def _layer_names(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[str,
     Lists outside the decoder are skipped, because an image encoder may have as many layers. If no list has this length,
     the longest one is used.
     """
-    count = _value(config, LAYER_COUNTS.get(config.model_type, "num_hidden_layers"))
+    count = _value(config, _LAYER_COUNTS.get(config.model_type, "num_hidden_layers"))
     decoder: Any = model.get_decoder()
     inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
@@ -465,7 +465,7 @@ def _needs_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[st
         return "uses bidirectional attention"
     if not model._can_set_attn_implementation():
         return "computes attention in its own code, outside transformers' attention interface"
-    if _window(config) and not any(map(passes_window, model.modules())):
+    if _window(config) and not any(map(_passes_window, model.modules())):
         return "applies its sliding window in a mask and does not pass the window to its attention"
     return ""
 

@@ -51,7 +51,7 @@ _NO_KERNEL = ("No available kernel", "No viable backend")
 """Beginnings of torch's errors when none of the enabled kernels supports the inputs."""
 _BACKENDS = {"flash_attention": SDPBackend.FLASH_ATTENTION, "cudnn_attention": SDPBackend.CUDNN_ATTENTION}
 """Fused kernels of scaled_dot_product_attention that need no mask, by the name that the banner reports."""
-FA3 = "FlashAttention 3"
+_FA3 = "FlashAttention 3"
 """torch dispatches its flash and varlen operators to this package instead of its own kernels."""
 _FA3_MODULE = "flash_attn_interface"
 _FASTER = 1.05
@@ -364,14 +364,14 @@ def measure_kernels(call: _AttentionCall, default: str) -> dict[str, float | str
             with sdpa_kernel(backend):
                 rates[name] = _rate(call)
     if find_spec(_FA3_MODULE) is None:
-        rates[FA3] = f"{_FA3_MODULE} is not installed"
+        rates[_FA3] = f"{_FA3_MODULE} is not installed"
     elif torch.cuda.get_device_capability() != (9, 0):
-        rates[FA3] = "it needs a Hopper GPU"
+        rates[_FA3] = "it needs a Hopper GPU"
     else:
         torch.nn.attention.activate_flash_attention_impl("FA3")
         try:
             with nullcontext() if call.is_varlen else sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                rates[FA3] = _rate(call)
+                rates[_FA3] = _rate(call)
         finally:
             torch.nn.attention.restore_flash_attention_impl()
     return rates
@@ -392,14 +392,14 @@ def choose_kernel(rates: dict[str, float | str], default: str) -> tuple[str, str
 
 def is_usable(name: str) -> bool:
     """Return whether `use_kernel` accepts a kernel here; one that a checkpoint names may need a missing package."""
-    return name in _BACKENDS or (name == FA3 and find_spec(_FA3_MODULE) is not None)
+    return name in _BACKENDS or (name == _FA3 and find_spec(_FA3_MODULE) is not None)
 
 
 def use_kernel(name: str) -> None:
     """Compute mask-free attention by a kernel of `measure_kernels` from now on, wherever it supports the inputs."""
-    if name == FA3:
+    if name == _FA3:
         torch.nn.attention.activate_flash_attention_impl("FA3")
-    backend = _BACKENDS["flash_attention" if name == FA3 else name]
+    backend = _BACKENDS["flash_attention" if name == _FA3 else name]
     AttentionInterface.register(CAUSAL_SDPA, partial(causal_sdpa, prefer=backend))
 
 

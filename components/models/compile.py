@@ -132,7 +132,7 @@ def remove_truncated_libraries() -> list[Path]:
     return removed
 
 
-def is_truncated(path: Path) -> bool:
+def _is_truncated(path: Path) -> bool:
     """Return whether a file is shorter than its ELF header states; compilers write the section table last."""
     with path.open("rb") as file:
         header = file.read(64)
@@ -160,10 +160,10 @@ def _remove_truncated(path: Path, locks: Path) -> bool:
     from filelock import FileLock, Timeout
 
     try:
-        if not is_truncated(path) or time.time() - path.stat().st_mtime < _WRITING_SECONDS:
+        if not _is_truncated(path) or time.time() - path.stat().st_mtime < _WRITING_SECONDS:
             return False
         with FileLock(locks / f"{path.name.partition('.')[0]}.lock", timeout=0):
-            if not is_truncated(path):  # its writer finished in the meantime
+            if not _is_truncated(path):  # its writer finished in the meantime
                 return False
             path.unlink()
             return True

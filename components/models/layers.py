@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _NORM = re.compile("Norm(?!al)")
 """Matches the class name of a norm; not that of a NormalizedLinear."""
-SAVED_OPERATORS = (
+_SAVED_OPERATORS = (
     "aten::mm",
     "aten::addmm",
     "aten::_grouped_mm",
@@ -180,7 +180,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the forward and recompute contexts for a `checkpoint` that saves the outputs of `SAVED_OPERATORS`.
+    """Return the forward and recompute contexts for a `checkpoint` that saves the outputs of `_SAVED_OPERATORS`.
 
     torch's `create_selective_checkpoint_contexts` is not used, for two reasons. It saves aliases, whose version
     counters are not always shared with the original (a linear layer returns an `_unsafe_view` of its matmul), so a
@@ -209,8 +209,8 @@ def _is_saved(operator: Any, args: Any, kwargs: Any) -> bool:
     """
     schema = _schema(operator)
     if schema is None:
-        return f"higher_order::{operator.name()}" in SAVED_OPERATORS
-    if schema.name not in SAVED_OPERATORS or schema.is_mutable:
+        return f"higher_order::{operator.name()}" in _SAVED_OPERATORS
+    if schema.name not in _SAVED_OPERATORS or schema.is_mutable:
         return False
     return not next((value for name, value in _arguments(schema, args, kwargs) if name == "dropout_p"), 0.0)
 
@@ -319,7 +319,7 @@ class _OutputsMode(TorchDispatchMode):
 
 
 class _SaveOutputs(_OutputsMode):
-    """Dispatch mode of the forward: saves outputs of `SAVED_OPERATORS`, and copies one before it is modified."""
+    """Dispatch mode of the forward: saves outputs of `_SAVED_OPERATORS`, and copies one before it is modified."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

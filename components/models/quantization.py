@@ -7,7 +7,7 @@ dynamic: scales are computed from the operands of each GEMM. Parameters keep the
 Quantization-aware training (QAT), by torchao: the forward rounds weights, and under int8_int4 activations, to the
 values that they have after quantization; the backward passes gradients through the rounding. Parameters keep their
 names too, so checkpoints and exports hold ordinary weights, which torchao quantizes with the same config
-(`quantized_config`).
+(`_quantized_config`).
 
 NF4 (QLoRA: Dettmers et al. 2023, arXiv:2305.14314): frozen matrices in 4-bit NormalFloat, and matmuls with them. Each
 row is divided into blocks of 64 values. A block is 34 bytes: the scale (its largest magnitude, float16), then 64 4-bit
@@ -55,7 +55,7 @@ BLOCK = 64
 """Consecutive values of a row that share a scale."""
 _SCALE_BYTES = 2
 BLOCK_BYTES = _SCALE_BYTES + BLOCK // 2
-PACKED_AT_ONCE = 2**20
+_PACKED_AT_ONCE = 2**20
 """Approximate number of values that are packed at a time, because temporaries are many times larger than the result."""
 
 
@@ -160,12 +160,12 @@ def use_qat(model: PreTrainedModel, cfg: ModelConfig) -> None:
                 f"model.qat_group_size={cfg.qat_group_size}: does not divide the {module.in_features} inputs of "
                 f"{name}; set it to a divisor, such as 32"
             )
-    prepare = QATConfig(quantized_config(cfg), step="prepare")
+    prepare = QATConfig(_quantized_config(cfg), step="prepare")
     chosen = set(linear.values())
     quantize_(model, prepare, filter_fn=lambda module, _: module in chosen)
 
 
-def quantized_config(cfg: ModelConfig) -> Any:
+def _quantized_config(cfg: ModelConfig) -> Any:
     """Return torchao's config that quantizes the weights trained with `cfg`."""
     from torchao.quantization import Int4WeightOnlyConfig, Int8DynamicActivationIntxWeightConfig, PerGroup
 
@@ -189,7 +189,7 @@ def pack(matrix: torch.Tensor) -> torch.Tensor:
     """Quantize (rows, columns) to the nearest levels; return uint8 of `packed_shape` on the same device."""
     rows, columns = matrix.shape
     packed = torch.empty(packed_shape(rows, columns), dtype=torch.uint8, device=matrix.device)
-    chunk = max(1, PACKED_AT_ONCE // max(1, columns))
+    chunk = max(1, _PACKED_AT_ONCE // max(1, columns))
     for start in range(0, rows, chunk):
         packed[start : start + chunk] = _pack(matrix[start : start + chunk].float())
     return packed

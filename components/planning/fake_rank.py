@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _EMPTY = torch.ops.aten.empty.memory_format
-PROPAGATION = "_propagate_tensor_meta_non_cached"
+_PROPAGATION = "_propagate_tensor_meta_non_cached"
 """Method of DTensor that finds the shape of an operator's output by running it on fake tensors of the global shape."""
 _RESIZES = ("fsdp::", "inductor::", "c10d::", "_c10d_functional::")
 """Namespaces of the operators after which all sizes are read again: FSDP2 frees and allocates its gathered parameters
@@ -117,17 +117,17 @@ def in_backward() -> bool:
 @contextmanager
 def _outside_of_shape_propagation(silent: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Enter `silent` whenever DTensor propagates shapes within this context."""
-    original = getattr(ShardingPropagator, PROPAGATION)
+    original = getattr(ShardingPropagator, _PROPAGATION)
 
     def propagate(*args: Any, **kwargs: Any) -> Any:
         with silent():
             return original(*args, **kwargs)
 
-    setattr(ShardingPropagator, PROPAGATION, propagate)
+    setattr(ShardingPropagator, _PROPAGATION, propagate)
     try:
         yield
     finally:
-        setattr(ShardingPropagator, PROPAGATION, original)
+        setattr(ShardingPropagator, _PROPAGATION, original)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Peak:
     """Phase that the operator ran in, see `StorageTracker.phase`."""
 
 
-def gloo_copy_bytes(operator: str, args: tuple[Any, ...], output: Any) -> int:
+def _gloo_copy_bytes(operator: str, args: tuple[Any, ...], output: Any) -> int:
     """Return the bytes of the buffer that gloo allocates within a collective, and frees when it is done.
 
     torch's gloo backend gathers into a flat copy of the output, and implements a reduce-scatter as an all-reduce of a
@@ -169,7 +169,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self, *, with_gloo_copies: bool = False, device_type: str = "cpu") -> None:
-        """`with_gloo_copies`: Add the buffers that the backend of CPU ranks allocates, see `gloo_copy_bytes`."""
+        """`with_gloo_copies`: Add the buffers that the backend of CPU ranks allocates, see `_gloo_copy_bytes`."""
         super().__init__()
         self._device_type = device_type
         self._with_gloo_copies = with_gloo_copies
@@ -229,7 +229,7 @@ class StorageTracker(TorchDispatchMode):
         name = func.name()
         if name.startswith(_RESIZES):
             self._read_sizes()
-        copied = gloo_copy_bytes(name, args, output) if self._with_gloo_copies else 0
+        copied = _gloo_copy_bytes(name, args, output) if self._with_gloo_copies else 0
         if self._bytes + copied > self.peak.bytes:
             self._read_sizes()  # resized storages may have been freed since
             if self._bytes + copied > self.peak.bytes:

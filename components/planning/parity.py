@@ -312,7 +312,7 @@ def _run_mesh(
     curve = train_on_mesh(prepared, optimizer, batches.at, _hyperparameters(comparison))
     row.loss = worst_difference(curve.losses, expected.losses)
     row.norm = worst_difference(curve.norms, expected.norms)
-    row.different_replicas = differing_replicas(model)
+    row.different_replicas = _differing_replicas(model)
     return _merge(row)
 
 
@@ -431,7 +431,7 @@ def _visit_gradients(
     training.train_step(replace(model, settings=replace(model.settings, max_grad_norm=0.0)), batches, visitor)
 
 
-def differing_replicas(model: nn.Module) -> list[str]:
+def _differing_replicas(model: nn.Module) -> list[str]:
     """Return the names of parameters of which two ranks hold the same shard with different bits. A collective."""
     digests = {}
     for name, parameter in model.named_parameters():

@@ -73,7 +73,7 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
             router_options = {"output_router_logits": True} if settings.router_aux else {}
             with torch.autocast(device.type, dtype=settings.autocast, enabled=settings.autocast is not None):
                 output = model(input_ids=tokens[None].to(device), use_cache=False, **router_options)
-            logits = at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
+            logits = _at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
             loss = F.cross_entropy(logits, labels[1:].to(device), ignore_index=-100, reduction="sum")
             if settings.label_smoothing or settings.z_loss:
                 loss = _smoothed_loss(logits[labels[1:] != -100], labels[1:][labels[1:] != -100], settings)
@@ -85,7 +85,7 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
             total += float(loss.detach())
         if step == 0:
             curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = norm_of(p.grad for p in model.parameters() if p.grad is not None)
+        norm = _norm_of(p.grad for p in model.parameters() if p.grad is not None)
         curve.losses.append(total / count)
         curve.norms.append(float(norm))
         if settings.max_grad_norm:
@@ -114,18 +114,18 @@ def balance_loss(router_logits: Iterable[torch.Tensor], top_k: int) -> torch.Ten
     """Return the auxiliary loss of one sequence without padding, from each layer's router logits (tokens, experts)."""
     losses = []
     for logits in router_logits:
-        probabilities = at_least_float32(logits).softmax(dim=-1)
+        probabilities = _at_least_float32(logits).softmax(dim=-1)
         chosen = F.one_hot(logits.topk(top_k).indices, logits.shape[-1]).sum(dim=1).to(probabilities.dtype)
         losses.append(logits.shape[-1] * (chosen.mean(dim=0) * probabilities.mean(dim=0)).sum())
     return torch.stack(losses).mean()
 
 
-def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` in float32, or unchanged if it is float64: losses are never computed below float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def _norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the global norm of all gradients, computed in float64.
 
     torch's own norm of a large float32 tensor is not accurate enough on the CPU.

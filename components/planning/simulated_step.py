@@ -80,7 +80,7 @@ from components.training.run import GarbageCollection
 from components.training.step_cost import Traffic, record_traffic, traffic_table
 
 _CPU = torch.device("cpu")
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+_FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "update"
 """Phases of a step; the gradient norm and clipping, before the update, count as forward."""
 
 
@@ -125,7 +125,7 @@ def simulate_step(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | 
     Raises ConfigError for a config that a run would refuse on these ranks, or that cannot be simulated.
     """
     torch.set_num_threads(1)
-    on_gpu = runs_on_gpus(cfg)
+    on_gpu = _runs_on_gpus(cfg)
     cfg, notes = simulated_config(cfg, world, on_gpu)
     fake, tracker = FakeRank(as_cuda=on_gpu), StorageTracker(with_gloo_copies=not on_gpu)
     # The compiler needs values for the update by 8-bit optimizers, the only compiled code that is left in the config.
@@ -143,7 +143,7 @@ def simulate_step(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | 
         return _result(built, mesh, gradients[0], saved, tracker, traffic, notes)
 
 
-def runs_on_gpus(cfg: TrainConfig) -> bool:
+def _runs_on_gpus(cfg: TrainConfig) -> bool:
     """Return whether the ranks of a config run on GPUs; those of a batch job do unless cluster.device=cpu."""
     if cfg.cluster.device is not Device.auto:
         return cfg.cluster.device is Device.cuda
@@ -168,7 +168,7 @@ def _build(
     cfg: TrainConfig, run: training.RunContext, fake: FakeRank, tracker: StorageTracker, lines: RecipeLines | None
 ) -> _Built:
     """Build the model, the objective, the optimizer and the micro-batches in the order of a recipe."""
-    batches = synthetic_batches(cfg, run.mesh)
+    batches = _synthetic_batches(cfg, run.mesh)
     with fake, tracker:
         if lines is None:
             vocabulary = _vocabulary(cfg)
@@ -191,7 +191,7 @@ def _vocabulary(cfg: TrainConfig) -> int:
 
 def _step(built: _Built, fake: FakeRank, tracker: StorageTracker) -> int:
     """Run an optimizer step; return the highest bytes of the tensors saved for the backward."""
-    tracker.phase = lambda: BACKWARD if in_backward() else FORWARD
+    tracker.phase = lambda: _BACKWARD if in_backward() else _FORWARD
     tracker.restart()
     saved = SavedForBackward(lambda: parameters_in_use(built.model.module, built.tied_head))
     # As in a run, objects in reference cycles are not freed within a step.
@@ -206,7 +206,7 @@ def _gradients_at_update(built: _Built, tracker: StorageTracker) -> Iterator[lis
     found: list[int] = []
 
     def before_update(*_: Any) -> None:
-        tracker.phase = lambda: UPDATE
+        tracker.phase = lambda: _UPDATE
         found.append(local_bytes(each.grad for each in built.parameters if each.grad is not None))
 
     hooks = [each.register_step_pre_hook(before_update) for each in list_optimizers(built.optimizer)]
@@ -280,7 +280,7 @@ class _Tokenizer:
     pad_token_id = 0
 
 
-def synthetic_batches(cfg: TrainConfig, mesh: Any) -> list[Batch]:
+def _synthetic_batches(cfg: TrainConfig, mesh: Any) -> list[Batch]:
     """Return the micro-batches of one rank in the largest step of a run, on the host.
 
     Every row has training.seq_len tokens, and every token but the first is a target; under data.pack a row holds

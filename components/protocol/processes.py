@@ -51,7 +51,7 @@ _RANK_VARIABLES = {
 _RANK_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 """Signals that request a save and an exit with status 0: a preemption, a time limit or a closed terminal."""
-FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
+_FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 """Signals that a launcher forwards to its processes. Ctrl-C also saves and stops; a second one aborts."""
 DUMP_STACKS = signal.SIGUSR1
 """Requests the stacks of all threads of a rank; its launcher sends it when the run hangs."""
@@ -219,13 +219,13 @@ def record_stop_signals() -> None:
 
 @contextmanager
 def collected_signals() -> Iterator[deque[int]]:
-    """Collect FORWARDED_SIGNALS in the yielded deque instead of letting them end this process."""
+    """Collect _FORWARDED_SIGNALS in the yielded deque instead of letting them end this process."""
     arrived: deque[int] = deque()
 
     def collect(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
-    before = {number: set_handler(number, collect) for number in FORWARDED_SIGNALS}
+    before = {number: set_handler(number, collect) for number in _FORWARDED_SIGNALS}
     try:
         yield arrived
     finally:

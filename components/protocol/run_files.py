@@ -141,13 +141,13 @@ def accept_start(run_dir: Path, attempt: int) -> None:
             (folder / name).unlink()
     for kept in (folder / BEFORE / name for name in names_in(folder / BEFORE)):
         if os.path.lexists(run_dir / kept.name):
-            remove_own(kept)
+            _remove_own(kept)
         else:
             kept.rename(run_dir / kept.name)
-    remove_own(folder)
+    _remove_own(folder)
 
 
-def remove_own(path: Path) -> None:
+def _remove_own(path: Path) -> None:
     """Remove a file, or a folder with its contents, of a run if it exists; a link is not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -167,12 +167,12 @@ def refuse_start(run_dir: Path, attempt: int) -> bool:
     before = attempt_logs(run_dir, (first if isinstance(first, int) else attempt) - 1) / RESULT
     (folder / CONFIG).unlink()
     for kept in (folder / BEFORE / name for name in names_in(folder / BEFORE)):
-        remove_own(run_dir / kept.name)
+        _remove_own(run_dir / kept.name)
         kept.rename(run_dir / kept.name)
     if before.is_file() and not before.is_symlink():
         keep_only_file(run_dir / RESULT)
         before.replace(run_dir / RESULT)
-    remove_own(folder)
+    _remove_own(folder)
     return True
 
 

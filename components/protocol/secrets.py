@@ -166,7 +166,7 @@ def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) 
         allowed: Variables declared harmless by the user (run.allow_env).
     """
     listed = name in _HARMLESS_VARIABLES or name.startswith(_SCHEDULER_PREFIXES)
-    if len(value) < _SHORTEST or name in allowed or (listed and not is_secret_name(name)):
+    if len(value) < _SHORTEST or name in allowed or (listed and not _is_secret_name(name)):
         return None
     if os.path.isabs(value) and os.path.exists(value):
         return None
@@ -176,7 +176,7 @@ def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) 
     )
 
 
-def is_secret_name(name: str) -> bool:
+def _is_secret_name(name: str) -> bool:
     """Return whether the name of a variable, key or option marks its value as secret: HF_TOKEN, apiKey, --password."""
     parts = [part.upper() for part in _PARTS.findall(name)]
     if not parts or parts[-1] in _NO_SECRET_LASTS:
@@ -220,7 +220,7 @@ def masked(text: str) -> str:
 
 def shown_value(key: str, value: object) -> object:
     """Return the value of a key as a message may show it: *** if a name in its path marks it as secret."""
-    is_secret = any(is_secret_name(name) for name in key.split(".")) and _is_literal(key, str(value))
+    is_secret = any(_is_secret_name(name) for name in key.split(".")) and _is_literal(key, str(value))
     return _MASK if is_secret else value
 
 
@@ -235,7 +235,7 @@ def _known_secrets(arguments: tuple[str, ...], environ: tuple[tuple[str, str], .
         if is_assigned and _secret(names, value, variables):
             values += [value, value.strip("\"'")]
             values += [argument.lstrip("+~")] if len(value) < _SHORTEST and _is_literal(names[-1], value) else []
-        elif before.startswith("--") and is_secret_name(before) and not argument.startswith("-"):
+        elif before.startswith("--") and _is_secret_name(before) and not argument.startswith("-"):
             values.append(argument)
     values += [line for value in values for line in value.splitlines() if len(line) > 2 * _SHORTEST]
     written = {
@@ -256,7 +256,7 @@ def _known_secrets(arguments: tuple[str, ...], environ: tuple[tuple[str, str], .
 
 def _secret_values(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values of variables with a secret name, mapped to the name."""
-    values = {name: value.strip() for name, value in environ.items() if is_secret_name(name)}
+    values = {name: value.strip() for name, value in environ.items() if _is_secret_name(name)}
     return {value: name for name, value in values.items() if len(value) >= _SHORTEST and _is_literal(name, value)}
 
 
@@ -284,7 +284,7 @@ def _secret(names: tuple[str, ...], text: str, secret_variables: Mapping[str, st
     for login in _LOGIN.finditer(text):
         if not _REFERENCE.fullmatch(login["password"]):
             return "holds a URL with a password"
-    if any(is_secret_name(name) for name in names) and _is_literal(names[-1], text):
+    if any(_is_secret_name(name) for name in names) and _is_literal(names[-1], text):
         return "holds a secret, according to its name"
     if _HEX_KEY.fullmatch(text.strip()) and not (names and _COMMITS & set(_PARTS.findall(names[-1].upper()))):
         return "holds what looks like a wandb API key (40 hexadecimal digits; shorten a commit)"
@@ -298,7 +298,7 @@ def _assigned_secrets(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
     start = 0
     while found := _ASSIGNMENT.search(text, start):
         name, start = found[str(found.lastgroup)], found.end()
-        if not is_secret_name(name):
+        if not _is_secret_name(name):
             continue  # a value may hold another assignment
         value = (_FALLBACK if found["variable"] else _VALUE).match(text, start)
         if value and _is_literal(name, value[0]):

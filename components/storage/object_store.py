@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 ATTEMPTS = 4
 """How often an operation is tried. On S3, each request of an operation is tried `_REQUEST_ATTEMPTS` times."""
-READ_BYTES = 32 * 1024**2
+_READ_BYTES = 32 * 1024**2
 """Bytes per request of a download."""
-PART_BYTES = 64 * 1024**2
+_PART_BYTES = 64 * 1024**2
 """Bytes per part of a multi-part upload."""
 _REQUEST_ATTEMPTS = 4
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between attempts: doubled each time, times a random factor
@@ -127,12 +127,12 @@ class ObjectStore:
                 os.ftruncate(descriptor, source.bytes)
 
                 def copy(start: int) -> None:
-                    data = self.read_range(source.url, start, min(start + READ_BYTES, source.bytes))
+                    data = self.read_range(source.url, start, min(start + _READ_BYTES, source.bytes))
                     written = 0
                     while written < len(data):
                         written += os.pwrite(descriptor, data[written:], start + written)
 
-                list(pool.map(copy, range(0, source.bytes, READ_BYTES)))
+                list(pool.map(copy, range(0, source.bytes, _READ_BYTES)))
                 os.fsync(descriptor)
         except BaseException:
             file.unlink(missing_ok=True)
@@ -140,7 +140,7 @@ class ObjectStore:
 
     def upload(self, file: Path, url: str) -> None:
         """Copy a file to an object, in parts if it is large, and compare their sizes."""
-        options = {"chunksize": PART_BYTES} if self.scheme == "s3" else {}
+        options = {"chunksize": _PART_BYTES} if self.scheme == "s3" else {}
         size = file.stat().st_size
 
         def put() -> None:

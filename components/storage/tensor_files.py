@@ -48,7 +48,7 @@ _ITEM_BYTES = {
     "F8_E8M0": 1,
 }
 """Bytes per element, by dtype name in a safetensors header."""
-HASHED_BYTES = 1 << 20
+_HASHED_BYTES = 1 << 20
 """Bytes of a block with a hash of its own, which is verified before any of its bytes is used."""
 _DIGITS = 16  # of a 64-bit hash
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
@@ -105,7 +105,7 @@ class OpenFile:
 
 
 class BlockHashes:
-    """Hashes of the consecutive blocks of HASHED_BYTES of data that is written or read in any pieces."""
+    """Hashes of the consecutive blocks of _HASHED_BYTES of data that is written or read in any pieces."""
 
     def __init__(self) -> None:
         self._digest, self._open = xxhash.xxh3_64(), 0
@@ -115,11 +115,11 @@ class BlockHashes:
         """Hash further data."""
         view = memoryview(data).cast("B")
         while view:
-            part = view[: HASHED_BYTES - self._open]
+            part = view[: _HASHED_BYTES - self._open]
             self._digest.update(part)
             self._open += len(part)
             view = view[len(part) :]
-            if self._open == HASHED_BYTES:
+            if self._open == _HASHED_BYTES:
                 self._complete.append(self._digest.hexdigest())
                 self._digest, self._open = xxhash.xxh3_64(), 0
 
@@ -130,7 +130,7 @@ class BlockHashes:
     @staticmethod
     def placeholder(size: int) -> str:
         """Return a text as long as the hashes of `size` bytes."""
-        return "0" * (_DIGITS * -(-size // HASHED_BYTES))
+        return "0" * (_DIGITS * -(-size // _HASHED_BYTES))
 
 
 class VerifiedFile(OpenFile):
@@ -153,12 +153,12 @@ class VerifiedFile(OpenFile):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`. Raises ConfigError for a damaged block, or OSError."""
-        first = max(offset - self._begin, 0) // HASHED_BYTES
+        first = max(offset - self._begin, 0) // _HASHED_BYTES
         last = min(offset + len(buffer), self._end) - self._begin - 1
-        for number in range(first, last // HASHED_BYTES + 1):
+        for number in range(first, last // _HASHED_BYTES + 1):
             if number not in self._verified:
-                begin = self._begin + number * HASHED_BYTES
-                end = min(begin + HASHED_BYTES, self._end)
+                begin = self._begin + number * _HASHED_BYTES
+                end = min(begin + _HASHED_BYTES, self._end)
                 block = bytearray(end - begin)
                 self._file.read_into(memoryview(block), begin)
                 if xxhash.xxh3_64_hexdigest(block) != self._hashes[number * _DIGITS : (number + 1) * _DIGITS]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from components.distributed.mesh import Mesh
     from components.training.prepared import Prepared
 
-CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 """Longest wait for the thread at the end: it assembles at most one batch, but a file system may block it."""
 
 
@@ -65,7 +65,7 @@ class ReadAhead:
     ) -> None:
         self._closed = True
         self._wanted.release()
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
 
     def __iter__(self) -> ReadAhead:
         return self

@@ -184,7 +184,7 @@ def _encoded(tokenizer: Any, prompt: str, cfg: DataConfig | None) -> list[int]:
     return models.encode_prompt(tokenizer, prompt, systems.pop() if len(systems) == 1 else None)
 
 
-def free_memory(device: torch.device) -> int:
+def _free_memory(device: torch.device) -> int:
     """Return the bytes that this rank can still allocate on a device.
 
     On a CPU: an equal share of the machine's usable memory for each local rank, without what this process has used at
@@ -202,7 +202,7 @@ def gathered_weights(model: Prepared, run: RunContext) -> AbstractContextManager
     if model.pipeline is not None:
         return nullcontext()  # copying tied weights between stages needs the shards
     needed = distributed.unsharded_bytes(model.module)
-    figures = all_gather_json([needed, free_memory(model.settings.device)])
+    figures = all_gather_json([needed, _free_memory(model.settings.device)])
     if not any(needed for needed, _ in figures):
         return nullcontext()  # not sharded by FSDP2
     needed, free = max(figures, key=lambda each: each[0] / max(each[1], 1))  # of the fullest rank

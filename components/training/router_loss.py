@@ -114,7 +114,7 @@ class RouterLoss:
         indices = torch.arange(sequences, device=sequence_of.device)[:, None]
         members = (sequence_of[:, None] == indices).to(dtype)  # (batch, sequences, seq)
         experts = chosen.view(*sequence_of.shape, -1)
-        losses = balance_losses(probabilities, experts, members, targets, self._cp_mesh)  # (batch, sequences)
+        losses = _balance_losses(probabilities, experts, members, targets, self._cp_mesh)  # (batch, sequences)
         weighted = losses.sum() * (self.coefficient / self.routers)
         return logits, _AddLoss.apply(scores, weighted / self._tokens.to(dtype), sink), chosen
 
@@ -155,7 +155,7 @@ def sequence_weights(targets: torch.Tensor, bounds: torch.Tensor | None = None) 
     return torch.stack([at_first, torch.where(matters, sequence_of, -1)], dim=-1)
 
 
-def balance_losses(
+def _balance_losses(
     probabilities: torch.Tensor,
     chosen: torch.Tensor,
     members: torch.Tensor,

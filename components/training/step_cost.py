@@ -36,7 +36,7 @@ from components.distributed.mesh import Mesh, Ranks, groups_of_mesh
 from components.models.anatomy import FULL, SLIDING, Anatomy, encoder_parameters, read_anatomy
 from components.protocol.run_files import atomic_path, atomic_write, own_folder
 
-PEAK_TFLOPS = {
+_PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
     "NVIDIA A100-SXM4-80GB": 312.0,
     "NVIDIA A100-PCIE-40GB": 312.0,
@@ -94,7 +94,7 @@ class StepFlops:
         """
         if self.flops is None or self.peak is None or not self.counts:
             return 0.0
-        return sum(self.flops.of(document_lengths(batch)) for batch in batches) / self.peak
+        return sum(self.flops.of(_document_lengths(batch)) for batch in batches) / self.peak
 
 
 def step_flops(
@@ -125,9 +125,9 @@ def peak_tflops(cfg: LoggingConfig, device: torch.device, dtype: torch.dtype) ->
     kind = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
         return None, ""
-    if name not in PEAK_TFLOPS or dtype not in (torch.bfloat16, torch.float16):
+    if name not in _PEAK_TFLOPS or dtype not in (torch.bfloat16, torch.float16):
         return None, f"left out: the peak of {name} in {kind} is unknown; set logging.peak_tflops"
-    return PEAK_TFLOPS[name], f"relative to {PEAK_TFLOPS[name]:g} TFLOP/s per device, the peak of {name} in {kind}"
+    return _PEAK_TFLOPS[name], f"relative to {_PEAK_TFLOPS[name]:g} TFLOP/s per device, the peak of {name} in {kind}"
 
 
 def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> _ModelFlops:
@@ -155,7 +155,7 @@ def pairs(length: int, window: int | None = None) -> int:
     return near * (near + 1) // 2 + (length - near) * near
 
 
-def document_lengths(batch: Batch) -> list[int]:
+def _document_lengths(batch: Batch) -> list[int]:
     """Return the lengths in tokens of a micro-batch's documents without padding; [] for a batch on a GPU.
 
     Reading a GPU tensor would make the host wait. Every sample ends with a target token, so whatever follows the last

@@ -8,9 +8,9 @@ MESHBOOK_FAULT=flip=7:weights:rank1:3           # step 3 of this attempt leaves 
 
 A fault is KIND:POINT, optionally followed by the rank (rankN or all, the default) and the occurrence (a number counted
 from 1, the default, or * for every one). Points are those of POINTS, of which only rank 0 reaches those from
-before_manifest to while_pruning, of _REMOTE_POINTS, and of STEP_POINTS, which are reached once per step. Kinds:
+before_manifest to while_pruning, of _REMOTE_POINTS, and of _STEP_POINTS, which are reached once per step. Kinds:
 kill (SIGKILL), stop (SIGSTOP), enospc, eio, erofs (the errors of a full, a failing and a read-only disk), slow=SECONDS,
-and at the points of STEP_POINTS flip=SEED, a bit drawn at random, which simulates silent data corruption for tests of
+and at the points of _STEP_POINTS flip=SEED, a bit drawn at random, which simulates silent data corruption for tests of
 the comparison of replicas.
 """
 
@@ -47,7 +47,7 @@ POINTS = (
 """In the order of a save; at_load: before the first file of a checkpoint is read."""
 _REMOTE_POINTS = ("while_copying", "before_remote_manifest", "after_remote_manifest")
 """In the order of a copy to checkpoint.remote: before each file, and on rank 0 around the write of the manifest."""
-STEP_POINTS = ("reduced_gradients", "weights", "optimizer_state")
+_STEP_POINTS = ("reduced_gradients", "weights", "optimizer_state")
 """In the order of a step, each with the tensors that a bit is flipped in: the first before the update, others after."""
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -76,7 +76,7 @@ def fault_point(name: str, flip: Callable[[int], object] | None = None) -> None:
     The remaining occurrences are counted down in the variable of this process, so there is no other state.
 
     Args:
-        flip: Flips a bit drawn with this seed; required at the points of STEP_POINTS.
+        flip: Flips a bit drawn with this seed; required at the points of _STEP_POINTS.
 
     Raises:
         OSError: The fault is a disk error.
@@ -122,12 +122,12 @@ def _parse(text: str) -> _Fault:
     )
     valid_occurrence = fault.occurrence == _EVERY or (fault.occurrence.isdecimal() and int(fault.occurrence) > 0)
     valid_kind = _is_number(number) if kind in _NUMBERED else not number and (kind in _SIGNALS or kind in _ERRORS)
-    valid_point = point in STEP_POINTS or (point in (*POINTS, *_REMOTE_POINTS) and kind != "flip")
+    valid_point = point in _STEP_POINTS or (point in (*POINTS, *_REMOTE_POINTS) and kind != "flip")
     if text.count(":") > 3 or not (valid_kind and valid_point and valid_ranks and valid_occurrence):
         raise ConfigError(
             f"{VARIABLE}={text}: must be KIND:POINT[:rankN or all[:number or *]], KIND one of "
             f"{', '.join([*_SIGNALS, *_ERRORS])}, slow=SECONDS or flip=SEED, POINT one of "
-            f"{', '.join([*POINTS, *_REMOTE_POINTS])}, or for flip and others {', '.join(STEP_POINTS)}; unset it"
+            f"{', '.join([*POINTS, *_REMOTE_POINTS])}, or for flip and others {', '.join(_STEP_POINTS)}; unset it"
         )
     return fault
 
@@ -137,10 +137,10 @@ def _is_number(text: str) -> bool:
 
 
 def arm_bit_flips(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Register the points of STEP_POINTS around each step of the optimizers, if MESHBOOK_FAULT names any of them."""
-    if not any(f":{point}" in os.environ.get(VARIABLE, "") for point in STEP_POINTS):
+    """Register the points of _STEP_POINTS around each step of the optimizers, if MESHBOOK_FAULT names any of them."""
+    if not any(f":{point}" in os.environ.get(VARIABLE, "") for point in _STEP_POINTS):
         return
-    before, *after = STEP_POINTS
+    before, *after = _STEP_POINTS
 
     def pre_hook(*_: Any) -> None:
         fault_point(before, partial(flip_random_bit, _tensors_at(before, optimizers)))

@@ -30,11 +30,11 @@ from components.distributed.process.rendezvous import agent_serves_store
 from components.distributed.process.store_sync import StoreSync
 from components.protocol.processes import node_name
 
-MAX_NAMED_RANKS = 8
+_MAX_NAMED_RANKS = 8
 """Maximum number of ranks listed in one message."""
 _NOT_JOINED = "has not joined a collective that others wait in"
 """Description of a rank whose host has not started a collective."""
-NO_BEAT, FIRST_BEAT_SECONDS = -1, 60.0
+_NO_BEAT, _FIRST_BEAT_SECONDS = -1, 60.0
 """Beat number of a rank that has not posted, and its time limit for the first post: it may still be importing."""
 _COUNTS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
 """Sequence numbers in the recorder's status of a process group; -1 if there is none."""
@@ -155,20 +155,20 @@ class BeatTracker:
         now = time.monotonic()
         self._first_update = min(self._first_update, now)
         for rank in range(size):
-            beat = posts[rank].beat if rank in posts else NO_BEAT
+            beat = posts[rank].beat if rank in posts else _NO_BEAT
             if rank not in self._last_change or self._last_change[rank][0] != beat:
                 self._last_change[rank] = (beat, now)
 
     def silent(self, seconds: float, posts: dict[int, Post]) -> list[int]:
         """Return the unfinished ranks without a new beat for `seconds`.
 
-        A rank that has never posted may still be starting, and gets at least FIRST_BEAT_SECONDS.
+        A rank that has never posted may still be starting, and gets at least _FIRST_BEAT_SECONDS.
         """
         now = time.monotonic()
         return [
             rank
             for rank, (beat, since) in self._last_change.items()
-            if now - since >= (max(seconds, FIRST_BEAT_SECONDS) if beat == NO_BEAT else seconds)
+            if now - since >= (max(seconds, _FIRST_BEAT_SECONDS) if beat == _NO_BEAT else seconds)
             and not (rank in posts and posts[rank].finished)
         ]
 
@@ -211,7 +211,7 @@ def blame(silent: list[int], posts: dict[int, Post]) -> HangVerdict:
     positions = _describe_ranks(sorted(posts), posts, "{who} is {post.phase}, at {post.location}")
     stuck = [_describe_stuck(each) for each in pending]
     if stuck:
-        return HangVerdict(f"no rank is behind the others, but {'; '.join(stuck[:MAX_NAMED_RANKS])}: {positions}")
+        return HangVerdict(f"no rank is behind the others, but {'; '.join(stuck[:_MAX_NAMED_RANKS])}: {positions}")
     return HangVerdict(f"every rank posts heartbeats and none is behind the others: {positions}")
 
 
@@ -227,7 +227,7 @@ def _lateness(rank: int, pending: Pending) -> str:
 
 def _describe_stuck(pending: Pending) -> str:
     stage, ranks = next(iter(pending.stages.values())), sorted(pending.stages)
-    named = ", ".join(map(str, ranks[:MAX_NAMED_RANKS])) + (", ..." if len(ranks) > MAX_NAMED_RANKS else "")
+    named = ", ".join(map(str, ranks[:_MAX_NAMED_RANKS])) + (", ..." if len(ranks) > _MAX_NAMED_RANKS else "")
     return (
         f"collective {pending.number} of process group {pending.group} is {stage} on the devices of all its "
         f"{len(ranks)} ranks ({named}) and completes on none: a device or link of theirs is stuck"
@@ -258,14 +258,14 @@ def _describe_ranks(
 ) -> str:
     ranks = list(ranks)
     entries = []
-    for rank in ranks[:MAX_NAMED_RANKS]:
+    for rank in ranks[:_MAX_NAMED_RANKS]:
         post = posts.get(rank)
         if post is None:
             entries.append(f"rank {rank} is missing (never seen)")
         else:
             who, detail = f"rank {rank} on host {post.node}", (details or {}).get(rank, "")
             entries.append(form.format(who=who, post=post, detail=detail))
-    more = [f"and {len(ranks) - MAX_NAMED_RANKS} ranks more"] if len(ranks) > MAX_NAMED_RANKS else []
+    more = [f"and {len(ranks) - _MAX_NAMED_RANKS} ranks more"] if len(ranks) > _MAX_NAMED_RANKS else []
     return "; ".join(entries + more)
 
 

@@ -52,9 +52,9 @@ from components.watch.heartbeat import BeatTracker, HangVerdict, Heartbeat, blam
 
 _SLOW_STEPS = 2
 """Steps that get twice the timeout. Not 1, because the host may be a step ahead of the device and of other ranks."""
-MIN_BEAT_SECONDS, MAX_BEAT_SECONDS = 0.1, 5.0
+_MIN_BEAT_SECONDS, _MAX_BEAT_SECONDS = 0.1, 5.0
 """Bounds of the seconds between two beats, a twentieth of the timeout."""
-MISSED_BEATS, MIN_SILENCE_SECONDS = 3, 2.0
+_MISSED_BEATS, _MIN_SILENCE_SECONDS = 3, 2.0
 """A rank is silent after this many missed beats, but not before this many seconds."""
 _READS_PER_TIMEOUT = 4
 """How often the posts are read per timeout, before the loop."""
@@ -98,8 +98,8 @@ class Watchdog:
     ) -> None:
         self._timeout, self._section = timeout, section
         self._report = report
-        self._beat_seconds = min(max(timeout / 20, MIN_BEAT_SECONDS), MAX_BEAT_SECONDS)
-        self._silent_after = max(MISSED_BEATS * self._beat_seconds, MIN_SILENCE_SECONDS)
+        self._beat_seconds = min(max(timeout / 20, _MIN_BEAT_SECONDS), _MAX_BEAT_SECONDS)
+        self._silent_after = max(_MISSED_BEATS * self._beat_seconds, _MIN_SILENCE_SECONDS)
         self._recipe_code = recipe_code
         self._main = threading.get_ident()
         self._marks, self._last_mark = 0, time.monotonic()
@@ -267,7 +267,7 @@ class Watchdog:
             verdict = heartbeat.publish_verdict(verdict) if heartbeat else verdict
         with contextlib.suppress(OSError):
             self._report(StepTimeout(verdict.message, verdict.hosts))
-        write_collectives(_EXIT_GRACE_SECONDS)
+        _write_collectives(_EXIT_GRACE_SECONDS)
         with contextlib.suppress(dist.DistError, PeerFailure):
             if heartbeat is None:
                 time.sleep(_EXIT_GRACE_SECONDS)
@@ -301,7 +301,7 @@ class _SuspensionDetector:
         return gap if gap > self._threshold else 0.0
 
 
-def write_collectives(timeout: float) -> Path | None:
+def _write_collectives(timeout: float) -> Path | None:
     """Write the recorded collectives of this rank as JSON next to NCCL's own dumps, and return the file.
 
     Return None without a path prefix or a process group, or if it takes more than `timeout` seconds: the recorder

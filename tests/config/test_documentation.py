@@ -17,7 +17,7 @@ from components.config.compose.composition import compose
 from components.config.compose.explain import written
 from components.config.compose.help_text import (
     RECIPES,
-    field_docs,
+    _field_docs,
     keys_of,
     recipe_defaults,
     sections,
@@ -121,7 +121,7 @@ def test_documented_defaults_are_those_of_a_composed_config(recipe: str) -> None
 
 def test_every_key_has_a_docstring() -> None:
     for schema in (each for classes in sections().values() for each in variants_of(classes).values()):
-        assert all(field_docs(schema).values()), schema
+        assert all(_field_docs(schema).values()), schema
 
 
 def test_navigation_lists_every_page() -> None:

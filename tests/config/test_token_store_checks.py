@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from components.data.token_store.manifest import (
-    HASH_OF_BYTES,
+    _HASH_OF_BYTES,
     Vocabulary,
     hash_of_tokenizer,
     shard_problems,
@@ -24,7 +24,7 @@ from tests.unit.token_shards import documents_of, store_of
 PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"
 
 
-def store(folder: Path, tokenizer_hash: str = HASH_OF_BYTES, ids: int = 256) -> Path:
+def store(folder: Path, tokenizer_hash: str = _HASH_OF_BYTES, ids: int = 256) -> Path:
     """Write a store of two shards below `folder` and return its folder."""
     shards = [documents_of(seed, 80, ids=ids) for seed in (1, 2)]
     write_manifest(store_of(folder / "store", shards, vocabulary=Vocabulary("some/model", tokenizer_hash)))
@@ -58,7 +58,7 @@ def test_other_tokenizer_is_reported(commands: Commands, tmp_path: Path) -> None
     tokenizer.save_pretrained(tmp_path / "same")
     stored = json.loads((tmp_path / "same" / "tokenizer.json").read_text())
     ids = stored["model"]["vocab"]
-    assert hash_of_tokenizer(tokenizer) == HASH_OF_BYTES
+    assert hash_of_tokenizer(tokenizer) == _HASH_OF_BYTES
     ids["a"], ids["b"] = ids["b"], ids["a"]
     tokenizer.save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(stored))

@@ -13,7 +13,7 @@ from components import data, training
 from components.batch import Batch
 from components.data.dataset import Dataset, Facts
 from components.planning.parity import FLOOR
-from components.planning.parity_reference import at_least_float32, balance_loss, norm_of
+from components.planning.parity_reference import _at_least_float32, _norm_of, balance_loss
 from tests.distributed.parity import MODELS as DENSE
 from tests.distributed.parity import MOE_MODELS, SMALL, relative
 
@@ -80,7 +80,7 @@ def reference(plain: torch.nn.Module, samples: list[data.Example], router_aux: f
     router_arguments = {"output_router_logits": True} if router_aux else {}
     for tokens, labels in samples:
         output = model(input_ids=torch.tensor([tokens]), use_cache=False, **router_arguments)
-        logits, targets = at_least_float32(output.logits[0, :-1]), torch.tensor(labels[1:])
+        logits, targets = _at_least_float32(output.logits[0, :-1]), torch.tensor(labels[1:])
         loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
         if router_arguments:
             loss = loss + router_aux * (targets != -100).sum() * balance_loss(
@@ -114,7 +114,7 @@ def differences(expected: Step, got: Step, rtol: float = 1e-10) -> list[str]:
     error = abs(got[0] / expected[0] - 1)
     problems = [] if error < rtol else [f"loss {got[0]!r}, not {expected[0]!r}"]
     dtype = next(iter(expected[1].values())).dtype
-    floor = FLOOR[dtype] * float(norm_of(expected[1].values()))
+    floor = FLOOR[dtype] * float(_norm_of(expected[1].values()))
     for name, gradient in got[1].items():
         error = relative(gradient, expected[1][name], floor)
         if not error < rtol:

@@ -194,7 +194,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     )
     scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
     curve.gradients = {name: gradient / scale for name, gradient in first_gradients.items()}
-    return curve, comparison.differing_replicas(model)
+    return curve, comparison._differing_replicas(model)
 
 
 def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ from components.config.schema.recipes import ClassifyConfig, DistillConfig, DpoC
 from components.config.schema.run import PeftConfig
 from components.config.schema.training import TrainingConfig
 from components.planning.fake_rank import SavedForBackward, local_bytes, parameters_in_use
-from components.planning.simulated_step import build_objective, simulate_step, synthetic_batches
+from components.planning.simulated_step import _synthetic_batches, build_objective, simulate_step
 from components.planning.simulation import SimulatedRank
 from components.training.run import GarbageCollection
 from components.training.step_cost import record_traffic, traffic_table
@@ -184,7 +184,7 @@ def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:
         objective = build_objective(cfg, run, model, vocabulary)
     frozen = sum(second)
     optimizer = training.build_optimizer(model, cfg.optimizer)
-    batches = [_random_tokens(batch, vocabulary, mesh.rank("dp")) for batch in synthetic_batches(cfg, mesh)]
+    batches = [_random_tokens(batch, vocabulary, mesh.rank("dp")) for batch in _synthetic_batches(cfg, mesh)]
     head = None if model.pipeline is None else model.pipeline.tied_head
     held = [*model.module.parameters(), *(() if head is None else head.parameters())]
     gradients: list[int] = []

@@ -205,10 +205,10 @@ def test_other_barrier_errors_are_not_reported_as_timeouts(implementation: str) 
 
     def _leave_after_reporting() -> None:
         """Report this rank's arrival, then exit without taking part in the collective."""
-        from components.distributed.process.barriers import missing_after
+        from components.distributed.process.barriers import _missing_after
 
         if implementation == "ours":
-            missing_after(timedelta(seconds=20))
+            _missing_after(timedelta(seconds=20))
         time.sleep(0.3)
         os._exit(0)
 

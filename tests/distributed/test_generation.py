@@ -14,7 +14,7 @@ from components import distributed, models, training
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.training import GenerationConfig
 from components.conversation import Prompt
-from components.distributed.fsdp import fsdp_units, param_groups
+from components.distributed.fsdp import _fsdp_units, param_groups
 from components.training import evaluation
 from components.training.step_cost import record_traffic
 from tests.distributed.test_pipeline import Run, start
@@ -60,7 +60,7 @@ def generated(run: Run, free: int, **sampling: Any) -> tuple[list[str], list[str
     prepared = training.Prepared(run.model, run.settings, run.replica, run.config)
     recorder, tokenizer = Recorder(run), models.load_tokenizer(CFG)
     tokenizer.chat_template = None
-    evaluation.free_memory = lambda device: free
+    evaluation._free_memory = lambda device: free
     prompts = [Prompt(text, models.encode_prompt(tokenizer, text)) for text in PROMPTS]
     cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS, **sampling)
     with record_traffic() as traffic:
@@ -102,7 +102,7 @@ def test_answers_are_those_of_one_process_gathered_once_or_for_every_token(
                 assert once == answers, axes
                 assert each_token == expected[0], axes
                 assert not sharded or all(
-                    group.is_sharded for unit in fsdp_units(run.model) for group in param_groups(unit)
+                    group.is_sharded for unit in _fsdp_units(run.model) for group in param_groups(unit)
                 )
                 for name, value in before.items():
                     assert torch.equal(run.model.get_parameter(name).to_local(), value), name
@@ -113,7 +113,7 @@ def test_answers_are_those_of_one_process_gathered_once_or_for_every_token(
                 assert "weights gathered per token (at once 0.00 GiB" in other_lines[0]
                 if axes == {"dp_shard": 2}:
                     # The root has no parameters; the last layer and the norm with the head stay gathered.
-                    freed = len(fsdp_units(run.model)) - 3
+                    freed = len(_fsdp_units(run.model)) - 3
                     # Two gathers are those of the choice.
                     assert calls["all_gather"] == 2 + freed, calls
                     assert more_calls["all_gather"] == 2 + 2 + len(PROMPTS) * TOKENS * freed, more_calls
@@ -139,6 +139,6 @@ def test_free_memory_of_a_cpu_is_a_share_of_the_machine(monkeypatch: pytest.Monk
     used = torch.device("cpu")
     monkeypatch.setattr(evaluation, "usable_memory", lambda: 2**44)
     monkeypatch.setattr(evaluation, "get_local_world_size_preinit", lambda: 4)
-    assert 2**42 - 2**36 < evaluation.free_memory(used) < 2**42
+    assert 2**42 - 2**36 < evaluation._free_memory(used) < 2**42
     monkeypatch.setattr(evaluation, "usable_memory", lambda: 2**20)
-    assert evaluation.free_memory(used) == 0
+    assert evaluation._free_memory(used) == 0

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from components import distributed, models
 from components.checkpoint.stored_tensors import base_fingerprint
-from components.config.mesh_rules import SPLIT_INPUTS, layout_of, quantized_problems
+from components.config.mesh_rules import _SPLIT_INPUTS, layout_of, quantized_problems
 from components.config.schema import ActivationCheckpointing, ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.shape import shape_of_built
@@ -156,7 +156,7 @@ def skip_reduction_of_replicated_factors() -> None:
 def skip_reduction_of_shared_heads() -> None:
     """Bug: the same, only for key and value heads that tp ranks share."""
     original = apply_tp._local
-    apply_tp._local = lambda module, partial: original(module, () if partial == apply_tp.NAMES else partial)
+    apply_tp._local = lambda module, partial: original(module, () if partial == apply_tp._NAMES else partial)
 
 
 def norm_local_shards_only() -> None:
@@ -390,7 +390,7 @@ def test_all_layers_that_tp_cannot_shard_are_listed_in_one_message_per_reason() 
         "model.layers.0.mlp.up_proj": _UserStyle(),
     }
     with pytest.raises(ConfigError) as caught:
-        apply_tp.check_adapters(model, styles, 2)
+        apply_tp._check_adapters(model, styles, 2)
     assert caught.value.problems == [
         "parallelism.tp=2: splits the inputs of layers that are quantized 64 inputs at a time, and must leave each "
         "rank a multiple of 64: model.layers.*.self_attn.o_proj (48), model.layers.*.mlp.down_proj (48); change "
@@ -405,9 +405,9 @@ def test_rule_before_the_launch_lists_the_layers_that_the_ranks_would_list() -> 
     """Of every family that it covers, for QLoRA layers that tp=4 cannot split."""
     mesh, compared = MeshShape(tp=4), set()
     for index, values in enumerate(FAMILY_VALUES.values()):
-        if values["model_type"] not in SPLIT_INPUTS or values["model_type"] in compared:
+        if values["model_type"] not in _SPLIT_INPUTS or values["model_type"] in compared:
             continue
-        attention, _ = SPLIT_INPUTS[values["model_type"]]
+        attention, _ = _SPLIT_INPUTS[values["model_type"]]
         cfg = replace(QLORA, targets=[("all-linear", attention, attention.rpartition(".")[2])[index % 3]])
         config = AutoConfig.for_model(**values)
         shape = shape_of_built(config.to_dict())
@@ -418,12 +418,12 @@ def test_rule_before_the_launch_lists_the_layers_that_the_ranks_would_list() -> 
         plan = tp_plan.fit_attention(model, tp_plan.shard_plan(model, anatomy), 4, anatomy)
         styles = {name: style for path, style in plan.items() for name, _ in tp_plan.matching(model, path)}
         with pytest.raises(ConfigError) as caught:
-            apply_tp.check_adapters(model, styles, 4)
+            apply_tp._check_adapters(model, styles, 4)
         (problem,) = quantized_problems(cfg, ParallelismConfig(tp=4), mesh, shape)
         listed = [sorted(re.findall(r"(\w+ \(\d+\))", text)) for text in (problem, *caught.value.problems)]
         assert listed[0] == listed[1], values["model_type"]
         compared.add(values["model_type"])
-    assert compared == set(SPLIT_INPUTS) - {"cohere2"}  # its sizes are Cohere's
+    assert compared == set(_SPLIT_INPUTS) - {"cohere2"}  # its sizes are Cohere's
 
 
 def test_unsupported_adapters_on_a_mesh_are_rejected() -> None:

@@ -33,7 +33,7 @@ from components.distributed.process import process_group
 from components.distributed.process.environment import RankEnvironmentError
 from components.distributed.process.process_group import (
     DistInfo,
-    choose_backend,
+    _choose_backend,
     start_process_group,
 )
 from components.distributed.process.rendezvous import RendezvousError
@@ -103,21 +103,21 @@ def test_nccl_is_always_paired_with_gloo(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for world_size in (1, 8):
         for requested in (None, "nccl", "cpu:gloo,cuda:nccl"):
-            assert choose_backend("auto", requested, world_size) == (True, "cpu:gloo,cuda:nccl")
-    assert choose_backend("auto", "gloo", 8) == (False, "gloo")
-    assert choose_backend("cpu", None, 8) == (False, "gloo")
+            assert _choose_backend("auto", requested, world_size) == (True, "cpu:gloo,cuda:nccl")
+    assert _choose_backend("auto", "gloo", 8) == (False, "gloo")
+    assert _choose_backend("cpu", None, 8) == (False, "gloo")
     with pytest.raises(ConfigError, match="backend=nccl is for CUDA"):
-        choose_backend("cpu", "nccl", 8)
+        _choose_backend("cpu", "nccl", 8)
 
 
 def test_cuda_backend_without_a_visible_device_is_rejected() -> None:
     """Nothing falls back silently; a single process that requests nccl runs on gloo and reports it."""
     for device, backend, world_size in (("cuda", None, 1), ("auto", "nccl", 2)):
         with pytest.raises(ConfigError, match="no CUDA device is visible"):
-            choose_backend(device, backend, world_size)
+            _choose_backend(device, backend, world_size)
     with pytest.raises(ConfigError, match=r"cluster\.device=tpu"):
-        choose_backend("tpu", None, 1)
-    assert choose_backend("auto", "nccl", 1) == (False, "gloo")
+        _choose_backend("tpu", None, 1)
+    assert _choose_backend("auto", "nccl", 1) == (False, "gloo")
 
 
 def test_local_rank_wraps_around_the_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +489,7 @@ def test_shutdown_waits_for_the_device_with_a_timeout(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(process_group, "backend_supports_cuda", lambda: True)
-    monkeypatch.setattr(process_group, "DRAIN_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(process_group, "_DRAIN_TIMEOUT", timedelta(seconds=0.2))
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(after=3))
     process_group._drain_device()
     assert len(queries) == 4

@@ -19,7 +19,7 @@ from components.checkpoint.replica_check import ReplicaCheck
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.exchange import all_gather_json
 from components.protocol.failures import CorruptRank
-from components.watch.faults import STEP_POINTS, flip_random_bit
+from components.watch.faults import _STEP_POINTS, flip_random_bit
 from tests.distributed.grid import cell
 from tests.distributed.tiny_runs import LAYERS, TinyRun, build, start
 from tests.harness import run_ranks
@@ -187,7 +187,7 @@ def test_flipped_bits_are_found_at_the_next_comparison(name: str) -> None:
         replicas = replicas_of(run)
         draw, counts = random.Random(17), Counter[str]()
         for number in range(FLIPS):
-            point, victim, steps = STEP_POINTS[number % 3], draw.randrange(ranks), draw.choice((1, 1, 2, 3))
+            point, victim, steps = _STEP_POINTS[number % 3], draw.randrange(ranks), draw.choice((1, 1, 2, 3))
             saved = {each: tensor.clone() for each, tensor in state_of(run).items()}
             if rank == victim:
                 plant(run, point, seed=number)

@@ -266,7 +266,7 @@ def test_checkpoints_load_across_pipeline_layouts(
     world: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = saved_model(tmp_path, family)
-    monkeypatch.setattr(stored_tensors, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(stored_tensors, "_FILE_BYTES", 20_000)
 
     def write(rank: int, layout: str | None, split: str = "halves") -> None:
         run = start(staged(cfg, layout, split) if layout else unstaged(cfg))

@@ -61,7 +61,7 @@ def test_ranks_of_a_batch_job_connect_through_the_gateway(tmp_path: Path, monkey
         return record
 
     monkeypatch.setattr(rendezvous, "open_gateway", recorded(rendezvous.open_gateway, None))
-    monkeypatch.setattr(rendezvous, "open_local_proxy", recorded(rendezvous.open_local_proxy, "127.0.0.1"))
+    monkeypatch.setattr(rendezvous, "_open_local_proxy", recorded(rendezvous._open_local_proxy, "127.0.0.1"))
 
     def check(rank: int) -> None:
         info = start_process_group("cpu", rendezvous_timeout=timedelta(seconds=60))

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from components.launch.rank import record_collectives
+from components.launch.rank import _record_collectives
 from components.watch.heartbeat import BeatTracker, HangVerdict, Heartbeat, blame, late_ranks
-from components.watch.watchdog import write_collectives
+from components.watch.watchdog import _write_collectives
 from tests.harness import run_ranks
 
 NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
@@ -82,7 +82,7 @@ def _with_recorder(rank: int, logs: Path) -> tuple[str, str, list[list[int]]]:
     both from one template. gloo's host cannot run ahead of a device, so the dump of rank 2 counts the broadcast as
     enqueued for the second verdict.
     """
-    record_collectives(logs)
+    _record_collectives(logs)
     library: Any = torch._C._distributed_c10d
     ahead = 0
 
@@ -148,12 +148,12 @@ def test_record_of_the_missing_rank_lacks_the_pending_collective(
         monkeypatch.delenv(name, raising=False)
 
     def body(rank: int) -> str | None:
-        record_collectives(tmp_path)
+        _record_collectives(tmp_path)
         group = dist.new_group([0, 1], backend="gloo")
         dist.all_reduce(torch.ones(3), group=group)
         if rank == 1:
             dist.all_gather([torch.ones(5), torch.ones(5)], torch.ones(5), group=group, async_op=True)
-        written = write_collectives(5.0)
+        written = _write_collectives(5.0)
         if rank == 0:
             dist.all_gather([torch.ones(5), torch.ones(5)], torch.ones(5), group=group)
         dist.barrier()
@@ -172,7 +172,7 @@ def test_environment_settings_are_kept_and_nothing_is_written_without_a_folder(
     for name in NAMES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    assert run_ranks(1, lambda rank: write_collectives(5.0)) == [None]
+    assert run_ranks(1, lambda rank: _write_collectives(5.0)) == [None]
     monkeypatch.setenv(NAMES[0], "7")
-    record_collectives(tmp_path)
+    _record_collectives(tmp_path)
     assert [os.environ[name] for name in NAMES] == ["7", "1", f"{tmp_path}/flight_recorder_rank_"]

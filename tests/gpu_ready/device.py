@@ -18,7 +18,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from components.planning.fake_rank import PROPAGATION
+from components.planning.fake_rank import _PROPAGATION
 
 MEMORY = 85_000_000_000
 """Bytes of the device's memory, those of an H100."""
@@ -172,13 +172,13 @@ def install() -> None:
     torch.accelerator.current_stream = cpu.current_stream
     torch.cuda.Stream = lambda device=None: cpu.Stream()
     torch.cuda.stream, torch.cuda.current_stream = cpu.stream, lambda device=None: cpu.current_stream()
-    propagate = getattr(ShardingPropagator, PROPAGATION)
+    propagate = getattr(ShardingPropagator, _PROPAGATION)
 
     def propagate_on_device(*args: Any) -> Any:
         with torch.device("cuda"):  # in torch 2.11 the tensors that DTensor makes for this are on the default device
             return propagate(*args)
 
-    setattr(ShardingPropagator, PROPAGATION, propagate_on_device)
+    setattr(ShardingPropagator, _PROPAGATION, propagate_on_device)
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed") and hasattr(module, "_get_device_handle"):
             module._get_device_handle = lambda device_type="cuda": handle  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ ROOT = "s3://bucket/folder"
 
 
 def test_reads_return_what_was_written(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "READ_BYTES", 1 << 20)
-    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(object_store, "_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(object_store, "_PART_BYTES", 5 << 20)
     store, content = ObjectStore(ROOT), os.urandom((12 << 20) + 1)
     (tmp_path / "large").write_bytes(content)
     store.upload(tmp_path / "large", f"{ROOT}/large")  # three parts

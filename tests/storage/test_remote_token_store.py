@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from components.config.schema.data import TokensDataConfig
-from components.data.batches import PREFETCHED_STEPS, BatchPlan, TrainBatches
+from components.data.batches import _PREFETCHED_STEPS, BatchPlan, TrainBatches
 from components.data.loading import build_dataset
 from components.data.token_store import rows as remote_shards
 from components.data.token_store.manifest import (
-    HASH_OF_BYTES,
+    _HASH_OF_BYTES,
     Vocabulary,
     read_manifest,
     shard_problems,
@@ -43,7 +43,7 @@ def store(folder: Path, documents: int = 300) -> Path:
     tokens = sum(map(len, documents_of(4, documents)))
     (np.random.default_rng(7).random(tokens) < 0.5).tofile(manifest.folder / "d.ds.loss")
     shards = [*manifest.shards, *(scanned(manifest.folder / name) for name in ("m.bin", "d.ds"))]
-    vocabulary = Vocabulary("bytes", HASH_OF_BYTES)
+    vocabulary = Vocabulary("bytes", _HASH_OF_BYTES)
     write_manifest(replace(manifest, shards=shards, vocabulary=vocabulary))
     return manifest.folder
 
@@ -104,7 +104,7 @@ def test_batches_are_those_of_a_store_on_disk(faulty_s3: S3, tmp_path: Path, mon
 
 def test_rows_are_fetched_before_they_are_used(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_shards, "_PART_BYTES", 4096)
-    monkeypatch.setattr(tensor_files, "HASHED_BYTES", 4096)
+    monkeypatch.setattr(tensor_files, "_HASHED_BYTES", 4096)
     folder = store(tmp_path)
     upload(s3, folder)
     rows = rows_of(URL, tmp_path / "cache")
@@ -116,7 +116,7 @@ def test_rows_are_fetched_before_they_are_used(s3: S3, tmp_path: Path, monkeypat
         time.sleep(1.0)
     for name in s3.names("store/"):
         s3.delete(name)  # what was not fetched is an error now
-    for _ in range(PREFETCHED_STEPS - 1):
+    for _ in range(_PREFETCHED_STEPS - 1):
         next(upcoming)
     with pytest.raises(FileNotFoundError):
         list(upcoming)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from components import models
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.models.layers import SAVED_OPERATORS
+from components.models.layers import _SAVED_OPERATORS
 from tests.distributed import parity
 from tests.distributed.parity import MODELS, MOE_MODELS
 
@@ -176,7 +176,7 @@ class _ChangesInPlace(torch.nn.Module):
 IN_PLACE = ("itself", "a view", "an alias with its own version counter", "outside")
 
 
-@pytest.mark.parametrize("name", SAVED_OPERATORS)
+@pytest.mark.parametrize("name", _SAVED_OPERATORS)
 def test_gradients_are_correct_if_a_kept_output_is_modified_in_place(name: str) -> None:
     torch.manual_seed(0)
     shape = (8, 8) if name.endswith("mm") else (1, 2, 8, 8)

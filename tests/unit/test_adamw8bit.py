@@ -14,7 +14,7 @@ from torch import nn
 
 from components import checkpoint, training
 from components.checkpoint.tensors import list_optimizers
-from components.config.rules import optimizer_problems
+from components.config.rules import _optimizer_problems
 from components.config.schema.model import DType, ModelConfig
 from components.config.schema.optimizer import AdamW8bitConfig, AdamWConfig
 from components.config.schema.run import CheckpointConfig
@@ -246,9 +246,9 @@ def test_adamw_rejects_a_checkpoint_with_8_bit_moments(eager: None, tmp_path: Pa
 
 
 def test_float64_weights_are_rejected() -> None:
-    problems = optimizer_problems(CONFIG, ModelConfig(path="mine", dtype=DType.float64), None)
+    problems = _optimizer_problems(CONFIG, ModelConfig(path="mine", dtype=DType.float64), None)
     assert problems == [
         "optimizer.kind=adamw8bit: computes updates in float32, less exact than model.dtype=float64; set "
         "optimizer=adamw, or model.dtype=float32"
     ]
-    assert optimizer_problems(CONFIG, ModelConfig(path="mine"), None) == []
+    assert _optimizer_problems(CONFIG, ModelConfig(path="mine"), None) == []

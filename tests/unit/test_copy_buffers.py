@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from components.checkpoint.saver import ALIGNMENT, PINNED_BYTES, buffers_in_few_allocations, pinned_allocations
+from components.checkpoint.saver import _ALIGNMENT, _PINNED_BYTES, _buffers_in_few_allocations, _pinned_allocations
 
 
 def llama_8b(ranks: int) -> dict[str, int]:
@@ -23,7 +23,7 @@ def llama_8b(ranks: int) -> dict[str, int]:
 def test_allocations_of_an_8b_model_take_at_most_one_percent_more_than_its_tensors(ranks: int) -> None:
     sizes = llama_8b(ranks)
     one_each = sum(1 << (size - 1).bit_length() for size in sizes.values())
-    allocated = sum(allocation for allocation, _ in pinned_allocations(sizes))
+    allocated = sum(allocation for allocation, _ in _pinned_allocations(sizes))
     assert sum(sizes.values()) <= allocated < 1.01 * sum(sizes.values()) < one_each
 
 
@@ -31,14 +31,14 @@ def test_allocations_of_an_8b_model_take_at_most_one_percent_more_than_its_tenso
 def test_buffers_do_not_overlap_and_every_one_fits(seed: int) -> None:
     draw = random.Random(seed)
     sizes = {str(index): draw.choice([0, 1, 4, 2 ** draw.randrange(33), draw.randrange(2**34)]) for index in range(40)}
-    found = pinned_allocations(sizes)
+    found = _pinned_allocations(sizes)
     assert sorted(name for _, offsets in found for name in offsets) == sorted(sizes)
     for allocation, offsets in found:
         assert allocation & (allocation - 1) == 0
-        assert allocation <= max(PINNED_BYTES, *(2 * sizes[name] for name in offsets))
+        assert allocation <= max(_PINNED_BYTES, *(2 * sizes[name] for name in offsets))
         end = 0
         for name, offset in sorted(offsets.items(), key=lambda item: (item[1], sizes[item[0]])):
-            assert offset % ALIGNMENT == 0
+            assert offset % _ALIGNMENT == 0
             assert offset >= end
             end = offset + sizes[name]
         assert end <= allocation
@@ -52,7 +52,7 @@ def test_buffers_have_the_shapes_and_dtypes_of_the_tensors_and_keep_their_values
         "half": torch.ones(3, dtype=torch.bfloat16),
         "empty": torch.empty(0, 4),
     }
-    buffers = buffers_in_few_allocations(tensors, pin_memory=False)
+    buffers = _buffers_in_few_allocations(tensors, pin_memory=False)
     for name, tensor in tensors.items():
         assert buffers[name].shape == tensor.shape
         buffers[name].copy_(tensor)

@@ -54,7 +54,7 @@ from components.data.token_store.manifest import (
 from components.data.token_store.rows import TokenRows
 from components.data.token_store.writer import read_entry, write_shard
 from components.launch import run_directory_lease
-from components.launch.run_directory_lock import check_second_start, check_source
+from components.launch.run_directory_lock import _check_second_start, _check_source
 from components.launch.sweep.plan import Point, Sweep, read_record, read_sweep
 from components.models.tokenizer import byte_tokenizer
 from components.models.weights.weight_sources import find_safetensors
@@ -117,8 +117,8 @@ def state(folder: Path) -> Path:
 
 def read_state(file: Path) -> None:
     intact_copy(file.parents[2])
-    check_second_start(file.parents[2], a_config(file.parents[2], resume="/some/checkpoint"))
-    check_source(a_config(file.parents[2], resume=str(file.parent)))
+    _check_second_start(file.parents[2], a_config(file.parents[2], resume="/some/checkpoint"))
+    _check_source(a_config(file.parents[2], resume=str(file.parent)))
 
 
 def run_directory(folder: Path) -> Path:

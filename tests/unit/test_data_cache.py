@@ -49,7 +49,7 @@ def tokenized(cfg: SftDataConfig, tokenizer: Any = None, is_eval: bool = False) 
 
 @pytest.fixture(autouse=True)
 def cache_small_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 0)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_cache_folder_in_an_unknown_home_is_only_a_warning(tmp_path: Path, caplo
 
 
 def test_small_source_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "WORTH_BYTES", 1_000_000)
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 1_000_000)
     tokenized(write_source(tmp_path))
     assert not (tmp_path / "cache").exists()
 
@@ -314,7 +314,7 @@ def test_only_one_of_concurrent_processes_tokenizes(tmp_path: Path) -> None:
 
 def read_truncated_cache(cfg: SftDataConfig, reports: Any) -> None:
     """Truncate a cache entry that this process has open, and report the error raised when a sample is read."""
-    cache.WORTH_BYTES = 0
+    cache._WORTH_BYTES = 0
     dataset = build_dataset(cfg, byte_tokenizer(), seq_len=1 << 20, split="train")
     (entry,) = entries(Path(str(cfg.cache)))
     os.truncate(entry, 4096)
@@ -351,7 +351,7 @@ def report_memory_growth(cfg: SftDataConfig, reports: Any) -> None:
         return int(status.split("RssAnon:")[1].split()[0]) // 1024
 
     cache.examples.encode_conversations = encode  # type: ignore[assignment]
-    cache._ENCODED_AT_ONCE, cache.WORTH_BYTES, split_module._CACHED_CHARACTERS = 4, 0, 0
+    cache._ENCODED_AT_ONCE, cache._WORTH_BYTES, split_module._CACHED_CHARACTERS = 4, 0, 0
     tokenizer = byte_tokenizer()
     next(
         TrainBatches(build_dataset(replace(cfg, max_samples=1), tokenizer, seq_len=60_000, split="train"), ONE, seed=0)

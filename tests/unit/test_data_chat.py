@@ -501,7 +501,7 @@ def test_calls_that_the_template_omits_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
 def test_unused_keys_can_be_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 0)
     rows = rows_of([user("a", name="Ann"), assistant("b")])
     values = {"cache": str(tmp_path / "cache"), "unused_keys": UnusedKeys.refuse}
     for _ in range(2):  # the second time, it is read from the cache
@@ -529,7 +529,7 @@ def test_unused_columns_are_reported_for_sft_data(tmp_path: Path) -> None:
 
 
 def test_whatever_changes_the_rendered_text_changes_the_cache_key(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 0)
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     variants: list[tuple[list[dict], dict]] = [
         (rows_of(messages), {}),
@@ -556,8 +556,8 @@ ENDLESS = [
 
 @pytest.mark.parametrize("template", ENDLESS, ids=["loops", "later", "power"])
 def test_nonterminating_template_is_rejected_within_seconds(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chat_template.RENDER_SECONDS <= 5
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
+    assert chat_template._RENDER_SECONDS <= 5
+    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 0.5)
     began = time.process_time()
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template did not finish within 0.5 s of CPU time"):
@@ -585,7 +585,7 @@ GROWING = [
 
 @pytest.mark.parametrize("template", GROWING)
 def test_template_that_takes_too_much_memory_is_rejected(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_BYTES", 2**28)
+    monkeypatch.setattr(chat_template, "_RENDER_BYTES", 2**28)
     before, peak = resource.getrlimit(resource.RLIMIT_AS), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     conversation = Conversation("x.jsonl:1", [user("a"), assistant("b")])
     what = r"(needs more than 256 MiB of memory|writes [\d,]+ characters for a conversation of \d+)"
@@ -602,7 +602,7 @@ def test_long_conversation_stays_within_the_limits() -> None:
 
 
 def test_nonterminating_template_is_rejected_during_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 0.5)
     model = build_on_meta(ModelConfig(path=str(tiny_folder(tmp_path, "llama"))))
     materialize(model, "cpu")
     with torch.no_grad():

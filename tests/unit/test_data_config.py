@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from components.config.compose.frozen import conf_resolvers
+from components.config.compose.frozen import _conf_resolvers
 from components.config.kinds import KINDS
 from components.config.schema.data import (
     ChatDataConfig,
@@ -33,7 +33,7 @@ def option(name: str, **values: object) -> DataConfig:
     yaml = OmegaConf.to_container(OmegaConf.load(OPTIONS / f"{name}.yaml"))
     kind = yaml["kind"]
     merged = OmegaConf.merge(OmegaConf.structured(KINDS["data"][DataKind(kind)]), yaml, values)
-    with conf_resolvers():
+    with _conf_resolvers():
         return OmegaConf.to_object(merged)
 
 

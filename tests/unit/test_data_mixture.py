@@ -28,7 +28,7 @@ from components.data import cache
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.loading import MixtureDataset, MixtureOrder, Shares, build_dataset, integer_weights, sources_of
+from components.data.loading import MixtureDataset, MixtureOrder, Shares, _integer_weights, build_dataset, sources_of
 from components.data.packing import SampleOrder
 from components.data.preflight import check_files
 from components.models.tokenizer import byte_tokenizer
@@ -106,7 +106,7 @@ def test_order_equals_the_position_by_position_reference(weights: dict[str, floa
 
 def test_order_is_pinned() -> None:
     """Pinned on purpose: a cursor must mean the same rows in every version and on every machine."""
-    order = MixtureOrder((10, 100), ("maths", "web"), Shares(integer_weights([0.3, 0.7]), 1234), 1234)
+    order = MixtureOrder((10, 100), ("maths", "web"), Shares(_integer_weights([0.3, 0.7]), 1234), 1234)
     assert order.indices(0, 10) == [42, 54, 58, 9, 11, 26, 2, 59, 89, 3]
     assert order.indices(10**9, 3) == [44, 32, 81]
 
@@ -117,7 +117,7 @@ def test_shares_hold_in_every_prefix(weights: dict[str, float]) -> None:
     total = sum(weights.values())
     bound = max(1, math.ceil(math.log2(len(weights))))
     for seed in range(2):
-        shares = Shares(integer_weights([weights[name] for name in sorted(weights)]), seed)
+        shares = Shares(_integer_weights([weights[name] for name in sorted(weights)]), seed)
         seen = Counter[int]()
         for position in range(1500):
             source, before = shares.at(position)
@@ -152,10 +152,10 @@ def test_order_of_a_source_does_not_depend_on_the_other_sources() -> None:
 
 
 def test_weights_are_converted_to_integers_as_exact_decimals() -> None:
-    assert integer_weights([0.1, 0.2]) == (1, 2)
-    assert integer_weights([0.3, 0.7]) == integer_weights([30.0, 70.0]) == (3, 7)
-    assert integer_weights([1e-05, 2.0]) == (1, 200_000)
-    assert integer_weights([5.0]) == (1,)
+    assert _integer_weights([0.1, 0.2]) == (1, 2)
+    assert _integer_weights([0.3, 0.7]) == _integer_weights([30.0, 70.0]) == (3, 7)
+    assert _integer_weights([1e-05, 2.0]) == (1, 200_000)
+    assert _integer_weights([5.0]) == (1,)
 
 
 # Batches and the cursor
@@ -281,7 +281,7 @@ def test_shares_and_passes_are_reported(tmp_path: Path) -> None:
 
 
 def test_changed_weight_reuses_the_tokenized_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 0)
     cfg = three_sources(tmp_path, cache=str(tmp_path / "cache"))
     first = build(cfg)
     entries = sorted((tmp_path / "cache").iterdir())

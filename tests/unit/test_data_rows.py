@@ -353,7 +353,7 @@ def test_bad_rows_are_counted_once_if_the_cache_cannot_be_written(tmp_path, monk
         list(batches)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 0)
     written = [built("sft", file, bad_rows=BadRows.drop, cache=str(tmp_path / "cache")) for _ in range(2)]
     monkeypatch.setattr(cache, "write_shard", full_disk)
     failed = built("sft", file, bad_rows=BadRows.drop, cache=str(tmp_path / "other"))
@@ -363,7 +363,7 @@ def test_bad_rows_are_counted_once_if_the_cache_cannot_be_written(tmp_path, monk
 
 def test_time_limit_of_a_template_ends_the_run_at_the_first_row(tmp_path, monkeypatch):
     """It may be exceeded on every row, each of which would take seconds."""
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.1)
+    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 0.1)
     file = write(tmp_path / "x.jsonl", ROWS * 30)
     tokenizer = byte_tokenizer("{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     cfg, began = sft_config(file, bad_rows=BadRows.drop, cache=None, eval_fraction=0.0), time.process_time()

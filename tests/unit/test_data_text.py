@@ -17,7 +17,7 @@ from components.data.examples import IGNORED
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
 from components.data.sources.files import STDLIB
-from components.data.sources.text import MODULES, is_held_out, pydocs_conversations
+from components.data.sources.text import MODULES, _is_held_out, pydocs_conversations
 from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer
 
@@ -54,7 +54,7 @@ def test_split_sizes_and_a_tenth_of_the_packages_held_out():
     assert len(TRAIN) > 1200
     assert 80 < len(EVAL) < 200
     packages = {module.partition(".")[0] for module in MODULES}
-    held_out = {package for package in packages if is_held_out(package)}
+    held_out = {package for package in packages if _is_held_out(package)}
     assert 0.08 < len(held_out) / len(packages) < 0.12
     assert {"email", "subprocess", "textwrap", "uuid"} <= held_out
 
@@ -189,7 +189,7 @@ def test_standard_library_source_is_a_deterministic_corpus() -> None:
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of documents tokenized by each call."""
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 0)
     counted: list[int] = []
     encode = cache.text.encode_documents
 

@@ -12,18 +12,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from components.planning.fake_rank import (
-    PROPAGATION,
+    _PROPAGATION,
     FakeRank,
     Peak,
     StorageTracker,
+    _gloo_copy_bytes,
     fake_process_group,
-    gloo_copy_bytes,
 )
 from tests.harness import run_ranks
 
 PRIVATE = {
     "torch._subclasses.fake_tensor": ["FakeTensor", "FakeTensorMode.from_tensor", "FakeTensorMode.__torch_dispatch__"],
-    "torch.distributed.tensor._sharding_prop": [f"ShardingPropagator.{PROPAGATION}"],
+    "torch.distributed.tensor._sharding_prop": [f"ShardingPropagator.{_PROPAGATION}"],
     "torch.testing._internal.distributed.fake_pg": ["FakeStore"],
     "torch.distributed.distributed_c10d": ["Backend.FAKE"],
     **(
@@ -154,4 +154,4 @@ def test_tracker_leaves_out_the_global_shapes_of_dtensor() -> None:
 )
 def test_gloo_copies_outputs_of_gathers_and_inputs_of_reductions(operator: str, expected: int) -> None:
     args = (torch.zeros(80), torch.zeros(10))
-    assert gloo_copy_bytes(operator, args, torch.zeros(7)) == expected
+    assert _gloo_copy_bytes(operator, args, torch.zeros(7)) == expected

@@ -17,7 +17,7 @@ from components import observability, training
 from components.batch import Batch
 from components.config.schema.run import LoggingConfig, ProfileConfig
 from components.training.state import StepMetrics
-from components.training.step_cost import PEAK_TFLOPS, StepProfile, document_lengths, model_flops, pairs, peak_tflops
+from components.training.step_cost import _PEAK_TFLOPS, StepProfile, _document_lengths, model_flops, pairs, peak_tflops
 from tests.distributed.parity import MODELS, MOE_MODELS, SMALL
 
 CPU = torch.device("cpu")
@@ -93,17 +93,17 @@ def test_flops_of_unsupported_layer_types_are_rejected() -> None:
 
 def test_document_lengths_exclude_padding_and_separate_documents() -> None:
     labels = torch.tensor([[-100, -100, 5, 6, -100, -100], [-100] * 6, [-100, 1, 2, -100, 3, 4]])
-    assert document_lengths(Batch.from_labels(labels, labels)) == [4, 0, 6]
+    assert _document_lengths(Batch.from_labels(labels, labels)) == [4, 0, 6]
     bounds = torch.tensor([[0, 2, 4, 6, 6], [0, 6, 6, 6, 6], [0, 3, 6, 6, 6]], dtype=torch.int32)
-    assert document_lengths(Batch.from_labels(labels, labels, document_bounds=bounds)) == [2, 2, 3, 3]
-    assert document_lengths(Batch.from_labels(labels, labels).to(torch.device("meta"))) == []
+    assert _document_lengths(Batch.from_labels(labels, labels, document_bounds=bounds)) == [2, 2, 3, 3]
+    assert _document_lengths(Batch.from_labels(labels, labels).to(torch.device("meta"))) == []
 
 
 def test_peak_tflops_requires_the_exact_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, bf16 = LoggingConfig(), torch.bfloat16
     assert peak_tflops(quiet, CPU, bf16) == (None, "")
     assert peak_tflops(LoggingConfig(peak_tflops=0.5), CPU, bf16)[0] == 0.5
-    for name, expected in (*PEAK_TFLOPS.items(), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA H100", None)):
+    for name, expected in (*_PEAK_TFLOPS.items(), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA H100", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_tflops(quiet, torch.device("cuda", 0), bf16)[0] == expected
         assert peak_tflops(quiet, torch.device("cuda", 0), torch.float32)[0] is None

@@ -12,8 +12,8 @@ import torch
 from components.config.schema.training import TrainingConfig
 from components.training import NonFiniteGradients, StepMetrics, TrainState
 from components.watch.heartbeat import (
-    FIRST_BEAT_SECONDS,
-    MAX_NAMED_RANKS,
+    _FIRST_BEAT_SECONDS,
+    _MAX_NAMED_RANKS,
     BeatTracker,
     FlightRecorder,
     Post,
@@ -57,7 +57,7 @@ def test_rank_without_a_new_heartbeat_is_silent_after_the_timeout(now: list[floa
 def test_rank_without_a_first_heartbeat_is_silent_only_after_startup_time(now: list[float]) -> None:
     tracker = BeatTracker()
     tracker.update({0: post(3)}, 2)
-    now[0] += FIRST_BEAT_SECONDS - 1
+    now[0] += _FIRST_BEAT_SECONDS - 1
     tracker.update({0: post(5)}, 2)
     assert tracker.silent(4.0, {0: post(5)}) == []
     now[0] += 1.0
@@ -207,14 +207,14 @@ def test_verdict_has_the_hosts_of_the_blamed_ranks_that_were_seen() -> None:
     assert blame([2, 9], posts).hosts == ("n2",)
     assert blame([], posts).hosts == ("n1", "n3")
     assert blame([], {rank: posts[rank] for rank in (0, 2)}).hosts == ()
-    many = {rank: post(host=f"n{rank:02}") for rank in range(2 * MAX_NAMED_RANKS)}
-    assert len(blame([*many], many).hosts) == 2 * MAX_NAMED_RANKS
+    many = {rank: post(host=f"n{rank:02}") for rank in range(2 * _MAX_NAMED_RANKS)}
+    assert len(blame([*many], many).hosts) == 2 * _MAX_NAMED_RANKS
 
 
 def test_blame_message_names_a_limited_number_of_ranks() -> None:
-    message = blame(list(range(3 * MAX_NAMED_RANKS)), {}).message
-    assert message.count("never seen") == MAX_NAMED_RANKS
-    assert message.endswith(f"; and {2 * MAX_NAMED_RANKS} ranks more")
+    message = blame(list(range(3 * _MAX_NAMED_RANKS)), {}).message
+    assert message.count("never seen") == _MAX_NAMED_RANKS
+    assert message.endswith(f"; and {2 * _MAX_NAMED_RANKS} ranks more")
 
 
 def test_suspension_of_the_process_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.job.attempts import Refused, begin, record_failed_nodes
+from components.launch.job.attempts import Refused, _record_failed_nodes, begin
 from components.launch.job.policy import attempts_of_job
 from components.protocol.errors import ConfigError
 from tests.frozen import frozen
@@ -31,7 +31,7 @@ def attempt(
 ) -> int:
     """Begin an attempt of job 7 on `nodes`, of which some fail; return its number."""
     number = begin(run_dir, given.get("job", "7"), nodes=nodes, counts=counts, ended="6")
-    record_failed_nodes(run_dir / "logs" / f"attempt_{number}", failed or [])
+    _record_failed_nodes(run_dir / "logs" / f"attempt_{number}", failed or [])
     return number
 
 

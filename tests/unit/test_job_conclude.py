@@ -16,7 +16,7 @@ import pytest
 
 from components.launch.job import attempts as attempts_module
 from components.launch.job.attempts import Ended, conclude, seconds_left
-from components.launch.slurm.submit import CommandResult, clean_environment, run_slurm
+from components.launch.slurm.submit import CommandResult, _clean_environment, _run_slurm
 from components.protocol.errors import ConfigError
 from components.protocol.failures import CorruptRank, HungRun, write_report
 from tests.frozen import frozen
@@ -462,19 +462,19 @@ def test_variables_of_an_enclosing_job_are_not_inherited() -> None:
         "PMIX_RANK": "0",
     }
     kept = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "SLURMER": "x", "HF_TOKEN": "secret", "MESHBOOK_X": "1"}
-    assert clean_environment({**inherited, **kept}) == kept
+    assert _clean_environment({**inherited, **kept}) == kept
 
 
 def test_missing_or_failing_slurm_command_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_slurm(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == CommandResult(3, "said", "no")
+    assert _run_slurm(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == CommandResult(3, "said", "no")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no sbatch on PATH; submit from a login node"):
-        run_slurm(["sbatch"])
+        _run_slurm(["sbatch"])
 
 
 def test_sigpipe_does_not_kill_a_slurm_command() -> None:
     """With SIGPIPE ignored the command gets a write error and can retry; otherwise it would be killed."""
-    assert run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == CommandResult(0, "alive", "")
+    assert _run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == CommandResult(0, "alive", "")
 
 
 def test_stop_signal_during_the_node_check_requests_a_requeue(run_dir: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from components.launch.job import scheduler
-from components.launch.job.scheduler import PROJECT, copied_recipe_path, copy_code
+from components.launch.job.scheduler import PROJECT, _copied_recipe_path, copy_code
 from components.protocol.errors import ConfigError
 
 
@@ -98,7 +98,7 @@ def test_external_recipe_is_copied_with_sibling_modules_and_packages(project: Pa
     write(home, "mine.py", "helper.py", "data.csv", "package/__init__.py", "package/part.py", "other/thing.py")
     target = tmp_path / "copy"
     copy_code(home / "mine.py", target)
-    recipe = copied_recipe_path(home / "mine.py", target)
+    recipe = _copied_recipe_path(home / "mine.py", target)
     assert recipe == target / "recipe" / "mine.py"
     assert copied(recipe.parent) == {"mine.py", "helper.py", "package/__init__.py", "package/part.py"}
     assert (target / "components" / "a.py").exists()
@@ -136,7 +136,7 @@ def test_oversized_code_is_rejected_before_copying(project: Path, tmp_path: Path
 
 def test_snapshot_of_this_project_is_within_the_limits(tmp_path: Path) -> None:
     recipe = PROJECT / "recipes" / "finetune.py"
-    assert copied_recipe_path(recipe, tmp_path / "copy") == tmp_path / "copy" / "recipes" / "finetune.py"
+    assert _copied_recipe_path(recipe, tmp_path / "copy") == tmp_path / "copy" / "recipes" / "finetune.py"
     assert 100 < copy_code(recipe, tmp_path / "copy") < 1000
     files = copied(tmp_path / "copy")
     assert {"conf/finetune.yaml", "slurm/train.sbatch.j2", "components/launch/slurm/script.py"} <= files

@@ -184,7 +184,7 @@ def test_sweep_waits_for_a_requeued_job_whose_scheduler_does_not_answer_once(
     pods: type[Pods], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The result of its first attempt is preempted until the second one ends."""
-    monkeypatch.setattr(points, "POLL_JOBS", 0.0)
+    monkeypatch.setattr(points, "_POLL_JOBS", 0.0)
     sweep = sweep_of_jobs(tmp_path, ["submitted"])
     result = sweep.run_dir(sweep.points[0]) / "result.json"
     result.write_text('{"status": "preempted"}')
@@ -214,7 +214,7 @@ def test_point_whose_job_was_stopped_early_needs_no_result(pods: type[Pods], tmp
 def test_refused_early_stop_is_requested_again(
     pods: type[Pods], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(points, "POLL_JOBS", 0.0)
+    monkeypatch.setattr(points, "_POLL_JOBS", 0.0)
     sweep = replace(sweep_of_jobs(tmp_path, ["ok", "ok", "ok", "ok", "submitted"]), early_stop=EarlyStop.median)
     for point in sweep.points:
         for step in range(1, 3 - point.number // 4):

@@ -22,8 +22,8 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run_directory_lease, "BEAT", BEAT)
-    monkeypatch.setattr(run_directory_lease, "SILENCE", SILENCE)
+    monkeypatch.setattr(run_directory_lease, "_BEAT", BEAT)
+    monkeypatch.setattr(run_directory_lease, "_SILENCE", SILENCE)
     monkeypatch.setattr(run_directory_lease, "_POLL", BEAT / 2)
     monkeypatch.setenv("PATH", str(tmp_path))  # no squeue
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME", "SLURMD_NODENAME"):

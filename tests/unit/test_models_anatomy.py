@@ -16,7 +16,7 @@ from components import models
 from components.config.schema import PeftConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.distributed.tp_plan import read_heads
-from components.models.anatomy import LAYER_COUNTS, Anatomy, passes_window, read_anatomy
+from components.models.anatomy import _LAYER_COUNTS, Anatomy, _passes_window, read_anatomy
 from components.protocol.errors import ConfigError
 from components.training.step_cost import model_flops
 from tests.fuzz.families import DENSE, SPARSE, draw_config
@@ -67,7 +67,7 @@ def test_anatomy_is_picklable_and_holds_no_modules() -> None:
     assert not any(isinstance(getattr(anatomy, each.name), nn.Module) for each in fields(Anatomy))
 
 
-@pytest.mark.parametrize("model_type", LAYER_COUNTS)
+@pytest.mark.parametrize("model_type", _LAYER_COUNTS)
 def test_layers_are_found_where_num_hidden_layers_does_not_count_them(model_type: str) -> None:
     """Each family of LAYER_COUNTS, with an added module list that is longer than the list of its layers."""
     sizes = {
@@ -108,10 +108,10 @@ def test_models_that_need_masks_report_why(values: dict[str, Any], reason: str) 
 @pytest.mark.parametrize("family", [name for name, values in FAMILIES.items() if values.get("sliding_window")])
 def test_attention_modules_that_pass_their_window_are_detected(family: str) -> None:
     """Detection reads the installed Python's bytecode: it must match the attention modules and no others."""
-    found = {type(module).__name__ for module in build(FAMILIES[family]).modules() if passes_window(module)}
+    found = {type(module).__name__ for module in build(FAMILIES[family]).modules() if _passes_window(module)}
     assert len(found) == 1
     assert found.pop().endswith("Attention")
-    assert not any(map(passes_window, build(FAMILIES["llama"]).modules()))
+    assert not any(map(_passes_window, build(FAMILIES["llama"]).modules()))
 
 
 def test_layers_with_different_numbers_of_heads_are_rejected() -> None:

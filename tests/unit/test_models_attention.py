@@ -20,7 +20,7 @@ from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import CAUSAL_SDPA, Attention, WeightInit
 from components.models import attention
-from components.models.attention import FA3, causal_sdpa, choose_kernel, observed_call
+from components.models.attention import _FA3, causal_sdpa, choose_kernel, observed_call
 from components.protocol.errors import ConfigError
 from components.torch_kernels import supports_varlen
 from components.training import StepSettings, preparation
@@ -191,9 +191,9 @@ def _restored_interface() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("rates", "chosen", "reason"),
     [
-        ({FLASH: 350.0, CUDNN: 560.0, FA3: "flash_attn_interface is not installed"}, CUDNN, "chosen by measurement"),
-        ({FLASH: 350.0, CUDNN: 360.0, FA3: 610.0}, FA3, "chosen by measurement"),
-        ({FLASH: 350.0, CUDNN: 360.0, FA3: "it needs a Hopper GPU"}, FLASH, "torch's default kept"),
+        ({FLASH: 350.0, CUDNN: 560.0, _FA3: "flash_attn_interface is not installed"}, CUDNN, "chosen by measurement"),
+        ({FLASH: 350.0, CUDNN: 360.0, _FA3: 610.0}, _FA3, "chosen by measurement"),
+        ({FLASH: 350.0, CUDNN: 360.0, _FA3: "it needs a Hopper GPU"}, FLASH, "torch's default kept"),
         ({FLASH: "out of memory", CUDNN: "No available kernel"}, FLASH, "torch's default kept"),
     ],
 )
@@ -268,7 +268,7 @@ def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.
     assert {order for _, order in orders} == {"CUDNN_ATTENTION"}
 
 
-@pytest.mark.parametrize(("saved", "used"), [(CUDNN, CUDNN), (FLASH, FLASH), (FA3, CUDNN), ("math", CUDNN)])
+@pytest.mark.parametrize(("saved", "used"), [(CUDNN, CUDNN), (FLASH, FLASH), (_FA3, CUDNN), ("math", CUDNN)])
 def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch, saved: str, used: str) -> None:
     """Unless this machine does not have it: then the kernels are measured again."""
     monkeypatch.setattr(preparation, "_can_measure", lambda device: True)
@@ -306,6 +306,6 @@ def test_kernels_are_measured_forward_and_backward(monkeypatch: pytest.MonkeyPat
     assert isinstance(rates[FLASH], float)
     assert rates[FLASH] > 0
     assert isinstance(rates[CUDNN], str)
-    assert rates[FA3] == "flash_attn_interface is not installed"
+    assert rates[_FA3] == "flash_attn_interface is not installed"
     with sdpa_kernel(SDPBackend.MATH):  # restored afterwards
         assert isinstance(attention.measure_kernels(call, "math")["math"], float)

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 from components.config.mesh_rules import NO_TP_PLAN
 from components.config.schema.model import Attention, DType, ModelConfig, RopeConfig, RopeType, WeightInit
-from components.config.shape import DENSE, NOT_ROTARY, PLANNED_MLP, read_shape
+from components.config.shape import _NOT_ROTARY, DENSE, PLANNED_MLP, read_shape
 from components.distributed.tp_plan import FAMILY_PLANS
 from components.models import (
     build_on_meta,
@@ -389,7 +389,7 @@ def test_further_parameters_of_the_own_scaling_are_not_dropped(tmp_path: Path) -
 
 def test_model_types_without_rope_parameters_are_known_before_torch_is_imported() -> None:
     """The table agrees with transformers."""
-    for kind in NOT_ROTARY:
+    for kind in _NOT_ROTARY:
         assert not getattr(AutoConfig.for_model(kind), "rope_parameters", None), kind
         assert read_shape(scratch_of_rope(RopeConfig(), {"model_type": kind})).rotary is False
     assert read_shape(scratch_of_rope(RopeConfig(), {"model_type": "llama"})).rotary is None

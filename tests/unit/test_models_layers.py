@@ -43,7 +43,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
-from components.models.compile import is_truncated, remove_truncated_libraries
+from components.models.compile import _is_truncated, remove_truncated_libraries
 from components.models.tokenizer import byte_tokenizer
 from components.models.weights.weight_files import NewFolder, WeightFiles
 from components.protocol.errors import ConfigError
@@ -469,7 +469,7 @@ def test_truncated_library_in_the_compile_cache_is_recompiled(tmp_path: Path) ->
     again = run()
     assert again.returncode == 0, again.stderr
     assert f"removed {len(libraries)} truncated files from torch's compile cache" in again.stderr
-    assert not any(is_truncated(each) for each in libraries)
+    assert not any(_is_truncated(each) for each in libraries)
 
 
 def test_only_truncated_libraries_that_no_compiler_is_writing_are_removed(

@@ -20,7 +20,7 @@ from components.config.schema.model import DType, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.run import PeftExport
 from components.models.lora import adapted_layers
-from components.models.weights.weight_files import base_name
+from components.models.weights.weight_files import _base_name
 from components.protocol.errors import ConfigError
 from tests.tiny_models import FAMILIES, SIZES, logits, reference, tiny_folder
 
@@ -156,10 +156,10 @@ def test_adapter_names_a_base_model_that_peft_can_open_or_explains_why_not(
     (tmp_path / "base").mkdir()
     (tmp_path / "base.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    assert base_name(ModelConfig(path="./base")) == str(tmp_path / "base")
-    assert base_name(ModelConfig(path="owner/model")) == "owner/model"
-    assert "a GGUF file, which PEFT cannot open" in (base_name(ModelConfig(path="base.gguf")) or "")
-    assert base_name(ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"])) is None
+    assert _base_name(ModelConfig(path="./base")) == str(tmp_path / "base")
+    assert _base_name(ModelConfig(path="owner/model")) == "owner/model"
+    assert "a GGUF file, which PEFT cannot open" in (_base_name(ModelConfig(path="base.gguf")) or "")
+    assert _base_name(ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"])) is None
 
 
 @pytest.mark.parametrize(("export", "folders"), [("adapter", ["adapter"]), ("merged", ["export"])])

@@ -43,7 +43,7 @@ def unpacked(matrix: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 
 @pytest.mark.parametrize("columns", [64, 200])
 def test_nf4_values_are_the_nearest_published_levels(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.models.quantization.PACKED_AT_ONCE", 7 * columns)
+    monkeypatch.setattr("components.models.quantization._PACKED_AT_ONCE", 7 * columns)
     torch.manual_seed(0)
     matrix = torch.randn(50, columns) * torch.logspace(-4, 3, 50)[:, None]
     matrix[5] = 0

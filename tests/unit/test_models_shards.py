@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
 
-from components.models.weights.shards import blocks_at, local_shape
+from components.models.weights.shards import _local_shape, blocks_at
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Layout:
 
 def shard_of(layout: Layout, full: torch.Tensor, coordinate: tuple[int, ...]) -> torch.Tensor:
     blocks = blocks_at(layout, coordinate, "weight")
-    shard = torch.full(local_shape(blocks, full.ndim), -1)
+    shard = torch.full(_local_shape(blocks, full.ndim), -1)
     for block in blocks:
         shard[block.local] = full[block.full]
     return shard
@@ -120,4 +120,4 @@ def test_scalar_is_replicated_on_every_rank() -> None:
     layout = Layout((), (Replicate(),), FakeMesh((2,)))
     (block,) = blocks_at(layout, (1,), "step")
     assert block.full == block.local == ()
-    assert math.prod(local_shape([block], 0)) == 1
+    assert math.prod(_local_shape([block], 0)) == 1

@@ -21,7 +21,7 @@ from components.config.schema.cluster import Device
 from components.config.schema.model import Attention
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
 from components.data.dataset import Dataset, Facts
-from components.data.packing import best_fit, minimum_slack, plan_rows
+from components.data.packing import _best_fit, _minimum_slack, plan_rows
 from components.models.documents import varlen_attention
 from components.protocol.errors import ConfigError
 from tests.distributed.packed import (
@@ -65,7 +65,7 @@ def test_every_document_is_in_one_row_within_the_row_size(size: int) -> None:
     assert rows == rows_of(lengths, size)
 
 
-@pytest.mark.parametrize("planner", [best_fit, minimum_slack])
+@pytest.mark.parametrize("planner", [_best_fit, _minimum_slack])
 @pytest.mark.parametrize("lengths", [[5], [1] * 17, [8, 8, 8], [5, 4, 3, 3, 2], list(range(1, 9)) * 40])
 def test_each_planner_uses_every_document_once(planner: Any, lengths: list[int]) -> None:
     patterns = planner(np.bincount(lengths, minlength=9), 8)

@@ -15,8 +15,8 @@ from components.planning.formulas.pipeline import (
     StageSeconds,
     StageWork,
     WorkKind,
+    _schedule_order,
     pipeline_seconds,
-    schedule_order,
     send_hops,
     timeline,
 )
@@ -96,14 +96,14 @@ def test_orders_are_those_of_torch(schedule: Schedule, pp: int) -> None:
         for micro_batches in (1, 2, 3, 4, 6, 8, 16, 24):
             if allowed(schedule, pp, micro_batches):
                 expected = torch_order(schedule, pp, per_rank, micro_batches)
-                assert schedule_order(schedule, pp, per_rank, micro_batches) == expected, (per_rank, micro_batches)
+                assert _schedule_order(schedule, pp, per_rank, micro_batches) == expected, (per_rank, micro_batches)
                 compared += 1
     assert compared >= 2
 
 
 def test_gpipe_computes_all_forwards_first_and_1f1b_alternates() -> None:
     text = {
-        schedule: ["".join(work.kind for work in order) for order in schedule_order(Schedule(schedule), 3, 1, 4)]
+        schedule: ["".join(work.kind for work in order) for order in _schedule_order(Schedule(schedule), 3, 1, 4)]
         for schedule in SINGLE_STAGE
     }
     assert text == {"GPipe": ["FFFFBBBB"] * 3, "1F1B": ["FFFBFBBB", "FFBFBFBB", "FBFBFBFB"]}

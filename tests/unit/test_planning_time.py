@@ -25,7 +25,7 @@ from components.config.schema.parallelism import (
 from components.config.schema.run import PeftConfig, PeftMethod
 from components.planning.formulas.architecture import read_architecture
 from components.planning.formulas.communication import (
-    OVERLAP_LOSS,
+    _OVERLAP_LOSS,
     communication_works,
     exposed_seconds,
     mesh_groups,
@@ -35,7 +35,7 @@ from components.planning.formulas.hardware import (
     LayerWork,
     Matmul,
     NodeLinks,
-    layer_matmuls,
+    _layer_matmuls,
     layer_works,
     read_hardware,
 )
@@ -118,7 +118,7 @@ def test_flops_of_the_terms_are_those_of_the_model(model: str) -> None:
     """Matmuls of all layers and the head, 3 passes, and attention are the model FLOPs that the MFU counts."""
     load = workload(model)
     architecture = load.architecture
-    per_token = sum(each.flops for each in layer_matmuls(load, MESHBOOK)) / load.local_tokens
+    per_token = sum(each.flops for each in _layer_matmuls(load, MESHBOOK)) / load.local_tokens
     head = 2 * architecture.hidden * architecture.vocab
     full = architecture.layers - architecture.windowed_layers
     pairs = full * architecture.attended_pairs(load.seq_len)
@@ -144,8 +144,8 @@ def test_frozen_weights_count_four_flops_per_token() -> None:
 
 
 def test_communication_beside_computation_slows_it_and_what_outlasts_it_is_exposed() -> None:
-    assert exposed_seconds(1.0, 10.0) == OVERLAP_LOSS
-    assert exposed_seconds(10.0, 1.0) == 9.0 + OVERLAP_LOSS
+    assert exposed_seconds(1.0, 10.0) == _OVERLAP_LOSS
+    assert exposed_seconds(10.0, 1.0) == 9.0 + _OVERLAP_LOSS
     assert exposed_seconds(0.0, 1.0) == 0.0
     assert exposed_seconds(2.0, 0.0) == 2.0
     assert exposed_seconds(1.0, 10.0, overlaps=False) == 1.0
@@ -238,7 +238,7 @@ def test_a_head_that_is_not_tied_is_gathered_and_reduced_beside_layers() -> None
         ("FSDP all-gathers (exposed)", 2 * group.all_gather(2 * head)),  # two micro-batches
     ):
         more = term(estimate_time(load, H100), name) - term(estimate_time(tied, H100), name)
-        assert more == pytest.approx(OVERLAP_LOSS * sent, rel=0.02)
+        assert more == pytest.approx(_OVERLAP_LOSS * sent, rel=0.02)
 
 
 def test_async_tp_overlaps_three_of_four_collectives() -> None:
@@ -248,7 +248,7 @@ def test_async_tp_overlaps_three_of_four_collectives() -> None:
         for value in (True, False)
     )
     ratio = term(together, "tp communication") / term(apart, "tp communication")
-    assert ratio == pytest.approx(1 / 4 + 3 / 4 * OVERLAP_LOSS)
+    assert ratio == pytest.approx(1 / 4 + 3 / 4 * _OVERLAP_LOSS)
 
 
 def test_deferred_reduction_reduces_once() -> None:

@@ -253,7 +253,7 @@ def test_reference_log_probs_of_other_weights_or_pairs_are_not_used(tmp_path: Pa
 def test_identity_of_base_weights_is_that_of_their_content_and_dtype(tmp_path: Path) -> None:
     def identity(folder: Path, **changed: Any) -> str:
         model = ModelConfig(path=str(folder), **changed)
-        return reference_model.identity_of_weights(DpoConfig(model=model, data=PreferencesDataConfig(path="x")))
+        return reference_model._identity_of_weights(DpoConfig(model=model, data=PreferencesDataConfig(path="x")))
 
     (tmp_path / "a").mkdir()
     values = torch.arange(1 << 21, dtype=torch.int32)  # 8 MiB: sampled

@@ -29,15 +29,15 @@ from components.distributed import init, utils
 from components.distributed.process import environment as network
 from components.distributed.process.environment import (
     RankEnvironmentError,
+    _tasks_on_node,
     bind_to_gpu,
     export_variables,
     read_lone_local_variables,
     read_rank_variables,
     restore_variables,
-    tasks_on_node,
 )
 from components.distributed.process.groups import stream
-from components.distributed.process.rendezvous import master_address
+from components.distributed.process.rendezvous import _master_address
 from components.protocol.errors import ConfigError
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_implementations, contrast
@@ -310,7 +310,7 @@ def test_missing_local_rank_raises_instead_of_defaulting() -> None:
 )
 def test_slurm_tasks_per_node_is_parsed(text: str, node: int, tasks: int | None) -> None:
     """KempnerForge get_world_info: LOCAL_WORLD_SIZE was never set."""
-    assert tasks_on_node(text, node) == tasks
+    assert _tasks_on_node(text, node) == tasks
 
 
 def test_exported_variables_are_restored() -> None:
@@ -331,7 +331,7 @@ def test_master_port_is_derived_from_job_and_step() -> None:
     ports = set()
     for step in range(3):
         tasks = [{**STEP, "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank)} for rank in range(4)]
-        found = {master_address(read_rank_variables(task), task) for task in tasks}
+        found = {_master_address(read_rank_variables(task), task) for task in tasks}
         assert len(found) == 1
         host, port = found.pop()
         assert host == "n3"  # first node of the step, not necessarily of the job
@@ -339,7 +339,7 @@ def test_master_port_is_derived_from_job_and_step() -> None:
         ports.add(port)
     assert len(ports) == 3
     explicit = {**STEP, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
-    assert master_address(read_rank_variables(explicit), explicit) == ("head", 1234)
+    assert _master_address(read_rank_variables(explicit), explicit) == ("head", 1234)
 
 
 @pytest.mark.parametrize(
@@ -355,16 +355,16 @@ def test_invalid_master_address_is_reported_by_name(variables: dict[str, str], m
     """KempnerForge init_distributed: fell back to localhost and a random port."""
     environ = {"RANK": "0", "WORLD_SIZE": "2", **variables}
     with pytest.raises(RankEnvironmentError, match=message):
-        master_address(read_rank_variables(environ), environ)
+        _master_address(read_rank_variables(environ), environ)
 
 
 def test_compressed_node_list_without_scontrol_is_rejected_on_several_nodes(tmp_path: Path) -> None:
     """KempnerForge init_distributed: a failing scontrol left MASTER_ADDR empty; containers have none."""
     environ = {**STEP, "SLURM_STEP_NODELIST": "n[3-4]", "PATH": str(tmp_path)}
     with pytest.raises(RankEnvironmentError, match=r"SLURM_STEP_NODELIST=n\[3-4\] needs scontrol"):
-        master_address(read_rank_variables(environ), environ)
+        _master_address(read_rank_variables(environ), environ)
     one_node = {**environ, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
-    assert master_address(read_rank_variables(one_node), one_node)[0] == "127.0.0.1"
+    assert _master_address(read_rank_variables(one_node), one_node)[0] == "127.0.0.1"
 
 
 def _fake_ip(folder: Path, output: str, status: int = 0) -> str:
@@ -391,9 +391,9 @@ def test_ib_child_interface_is_returned_without_parent_suffix(implementation: st
 def test_roce_interface_is_detected() -> None:
     """KempnerForge _detect_ib_interface: RoCE interfaces were missed."""
     output = "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.1.0.1/24\nens9 UP 10.2.0.1/24\n\n"
-    assert network.first_rdma_interface(output, {"ens9"}) == "ens9"
-    assert network.first_rdma_interface(output + "ibp3 UP 10.3.0.1/24\n", {"ens9"}) == "ibp3"
-    assert network.first_rdma_interface(output, set()) is None
+    assert network._first_rdma_interface(output, {"ens9"}) == "ens9"
+    assert network._first_rdma_interface(output + "ibp3 UP 10.3.0.1/24\n", {"ens9"}) == "ibp3"
+    assert network._first_rdma_interface(output, set()) is None
 
 
 def test_failing_ip_command_is_logged(

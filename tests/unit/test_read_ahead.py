@@ -167,7 +167,7 @@ def test_thread_ends_with_the_context(taken: int) -> None:
 
 
 def test_blocked_read_does_not_keep_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.training.attempt.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("components.training.attempt._CLOSE_SECONDS", 0.2)
     rows = Slow()
     rows.may_read.clear()
     began = time.monotonic()

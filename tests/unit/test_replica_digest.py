@@ -9,18 +9,18 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from components.checkpoint.replica_check import ROW_WORDS, Suspicion, digest_each, find_corrupt
+from components.checkpoint.replica_check import _ROW_WORDS, Suspicion, _digest_each, _find_corrupt
 from components.checkpoint.tensors import Tensors
 from components.protocol.errors import ConfigError
 from components.watch.faults import VARIABLE, arm_bit_flips, fault_point, flip_random_bit
 
-BIG = 8 * ROW_WORDS
+BIG = 8 * _ROW_WORDS
 
 
 def tensors() -> Tensors:
     """Tensors of all kinds: several rows, a remainder, odd numbers of bytes, a scalar, not contiguous, misaligned."""
     generator = torch.Generator().manual_seed(3)
-    numbers = torch.randn(3 * ROW_WORDS, 10, generator=generator)
+    numbers = torch.randn(3 * _ROW_WORDS, 10, generator=generator)
     return {
         "several rows": numbers,
         "remainder": torch.randn(BIG + 5, generator=generator).bfloat16(),
@@ -34,7 +34,7 @@ def tensors() -> Tensors:
 
 
 def digest(held: Tensors) -> list[int]:
-    return digest_each({"": held})[""]
+    return _digest_each({"": held})[""]
 
 
 @contextmanager
@@ -55,16 +55,16 @@ def test_every_flipped_bit_changes_the_digest() -> None:
 
 
 def test_changes_that_cancel_in_sums_and_swapped_values_change_the_digest() -> None:
-    words = torch.arange(4 * ROW_WORDS)
+    words = torch.arange(4 * _ROW_WORDS)
     expected = digest({"": words})
-    for first, second in [(5, 9), (5, 5 + ROW_WORDS), (5, 9 + ROW_WORDS)]:
+    for first, second in [(5, 9), (5, 5 + _ROW_WORDS), (5, 9 + _ROW_WORDS)]:
         changed = words.clone()
         changed[first], changed[second] = changed[first] + 8, changed[second] - 8
         assert digest({"": changed}) != expected
         changed = words.clone()
         changed[[first, second]] = changed[[second, first]]
         assert digest({"": changed}) != expected
-    assert digest({"a": words[:ROW_WORDS], "b": words[ROW_WORDS:]}) != digest({"a": words[ROW_WORDS:], "b": words})
+    assert digest({"a": words[:_ROW_WORDS], "b": words[_ROW_WORDS:]}) != digest({"a": words[_ROW_WORDS:], "b": words})
 
 
 def test_digest_does_not_depend_on_the_number_of_threads() -> None:
@@ -107,7 +107,7 @@ ACCUSED = {
 @pytest.mark.parametrize("name", ACCUSED)
 def test_majority_names_the_ranks_that_differ(name: str) -> None:
     by_rank, expected = ACCUSED[name]
-    assert find_corrupt(by_rank) == expected
+    assert _find_corrupt(by_rank) == expected
 
 
 def test_flips_are_planted_at_the_step_and_rank_that_the_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:

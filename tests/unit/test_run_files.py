@@ -34,13 +34,13 @@ from components.observability.trackers import TrackedRun
 from components.protocol.errors import ConfigError
 from components.protocol.failures import read_reports, write_report
 from components.protocol.run_files import (
+    _remove_own,
     checkpoint_folders,
     checkpoint_name,
     checkpoint_step,
     create_marker,
     keep_only_folder,
     own_folder,
-    remove_own,
     temporary_name,
     unfinished_checkpoints,
 )
@@ -341,7 +341,7 @@ def test_what_is_planted_at_a_name_of_a_run_is_not_followed(
     """A start is refused in a sentence, or works; nothing outside of the run changes, and nothing hangs."""
     monkeypatch.setattr("components.launch.slurm.submit.SlurmScheduler.find", lambda *_: None)
     monkeypatch.setattr("components.launch.job.scheduler._project_files", lambda: [Path("recipes/finetune.py")])
-    monkeypatch.setattr("components.launch.run_directory_lease.SILENCE", 0.01)
+    monkeypatch.setattr("components.launch.run_directory_lease._SILENCE", 0.01)
     monkeypatch.setattr("components.launch.run_directory_lease._POLL", 0.01)
     monkeypatch.setenv("MESHBOOK_ATTEMPT", "1")
     monkeypatch.chdir(tmp_path)
@@ -361,7 +361,7 @@ def test_what_is_planted_at_a_name_of_a_run_is_not_followed(
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(base, run, symlinks=True)
         path = run / name
-        remove_own(path)
+        _remove_own(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         plant(path, outside)
         with suppress(ConfigError):

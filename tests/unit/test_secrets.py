@@ -15,7 +15,7 @@ from components.config.compose.frozen import resolve
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
-from components.protocol.secrets import is_secret_name, secret_problems
+from components.protocol.secrets import _is_secret_name, secret_problems
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 HEX_KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -168,7 +168,7 @@ def test_secret_within_a_setup_line_is_rejected(line: str, secret: str) -> None:
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
 def test_value_of_a_variable_with_a_secret_name_is_rejected(name: str) -> None:
-    assert is_secret_name(name)
+    assert _is_secret_name(name)
     assert_rejected(problems({"cluster": {"env": {name: "abc"}}}), f"cluster.env.{name}", "abc")
     for reference in ("$OTHER", "${OTHER}", '"$OTHER"', "$(cat /secret)", "", "false"):
         assert problems({"cluster": {"env": {name: reference}}}) == [], reference
@@ -176,7 +176,7 @@ def test_value_of_a_variable_with_a_secret_name_is_rejected(name: str) -> None:
 
 @pytest.mark.parametrize("name", HARMLESS_NAMES)
 def test_harmless_variable_name_is_accepted(name: str) -> None:
-    assert not is_secret_name(name)
+    assert not _is_secret_name(name)
     assert problems({"cluster": {"env": {name: "/path/of/something"}}}) == []
 
 

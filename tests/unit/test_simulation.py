@@ -13,7 +13,7 @@ from components.config.schema.cluster import Device, LocalClusterConfig, SlurmCl
 from components.config.schema.model import Attention, DType, Float8, LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.planning import simulation
-from components.planning.simulated_step import runs_on_gpus
+from components.planning.simulated_step import _runs_on_gpus
 from components.planning.simulation import (
     SimulatedGroup,
     SimulatedRank,
@@ -80,10 +80,10 @@ def test_played_config_states_what_it_changes() -> None:
 
 def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
     cfg = finetune(world=1, strategy="single")
-    assert not runs_on_gpus(replace(cfg, cluster=LocalClusterConfig(device=Device.cpu)))
-    assert runs_on_gpus(replace(cfg, cluster=LocalClusterConfig(device=Device.cuda)))
-    assert runs_on_gpus(replace(cfg, cluster=SlurmClusterConfig(procs_per_node="8")))
-    assert not runs_on_gpus(replace(cfg, cluster=SlurmClusterConfig(procs_per_node="8", device=Device.cpu)))
+    assert not _runs_on_gpus(replace(cfg, cluster=LocalClusterConfig(device=Device.cpu)))
+    assert _runs_on_gpus(replace(cfg, cluster=LocalClusterConfig(device=Device.cuda)))
+    assert _runs_on_gpus(replace(cfg, cluster=SlurmClusterConfig(procs_per_node="8")))
+    assert not _runs_on_gpus(replace(cfg, cluster=SlurmClusterConfig(procs_per_node="8", device=Device.cpu)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep, override_of
-from components.config.compose.sweep_keys import Goal, known_goal
+from components.config.compose.sweep_keys import Goal, _known_goal
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import MixtureDataConfig
 from components.launch.sweep.plan import (
@@ -143,7 +143,7 @@ def test_keys_of_the_sweep_are_not_overrides_of_its_points(monkeypatch: pytest.M
     ],
 )
 def test_goal_is_inferred_from_the_name_of_a_metric(metric: str, goal: str | None) -> None:
-    assert known_goal(metric) == goal
+    assert _known_goal(metric) == goal
 
 
 def test_free_form_keys_and_lists_can_be_swept(monkeypatch: pytest.MonkeyPatch) -> None:

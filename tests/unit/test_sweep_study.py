@@ -198,9 +198,9 @@ def test_points_share_the_machine(
     if "CUDA_VISIBLE_DEVICES" not in environ:
         monkeypatch.setattr(shares, "visible_gpus", lambda given: 0)
     point = Point(0, "0", {}, [], processes=2)
-    assert [shares.share_of(slot, parallel, point, environ) for slot in range(parallel)] == shared
+    assert [shares._share_of(slot, parallel, point, environ) for slot in range(parallel)] == shared
     job = Point(0, "0", {}, [], processes=2, runs_here=False)
-    assert shares.share_of(0, parallel, job, environ) == {}
+    assert shares._share_of(0, parallel, job, environ) == {}
 
 
 def test_gpus_must_be_divisible_between_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from components.protocol.errors import ConfigError
 from components.storage import tensor_files
 from components.storage.tensor_files import BlockHashes
 from components.training.objectives.base import Chunk, Vocabulary
-from components.training.objectives.distillation import DistillationLoss, TopK, find_top_k, top_k_divergence
+from components.training.objectives.distillation import DistillationLoss, TopK, _top_k_divergence, find_top_k
 from components.training.objectives.teacher import StoredTeacher
 from components.training.objectives.teacher_store import TargetSlots, write_file
 
@@ -165,7 +165,7 @@ def rewrite(file: Path, *, hashed: bool = True, **changed: np.ndarray) -> None:
 
 
 def test_every_flipped_bit_of_the_values_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "HASHED_BYTES", 64)
+    monkeypatch.setattr(tensor_files, "_HASHED_BYTES", 64)
     file, slots = tmp_path / "top_k_train.safetensors", TargetSlots(np.asarray([0, 4, 4, 13], np.int64))
     write_file(file, header(), slots, blocks(13))
     content = file.read_bytes()
@@ -293,7 +293,7 @@ def test_value_and_gradient_are_those_of_the_formula(kind: Divergence, k: int) -
 
     stored = find_top_k(teacher.log_softmax(-1), k, Vocabulary())
     assert torch.equal(stored.ids, ids)
-    got, got_gradient = top_k_divergence(kind, stored, student.detach().log_softmax(-1), Vocabulary())
+    got, got_gradient = _top_k_divergence(kind, stored, student.detach().log_softmax(-1), Vocabulary())
     torch.testing.assert_close(got, expected.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(got_gradient, gradient, rtol=1e-10, atol=1e-10)
 
@@ -302,7 +302,7 @@ def test_forward_kl_has_the_published_gradient() -> None:
     teacher, student = logits(2), logits(3)
     p, q = teacher.softmax(-1), student.softmax(-1)
     stored = find_top_k(teacher.log_softmax(-1), 4, Vocabulary())
-    _, gradient = top_k_divergence(Divergence.forward_kl, stored, student.log_softmax(-1), Vocabulary())
+    _, gradient = _top_k_divergence(Divergence.forward_kl, stored, student.log_softmax(-1), Vocabulary())
     in_k = torch.zeros_like(p, dtype=torch.bool).scatter(1, stored.ids, True)
     p_rest, q_rest = ((each * ~in_k).sum(-1, keepdim=True) for each in (p, q))
     expected = torch.where(in_k, q - p, q - p_rest * q / q_rest)
@@ -317,7 +317,7 @@ def test_a_tiny_remaining_probability_is_exact() -> None:
     expected = teacher.double().log_softmax(-1)[0, 1:].logsumexp(-1)
     assert stored.log_probs[0, 1].item() == pytest.approx(expected.item(), rel=1e-6)
     student = teacher.flip(1)
-    value, gradient = top_k_divergence(Divergence.forward_kl, stored, student.log_softmax(-1), Vocabulary())
+    value, gradient = _top_k_divergence(Divergence.forward_kl, stored, student.log_softmax(-1), Vocabulary())
     assert value.item() == pytest.approx(40, rel=1e-5)
     assert gradient.isfinite().all()
 
@@ -355,6 +355,6 @@ def test_positions_without_a_target_have_finite_gradients() -> None:
     empty = {LOG_PROBS: torch.zeros(TOKENS, 4).view(torch.int32), TOKEN_IDS: torch.zeros(TOKENS, 3, dtype=torch.int32)}
     stored = TopK.of_chunk(empty, torch.float64)
     for kind in Divergence:
-        value, gradient = top_k_divergence(kind, stored, logits(6).log_softmax(-1), Vocabulary())
+        value, gradient = _top_k_divergence(kind, stored, logits(6).log_softmax(-1), Vocabulary())
         assert value.isfinite().all()
         assert gradient.isfinite().all()

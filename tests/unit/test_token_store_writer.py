@@ -23,7 +23,7 @@ from components.data.token_store.manifest import (
     write_manifest,
 )
 from components.data.token_store.shards import Shard, ShardFiles
-from components.data.token_store.writer import densest_windows, layout_of, read_entry, write_shard
+from components.data.token_store.writer import _densest_windows, layout_of, read_entry, write_shard
 from components.protocol.errors import ConfigError
 from components.storage import tensor_files
 from tests.unit.token_shards import (
@@ -122,8 +122,8 @@ def test_densest_windows_are_the_largest_counts_of_any_window() -> None:
     random = np.random.default_rng(3)
     ends = np.unique(random.integers(1, 3000, 400))
     counted = [max(((ends >= start) & (ends < start + length)).sum() for start in range(3000)) for length in (16, 256)]
-    assert [densest_windows(ends)[DENSEST_WINDOWS.index(length)] for length in (16, 256)] == counted
-    assert densest_windows(ends)[-1] == len(ends)
+    assert [_densest_windows(ends)[DENSEST_WINDOWS.index(length)] for length in (16, 256)] == counted
+    assert _densest_windows(ends)[-1] == len(ends)
 
 
 def test_hash_depends_on_ids_and_document_ends(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_every_flipped_bit_is_reported_before_a_token_of_its_block_is_used(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except in bytes that no row is made of, such as the lengths of Megatron's sequences."""
-    monkeypatch.setattr(tensor_files, "HASHED_BYTES", 4096)
+    monkeypatch.setattr(tensor_files, "_HASHED_BYTES", 4096)
     path, id_bytes = write(tmp_path, format)
     entry, random = scanned(path, id_bytes), np.random.default_rng(0)
     expected = read_all(Shard(entry, path, EOS))

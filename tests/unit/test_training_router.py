@@ -16,7 +16,7 @@ from components.batch import Batch
 from components.config.schema import ModelConfig
 from components.config.schema.model import RouterAux
 from components.protocol.errors import ConfigError
-from components.training.router_loss import balance_losses, sequence_weights
+from components.training.router_loss import _balance_losses, sequence_weights
 from tests.distributed.parity import MOE_MODELS, build
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_loss_of_single_sequences_equals_hugging_face() -> None:
     attended = torch.arange(7) < torch.tensor([[7], [4], [1]])
     chosen = logits.topk(2).indices
     weights = F.pad(torch.ones(3, 1, dtype=torch.int64), (0, 6))  # one target per sequence, stored at its first token
-    ours = balance_losses(logits.softmax(-1), chosen, attended[:, None].float(), weights)[:, 0]
+    ours = _balance_losses(logits.softmax(-1), chosen, attended[:, None].float(), weights)[:, 0]
     theirs = [load_balancing_loss_func((row[:n],), 5, 2) for row, n in zip(logits, (7, 4, 1), strict=True)]
     torch.testing.assert_close(ours, torch.stack(theirs))
 
@@ -51,7 +51,7 @@ def test_loss_of_single_sequences_equals_hugging_face() -> None:
 def test_sequence_without_targets_has_zero_loss() -> None:
     logits = torch.randn(1, 7, 5)
     no_targets = torch.zeros(1, 7, dtype=torch.int64)
-    assert balance_losses(logits.softmax(-1), logits.topk(2).indices, no_targets[:, None].float(), no_targets) == 0
+    assert _balance_losses(logits.softmax(-1), logits.topk(2).indices, no_targets[:, None].float(), no_targets) == 0
 
 
 def test_tokens_after_the_last_target_are_padding() -> None:

@@ -22,7 +22,7 @@ from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
 from components.models.layers import vector_parameters
 from components.protocol.errors import ConfigError
-from components.protocol.processes import FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
+from components.protocol.processes import _FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
 from components.training.loss import count_inputs
 from components.training.optimizers.gradients import step_if_finite
 from components.training.optimizers.muon import divide_parameters
@@ -362,7 +362,7 @@ def test_step_seconds_include_the_wait_for_a_drained_step(every: int) -> None:
 
 @pytest.mark.parametrize("install", [collected_signals, record_stop_signals, training.StopRequest])
 def test_closed_terminal_is_ignored_under_nohup(install: Callable[[], Any]) -> None:
-    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
+    before = {number: signal.getsignal(number) for number in _FORWARDED_SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with install() or nullcontext():

@@ -27,7 +27,7 @@ from components.protocol.errors import ConfigError
 from components.protocol.secrets import secret_problems
 from components.terminal import print_text
 
-QUIET, QUIET_OVERRIDE = "--quiet", "logging.quiet=true"
+_QUIET, _QUIET_OVERRIDE = "--quiet", "logging.quiet=true"
 """The option --quiet of recipes, and the override that has the same effect."""
 
 
@@ -131,7 +131,7 @@ def read_arguments(schema: type[Config], given: Sequence[str]) -> tuple[Namespac
     """
     options, unread = _parser().parse_known_intermixed_args(given)
     flags = {each for each in unread if each.startswith("-")}
-    unknown = _with_values([each for each in unread if each in flags and each != QUIET], given)
+    unknown = _with_values([each for each in unread if each in flags and each != _QUIET], given)
     values = {each.partition(" ")[2] for each in unknown}
     overrides = {*options.overrides, *unread} - flags - values  # argparse does not read those after an option
     try:
@@ -156,7 +156,7 @@ def read_arguments(schema: type[Config], given: Sequence[str]) -> tuple[Namespac
             )
         else:
             (options.sweep if is_sweep_key(override) else accepted).append(override)
-    options.overrides = [*accepted, QUIET_OVERRIDE] if QUIET in flags else accepted
+    options.overrides = [*accepted, _QUIET_OVERRIDE] if _QUIET in flags else accepted
     return options, problems
 
 

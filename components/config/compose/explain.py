@@ -20,10 +20,10 @@ from components.protocol.secrets import shown_value
 if TYPE_CHECKING:
     from omegaconf.errors import OmegaConfBaseException
 
-IN_FILE = re.compile(r"In '(?P<file>[^']*)': ")
+_IN_FILE = re.compile(r"In '(?P<file>[^']*)': ")
 """File whose defaults list is wrong."""
-NO_GROUP = re.compile(r"Could not override '(?P<group>[^'@]*)")
-SECOND_OPTION = re.compile(r"Multiple values for .* use 'override (?P<group>[^:@]+)[^:]*: (?P<option>[^']*)'")
+_NO_GROUP = re.compile(r"Could not override '(?P<group>[^'@]*)")
+_SECOND_OPTION = re.compile(r"Multiple values for .* use 'override (?P<group>[^:@]+)[^:]*: (?P<option>[^']*)'")
 _UNREADABLE = "cannot be parsed; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
 SEVERAL_VALUES = "is a sweep over several values; add -m, set one value, or write a list as [a,b]"
 SWEEP_FUNCTION = re.compile(r"(?P<key>[^=]+)=\s*(?P<name>log|lin|loguniform|uniform)\((?P<arguments>[^()]*)\)\s*")
@@ -187,11 +187,11 @@ def explain_option(override: str, error: Exception, keys: Sequence[str], groups:
         groups: Accepted options of every config group.
     """
     key, assigned, value = override_parts(override)
-    file, text, missing = IN_FILE.search(str(error)), str(error), _missing_file(error)
+    file, text, missing = _IN_FILE.search(str(error)), str(error), _missing_file(error)
     name = missing.removeprefix(f"{key}/")
     if name != missing and ("${" in value or name in re.split(r"[\[\], ]+", value)):
         return no_such_option(override, name, groups)
-    second = SECOND_OPTION.search(text)
+    second = _SECOND_OPTION.search(text)
     if file or (second and second["group"] != key):
         return explain_file(error, groups, f"{key}/{value}")
     if second or (override.startswith("+") and key in groups and "@" not in override):
@@ -200,7 +200,7 @@ def explain_option(override: str, error: Exception, keys: Sequence[str], groups:
         return f"{override}: adds a source; write it with a plus: +{override}"
     if key not in groups:
         return unknown_key(key, value if assigned else None, [*keys, *groups])
-    if NO_GROUP.search(text):
+    if _NO_GROUP.search(text):
         return f"{override}: is not in the defaults list; add it with a plus: +{override}"
     return f"{override}: {_first_line(text)}"
 
@@ -214,16 +214,16 @@ def explain_file(error: Exception, groups: Mapping[str, list[str]], chosen: str 
         chosen: File chosen on the command line, since Hydra names the main config if the error is in its overrides.
     """
     text = str(error)
-    found = IN_FILE.search(text)
+    found = _IN_FILE.search(text)
     file = chosen if chosen is not None and not (found and "/" in found["file"]) else found and found["file"]
     where = f"conf file {file}.yaml" if file else "a conf file"
-    if second := SECOND_OPTION.search(text):
+    if second := _SECOND_OPTION.search(text):
         group, option = second["group"], second["option"]
         return f"{where} adds a second option of {group}; write `override /{group}: {option}` in its defaults"
     if missing := _missing_file(error):
         group, _, option = missing.rpartition("/")
         return f"{where} requests {_explain_missing_option(group, option, groups)}"
-    if requested := NO_GROUP.search(text):
+    if requested := _NO_GROUP.search(text):
         return f"{where} {_explain_missing_group(requested['group'], groups)}"
     text = text.removeprefix(found[0]) if found else text
     return f"{where}: {_first_line(text)}"

@@ -172,7 +172,7 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         except OmegaConfBaseException as error:  # ${ without }
             problems[key], plain[path[-1]] = f"{key}: {explain_resolution(error).partition(': ')[2]}", ""
     cfg = OmegaConf.create(_referable(container), flags={"allow_objects": True}) if holders else OmegaConf.create()
-    with conf_resolvers(), _recorded_environment() as variables_read:
+    with _conf_resolvers(), _recorded_environment() as variables_read:
         for key, (*parents, name), plain in [each for each in holders if each[0] not in problems]:
             variables_read.clear()
             try:
@@ -195,7 +195,7 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 @contextmanager
-def conf_resolvers() -> Iterator[None]:
+def _conf_resolvers() -> Iterator[None]:
     """Register the resolvers of conf/ within the block: `unless_epochs` and `with_kto`."""
 
     def unless_epochs(steps: int, *, _parent_: DictConfig) -> int | None:

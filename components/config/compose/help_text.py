@@ -314,7 +314,7 @@ def recipes_with(section: str) -> list[str]:
 def keys_of(schema: type, prefix: str) -> dict[str, Key]:
     """Return the keys of a dataclass and of the dataclasses in it, by name."""
     found: dict[str, Key] = {}
-    docs, hints = field_docs(schema), type_hints(schema)
+    docs, hints = _field_docs(schema), type_hints(schema)
     for each in dataclasses.fields(schema):
         name, hint = f"{prefix}.{each.name}", hints[each.name]
         doc = docs.get(each.name, "")
@@ -350,7 +350,7 @@ def summary(documented: type) -> str:
 
 
 @functools.cache
-def field_docs(schema: type) -> dict[str, str]:
+def _field_docs(schema: type) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass, including those that it inherits."""
     found: dict[str, str] = {}
     for each in reversed(schema.__mro__):

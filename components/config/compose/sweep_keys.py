@@ -86,7 +86,7 @@ class SweepConfig:
     @property
     def direction(self) -> Goal:
         """The given or the inferred goal."""
-        return self.goal or known_goal(self.metric) or Goal.min
+        return self.goal or _known_goal(self.metric) or Goal.min
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,7 +127,7 @@ def read_sweep_keys(overrides: Iterable[str]) -> tuple[SweepConfig, list[str]]:
         return SweepConfig(), problems + error.problems
 
 
-def known_goal(metric: str) -> Goal | None:
+def _known_goal(metric: str) -> Goal | None:
     """Return whether lower or higher values are better, by the name of a metric; None if it is unknown."""
     for goal, names in ((Goal.min, _MINIMIZED), (Goal.max, _MAXIMIZED)):
         if any(metric == name or metric.endswith(f"_{name}") for name in names):
@@ -151,7 +151,7 @@ def _study_problems(trials: int | None, draws: int | None) -> list[str]:
 def _goal_problems(metric: str, goal: Goal | None) -> list[str]:
     if not metric.strip():
         return [f"sweep.metric='': must be the name of a metric, such as {EVAL_LOSS}"]
-    if goal is None and known_goal(metric) is None:
+    if goal is None and _known_goal(metric) is None:
         return [f"sweep.metric={metric}: the better value of this metric is unknown; add sweep.goal=min or max"]
     if metric == EVAL_LOSS and goal is Goal.max:
         return [f"sweep.goal=max: a lower {EVAL_LOSS} is better; remove sweep.goal, or set another sweep.metric"]

@@ -46,7 +46,7 @@ _NULL, _TEXT = f"{_TAG}null", f"{_TAG}str"
 _MISREAD = {f"{_TAG}{name}" for name in ("int", "float", "bool", "value", "merge")}
 _USUAL_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "y"), True) | dict.fromkeys(("false", "no", "off", "n"), False)
-Subject = Callable[[str, Any], str]
+_Subject = Callable[[str, Any], str]
 """Return how a message names a key and its value."""
 
 
@@ -55,7 +55,7 @@ def _key_and_value(key: str, value: Any) -> str:
 
 
 def typed(
-    container: Any, schema: type[Schema], rejected: Collection[str] = (), subject: Subject = _key_and_value
+    container: Any, schema: type[Schema], rejected: Collection[str] = (), subject: _Subject = _key_and_value
 ) -> Schema:
     """Return `container` (nested dicts, no interpolations left) as an instance of `schema`.
 
@@ -149,7 +149,7 @@ class _Builder:
 
     keys: list[str]
     rejected: Collection[str] = ()
-    subject: Subject = _key_and_value
+    subject: _Subject = _key_and_value
     problems: list[str] = field(default_factory=list)
 
     def build(self, values: Any, annotation: Any, prefix: str) -> Any:

@@ -61,7 +61,7 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that compute input gradients and weight gradients separately."""
 
 
-SWITCH = ("true", "false", "auto")
+_SWITCH = ("true", "false", "auto")
 """Values of parallelism.defer_grad_sync and parallelism.reshard_after_forward."""
 
 
@@ -240,8 +240,8 @@ class ParallelismConfig:
                 "for the model's own plan"
             )
         for key in ("defer_grad_sync", "reshard_after_forward"):
-            if (value := field_values(self)[key]) not in SWITCH:
-                problems.append(f"parallelism.{key}={value}: must be {', '.join(SWITCH[:-1])} or {SWITCH[-1]}")
+            if (value := field_values(self)[key]) not in _SWITCH:
+                problems.append(f"parallelism.{key}={value}: must be {', '.join(_SWITCH[:-1])} or {_SWITCH[-1]}")
         if self.reshard_after_forward == "false" and self.strategy != Strategy.fsdp2:
             problems.append(
                 "parallelism.reshard_after_forward=false: only fsdp2 gathers and frees parameters, not "

@@ -161,7 +161,7 @@ class SourceSplit:
             return []
         if is_local(location.path):
             return files_of_split(location)
-        return hub_files(location, self._cfg.subset, self._cfg.revision)
+        return _hub_files(location, self._cfg.subset, self._cfg.revision)
 
     def _all_records(self) -> Iterator[Record]:
         """Yield all records of the source, of both splits if they share it; small sources are cached in memory."""
@@ -377,7 +377,7 @@ def rows_of(cfg: RowsDataConfig, location: Location, files: Sequence[Path] | Non
     wanted = columns_wanted(cfg)
     optional = columns_optional(cfg)
     if not is_local(location.path):
-        return hub_rows(location, cfg.subset, cfg.revision, wanted, optional, cfg)
+        return _hub_rows(location, cfg.subset, cfg.revision, wanted, optional, cfg)
     files = files_of_split(location) if files is None else files
     columns = columns_of(files[0])
     problems = check_columns(wanted, columns, str(files[0])) if columns else []
@@ -410,7 +410,7 @@ def _length(message: Message) -> int:
     )
 
 
-def hub_rows(
+def _hub_rows(
     location: Location,
     subset: str | None,
     revision: str | None,
@@ -441,12 +441,12 @@ def hub_rows(
 
 
 def _hub_columns(location: Location, subset: str | None, revision: str | None) -> list[str]:
-    """Return the column names of a split. Raises ConfigError like `hub_rows`."""
+    """Return the column names of a split. Raises ConfigError like `_hub_rows`."""
     return list(_on_disk(location, subset, revision).column_names)
 
 
-def hub_files(location: Location, subset: str | None, revision: str | None) -> list[Path]:
-    """Return the Arrow files that contain a split, possibly with other rows. Raises ConfigError like `hub_rows`."""
+def _hub_files(location: Location, subset: str | None, revision: str | None) -> list[Path]:
+    """Return the Arrow files that contain a split, possibly with other rows. Raises ConfigError like `_hub_rows`."""
     return [Path(file["filename"]) for file in _on_disk(location, subset, revision).cache_files]
 
 

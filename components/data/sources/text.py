@@ -70,13 +70,13 @@ def _conversations_by_split() -> dict[str, list[Conversation]]:
     for module in MODULES:
         for name, signature, summary in _documented(module):
             if summary not in seen:
-                split = "eval" if is_held_out(module) else "train"
+                split = "eval" if _is_held_out(module) else "train"
                 by_split[split].append(_conversation(f"{module}.{name}", signature, summary))
             seen.add(summary)
     return by_split
 
 
-def is_held_out(module: str) -> bool:
+def _is_held_out(module: str) -> bool:
     """Return whether the package of `module` belongs to the split `eval`; a fixed function of its name."""
     digest = hashlib.sha256(module.partition(".")[0].encode()).digest()
     return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0

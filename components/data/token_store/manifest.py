@@ -39,7 +39,7 @@ _MASKS = {"token_ids": "labels_mask", "input_ids": "label_mask"}
 _WINDOW_BITS = range(4, 25)
 DENSEST_WINDOWS = tuple(1 << bits for bits in _WINDOW_BITS)
 """Lengths in tokens of the windows in which a shard's document ends are counted."""
-HASH_OF_BYTES = "10f4878bace996e3bf5360c36043a0d6"
+_HASH_OF_BYTES = "10f4878bace996e3bf5360c36043a0d6"
 """Hash of the vocabulary of model.tokenizer=bytes."""
 
 
@@ -388,7 +388,7 @@ def hash_of_files(model: ModelConfig) -> str | None:
     None if it needs the hub or a GGUF file, or has no tokenizer.json: then the ranks compare.
     """
     if model.tokenizer == "bytes":
-        return HASH_OF_BYTES
+        return _HASH_OF_BYTES
     path = model.tokenizer or model.path
     try:
         files = None if path is None else locate(path)

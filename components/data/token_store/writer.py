@@ -105,11 +105,11 @@ class _Summary:
             "documents": len(distinct) + int(open_end),
             "max_id": self.max_id,
             "hash": digest.hexdigest(),
-            "densest": densest_windows(distinct),
+            "densest": _densest_windows(distinct),
         }
 
 
-def densest_windows(ends: np.ndarray) -> list[int]:
+def _densest_windows(ends: np.ndarray) -> list[int]:
     """Return the largest number of `ends` (ends,), distinct and ascending, in any window of each manifest length."""
     numbers = np.arange(len(ends))
     return [

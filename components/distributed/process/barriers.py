@@ -50,7 +50,7 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
         dist.barrier(group, device_ids=_device_ids(group))
 
 
-def missing_after(timeout: timedelta, group: dist.ProcessGroup | None = None) -> list[int]:
+def _missing_after(timeout: timedelta, group: dist.ProcessGroup | None = None) -> list[int]:
     """Wait for all members of `group`, and return the global ranks that did not arrive within `timeout`.
 
     All ranks, including late ones, get the same result. The wait goes through the store, so a timeout leaves every
@@ -77,7 +77,7 @@ def barrier_until(timeout: timedelta, group: dist.ProcessGroup | None = None) ->
         timeout: Maximum time to wait.
         group: Process group whose members wait; None: all ranks.
     """
-    missing = missing_after(timeout, group)
+    missing = _missing_after(timeout, group)
     if missing:
         logger.error("barrier: rank(s) %s did not arrive within %g s", _names(missing), timeout.total_seconds())
     return not missing
@@ -96,7 +96,7 @@ def barrier_within(seconds: float, reason: str) -> None:
     if not is_distributed():
         return
     deadline = time.monotonic() + seconds
-    missing = missing_after(timedelta(seconds=seconds))
+    missing = _missing_after(timedelta(seconds=seconds))
     if missing:
         raise BarrierTimeoutError(
             f"Barrier timed out after {seconds:g}s during {reason}: rank(s) {_names(missing)} did not arrive. "

@@ -170,13 +170,13 @@ def _srun_variables(environ: Mapping[str, str]) -> RankVariables:
         rank=require_integer(environ, "SLURM_PROCID", tasks),
         world_size=require_integer(environ, name, f"SLURM_PROCID={environ['SLURM_PROCID']}"),
         local_rank=require_integer(environ, "SLURM_LOCALID", tasks),
-        local_world_size=tasks_on_node(environ.get(f"{prefix}TASKS_PER_NODE", ""), node),
+        local_world_size=_tasks_on_node(environ.get(f"{prefix}TASKS_PER_NODE", ""), node),
         num_nodes=_parse_integer(environ, "SLURM_STEP_NUM_NODES" if prefix == "SLURM_STEP_" else "SLURM_NNODES"),
         slurm_node=node,
     )
 
 
-def tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
+def _tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
     """Return the number of tasks on a node from Slurm's list, such as 2(x3),1 for four nodes with 2, 2, 2 and 1."""
     counted = 0
     for count, _, repeat in re.findall(r"([0-9]{1,18})(\(x([0-9]{1,18})\))?", tasks_per_node):
@@ -325,10 +325,10 @@ def _detect_ib_interface() -> str | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("InfiniBand detection skipped: `ip -br addr` failed: %s", error)
         return None
-    return first_rdma_interface(output, {path.name for path in _RDMA_DEVICES.glob("*/device/net/*")})
+    return _first_rdma_interface(output, {path.name for path in _RDMA_DEVICES.glob("*/device/net/*")})
 
 
-def first_rdma_interface(brief_addresses: str, rdma_names: Collection[str]) -> str | None:
+def _first_rdma_interface(brief_addresses: str, rdma_names: Collection[str]) -> str | None:
     """Return the first RDMA interface in the output of `ip -br addr` that is up and has an address.
 
     Args:

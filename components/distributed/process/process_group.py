@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 _CUDA_BACKEND = "cpu:gloo,cuda:nccl"  # nccl has no collectives for CPU tensors, gloo few for CUDA tensors
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-DRAIN_TIMEOUT = timedelta(seconds=30)
+_DRAIN_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def launch_group(
         timeouts: Of the rendezvous, and of a collective.
         options: Further arguments of `torch.distributed.init_process_group`.
     """
-    use_cuda, backend = choose_backend(device, backend, variables.world_size)
+    use_cuda, backend = _choose_backend(device, backend, variables.world_size)
     if store is None:
         store = dist.HashStore()
     else:
@@ -162,7 +162,7 @@ def current_info(device: str = "auto") -> DistInfo:
     return DistInfo(backend, rank, dist.get_world_size(), compute_device, is_main=rank == 0)
 
 
-def choose_backend(device: str, backend: str | None, world_size: int) -> tuple[bool, str]:
+def _choose_backend(device: str, backend: str | None, world_size: int) -> tuple[bool, str]:
     """Return whether this process computes on CUDA, and the backend of its process group.
 
     Raises ConfigError if `device` is invalid, contradicts `backend`, or needs a CUDA device that is not visible.
@@ -245,7 +245,7 @@ def destroy_global_state() -> None:
 
     Registered to run at exit; a no-op without a process group. SIGINT is ignored meanwhile, and its handler restored
     afterwards. DeepEP buffers, if any, are freed first, since destroying the group would hang on their pending
-    collectives. Queued CUDA work gets DRAIN_TIMEOUT to finish, since it never does after a peer has died. Environment
+    collectives. Queued CUDA work gets _DRAIN_TIMEOUT to finish, since it never does after a peer has died. Environment
     variables set by the start-up are restored.
     """
     try:
@@ -306,14 +306,14 @@ def _free_deep_ep_buffers() -> None:
 
 
 def _drain_device() -> None:
-    """Wait for queued CUDA work, for at most DRAIN_TIMEOUT: a collective whose peer has died never finishes."""
+    """Wait for queued CUDA work, for at most _DRAIN_TIMEOUT: a collective whose peer has died never finishes."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized() and backend_supports_cuda()):
         return
     event = torch.cuda.Event()
     event.record()
-    deadline = time.monotonic() + DRAIN_TIMEOUT.total_seconds()
+    deadline = time.monotonic() + _DRAIN_TIMEOUT.total_seconds()
     while not event.query():
         if time.monotonic() > deadline:
-            logger.error("CUDA work is still pending after %s: a peer has probably died", DRAIN_TIMEOUT)
+            logger.error("CUDA work is still pending after %s: a peer has probably died", _DRAIN_TIMEOUT)
             return
         time.sleep(0.01)

@@ -43,7 +43,7 @@ from components.protocol.processes import STORE_FD, STORE_FILE, node_name
 from components.protocol.run_files import PRIVATE, atomic_write_json
 from components.protocol.safe_parsing import parse_json
 
-FIRST_PORT, PORTS = 10000, 20000  # below Linux's range of ephemeral ports
+_FIRST_PORT, _PORTS = 10000, 20000  # below Linux's range of ephemeral ports
 LOOPBACK = "127.0.0.1"
 _HANDSHAKE_SECONDS = 10.0
 """Timeout of the handshake of one connection."""
@@ -56,7 +56,7 @@ class RendezvousError(RuntimeError):
     """Failure of the ranks to reach the store in time; the message names the missing ranks and the address."""
 
 
-def master_address(variables: RankVariables, environ: Mapping[str, str]) -> tuple[str, int]:
+def _master_address(variables: RankVariables, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port of rank 0's store, the same on every rank.
 
     MASTER_ADDR and MASTER_PORT if they are set. Otherwise, in a Slurm step, the first node of the step and a port
@@ -83,7 +83,7 @@ def master_address(variables: RankVariables, environ: Mapping[str, str]) -> tupl
 def rendezvous_host(variables: RankVariables) -> str:
     """Return the host of the rendezvous: a loopback address if all ranks run on this machine, else another name."""
     if not _uses_store_file():
-        return master_address(variables, os.environ)[0]
+        return _master_address(variables, os.environ)[0]
     return LOOPBACK if _is_one_node() else os.environ.get("MASTER_ADDR", "")
 
 
@@ -101,7 +101,7 @@ def open_store(variables: RankVariables, timeout: timedelta) -> dist.Store:
     """
     if _uses_store_file():
         return _with_attempt_prefix(_open_store_by_file(variables, timeout), timeout)
-    host, port = master_address(variables, os.environ)
+    host, port = _master_address(variables, os.environ)
     try:
         store = _open_store_at(host, port, variables.rank, variables.world_size, timeout)
     except (dist.DistError, RuntimeError) as error:
@@ -169,7 +169,7 @@ def _open_store_by_file(variables: RankVariables, timeout: timedelta) -> dist.St
         atexit.register(file.unlink, missing_ok=True)
     else:
         at = _await_file(file, variables, timeout)
-        proxy = open_local_proxy(at["address"], at["port"], bytes.fromhex(at["secret"]))
+        proxy = _open_local_proxy(at["address"], at["port"], bytes.fromhex(at["secret"]))
         try:
             store = connect(port=proxy, is_master=False, wait_for_workers=False)
         except (dist.DistError, RuntimeError) as error:
@@ -317,7 +317,7 @@ def _port_of_step(environ: Mapping[str, str]) -> int:
     """Return a port that all ranks of the step derive alike, and that differs between jobs and steps."""
     job = require_integer(environ, "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS")
     step = require_integer(environ, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
-    return FIRST_PORT + (job + 7919 * step) % PORTS
+    return _FIRST_PORT + (job + 7919 * step) % _PORTS
 
 
 def open_gateway(address: str, store_port: int, secret: bytes) -> int:
@@ -333,7 +333,7 @@ def open_gateway(address: str, store_port: int, secret: bytes) -> int:
     return _serve(address, accept)
 
 
-def open_local_proxy(address: str, gateway_port: int, secret: bytes) -> int:
+def _open_local_proxy(address: str, gateway_port: int, secret: bytes) -> int:
     """Forward connections of this process, and no other, to the gateway at `address`; return the loopback port."""
 
     async def forward(reader: Reader, writer: Writer) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from components.protocol.failures import LostPeer
 
-MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.001, 0.25  # bounds of the polling interval: a tenth of the time waited so far
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.25  # bounds of the polling interval: a tenth of the time waited so far
 _ACKNOWLEDGE_TIMEOUT = timedelta(seconds=2)  # how long a failing rank stays alive so that its peers can read the error
 
 
@@ -76,7 +76,7 @@ class StoreSync:
             left = timeout.total_seconds() - waited
             if left <= 0:
                 return False
-            time.sleep(min(max(waited / 10, MIN_POLL_SECONDS), MAX_POLL_SECONDS, left))
+            time.sleep(min(max(waited / 10, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS, left))
         return True
 
     def publish_verdict(self, failure: PeerFailure | TimeoutError | None) -> None:

@@ -75,7 +75,7 @@ from components.protocol.run_files import (
 )
 from components.terminal import print_text
 
-NODES, FAILED_NODES, LEFT_OUT_NODES = "nodes", "failed_nodes", "left_out_nodes"
+_NODES, _FAILED_NODES, _LEFT_OUT_NODES = "nodes", "failed_nodes", "left_out_nodes"
 """Files in an attempt's logs with one node per line: the nodes of its ranks, those of them that failed, and those
 because of which the job was requeued before the ranks started."""
 _FAILURES = 2
@@ -153,7 +153,7 @@ def begin(
     _keep_last_attempt(run_dir, attempt)
     atomic_write(logs / CHECKPOINTS_BEFORE, _as_lines(names_in(run_dir / CHECKPOINTS)), PRIVATE)
     if nodes:
-        atomic_write(logs / NODES, _as_lines(nodes), PRIVATE)
+        atomic_write(logs / _NODES, _as_lines(nodes), PRIVATE)
     point_latest(run_dir / LOGS / "latest", logs)
     settings = cluster_of(run_dir)
     _check_limits(run_dir, attempt, settings, limit_requeues=limit_requeues)
@@ -226,11 +226,11 @@ def _choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], down: Sequ
     earlier = [attempt_logs(run_dir, number) for number in numbers if number < attempt]
     if earlier:
         _record_down_nodes(earlier[-1], down)
-    failures = Counter(node for each in earlier for node in lines_of(each / FAILED_NODES))
+    failures = Counter(node for each in earlier for node in lines_of(each / _FAILED_NODES))
     failing = {node for node, count in failures.items() if count >= _FAILURES}
-    if earlier and (earlier[-1] / LEFT_OUT_NODES).exists():
+    if earlier and (earlier[-1] / _LEFT_OUT_NODES).exists():
         failing = set()
-    allocated = lines_of(logs / NODES)
+    allocated = lines_of(logs / _NODES)
     usable = [node for node in allocated if node not in failing]
     left_out = [node for node in allocated if node in failing]
     fitting = [count for count in counts if count <= len(usable)]
@@ -238,7 +238,7 @@ def _choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], down: Sequ
         print_text(
             f"{', '.join(left_out)} failed in {_FAILURES} attempts: requeuing the job for other nodes", flush=True
         )
-        atomic_write(logs / LEFT_OUT_NODES, _as_lines(left_out), PRIVATE)
+        atomic_write(logs / _LEFT_OUT_NODES, _as_lines(left_out), PRIVATE)
         atomic_write(run_dir / REQUEUE, _as_lines(left_out))
         return
     used = usable[: max(fitting)]
@@ -247,31 +247,31 @@ def _choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], down: Sequ
     if idle := usable[len(used) :]:
         print_text(f"{', '.join(idle)} stay idle: the run can use {' or '.join(map(str, counts))} nodes", flush=True)
     if len(used) < len(allocated):
-        atomic_write(logs / NODES, _as_lines(used), PRIVATE)
+        atomic_write(logs / _NODES, _as_lines(used), PRIVATE)
 
 
 def _record_down_nodes(logs: Path, down: Sequence[str]) -> None:
     """Print which nodes of an earlier attempt are down now, and record that they failed in it."""
-    used = lines_of(logs / NODES)
+    used = lines_of(logs / _NODES)
     found = [entry for entry in dict.fromkeys(down) if entry.partition("|")[0] in used]
     for entry in found:
         node, state, why = (*entry.split("|", 2), "", "")[:3]
         print_text(f"node {node} of the previous attempt is {state}: {why}", flush=True)
-    record_failed_nodes(logs, [entry.partition("|")[0] for entry in found])
+    _record_failed_nodes(logs, [entry.partition("|")[0] for entry in found])
 
 
-def record_failed_nodes(logs: Path, nodes: Iterable[str]) -> None:
+def _record_failed_nodes(logs: Path, nodes: Iterable[str]) -> None:
     """Record in an attempt's logs that nodes failed in it; a node is left out after `_FAILURES` such attempts."""
-    names = list(dict.fromkeys([*lines_of(logs / FAILED_NODES), *filter(None, nodes)]))
+    names = list(dict.fromkeys([*lines_of(logs / _FAILED_NODES), *filter(None, nodes)]))
     if names:
-        atomic_write(logs / FAILED_NODES, _as_lines(names), PRIVATE)
+        atomic_write(logs / _FAILED_NODES, _as_lines(names), PRIVATE)
 
 
 def _create_logs(logs: Path, cluster: ClusterConfig | None) -> None:
     """Create the logs of all ranks, so that they are for the owner only, whatever the umask of who writes to them."""
     if cluster is None or not cluster.procs_per_node.isdecimal():
         return
-    nodes = len(lines_of(logs / NODES))
+    nodes = len(lines_of(logs / _NODES))
     by_agent = cluster.launcher == Launcher.torchrun
     files = [logs / f"node_{node}.log" for node in range(nodes)]
     for file in files if by_agent else [log_file(logs, rank) for rank in range(nodes * int(cluster.procs_per_node))]:
@@ -368,7 +368,7 @@ class _Conclusion:
     def _restart(self, failure: Failure | None, seconds_left: float) -> None:
         """Request a new start of the ranks in this job, or a requeue if its time limit is near, or print why not."""
         if failure is not None and failure.report is not None and failure.report.is_gpu_error:
-            record_failed_nodes(self.logs, [failure.report.node])
+            _record_failed_nodes(self.logs, [failure.report.node])
         attempts = self.attempts
         lead = None if self.cluster is None else self.cluster.signal_lead_seconds
         if any(each.stepped for each in attempts) and not attempts[-1].stepped:
@@ -435,7 +435,7 @@ def _exclude_nodes(run_dir: Path, attempt: int, ended: Ended) -> None:
     An exclusion that leaves too few nodes would keep the job pending forever.
     """
     logs, settings, excluded = attempt_logs(run_dir, attempt), cluster_of(run_dir), list[str]()
-    used = [*lines_of(logs / NODES), *lines_of(logs / LEFT_OUT_NODES)]
+    used = [*lines_of(logs / _NODES), *lines_of(logs / _LEFT_OUT_NODES)]
     faulty = [node for node in dict.fromkeys(lines_of(run_dir / REQUEUE)) if node in used]
     if ended.up is None or settings is None:
         return

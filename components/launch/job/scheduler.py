@@ -47,15 +47,15 @@ Findings = tuple[list[str], list[str]]
 
 TAG = "meshbook:"
 """Prefix of the unique tag of a submission."""
-QUERIES, PAUSE = 5, 2.0
+_QUERIES, PAUSE = 5, 2.0
 """Number of queries for a job whose submission was not confirmed, and the seconds between them."""
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
 """Types of file systems that other machines cannot access, unless this one exports them."""
 _LARGEST = 1 << 20
 """Most bytes of a template, and of what it renders to; Slurm accepts scripts of 4 MiB."""
-CPU_SECONDS = 5
+_CPU_SECONDS = 5
 """Most CPU time that a template may take; the built-in ones take milliseconds."""
-MEMORY = 1 << 29
+_MEMORY = 1 << 29
 """Most bytes that a template may allocate."""
 _LARGEST_COPY = 64 * 2**20
 """Maximum size of a snapshot in bytes; more is probably not only code."""
@@ -202,7 +202,7 @@ class Scheduler(ABC):
     def recipe_file(self, run: CheckedRun) -> Path:
         """Return the recipe's file that the ranks run."""
         file = run.recipe.file
-        return copied_recipe_path(file, run.directory.path / CODE) if self._copies(run) else file
+        return _copied_recipe_path(file, run.directory.path / CODE) if self._copies(run) else file
 
     def _copies(self, run: CheckedRun) -> bool:
         return self.copies_code and run.cfg.cluster.snapshot
@@ -254,7 +254,7 @@ class Scheduler(ABC):
 
     def _find_late(self, file: Path, tag: str, failure: ConfigError) -> str | None:
         """Return the job of a failed submission, which may take seconds to appear; None if there is none."""
-        for query in range(QUERIES):
+        for query in range(_QUERIES):
             time.sleep(PAUSE if query else 0)
             try:
                 if (job := self.find(file, tag)) is not None:
@@ -312,12 +312,12 @@ def render_template(environment: Environment, file: Path, values: Mapping[str, A
     what = f"cluster.template={file}: cannot be rendered"
     try:
         source = read_regular(file, _LARGEST).decode()
-        with limited(CPU_SECONDS, MEMORY):
+        with limited(_CPU_SECONDS, _MEMORY):
             text = environment.from_string(source).render(values)
     except CpuLimitError as error:
-        raise ConfigError(f"{what}: it takes more than {CPU_SECONDS} s of CPU time") from error
+        raise ConfigError(f"{what}: it takes more than {_CPU_SECONDS} s of CPU time") from error
     except MemoryError as error:
-        raise ConfigError(f"{what}: it takes more than {MEMORY >> 20} MiB of memory") from error
+        raise ConfigError(f"{what}: it takes more than {_MEMORY >> 20} MiB of memory") from error
     except Exception as error:  # a template can raise anything: ZeroDivisionError, SecurityError
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ConfigError(f"{what}{line}: {str(error)[:1000]}") from error
@@ -326,7 +326,7 @@ def render_template(environment: Environment, file: Path, values: Mapping[str, A
     return text
 
 
-def copied_recipe_path(recipe_file: Path, target: Path) -> Path:
+def _copied_recipe_path(recipe_file: Path, target: Path) -> Path:
     """Return the path of the recipe in a snapshot in `target`."""
     if recipe_file.is_relative_to(PROJECT):
         return target / recipe_file.relative_to(ROOT)
@@ -342,7 +342,7 @@ def copy_code(recipe_file: Path, target: Path) -> int:
 
     Raises ConfigError if that is more than `_LARGEST` bytes.
     """
-    copy, folder = copied_recipe_path(recipe_file, target), recipe_file.parent
+    copy, folder = _copied_recipe_path(recipe_file, target), recipe_file.parent
     pairs = [(ROOT / name, target / name) for name in _project_files()]
     if not recipe_file.is_relative_to(PROJECT):
         names = _files(folder, include_all=False, recipe=recipe_file.name)

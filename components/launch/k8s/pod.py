@@ -67,9 +67,9 @@ _LOOK_EVERY = 2.0
 """Seconds between checks whether the attempt's other pods have been replaced."""
 _OUTCOME_WITHIN = 300.0
 """Seconds that a pod waits for the outcome after its ranks have ended: rank 0 may still export the model."""
-PODS, MEMBERS, OUTCOME = "pods", "pods.json", "outcome"
+_PODS, _MEMBERS, _OUTCOME = "pods", "pods.json", "outcome"
 """Folder of the pods' uids in RUN/logs; files in an attempt's logs: its pods, and how it ended."""
-DONE, RESTART = "done", "restart"
+_DONE, RESTART = "done", "restart"
 """Outcomes of an attempt."""
 _POLL = 0.5
 """Polling interval for files of other pods, in seconds."""
@@ -252,7 +252,7 @@ class _PodAttempt:
             result = {"status": "preempted", "error": "stopped before training started"}
             record_result(self.pod.run_dir, result)
         if result.get("status") not in ("preempted", "interrupted"):
-            self.pod.publish(self.attempt, DONE)
+            self.pod.publish(self.attempt, _DONE)
             return 0
         self.pod.publish(self.attempt, RESTART)
         print_text("stopped: to be restarted", flush=True)
@@ -269,7 +269,7 @@ class _PodAttempt:
             if self.lost or signals or time.monotonic() > deadline:
                 return self._restart()
             time.sleep(0.5)
-        return 0 if outcome == DONE else self._restart()
+        return 0 if outcome == _DONE else self._restart()
 
     def _restart(self) -> int:
         """Return the status with which this pod is replaced, or 1 on the first pod if a limit is reached."""
@@ -297,7 +297,7 @@ class Pod:
     @property
     def folder(self) -> Path:
         """Folder of the uids of the job's pods."""
-        return self.run_dir / LOGS / PODS / self.job.replace("/", "_")
+        return self.run_dir / LOGS / _PODS / self.job.replace("/", "_")
 
     def announce(self) -> None:
         """Write the uid of this pod."""
@@ -320,16 +320,16 @@ class Pod:
 
     def outcome(self, attempt: int) -> str | None:
         """Return how the attempt ended, if the first pod has published it."""
-        return read_text(attempt_logs(self.run_dir, attempt) / OUTCOME) or None
+        return read_text(attempt_logs(self.run_dir, attempt) / _OUTCOME) or None
 
     def has_finished(self) -> bool:
         """Return whether the job's last attempt has finished the run."""
         attempts = attempt_numbers(self.run_dir, self.job)
-        return bool(attempts) and self.outcome(max(attempts)) == DONE
+        return bool(attempts) and self.outcome(max(attempts)) == _DONE
 
     def publish(self, attempt: int, outcome: str) -> None:
         """Publish how the attempt ended."""
-        atomic_write(attempt_logs(self.run_dir, attempt) / OUTCOME, outcome, PRIVATE)
+        atomic_write(attempt_logs(self.run_dir, attempt) / _OUTCOME, outcome, PRIVATE)
 
 
 def _join_attempt(pod: Pod, cluster: ClusterConfig, stopped: Callable[[], bool]) -> int | None:
@@ -382,13 +382,13 @@ def _begin(pod: Pod) -> int:
     members = pod.announced()
     attempt = begin(pod.run_dir, pod.job, limit_requeues=True)
     published = {str(index): uid for index, uid in members.items()}
-    atomic_write_json(attempt_logs(pod.run_dir, attempt) / MEMBERS, published, PRIVATE)
+    atomic_write_json(attempt_logs(pod.run_dir, attempt) / _MEMBERS, published, PRIVATE)
     return attempt
 
 
 def _members(run_dir: Path, attempt: int) -> dict[int, str]:
     """Return the uids of an attempt's pods by index; empty if it has not begun."""
-    members = read_json(attempt_logs(run_dir, attempt) / MEMBERS)
+    members = read_json(attempt_logs(run_dir, attempt) / _MEMBERS)
     return {number: uid for index, uid in members.items() if (number := whole_number(index)) is not None}
 
 

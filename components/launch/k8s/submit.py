@@ -49,7 +49,7 @@ from components.package import PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import JOB_MANIFEST, LOGS
 
-TRIES, PAUSE = 3, 2.0
+_TRIES, PAUSE = 3, 2.0
 """Number of attempts to create a job if the cluster does not answer, and the seconds between them."""
 _SUFFIXES = {"m": 1e-3, "": 1.0}
 _SUFFIXES |= {suffix: 1e3**power for power, suffix in enumerate(("k", "M", "G", "T", "P", "E"), 1)}
@@ -177,12 +177,12 @@ def _create(job: JobName, body: dict[str, Any], cluster: ClusterConfig) -> Answe
         ConfigError: The cluster rejected it, and the job does not exist.
         Unreachable: The cluster did not answer any attempt.
     """
-    for attempt in range(1, TRIES + 1):
+    for attempt in range(1, _TRIES + 1):
         try:
             answer = create(job.context, job.namespace, body)
             break
         except Unreachable:
-            if attempt == TRIES:
+            if attempt == _TRIES:
                 raise
             time.sleep(PAUSE)
     if answer.status and answer.reason != "AlreadyExists":

@@ -57,7 +57,7 @@ def render_script(job: BatchScript) -> str:
     environment = SandboxedEnvironment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"quote": as_word, "words": lambda texts: " ".join(map(as_word, texts))}
+    environment.filters |= {"quote": _as_word, "words": lambda texts: " ".join(map(_as_word, texts))}
     script = render_template(environment, file, _values(job))
     _check_syntax(script, f"cluster.template={file}")
     gone = [name for name in _MODULE.findall(script) if not _exists(name)]
@@ -89,7 +89,7 @@ def setup_problems(cluster: ClusterConfig) -> list[str]:
     return problems
 
 
-def as_word(value: object) -> str:
+def _as_word(value: object) -> str:
     """Quote a value as one bash word on a single line: sbatch searches lines for its options and rejects CR LF."""
     text = str(value)
     if text.isprintable():
@@ -108,10 +108,10 @@ def _values(job: BatchScript) -> dict[str, Any]:
     cluster = job.cluster
     runtime = cluster.container.runtime
     needed = [job.run_dir] if cluster.snapshot else [job.run_dir, job.code, job.recipe.parent]
-    container = container_arguments(cluster, needed, job.folder)
+    container = _container_arguments(cluster, needed, job.folder)
     python = cluster.python or (sys.executable if runtime == ContainerRuntime.none else "python")
     return {
-        "sbatch": [as_line(option) for option in job_options(cluster, job.name, job.run_dir, job.folder)],
+        "sbatch": [_as_line(option) for option in _job_options(cluster, job.name, job.run_dir, job.folder)],
         "cluster": cluster,
         "node_counts": job.node_counts,
         "env": {**cluster.network_env, **cluster.env},
@@ -165,7 +165,7 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
     return options + [(name, value or "") for name, value in flags_last]
 
 
-def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) -> list[Option]:
+def _job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) -> list[Option]:
     """Return all sbatch options of the job: resources, name, log and signal."""
     return [
         ("job-name", name),
@@ -178,7 +178,7 @@ def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) 
     ]
 
 
-def as_line(option: Option) -> str:
+def _as_line(option: Option) -> str:
     """Return an option for an #SBATCH line, where sbatch splits at spaces and interprets quotes and backslashes."""
     name, value = option
     if not value:
@@ -195,7 +195,7 @@ def as_argument(option: Option) -> str:
     return f"--{name}={value}" if value else f"--{name}"
 
 
-def container_arguments(cluster: ClusterConfig, needed: Iterable[Path], folder: Path) -> list[str]:
+def _container_arguments(cluster: ClusterConfig, needed: Iterable[Path], folder: Path) -> list[str]:
     """Return the arguments of the container runtime: those of srun for pyxis, the prefix of Python for apptainer.
 
     Args:

@@ -46,11 +46,11 @@ _UNREACHABLE = (
 )
 """Substrings of sbatch's output if it cannot reach Slurm."""
 _REASON = re.compile(r"^(sbatch|allocation failure|error|fatal|Batch job submission failed)[:\s]*", re.IGNORECASE)
-SUBMITTED = {
+_SUBMITTED = {
     *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
 }
 RUNNING = {*("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")}
-ENDED = {
+_ENDED = {
     "COMPLETED": "ended",
     "TIMEOUT": "timeout",
     "DEADLINE": "timeout",
@@ -63,9 +63,9 @@ ENDED = {
     "BOOT_FAIL": "failed",
 }
 """Final states. A state in none of these sets is reported as failed, without assuming that the job has ended."""
-GONE = "gone"
+_GONE = "gone"
 """Slurm reports that it has no such job: it ended long ago."""
-UNKNOWN = "unknown"
+_UNKNOWN = "unknown"
 """Slurm does not respond."""
 _TIMEOUT = 75.0
 """Timeout of a command in seconds."""
@@ -105,7 +105,7 @@ class SlurmScheduler(Scheduler):
     def send(self, run: CheckedRun, file: Path, tag: str) -> str:
         """Run sbatch, whose answer of a busy controller may be late or lost."""
         open_append(file.parent / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
-        answer = run_slurm(["sbatch", "--parsable", *([f"--comment={tag}"] if tag else []), str(file)])
+        answer = _run_slurm(["sbatch", "--parsable", *([f"--comment={tag}"] if tag else []), str(file)])
         job = answer.output.partition(";")[0]
         if answer.status == 0 and job.isdecimal():
             return job
@@ -121,7 +121,7 @@ class SlurmScheduler(Scheduler):
     def find(self, file: Path, tag: str) -> str | None:
         """Return the job with the comment `tag`; without a tag the unfinished one with this batch script."""
         states = ("-t", "all") if tag else ()
-        answer = run_slurm(["squeue", "-h", "--me", *states, "-o", "%A %k" if tag else "%A %o"])
+        answer = _run_slurm(["squeue", "-h", "--me", *states, "-o", "%A %k" if tag else "%A %o"])
         if answer.status:
             raise ConfigError(f"cluster.kind=slurm: squeue failed: {answer.errors}")
         listed = [line.partition(" ") for line in answer.output.splitlines()]
@@ -138,11 +138,11 @@ class SlurmScheduler(Scheduler):
 
     def query(self, jobs: Sequence[str]) -> dict[str, Job]:
         """Return the jobs, from squeue, scontrol and sacct."""
-        return {job: describe_job(job, state) for job, state in job_states(jobs).items()}
+        return {job: _describe_job(job, state) for job, state in _job_states(jobs).items()}
 
     def cancel(self, job: str) -> bool:
         """Cancel a job with scancel."""
-        return run_slurm(["scancel", job]).status == 0
+        return _run_slurm(["scancel", job]).status == 0
 
     def cancel_command(self, job: str) -> str:
         """Return the scancel command."""
@@ -209,7 +209,7 @@ def _unchecked(cfg: RecipeConfig) -> list[str]:
 def _test_only(cluster: ClusterConfig) -> tuple[list[str], list[str]]:
     """Run sbatch --test-only with the options of the job; return its objections, and its estimate of the start."""
     arguments = [as_argument(option) for option in resource_options(cluster)]
-    answer = run_slurm(["sbatch", "--test-only", *arguments], script="#!/bin/sh\n")
+    answer = _run_slurm(["sbatch", "--test-only", *arguments], script="#!/bin/sh\n")
     lines = [line for line in answer.errors.splitlines() if line.strip()]
     if answer.status == 0:
         starts = [line.removeprefix("sbatch: ") for line in lines if " to start at " in line]
@@ -341,8 +341,8 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
     return [f"the nodes need access to {', '.join(local)}, but these file systems look local to this machine"]
 
 
-def job_states(jobs: Iterable[str]) -> dict[str, str]:
-    """Return the state of each job, such as RUNNING, or `GONE` or `UNKNOWN`.
+def _job_states(jobs: Iterable[str]) -> dict[str, str]:
+    """Return the state of each job, such as RUNNING, or `_GONE` or `_UNKNOWN`.
 
     Query squeue once for all jobs; then scontrol and sacct for each job that squeue no longer lists. Each command may
     be missing or fail. If the controller is down, skip scontrol, since every call would wait for its timeout.
@@ -355,19 +355,19 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     return states | {job: _unlisted_state(job, is_up) for job in unlisted}
 
 
-def to_job_state(state: str) -> str:
+def _to_job_state(state: str) -> str:
     """Return the `JobState` value of a Slurm state."""
-    if state in (GONE, UNKNOWN):
+    if state in (_GONE, _UNKNOWN):
         return state
-    if state in SUBMITTED:
+    if state in _SUBMITTED:
         return "submitted"
-    return "running" if state in RUNNING else ENDED.get(state, "failed")
+    return "running" if state in RUNNING else _ENDED.get(state, "failed")
 
 
-def describe_job(job: str, state: str) -> Job:
+def _describe_job(job: str, state: str) -> Job:
     """Return a job as a `Job`, from its Slurm state."""
-    doubt = "there is no squeue on PATH, or Slurm does not respond" if state == UNKNOWN else ""
-    return Job(job, "Slurm", JobState(to_job_state(state)), state, over=state == GONE or state in ENDED, doubt=doubt)
+    doubt = "there is no squeue on PATH, or Slurm does not respond" if state == _UNKNOWN else ""
+    return Job(job, "Slurm", JobState(_to_job_state(state)), state, over=state == _GONE or state in _ENDED, doubt=doubt)
 
 
 def _unlisted_state(job: str, is_up: bool) -> str:
@@ -379,7 +379,7 @@ def _unlisted_state(job: str, is_up: bool) -> str:
     if kept:
         return kept.splitlines()[-1].split()[0].rstrip("+")  # CANCELLED by 1000
     # A slow controller responds to ping, but not to queries: only its own word that it lists no such job is proof.
-    return GONE if shown and "Invalid job id" in shown.errors else UNKNOWN
+    return _GONE if shown and "Invalid job id" in shown.errors else _UNKNOWN
 
 
 def _answer(*command: str) -> str | None:
@@ -391,7 +391,7 @@ def _answer(*command: str) -> str | None:
 def _result(*command: str) -> CommandResult | None:
     """Return the result of a command; None if it is missing or times out."""
     try:
-        return run_slurm(command)
+        return _run_slurm(command)
     except (ConfigError, OSError):
         return None
 
@@ -405,7 +405,7 @@ class CommandResult:
     errors: str
 
 
-def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def _clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those of a surrounding job or step, which a job submitted from it would inherit."""
     return {
         name: value
@@ -414,7 +414,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
+def _run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
     """Run a Slurm command with `script` as its stdin.
 
     Raises ConfigError if the command is not installed or SLURM_CONF is not a file (Slurm would retry for a minute), and
@@ -430,7 +430,7 @@ def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
             capture_output=True,
             text=True,
             timeout=_TIMEOUT,
-            env=clean_environment(os.environ),
+            env=_clean_environment(os.environ),
             restore_signals=False,  # a busy controller closes connections: SIGPIPE must not kill
             check=False,
         )

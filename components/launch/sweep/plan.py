@@ -35,7 +35,7 @@ from components.protocol.run_files import (
 )
 from components.protocol.safe_parsing import load_json
 
-PLAN, POINTS, SWEEP_LOCK = "sweep.json", "points", ".lock"
+PLAN, POINTS, _SWEEP_LOCK = "sweep.json", "points", ".lock"
 _LONGEST_NAME = 48
 """Maximum length of a point's name, to keep paths short."""
 _LOCK_TRIES, _LOCK_PAUSE = 20, 0.05
@@ -210,7 +210,7 @@ def new_directory(recipe: str, given: str | None) -> tuple[Path, str]:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         return Path.cwd() / "outputs" / "sweeps" / recipe / name, name
     path = Path(given).expanduser().absolute()
-    if path.is_dir() and any(entry.name != SWEEP_LOCK for entry in path.iterdir()):
+    if path.is_dir() and any(entry.name != _SWEEP_LOCK for entry in path.iterdir()):
         is_sweep = (path / PLAN).exists()
         advice = f"continue it with scripts/sweep_report.py {given} --retry, or choose" if is_sweep else "choose"
         raise ConfigError(f"run.dir={given}: contains files, but a sweep needs a new folder; {advice} another run.dir")
@@ -224,7 +224,7 @@ def locked(directory: Path) -> Iterator[None]:
     Raises ConfigError if another process holds it, or if the folder cannot be written.
     """
     try:
-        descriptor = os.open(directory / SWEEP_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(directory / _SWEEP_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"{directory}: cannot be written: {why}; fix that, or choose another folder") from error
@@ -243,7 +243,7 @@ def locked(directory: Path) -> Iterator[None]:
 def is_running(directory: Path) -> bool:
     """Return whether a process is running the sweep."""
     try:
-        descriptor = os.open(directory / SWEEP_LOCK, os.O_RDWR)
+        descriptor = os.open(directory / _SWEEP_LOCK, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -365,7 +365,7 @@ def _settle(row: SweepRow, record: PointRecord, sweep: Sweep, *, alive: bool, jo
     elif record.status == EXIT_INVALID:
         row.state, row.reason, row.result, row.seconds = "invalid", _problems(record.message), {}, None
     elif job is not None and not record.status:  # with a status, this start submitted no job
-        row.state, row.job = state_with_job(status, job.state), job
+        row.state, row.job = _state_with_job(status, job.state), job
         row.reason = error or _job_reason(row, job, sweep)
     elif status is not None:
         row.state, row.reason = status, error
@@ -379,7 +379,7 @@ def _settle(row: SweepRow, record: PointRecord, sweep: Sweep, *, alive: bool, jo
         row.state, row.reason = "failed", f"result.json has the status {row.state!r}; {row.reason}"
 
 
-def state_with_job(result: str | None, job: str) -> str:
+def _state_with_job(result: str | None, job: str) -> str:
     """Return the state of a run from the status in its result.json (None if there is none) and its job's state.
 
     A result other than ok may be from an attempt that has been requeued since. Only the scheduler reports why a run was

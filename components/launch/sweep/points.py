@@ -52,7 +52,7 @@ _POLL = 0.05
 """Polling interval for the running points, in seconds."""
 _LOOK_EVERY = 1.0
 """Interval in seconds at which the metrics of running points are read, with sweep.early_stop."""
-POLL_JOBS = 5.0
+_POLL_JOBS = 5.0
 """Polling interval for submitted jobs, in seconds."""
 _MAX_INTERRUPTS = 2
 """Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
@@ -202,7 +202,7 @@ class PointLoop:
                 record = read_record(self._sweep, point)
                 if record is not None and record.stopped_early:  # its old metrics would stop it again at once
                     self._losers.add(point.number)
-                process = _PointProcess(self._sweep, point, share_of(slot, self._parallel, point, os.environ))
+                process = _PointProcess(self._sweep, point, _share_of(slot, self._parallel, point, os.environ))
             self._active.append(_Active(point, process, slot))
 
     def _forward(self, arrived: deque[int]) -> None:
@@ -228,7 +228,7 @@ class PointLoop:
         jobs = [each for each in self._active if each.process is None]
         if not jobs or time.monotonic() < self._next_query:
             return
-        self._next_query = time.monotonic() + POLL_JOBS
+        self._next_query = time.monotonic() + _POLL_JOBS
         for each, row in zip(jobs, read_points(self._sweep, [each.point for each in jobs]), strict=True):
             if row.has_ended:
                 self._end(each, row)
@@ -263,7 +263,7 @@ class PointLoop:
         if not record.stopped_early:
             ends_line = "" if self._parallel > 1 else "\n"
             print_text(f"{ends_line}{point.name}: not stopped early yet: {why}", flush=True)
-        self._next_look = time.monotonic() + POLL_JOBS
+        self._next_look = time.monotonic() + _POLL_JOBS
         return False
 
     def _end(self, active: _Active, row: SweepRow) -> None:
@@ -442,7 +442,7 @@ def share_problems(cfg: RecipeConfig, processes: int, parallel: int) -> list[str
     ]
 
 
-def share_of(slot: int, parallel: int, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
+def _share_of(slot: int, parallel: int, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that limit a point to its share; none for a point that runs as a job of its own.
 
     Args:

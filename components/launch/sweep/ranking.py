@@ -36,7 +36,7 @@ _FREE_KEYS = {
     "peft": ("export",),
 }
 """Keys of other sections that do not affect the loss curve."""
-BEFORE, AFTER = ("first_eval_loss", "first_loss"), ("last_loss", "eval_loss")
+BEFORE, _AFTER = ("first_eval_loss", "first_loss"), ("last_loss", "eval_loss")
 """Keys of result.json: held-out and training loss at the start, training and held-out loss at the end."""
 _EARLY = "loss of step "
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
@@ -76,7 +76,7 @@ SPEED = _Criterion("tokens_per_second", Goal.max, "tokens/s")
 
 LOSS = _Criterion(EVAL_LOSS, Goal.min, "held-out loss")
 
-ACCURACY = _Criterion("eval_accuracy", Goal.max, "held-out accuracy")
+_ACCURACY = _Criterion("eval_accuracy", Goal.max, "held-out accuracy")
 
 
 def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> _Criterion | None:
@@ -87,7 +87,7 @@ def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> _Criterion | None:
     accuracies for the same data.
     """
     if judged_by_metric(sweep):
-        known = next((each for each in (SPEED, LOSS, ACCURACY) if each.metric == sweep.metric), None)
+        known = next((each for each in (SPEED, LOSS, _ACCURACY) if each.metric == sweep.metric), None)
         return _Criterion(sweep.metric, sweep.goal, known.label if known else sweep.metric)
     if _share_one_curve(ok):
         return SPEED
@@ -98,7 +98,7 @@ def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> _Criterion | None:
     if shares_objective and all(row.eval_loss is not None for row in ok):
         return LOSS
     if all(row.eval_accuracy is not None for row in ok):
-        return ACCURACY
+        return _ACCURACY
     return LOSS if shares_objective and any(row.eval_loss is not None for row in ok) else None
 
 
@@ -135,7 +135,7 @@ def _compare_losses(rows: list[SweepRow]) -> Agreement:
     """Compare the losses of all successful points, grouped by the curve that they should train."""
     curves: dict[str, list[SweepRow]] = defaultdict(list)
     for row in rows:
-        if row.state == "ok" and row.config and any(row.result.get(name) is not None for name in (*BEFORE, *AFTER)):
+        if row.state == "ok" and row.config and any(row.result.get(name) is not None for name in (*BEFORE, *_AFTER)):
             curves[json.dumps(_curve_config(row.config), sort_keys=True, default=str)].append(row)
     compared = [curve for curve in curves.values() if len(curve) > 1]
     found = Agreement()
@@ -187,7 +187,7 @@ def _compare(curve: list[SweepRow], found: Agreement) -> None:
         allowed, dtype = max(_allowed(row, reference, BEFORE[0]) for row in curve)
         apart = f"at most {worst:.1e} apart" if worst else "bit-equal"
         names = f"{len(curve)} points" if len(curve) > 4 else ", ".join(row.point.name for row in curve)
-        late = max(_allowed(row, reference, AFTER[0])[0] for row in curve)
+        late = max(_allowed(row, reference, _AFTER[0])[0] for row in curve)
         until = "" if late == allowed else f"; {late:.0e} after step {EARLY_STEPS}"
         found.notes.append(f"losses agree: {names} train one curve, {apart} (allowed: {allowed:.0e}, {dtype}{until})")
 
@@ -195,7 +195,7 @@ def _compare(curve: list[SweepRow], found: Agreement) -> None:
 def _compared(row: SweepRow, other: SweepRow) -> list[str]:
     """Return the names of the losses to compare between two points, including those of common early steps."""
     steps = sorted(row.early_losses.keys() & other.early_losses.keys())
-    return [*BEFORE, *(f"{_EARLY}{step}" for step in steps), *AFTER]
+    return [*BEFORE, *(f"{_EARLY}{step}" for step in steps), *_AFTER]
 
 
 def _differences(row: SweepRow, other: SweepRow) -> list[str]:
@@ -204,7 +204,7 @@ def _differences(row: SweepRow, other: SweepRow) -> list[str]:
 
 def _allowed(row: SweepRow, other: SweepRow, name: str) -> tuple[float, str]:
     allowed, dtype = max(_tolerance(row), _tolerance(other))
-    is_late = name in AFTER and max(each.result.get("steps") or 0 for each in (row, other)) > EARLY_STEPS
+    is_late = name in _AFTER and max(each.result.get("steps") or 0 for each in (row, other)) > EARLY_STEPS
     return (max(allowed, _LOOSEST) if is_late else allowed), dtype
 
 
@@ -467,8 +467,8 @@ def _columns(report: SweepReport) -> dict[str, Callable[[SweepRow], str]]:
     columns["eval loss" if only_evaluates else "last loss"] = numbers("last_loss", ".4f")
     if not only_evaluates and any(row.eval_loss is not None for row in rows):
         columns[LOSS.label] = numbers("eval_loss", ".4f")
-    if criterion == ACCURACY:
-        columns[ACCURACY.label] = numbers("eval_accuracy", ".1%")
+    if criterion == _ACCURACY:
+        columns[_ACCURACY.label] = numbers("eval_accuracy", ".1%")
     elif criterion is not None and criterion.metric not in (SPEED.metric, LOSS.metric):
         columns[criterion.metric] = lambda row: number_text(row.number(criterion.metric), ".4g")
     return columns | {"wall s": numbers("seconds", ",.1f"), "status": report.status}

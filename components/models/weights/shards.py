@@ -60,7 +60,7 @@ def local_blocks(tensor: torch.Tensor, name: str) -> list[Block]:
     if coordinate is None:
         return []
     blocks = blocks_at(tensor, coordinate, name)
-    actual, computed = tuple(tensor.to_local().shape), local_shape(blocks, tensor.ndim)
+    actual, computed = tuple(tensor.to_local().shape), _local_shape(blocks, tensor.ndim)
     if actual != computed and math.prod(actual) + math.prod(computed):
         raise NotImplementedError(
             f"{name}: {tuple(tensor.shape)} with placements {tensor.placements} should have the local shape {computed} "
@@ -81,7 +81,7 @@ def blocks_at(tensor: DTensor, coordinate: Sequence[int], name: str) -> list[Blo
     ]
 
 
-def local_shape(blocks: list[Block], ndim: int) -> tuple[int, ...]:
+def _local_shape(blocks: list[Block], ndim: int) -> tuple[int, ...]:
     """Return the shape of the local tensor that consists of `blocks`."""
     return tuple(max((block.local[dim].stop for block in blocks), default=0) for dim in range(ndim))
 
@@ -314,7 +314,7 @@ def _send(values: torch.Tensor, shard: _ShardInfo) -> None:
 
 
 def _receive(shard: _ShardInfo, rank: int) -> torch.Tensor:
-    shape = local_shape(shard.blocks, len(shard.shape))
+    shape = _local_shape(shard.blocks, len(shard.shape))
     values = torch.empty(shape, dtype=shard.dtype, device=shard.device)
     _transfer(dist.irecv, values, rank)
     return values

@@ -331,7 +331,7 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
         task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         modules_to_save=[SCORE] if scores else None,
         auto_mapping={"base_model_class": loader, "parent_library": "transformers"} if loader != CAUSAL_LM else None,
-        base_model_name_or_path=base_name(base),
+        base_model_name_or_path=_base_name(base),
         revision=base.revision,
         r=peft.rank,
         lora_alpha=peft.alpha,  # type: ignore[arg-type] # annotated as int by PEFT, but used as a float
@@ -350,7 +350,7 @@ def base_class(model: PreTrainedModel) -> str:
     return "AutoModelForImageTextToText" if model.config.model_type in IMAGE_TEXT else CAUSAL_LM
 
 
-def base_name(base: ModelConfig) -> str | None:
+def _base_name(base: ModelConfig) -> str | None:
     """Return the base model's hub name or absolute folder, or None for a model from scratch.
 
     For a GGUF file, which PEFT cannot open, return an explanation: PEFT repeats it in its error.

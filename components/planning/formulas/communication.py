@@ -13,7 +13,7 @@ from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.hardware import Hardware, LayerWork, NodeLinks, uses_ulysses
 from components.planning.formulas.workload import Implementation, Workload
 
-OVERLAP_LOSS = 0.5
+_OVERLAP_LOSS = 0.5
 """Seconds by which computation slows down per second of communication beside it: collectives occupy multiprocessors and
 memory bandwidth. Estimate: 0.3 or 0.7 would change no prediction of scripts/benchmark/published_points.csv by more than
 7 %."""
@@ -95,7 +95,7 @@ def _tp_work(workload: Workload, group: Group, implementation: Implementation) -
     )
     pass_seconds = gathers * group.all_gather(gathered) + sums * group.all_gather(size)
     overlap = max(implementation.tp_overlap, _ASYNC_TP_OVERLAP * workload.parallelism.async_tp)
-    exposed = pass_seconds * (1 - overlap) + pass_seconds * overlap * OVERLAP_LOSS
+    exposed = pass_seconds * (1 - overlap) + pass_seconds * overlap * _OVERLAP_LOSS
     skips_last = not workload.compiled or implementation.compiles_recomputation
     again = (gathers + sums - skips_last) / (gathers + sums) if gathers + sums else 0.0
     return LayerWork(
@@ -218,7 +218,7 @@ def exposed_seconds(communication: float, computation: float, *, overlaps: bool 
     if not overlaps:
         return communication
     hidden = min(communication, computation)
-    return communication - hidden + OVERLAP_LOSS * hidden
+    return communication - hidden + _OVERLAP_LOSS * hidden
 
 
 def _trained_share(workload: Workload) -> float:

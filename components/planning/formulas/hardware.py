@@ -273,7 +273,7 @@ class Matmul:
         return (1 + tile / self.tokens) * (1 + tile / self.inner) * (1 + tile / self.outputs)
 
 
-def layer_matmuls(workload: Workload, implementation: Implementation) -> Iterator[Matmul]:
+def _layer_matmuls(workload: Workload, implementation: Implementation) -> Iterator[Matmul]:
     """Yield the matmuls of a decoder layer, for a micro-batch of a rank."""
     architecture, mesh = workload.architecture, workload.mesh
     tokens = workload.local_tokens
@@ -296,7 +296,7 @@ def _matmul_works(workload: Workload, hardware: Hardware, implementation: Implem
     policy = workload.parallelism.activation_checkpointing
     passes = 1.0 if workload.peft.adapts else 2.0
     dense_bytes = workload.compute_bytes if workload.float8 is Float8.none else 1
-    matmuls = tuple(layer_matmuls(workload, implementation))
+    matmuls = tuple(_layer_matmuls(workload, implementation))
     skips_last = not workload.compiled or implementation.compiles_recomputation
     for is_expert, name in ((False, "matmuls"), (True, "expert matmuls")):
         group = [each for each in matmuls if each.is_expert is is_expert]
@@ -392,7 +392,7 @@ def _elementwise_works(workload: Workload, hardware: Hardware, implementation: I
     traffic = workload.local_tokens * values * workload.compute_bytes
     yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
     if workload.peft.adapts:
-        widths = sum(each.inner + each.outputs for each in layer_matmuls(workload, MESHBOOK))
+        widths = sum(each.inner + each.outputs for each in _layer_matmuls(workload, MESHBOOK))
         passes, backward = implementation.adapter_passes
         traffic = workload.local_tokens * passes * widths * workload.compute_bytes
         yield _traffic("adapters", traffic, backward / passes, 1.0, workload, hardware)

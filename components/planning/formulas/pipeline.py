@@ -126,7 +126,7 @@ def timeline(
         send_seconds: Seconds from the end of a stage's work to its arrival on the rank of the next stage.
     """
     pp = max(stage_ranks) + 1
-    orders = schedule_order(schedule, pp, len(stages) // pp, micro_batches)
+    orders = _schedule_order(schedule, pp, len(stages) // pp, micro_batches)
     positions, free = [0] * pp, [0.0] * pp
     ends: dict[StageWork, float] = {}
     intervals: list[Interval] = []
@@ -163,7 +163,7 @@ def _arrival(
     return None
 
 
-def schedule_order(schedule: PipelineSchedule, pp: int, per_rank: int, micro_batches: int) -> list[list[StageWork]]:
+def _schedule_order(schedule: PipelineSchedule, pp: int, per_rank: int, micro_batches: int) -> list[list[StageWork]]:
     """Return what each pp rank computes, in order.
 
     Args:

@@ -24,7 +24,7 @@ from components.planning.formulas.hardware import Hardware, LayerWork, Matmul, h
 from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds, rank_seconds, send_hops
 from components.planning.formulas.workload import MESHBOOK, Implementation, Term, Workload, layer_activations, total
 
-LAUNCHES, FUSED_LAUNCHES, COMPILED_LAUNCHES = 121, 60, 45
+_LAUNCHES, _FUSED_LAUNCHES, _COMPILED_LAUNCHES = 121, 60, 45
 """Kernels that the host launches for the forward and backward of a dense layer: with transformers' own layers, with
 fused norms and rotary embeddings, compiled (tests/gpu_ready/test_launches.py)."""
 _ADAPTER_LAUNCHES = 59
@@ -288,8 +288,8 @@ class _Estimate:
     def _launches(self, rank: _Part, device: float) -> Term:
         """Return the time by which the host's launches outlast the device."""
         workload = self.workload
-        layer = FUSED_LAUNCHES if workload.fused else LAUNCHES
-        launches = COMPILED_LAUNCHES if workload.compiled else layer
+        layer = _FUSED_LAUNCHES if workload.fused else _LAUNCHES
+        launches = _COMPILED_LAUNCHES if workload.compiled else layer
         launches += _ADAPTER_LAUNCHES if workload.peft.adapts else 0
         seconds = launches * self.hardware.launch_seconds
         if workload.mesh.tp > 1 and not workload.compiled:

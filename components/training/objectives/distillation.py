@@ -110,7 +110,7 @@ class DistillationLoss(TokenLoss):
         if LOG_PROBS in values:
             teacher_cross_entropy = -values[TARGET_LOG_PROB].view(torch.float32).to(scores.dtype)
             stored = TopK.of_chunk(values, scores.dtype)
-            divergence, gradient = top_k_divergence(self._divergence, stored, at_temperature(log_q), vocabulary)
+            divergence, gradient = _top_k_divergence(self._divergence, stored, at_temperature(log_q), vocabulary)
         else:
             log_p = self._teacher_log_probs(values, vocabulary)
             teacher_cross_entropy = -log_prob_of_target(log_p)
@@ -219,7 +219,7 @@ def find_top_k(log_p: torch.Tensor, k: int, vocabulary: Vocabulary) -> TopK:
     return TopK(ids, torch.cat([values, rest[:, None]], dim=1))
 
 
-def top_k_divergence(
+def _top_k_divergence(
     kind: Divergence, teacher: TopK, log_q: torch.Tensor, vocabulary: Vocabulary
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the divergence of each token (tokens,), and its gradient with respect to the student's logits.

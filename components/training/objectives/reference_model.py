@@ -81,7 +81,7 @@ def build_preference(cfg: DpoConfig, run: RunContext, model: Prepared, vocabular
         model.notes.insert(0, ("reference", reference))
     if preference.needs_stored_reference and run.rank == 0:
         with suppress(OSError):
-            preference.reference_weights = identity_of_weights(cfg)
+            preference.reference_weights = _identity_of_weights(cfg)
     return preference
 
 
@@ -209,7 +209,7 @@ def _check_dropout(model: Any, kind: ObjectiveKind) -> None:
         )
 
 
-def identity_of_weights(cfg: DpoConfig) -> str:
+def _identity_of_weights(cfg: DpoConfig) -> str:
     """Return a hash of what the log-probabilities of a config's base model depend on.
 
     Of weight files in a folder it covers a sample of the bytes: all up to 4 MiB, else 1,024 blocks of 4 KiB at equal

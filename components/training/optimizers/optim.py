@@ -109,8 +109,8 @@ def _adamw(
 
 
 def _adamw8bit(parameters: list[nn.Parameter], vectors: set[nn.Parameter], config: AdamW8bitConfig) -> Optimizers:
-    quantized = [parameter for parameter in parameters if is_quantized(parameter)]
-    others = [parameter for parameter in parameters if not is_quantized(parameter)]
+    quantized = [parameter for parameter in parameters if _is_quantized(parameter)]
+    others = [parameter for parameter in parameters if not _is_quantized(parameter)]
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if quantized:
         optimizers["adamw8bit"] = AdamW8bit(_groups(quantized, vectors, config), config)
@@ -219,7 +219,7 @@ def _shard_like(parameter: DTensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-CODES, SCALE = "_codes", "_scale"
+_CODES, _SCALE = "_codes", "_scale"
 """Suffixes of a moment's 8-bit codes (as many as the parameter has values) and of its scales (one per block)."""
 BLOCK = 256
 """Largest number of values in a block, torchao's default."""
@@ -231,7 +231,7 @@ _GRAPHS = 64
 """Limit of compiled updates: one for each size of blocks and dtype of the weights."""
 
 
-def is_quantized(parameter: nn.Parameter) -> bool:
+def _is_quantized(parameter: nn.Parameter) -> bool:
     """Return whether `AdamW8bit` trains a parameter; this does not depend on the mesh."""
     if parameter.dim() < 2 or parameter.numel() < _MIN_VALUES:
         return False
@@ -239,7 +239,7 @@ def is_quantized(parameter: nn.Parameter) -> bool:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments for parameters that satisfy `is_quantized`; updates are computed in float32.
+    """AdamW with 8-bit moments for parameters that satisfy `_is_quantized`; updates are computed in float32.
 
     A step changes nothing if `found_inf` is not 0, as in torch's fused optimizers: the decision stays on the device, so
     the host does not wait.
@@ -288,11 +288,11 @@ class AdamW8bit(torch.optim.Optimizer):
         state["step"] += ~skipped
         if not local.numel():
             return
-        block = _block_of(state[_MOMENTS[0] + SCALE], parameter)
+        block = _block_of(state[_MOMENTS[0] + _SCALE], parameter)
         weights = local.contiguous()
         tensors = [weights.view(-1, block), gradient.contiguous().view(-1, block)]
-        codes = [local_tensor(state[each + CODES]).view(-1, block) for each in _MOMENTS]
-        scales = [local_tensor(state[each + SCALE]).view(-1) for each in _MOMENTS]
+        codes = [local_tensor(state[each + _CODES]).view(-1, block) for each in _MOMENTS]
+        scales = [local_tensor(state[each + _SCALE]).view(-1) for each in _MOMENTS]
         for tensor in (*tensors, *codes, *scales):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one graph for matrices of all sizes
         moments = list(zip(codes, scales, self._numbers_on(local.device), strict=True))
@@ -310,15 +310,15 @@ class AdamW8bit(torch.optim.Optimizer):
         if "step" not in state:
             state["step"] = torch.zeros((), device=parameter.device)
         for moment in _MOMENTS:
-            if moment + CODES not in state:
-                state[moment + CODES] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
+            if moment + _CODES not in state:
+                state[moment + _CODES] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
                 blocks = (*parameter.shape[:-1], parameter.shape[-1] // _largest_block(parameter))
-                state[moment + SCALE] = zeros_sharded_like(parameter, blocks, torch.float32)
+                state[moment + _SCALE] = zeros_sharded_like(parameter, blocks, torch.float32)
                 if moment in state:
                     self._quantize(state, moment, parameter)
-            scale = state[moment + SCALE]
+            scale = state[moment + _SCALE]
             if local_tensor(scale).shape[-1] * _block_of(scale, parameter) != local_tensor(parameter).shape[-1]:
-                state[moment + SCALE] = _split_blocks(scale, parameter)
+                state[moment + _SCALE] = _split_blocks(scale, parameter)
         return state
 
     def _quantize(self, state: dict[str, Any], moment: str, parameter: nn.Parameter) -> None:
@@ -326,7 +326,7 @@ class AdamW8bit(torch.optim.Optimizer):
         from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
         values = local_tensor(state.pop(moment)).float().contiguous()
-        codes, scale = local_tensor(state[moment + CODES]), local_tensor(state[moment + SCALE])
+        codes, scale = local_tensor(state[moment + _CODES]), local_tensor(state[moment + _SCALE])
         if values.numel():
             scaled, new_scale = scale_tensor(values, _largest_block(parameter))
             numbers = self._numbers_on(values.device)[_MOMENTS.index(moment)]
