@@ -70,24 +70,24 @@ class Batch:
         """Return batches of the same length as one batch; host-side bounds are the largest of the batches."""
         first = batches[0]
         return cls(
-            input_ids=torch.cat([each.input_ids for each in batches]),
-            targets=torch.cat([each.targets for each in batches]),
-            position_ids=_joined([each.position_ids for each in batches]),
-            document_bounds=_joined([each.document_bounds for each in batches]),
-            longest_document=_largest([each.longest_document for each in batches]),
-            target_count=_largest([each.target_count for each in batches]),
-            token_weights=_joined([each.token_weights for each in batches]),
-            token_values={key: torch.cat([each.token_values[key] for each in batches]) for key in first.token_values},
-            layer_inputs={key: torch.cat([each.layer_inputs[key] for each in batches]) for key in first.layer_inputs},
-            rows={key: torch.cat([each.rows[key] for each in batches]) for key in first.rows},
-            sequence_ids=_joined([each.sequence_ids for each in batches]),
+            input_ids=torch.cat([batch.input_ids for batch in batches]),
+            targets=torch.cat([batch.targets for batch in batches]),
+            position_ids=_joined([batch.position_ids for batch in batches]),
+            document_bounds=_joined([batch.document_bounds for batch in batches]),
+            longest_document=_largest([batch.longest_document for batch in batches]),
+            target_count=_largest([batch.target_count for batch in batches]),
+            token_weights=_joined([batch.token_weights for batch in batches]),
+            token_values={key: torch.cat([batch.token_values[key] for batch in batches]) for key in first.token_values},
+            layer_inputs={key: torch.cat([batch.layer_inputs[key] for batch in batches]) for key in first.layer_inputs},
+            rows={key: torch.cat([batch.rows[key] for batch in batches]) for key in first.rows},
+            sequence_ids=_joined([batch.sequence_ids for batch in batches]),
             sequences=first.sequences,
         )
 
     @staticmethod
     def joined_rows(batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
         """Return the concatenated values per sequence of several batches, by name."""
-        joined = {key: torch.cat([each.rows[key] for each in batches]) for key in batches[0].rows}
+        joined = {key: torch.cat([batch.rows[key] for batch in batches]) for key in batches[0].rows}
         return joined if batches[0].sequence_ids is None else {key: each.flatten(0, 1) for key, each in joined.items()}
 
     def sum_sequences(self, values: torch.Tensor) -> torch.Tensor:

@@ -343,10 +343,10 @@ class ChatTemplate:
             following = _probe_result(_PROBED) if role == TOOL else {"role": role, "content": _PROBED}
             messages = [_QUESTION, *(self._adapted(each, tools) for each in (answer, following))]
             text, longer = self._probe(messages[:2], tools), self._probe(messages, tools)
-            found = self._added.match(longer.removeprefix(text).lstrip()) if longer.startswith(text) else None
-            blank = longer.removeprefix(text).partition(found[0])[0] if found else ""
+            match = self._added.match(longer.removeprefix(text).lstrip()) if longer.startswith(text) else None
+            blank = longer.removeprefix(text).partition(match[0])[0] if match else ""
             # A model that continues its own message has not ended its turn.
-            self._probed[key] = blank + found[0] if found and role != ASSISTANT else ""
+            self._probed[key] = blank + match[0] if match and role != ASSISTANT else ""
         return str(self._probed[key])
 
     def _first(self, tokens: Container[str], text: str, start: int) -> int | None:

@@ -95,7 +95,7 @@ def fit(text: str, width: int | None = None) -> str:
 
 def _fit_block(lines: list[str], hang: int, width: int) -> list[str]:
     """Return lines of one paragraph, entry or command in lines that fit."""
-    if all(len(each) <= width for each in lines):
+    if all(len(line) <= width for line in lines):
         return lines
     first = lines[0]
     if first.startswith("| ") and len(lines) > 1:
@@ -107,7 +107,7 @@ def _fit_block(lines: list[str], hang: int, width: int) -> list[str]:
         return [*fit_command(code.rstrip(), width), *(notes if comment else ())]
     if hang > width // 2:
         hang = len(first) - len(first.lstrip()) + 4
-    text = " ".join([first, *(each.strip() for each in lines[1:])])
+    text = " ".join([first, *(line.strip() for line in lines[1:])])
     return _wrap(text, width, subsequent_indent=" " * hang)
 
 
@@ -136,7 +136,7 @@ def fit_command(command: str, width: int | None = None) -> list[str]:
             lines += [f"{margin}    {word}"]
         else:
             lines[-1] += f" {word}" if lines[-1].strip() else word
-    return [*(f"{each} \\" for each in lines[:-1]), lines[-1]]
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
 
 
 def fit_table(
@@ -155,7 +155,7 @@ def fit_table(
         for number, column in enumerate(columns):
             if number not in texts:
                 widths[number] = max(*map(len, column[1:]), *map(len, header[number].split()))
-        while sum(widths) > room and (wide := [each for each in texts if widths[each] > least[each]]):
+        while sum(widths) > room and (wide := [text for text in texts if widths[text] > least[text]]):
             widths[max(wide, key=lambda each: widths[each])] -= 1
         while sum(widths) < room:  # to the highest header
             heights = [len(_wrap(cell, size)) for cell, size in zip(header, widths, strict=True)]

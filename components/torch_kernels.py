@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 def torch_dtypes() -> dict[str, torch.dtype]:
     """Return every torch dtype by its name without `torch.`, such as `bfloat16`; aliases are left out."""
-    return {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    return {
+        str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+    }
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -37,7 +39,7 @@ def cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
     Kernels are selected by dtype, and rotary embeddings, which are float32 under autocast, promote queries and keys.
     """
-    return [each.to(active_autocast_dtype(each) or each.dtype) for each in tensors]
+    return [tensor.to(active_autocast_dtype(tensor) or tensor.dtype) for tensor in tensors]
 
 
 def row_ends(rows: int, length: int, device: torch.device) -> torch.Tensor:

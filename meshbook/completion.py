@@ -52,7 +52,7 @@ def shell_script(arguments: list[str]) -> str:
 def completions(words: list[str]) -> list[str]:
     """Return what the last of the words after `meshbook` may become; a key ends with =, a section with a period."""
     *before, word = words or [""]
-    return [each for each in _candidates(before, word) if each.startswith(word)]
+    return [candidate for candidate in _candidates(before, word) if candidate.startswith(word)]
 
 
 def _candidates(before: list[str], word: str) -> list[str]:
@@ -91,6 +91,6 @@ def _keys(recipe: str) -> dict[str, Key]:
     """Return the keys of a recipe, of every kind, without those that contain keys."""
     found: dict[str, Key] = {}
     for section, schema in type_hints(RECIPES[recipe]).items():
-        for each in variants_of([schema]).values():
-            found |= {name: key for name, key in keys_of(each, section).items() if key.type != "section"}
+        for variant in variants_of([schema]).values():
+            found |= {name: key for name, key in keys_of(variant, section).items() if key.type != "section"}
     return found

@@ -68,8 +68,8 @@ def option_folders() -> list[Path]:
 def all_keys() -> list[str]:
     """Return the keys of all sections and kinds."""
     found = [
-        key for section, classes in sections().items() for each in variants_of(classes).values()
-        for key in keys_of(each, section)
+        key for section, classes in sections().items() for variant in variants_of(classes).values()
+        for key in keys_of(variant, section)
     ]  # fmt: skip
     return list(dict.fromkeys(found))
 
@@ -108,10 +108,10 @@ def _key(name: str, keys: dict[str, Key], width: int) -> list[str]:
     for key, names in kinds.items():
         lines += [f"{section}.kind={', '.join(names)}:"] if any(names) and len(kinds) > 1 else []
         defaults = recipe_defaults(name, names)
-        used |= {each.source for each in defaults}
-        is_set = len({each.value for each in defaults}) > 1 or any(each.source for each in defaults)
+        used |= {default.source for default in defaults}
+        is_set = len({default.value for default in defaults}) > 1 or any(default.source for default in defaults)
         value = default_and_others(name, names, keys[names[0]])[0]
-        stated = [_default_line(name, each) for each in defaults] if is_set else []
+        stated = [_default_line(name, default) for default in defaults] if is_set else []
         lines.append(entry_text(Entry(name, value, "", key), width, stated))
     settings = [f"{source} ({value})" for source, value in _settings(name) if source not in used]
     if settings:

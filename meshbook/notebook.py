@@ -178,10 +178,10 @@ def run(recipe: str | os.PathLike[str], /, *overrides: str | Mapping[str, Any], 
     RunFailed for a failed run, and KeyboardInterrupt after an interrupted one has stopped.
     """
     given = [values for values in overrides if isinstance(values, Mapping)]
-    arguments = [each for each in overrides if not isinstance(each, Mapping)]
-    if wrong := [each for each in arguments if not isinstance(each, str)]:
+    arguments = [override for override in overrides if not isinstance(override, Mapping)]
+    if wrong := [argument for argument in arguments if not isinstance(argument, str)]:
         raise ConfigError(f"{wrong[0]!r}: is no override; give a string such as 'training.max_steps=20', or a dict")
-    arguments += [each for values in (*given, keys) for each in _overrides(values)]
+    arguments += [override for values in (*given, keys) for override in _overrides(values)]
     file, shown = _program(os.fspath(recipe))
     print(shlex.join([*shown, *arguments]), flush=True)
     return _Child(file, arguments).wait()
@@ -284,7 +284,7 @@ class _Child:
             process_group=0,  # an interrupt then reaches only this process, which forwards it once
         )
         streams = ((self.process.stdout, False), (self.process.stderr, True))
-        self._readers = [threading.Thread(target=self._read, args=each, daemon=True) for each in streams]
+        self._readers = [threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams]
         for reader in self._readers:
             reader.start()
 
@@ -417,7 +417,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     names = [name for name in order if any(row.get(name) is not None for row in rows)]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     cells = ("".join(f"<td>{_cell_text(name, row.get(name))}</td>" for name in names) for row in rows)
-    body = "".join(f"<tr>{each}</tr>" for each in cells)
+    body = "".join(f"<tr>{cell}</tr>" for cell in cells)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
 
 

@@ -159,7 +159,7 @@ def main(arguments: list[str]) -> int:
     try:
         chat(read_options(arguments), open_screen())
     except ConfigError as error:
-        print_problems([each.replace("model.chat_template", "--chat-template") for each in error.problems])
+        print_problems([problem.replace("model.chat_template", "--chat-template") for problem in error.problems])
         return EXIT_INVALID
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -122,12 +122,12 @@ def run_check(name: str, options: argparse.Namespace, limit: float, left: float)
             [*command, str(results.resolve())], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             cwd=REPOSITORY, env={**defaults, **os.environ, "PYTHONPATH": path}, process_group=0,
         )  # fmt: skip
-        why = ""
+        reason = ""
         try:
             if check.wait(min(limit, left)):
-                why = f"exit status {check.returncode}; {log} has its output"
+                reason = f"exit status {check.returncode}; {log} has its output"
         except subprocess.TimeoutExpired:
-            why = f"killed after {min(limit, left):.0f} s; {log} has its stacks"
+            reason = f"killed after {min(limit, left):.0f} s; {log} has its stacks"
             check.send_signal(signal.SIGUSR1)
             time.sleep(STACKS_SECONDS)
         finally:
@@ -135,8 +135,8 @@ def run_check(name: str, options: argparse.Namespace, limit: float, left: float)
                 os.killpg(check.pid, signal.SIGKILL)
             check.wait()
             output.write(f"===== {name} ended after {time.monotonic() - began:.0f} s =====\n".encode())
-    if why:
-        append_line(results, name, failed("ended early", why))
+    if reason:
+        append_line(results, name, failed("ended early", reason))
 
 
 if __name__ == "__main__":

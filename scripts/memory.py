@@ -100,7 +100,9 @@ def main(arguments: list[str]) -> int:
 
             shapes = shapes_of(options.degrees, options.seq, bool(read_shape(cfg).experts))
             loads = {True: Load(options.seq), False: Load(STATE_SEQ, STATE_MICRO_BATCHES)}
-            figures = measure_all(cfg, {each.name: (each.parallelism, loads[each.long], each.world) for each in shapes})
+            figures = measure_all(
+                cfg, {shape.name: (shape.parallelism, loads[shape.long], shape.world) for shape in shapes}
+            )
             rows = table(shapes, figures)
             lines += [f"{name}{MEASURED}", "", *markdown_table(HEADER, rows), ""]
             fitted = [line for row in fit_table(HEADER, rows, {0}) for line in row]

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
             return 0
         plans = request.plans()
         rows = plans[: request.options.dry_run]
-        simulated = [simulate_run(request.planned(each), request.shape, request.choice.world) for each in rows]
+        simulated = [simulate_run(request.planned(row), request.shape, request.choice.world) for row in rows]
         if request.options.draw is not None:
             write_drawing(request, plans)
         if request.options.json:

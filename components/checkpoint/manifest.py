@@ -371,8 +371,10 @@ def newest_complete(run_dir: Path) -> tuple[Path, list[str]]:
     Only the sizes of files are checked. Raises ConfigError if no checkpoint is complete.
     """
     entries = list_checkpoints(run_dir, CheckpointConfig())
-    incomplete = [f"checkpoint {each.path} is skipped: {'; '.join(each.problems)}" for each in entries if each.problems]
-    complete = [each.path for each in entries if not each.problems]
+    incomplete = [
+        f"checkpoint {entry.path} is skipped: {'; '.join(entry.problems)}" for entry in entries if entry.problems
+    ]
+    complete = [entry.path for entry in entries if not entry.problems]
     if not complete:
         found = f"; {'; '.join(incomplete)}" if incomplete else ""
         raise ConfigError(
@@ -413,8 +415,8 @@ def _apply_policy(entries: list[ListedCheckpoint], policy: CheckpointConfig) -> 
     reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
     for entry in entries:
         entry.reasons = []
-    for (entry, _), why in zip(complete, reasons, strict=True):
-        entry.reasons = why
+    for (entry, _), reason in zip(complete, reasons, strict=True):
+        entry.reasons = reason
 
 
 def check_contents(entry: ListedCheckpoint) -> list[str]:

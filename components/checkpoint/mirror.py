@@ -168,7 +168,7 @@ class Mirror:
         The URL is that of an equal copy, of an unfinished one of this run, which is removed, or a new one.
         """
         manifest, again = Manifest.read(path), 0
-        by_name = {each.name: each for each in self.copies()}
+        by_name = {copy.name: copy for copy in self.copies()}
         name = path.name
         while (found := by_name.get(name)) is not None:
             if found.manifest == manifest:
@@ -179,9 +179,9 @@ class Mirror:
                 break
             again += 1
             name = checkpoint_name(manifest.step, again)
-        for each in list(self._claim.folders):
-            if checkpoint_step(each) is not None and each not in by_name:  # removed
-                del self._claim.folders[each]
+        for folder in list(self._claim.folders):
+            if checkpoint_step(folder) is not None and folder not in by_name:  # removed
+                del self._claim.folders[folder]
         self._record(name, [*manifest.files, CHECKPOINT_MANIFEST])
         return join(self.url, name), False
 
@@ -192,14 +192,14 @@ class Mirror:
         """
         try:
             check_claim(self.store, self.url, self._claim)
-            found = {each.name: each for each in self.copies() if each.name in self._claim.folders}
+            found = {copy.name: copy for copy in self.copies() if copy.name in self._claim.folders}
             complete = [
                 (each, each.manifest)
                 for each in found.values()
                 if each.manifest is not None and not each.problems and each.url not in self.damaged
             ]
             reasons = reasons_to_keep([manifest for _, manifest in complete], self._policy)
-            removed = [each for (each, _), why in zip(complete, reasons, strict=True) if not why]
+            removed = [each for (each, _), reason in zip(complete, reasons, strict=True) if not reason]
             removed += [each for each in found.values() if CHECKPOINT_MANIFEST not in each.objects]
             for each in removed:
                 if each.url != newest:

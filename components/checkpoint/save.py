@@ -265,7 +265,7 @@ def _prune(folder: Path, policy: CheckpointConfig, damaged: Collection[Path] = (
             if path not in damaged and not manifest.check_sizes(path)
         ]
         reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
-        remove(path for (path, _), why in zip(complete, reasons, strict=True) if not why)
+        remove(path for (path, _), reason in zip(complete, reasons, strict=True) if not reason)
         remove(unfinished_checkpoints(folder))
     except OSError as error:
         logger.warning("old checkpoints in %s could not be removed: %s", folder, error)

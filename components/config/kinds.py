@@ -111,7 +111,7 @@ def section_of(schema: object) -> str | None:
     if not isinstance(schema, type):
         return None
     return next(
-        (name for name, kinds in KINDS.items() if any(issubclass(each, schema) for each in kinds.values())), None
+        (name for name, kinds in KINDS.items() if any(issubclass(kind, schema) for kind in kinds.values())), None
     )
 
 
@@ -140,12 +140,12 @@ def kind_named(values: Mapping[str, Any], schema: type) -> StrEnum | None:
 
 def have_same_keys(first: Any, second: Any) -> bool:
     """Return whether two kinds have the same fields, so that `kind` may be set without choosing another option."""
-    return {each.name for each in fields(first)} == {each.name for each in fields(second)}
+    return {field.name for field in fields(first)} == {field.name for field in fields(second)}
 
 
 def at_key(section: str, key: str, problems: Iterable[str]) -> list[str]:
     """Return the problems of a section's dataclass with its keys (model.path) rewritten to KEY.path."""
-    keys = "|".join(sorted({each.name for schema in KINDS[section].values() for each in fields(schema)}))
+    keys = "|".join(sorted({field.name for schema in KINDS[section].values() for field in fields(schema)}))
     return [re.sub(rf"\b{section}\.(?=({keys})\b(?!\.\w))", f"{key}.", problem) for problem in problems]
 
 

@@ -121,7 +121,7 @@ def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
     if not _NAME.fullmatch(name):
         return None
     if name.startswith("ddp"):
-        return next(each for each in all_layouts(int(name[3:]), base) if each.strategy == Strategy.ddp)
+        return next(layout for layout in all_layouts(int(name[3:]), base) if layout.strategy == Strategy.ddp)
     parts = name.removesuffix("_sp").replace("dp_", "dp-").split("_")
     degrees = {re.sub(r"\d+$", "", part).replace("-", "_"): int(re.findall(r"\d+$", part)[0]) for part in parts}
     axes: dict[str, Any] = {axis: degrees.get(axis, 1) for axis in AXES}
@@ -133,7 +133,9 @@ def batch_problems(training: TrainingConfig, parallelism: ParallelismConfig, mes
     sizes = {f"training.batch_size_ramp[{i}].global_batch_size": size for i, (_, size) in enumerate(training.ramp)}
     sizes["training.global_batch_size"] = training.global_batch_size
     largest = training.micro_batch_size
-    found = [each for key, size in sizes.items() for each in _size_problems(key, size, largest, parallelism, mesh)]
+    found = [
+        problem for key, size in sizes.items() for problem in _size_problems(key, size, largest, parallelism, mesh)
+    ]
     if not found and fitting_micro_batch(training, parallelism, mesh) is None:
         return [
             f"training.batch_size_ramp={training.batch_size_ramp}: no micro-batch size suits "
@@ -166,7 +168,7 @@ def fitting_micro_batch(training: TrainingConfig, parallelism: ParallelismConfig
     step, or None."""
     rows = [size // mesh.dp for size in (*(size for _, size in training.ramp), training.global_batch_size)]
     for size in range(min(training.micro_batch_size, *rows), 0, -1):
-        if all(_fits(each, size, parallelism, mesh) for each in rows):
+        if all(_fits(row, size, parallelism, mesh) for row in rows):
             return size
     return None
 
@@ -309,7 +311,7 @@ def row_problems(key: str, seq_len: int, parallelism: ParallelismConfig, mesh: M
     multiple = parallelism.sequence_multiple(mesh)
     if seq_len % multiple == 0:
         return []
-    why = " and ".join(
+    reason = " and ".join(
         text
         for text, applies in (
             (f"cp {mesh.cp} splits a row into {2 * mesh.cp} chunks", mesh.cp > 1),
@@ -317,4 +319,4 @@ def row_problems(key: str, seq_len: int, parallelism: ParallelismConfig, mesh: M
         )
         if applies
     )
-    return [f"{key}={seq_len}: must be a multiple of {multiple}, because {why}; change {key}"]
+    return [f"{key}={seq_len}: must be a multiple of {multiple}, because {reason}; change {key}"]

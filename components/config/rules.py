@@ -213,9 +213,9 @@ def _ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
     sources = data.sources.values() if isinstance(data, MixtureDataConfig) else [data]
     return [
         f"training.seq_len_ramp={training.seq_len_ramp}: cuts rows into shorter ones, which would separate answers "
-        f"from their prompts under data.kind={each.kind}; use data=text or data=tokens, or remove the ramp"
-        for each in sources
-        if not isinstance(each, TextDataConfig | TokensDataConfig)
+        f"from their prompts under data.kind={source.kind}; use data=text or data=tokens, or remove the ramp"
+        for source in sources
+        if not isinstance(source, TextDataConfig | TokensDataConfig)
     ]
 
 

@@ -171,7 +171,7 @@ def read_shape(model: ModelConfig) -> ModelShape:
 
 def _sizes_of_option(path: str) -> dict[str, Any]:
     """Return the sizes in the option of conf/model whose model has this path; empty if there is none."""
-    names = {each.name for each in fields(ModelShape)}
+    names = {field.name for field in fields(ModelShape)}
     for file in sorted((PROJECT / "conf" / "model").glob("*.yaml")):
         text = file.read_text("utf-8")
         if path in text and (values := load_yaml(text)).get("path") == path:
@@ -398,7 +398,7 @@ def _broken_rule(key: str, value: Any) -> str | None:
     if key in _LARGEST_SIZES:
         least, most = int(key not in _MAY_BE_ZERO), _LARGEST_SIZES[key]
         sizes = value if isinstance(value, list) and value and key not in _REQUIRED_SIZES else [value]
-        is_size = all(each is None or (type(each) is int and least <= each <= most) for each in sizes)
+        is_size = all(size is None or (type(size) is int and least <= size <= most) for size in sizes)
         return None if is_size else f"must be a whole number from {least} to {most:,}"
     if key in _NUMBERS | _SHARES:
         is_number = not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < math.inf

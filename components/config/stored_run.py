@@ -311,7 +311,7 @@ class MetricsLog:
 
     def _has_saved(self, step: int) -> bool:
         """Return whether this run itself, and not the run of a checkpoint that it started from, saved this step."""
-        saved = (checkpoint_step(each.name) for each in checkpoint_folders(self.path.parent / CHECKPOINTS))
+        saved = (checkpoint_step(folder.name) for folder in checkpoint_folders(self.path.parent / CHECKPOINTS))
         return step > 0 and step in saved
 
 
@@ -342,9 +342,9 @@ def _take(parsed: _Parsed, raw: bytes, unseen: int) -> int:
     `unseen` is that number before this line; a damaged line accounts for one missing line number.
     """
     values, text = _values_of(raw), raw.decode(errors="replace")
-    found = _CHECK.search(text)
-    number, text = (int(found[1]), text[: found.start()]) if found else (0, text)
-    if values is None or found is None or found[2] != _checksum(text, number) or number <= parsed.number:
+    match = _CHECK.search(text)
+    number, text = (int(match[1]), text[: match.start()]) if match else (0, text)
+    if values is None or match is None or match[2] != _checksum(text, number) or number <= parsed.number:
         parsed.damaged.append(raw)
         return unseen + 1
     missing = number - parsed.number - 1 - unseen

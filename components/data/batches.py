@@ -424,7 +424,7 @@ def _collate_packed_pairs(rows: Sequence[PackedPairRow], padding: Padding) -> Ba
     """Return rows of packed pairs as a batch whose sequences are the documents."""
     import torch
 
-    batch = _collate_rows([each.row for each in rows], padding)
+    batch = _collate_rows([row.row for row in rows], padding)
     last = padding.documents - 1  # no document of answers has this index, so its sequence has no targets
     ids = torch.full_like(batch.input_ids, last)  # (micro_batch, seq)
     values = {

@@ -103,11 +103,11 @@ class Facts:
             "set data.overlong=truncate": self.dropped_overlong,
             "set data.bad_rows=refuse to see the bad rows": self.dropped_bad_rows,
         }
-        why = ", ".join(f"{count:,} {what}" for what, count in self._dropped.items())
+        reason = ", ".join(f"{count:,} {what}" for what, count in self._dropped.items())
         change = " or ".join(remedy for remedy, count in remedies.items() if count)
         return (
             f"{dropped:,} of {dropped + self.samples:,} rows of {self.source} are dropped "
-            f"({dropped / (dropped + self.samples):.0%}): {why}{'; ' * bool(change)}{change}"
+            f"({dropped / (dropped + self.samples):.0%}): {reason}{'; ' * bool(change)}{change}"
         )
 
     def __str__(self) -> str:

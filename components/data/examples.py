@@ -168,16 +168,16 @@ def encode_scored(
     template, pad = ChatTemplate(tokenizer), tokenizer.pad_token_id
     rendered: dict[bool, list[str]] = {False: [], True: []}  # keyed by whether the tokenizer adds special tokens
     adds_special: list[bool | None] = []  # None: rejected
-    for each in texts:
-        conversation = each if isinstance(each, Conversation) else each.conversation
+    for text in texts:
+        conversation = text if isinstance(text, Conversation) else text.conversation
         if conversation is not None:
             template.source(None)  # rejects a tokenizer without a default template, of which no row is bad
         try:
-            content = str(each[1]) if conversation is None else template.render(conversation).text
+            content = str(text[1]) if conversation is None else template.render(conversation).text
             if conversation is not None and usage is not None:
                 usage.observe(conversation)
         except ConfigError as error:
-            record_bad(error, each.where, bad)
+            record_bad(error, text.where, bad)
             adds_special.append(None)
             continue
         adds = conversation is None or not tokenizer.chat_template
@@ -245,7 +245,7 @@ class _Renderer:
         is_marked = self.template.marks_answers(conversation)
         if is_marked:
             through = Rendering(
-                through.text, [each for each in through.blocks[len(prompt.blocks) :] if each[0] < each[1]]
+                through.text, [block for block in through.blocks[len(prompt.blocks) :] if block[0] < block[1]]
             )
             if not through.blocks:
                 raise ConfigError(

@@ -127,7 +127,7 @@ def build_scored(
     if not isinstance(texts, Dataset):
         raise TypeError("expected an unpacked dataset of texts")
     records = SourceSplit(cfg, split == "eval")
-    labels = np.asarray([each.label for each in records if isinstance(each, LabeledText)], dtype=np.int64)
+    labels = np.asarray([record.label for record in records if isinstance(record, LabeledText)], dtype=np.int64)
     if len(texts.fates) != len(labels):
         raise ConfigError(f"data.path={cfg.path}: the source was changed while it was read; start the run again")
     labeled = LabeledTexts(texts, labels[texts.sources], cfg.labels)

@@ -146,7 +146,7 @@ class MixtureFacts:
     @property
     def warning(self) -> str:
         """Sources that lose many of their rows; empty if there are none."""
-        return "\n".join(each.warning for each in self.sources.values() if each.warning)
+        return "\n".join(source.warning for source in self.sources.values() if source.warning)
 
     def __str__(self) -> str:
         if self.shares is None:
@@ -360,7 +360,7 @@ def refuse_bad_rows(
     splits: list[Sequence[Dataset | TokenizedSplit]] = [found]
     has_other = holds_out(cfgs[0]) and held_out_by_hash(cfgs[0]) and sample_limit(cfgs[0], not is_eval) is None
     if has_other and not isinstance(cfgs[0], TextDataConfig):
-        other = [tokenize(SourceSplit(each, not is_eval), each, tokenizer, seq_len) for each in cfgs]
+        other = [tokenize(SourceSplit(cfg, not is_eval), cfg, tokenizer, seq_len) for cfg in cfgs]
         others += len(other[0].tokens.starts)
         splits.append(other)
     for split in splits:

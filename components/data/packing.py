@@ -231,7 +231,7 @@ class PackedDataset(ItemSequence[PackedRow]):
     def show(self, index: int) -> str:
         """Return the texts of a row's samples, separated by a line, with the spans that contribute to the loss in
         [[ ]]."""
-        return "\n--- next document ---\n".join(self._samples.show(each) for each in self._documents(index))
+        return "\n--- next document ---\n".join(self._samples.show(document) for document in self._documents(index))
 
     def _documents(self, row: int) -> list[int]:
         starts = self._plan.starts

@@ -284,8 +284,8 @@ def _build_preferences(
     split: Literal["train", "eval"],
     kind: type[PairDataset],
 ) -> PairedRows:
-    configs = [replace(each, is_scored=kind is not PairDataset) for each in answers]
-    chosen, rejected = (_build_answers(each, tokenizer, seq_len, split) for each in configs)
+    configs = [replace(answer, is_scored=kind is not PairDataset) for answer in answers]
+    chosen, rejected = (_build_answers(config, tokenizer, seq_len, split) for config in configs)
     if len(chosen.fates) != len(rejected.fates):
         raise ConfigError(f"data.path={answers[0].path}: the source was changed while it was read; start the run again")
     refuse_bad_rows(configs, (chosen, rejected), tokenizer, seq_len, split == "eval")
@@ -432,7 +432,7 @@ class PackedPairs(ItemSequence[PackedPairRow]):
 
     def show(self, index: int) -> str:
         """Return the texts of a row's pairs, with the spans that contribute to the loss in [[ ]]."""
-        return "\n--- next pair ---\n".join(self.pairs.show(each) for each in self._pairs_of(index))
+        return "\n--- next pair ---\n".join(self.pairs.show(pair) for pair in self._pairs_of(index))
 
     def _pairs_of(self, row: int) -> list[int]:
         starts = self._plan.starts

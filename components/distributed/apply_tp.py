@@ -187,7 +187,7 @@ def _takes_dtensor(name: str, block: nn.Module, inside: dict[str, ParallelStyle]
     }
     lists = tuple(f"{path}." for path, style in inside.items() if isinstance(style, PerHeadNorms))
     return (
-        all(each in inside or each.startswith(lists) for each in with_parameters)
+        all(parameter in inside or parameter.startswith(lists) for parameter in with_parameters)
         and all(isinstance(style, _KNOWN_STYLES) for style in inside.values())
         and any(isinstance(style, RowwiseParallel) for style in inside.values())
     )

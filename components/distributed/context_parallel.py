@@ -200,8 +200,8 @@ class _UlyssesAttention(_Attention):
         """
         cp = self.mesh.size()
         batch, _, tokens, _ = tensors[0].shape
-        shapes = [(each.shape[1] // cp, each.shape[3]) for each in tensors]  # heads of a rank, head_dim
-        by_rank = [each.transpose(1, 2).reshape(batch, tokens, cp, -1).movedim(2, 0) for each in tensors]
+        shapes = [(tensor.shape[1] // cp, tensor.shape[3]) for tensor in tensors]  # heads of a rank, head_dim
+        by_rank = [tensor.transpose(1, 2).reshape(batch, tokens, cp, -1).movedim(2, 0) for tensor in tensors]
         received = all_to_all_single_autograd(torch.cat(by_rank, dim=-1), None, None, self.mesh.get_group())
         width = sum(heads * head_dim for heads, head_dim in shapes)
         shards = received.view(cp, batch, 2, tokens // 2, width)
@@ -325,7 +325,7 @@ class GatheredAttention(_Attention):
         gathered = _Gather.apply(both.contiguous(), self.mesh.get_group())
         shards = gathered.view(cp, batch, heads, 2, tokens // 2, width).split(widths, dim=-1)
         full_key, full_value = (
-            _in_sequence_order(each, dim=3).reshape(batch, heads, cp * tokens, each.shape[-1]) for each in shards
+            _in_sequence_order(shard, dim=3).reshape(batch, heads, cp * tokens, shard.shape[-1]) for shard in shards
         )
         return full_key, full_value
 
@@ -386,7 +386,7 @@ class _VarlenKernel(NamedTuple):
 
     def by_group(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield, for each group, its heads of all tensors: (batch, heads, seq / cp, head_dim)."""
-        return zip(*(each.chunk(self.group_count, dim=1) for each in tensors), strict=True)
+        return zip(*(tensor.chunk(self.group_count, dim=1) for tensor in tensors), strict=True)
 
 
 def _flat_chunks(shard: torch.Tensor) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ class ExpertParallel(ParallelStyle):
         def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
             tokens = [hidden, top_k_index, top_k_weights]
             if tokens_mesh is not None:
-                tokens = [redistribute(each, tokens_mesh, Replicate(), Shard(0)) for each in tokens]
+                tokens = [redistribute(token, tokens_mesh, Replicate(), Shard(0)) for token in tokens]
             with local_parameters(module, gradients):
                 outputs = _Dispatch(module, compute, num_local, experts_mesh)(*tokens)
             return outputs if tokens_mesh is None else _gather_tokens(outputs, len(hidden), tokens_mesh)
@@ -128,7 +128,7 @@ def _nested_parameters(module: nn.Module) -> list[str]:
 
 def _takes_routing(module: nn.Module) -> bool:
     """Return whether a module's forward takes hidden states, expert indices and router weights."""
-    kinds = [each.kind for each in inspect.signature(type(module).forward).parameters.values()]
+    kinds = [parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()]
     return len(kinds) > 3 or inspect.Parameter.VAR_POSITIONAL in kinds
 
 

@@ -112,14 +112,14 @@ def keep_uncast(model: nn.Module, parameters: Sequence[tuple[nn.Module, str]]) -
     """
     for unit in _fsdp_units(model) if parameters else ():
         if "_fsdp_param_groups" not in vars(unit._get_fsdp_state()):  # an older torch, whose units have one group
-            if len({each.dtype for each in model.parameters() if each.requires_grad}) > 1:
+            if len({parameter.dtype for parameter in model.parameters() if parameter.requires_grad}) > 1:
                 raise ConfigError(
                     f"model.dtype: this model keeps parameters in float32 beside 16 bits, which FSDP2 of torch "
                     f"{torch.__version__} cannot shard; set model.dtype=float32, or install a newer torch"
                 )
             return
         for group in param_groups(unit):
-            infos = [(each, (each._module_info.module, each._module_info.param_name)) for each in group.fsdp_params]
+            infos = [(param, (param._module_info.module, param._module_info.param_name)) for param in group.fsdp_params]
             kept = [each for each, owner in infos if owner in parameters and not _casts_its_input(owner[0])]
             if kept and len(kept) < len(infos):
                 _split_off(unit, group, kept)
@@ -137,7 +137,7 @@ def _split_off(unit: FSDPModule, group: Any, kept: list[Any]) -> None:
     new = copy.copy(group)
     new.fsdp_params, new._post_forward_indices = kept, []
     new.mp_policy = replace(group.mp_policy, param_dtype=None)
-    group.fsdp_params = [each for each in group.fsdp_params if each not in kept]
+    group.fsdp_params = [param for param in group.fsdp_params if param not in kept]
     unit._get_fsdp_state()._fsdp_param_groups.append(new)
 
 
@@ -207,7 +207,7 @@ def reshard(model: nn.Module, kept: nn.Module | None = None) -> None:
     units = _fsdp_units(model)
     states = [unit._get_fsdp_state() for unit in units]
     keeps = None
-    if units and kept is not None and any(each is kept for each in model.modules()):
+    if units and kept is not None and any(module is kept for module in model.modules()):
         keeps = kept._get_fsdp_state() if isinstance(kept, FSDPModule) else states[0]
     for unit, state in zip(units, states, strict=True):
         if state is not keeps:
@@ -243,10 +243,10 @@ def unsharded_bytes(model: nn.Module) -> int:
     for unit in _fsdp_units(model):
         for group in param_groups(unit):
             compute = group.mp_policy.param_dtype
-            for each in group.fsdp_params:  # torch has no public access to the size over the FSDP axis alone
-                stored = each.sharded_param.dtype
+            for param in group.fsdp_params:  # torch has no public access to the size over the FSDP axis alone
+                stored = param.sharded_param.dtype
                 dtype = compute if compute is not None and stored.is_floating_point else stored
-                total += each._orig_size.numel() * dtype.itemsize
+                total += param._orig_size.numel() * dtype.itemsize
     return total
 
 

@@ -119,7 +119,9 @@ def parallelize(
         _reject_shared_layers(model, anatomy)
     notes: tuple[str, ...] = ()
     stages = None
-    param_dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())  # skips packed 4-bit
+    param_dtype = next(
+        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
+    )  # skips packed 4-bit
     pp_ranks = parallelism.stage_ranks(mesh.size("pp"))
     uncast = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in anatomy.float32]
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and anatomy.experts):

@@ -110,7 +110,7 @@ class TransformersStyle(ParallelStyle):
             module.config = self.config
         for name, _ in list(module.named_parameters(recurse=False)):
             style.shard_param(module, name, device_mesh)
-        if not any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
+        if not any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             # MLA's style shards nothing. Plain parameters would seem to be different ones on each rank.
             parallelize_module(module, device_mesh, ReplicatedParameters(), src_data_rank=None)
         style.install_forward(module, device_mesh)

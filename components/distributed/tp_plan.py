@@ -358,7 +358,7 @@ def fit_activations(model: nn.Module, plan: TpPlan) -> TpPlan:
         for name, module in matching(model, parent):
             for leaf, child in module.named_children():
                 scalars = list(child.parameters())
-                if scalars and all(each.numel() == 1 for each in scalars) and not _planned(plan, f"{name}.{leaf}"):
+                if scalars and all(scalar.numel() == 1 for scalar in scalars) and not _planned(plan, f"{name}.{leaf}"):
                     fitted[f"{parent}.{leaf}"] = ReplicatedParameters(partial_grad=True)
     return fitted
 
@@ -386,7 +386,7 @@ def check_covered(model: nn.Module, plan: TpPlan, tp: int) -> None:
             for norm in ("q_norm", "k_norm"):
                 if isinstance(plan.get(f"{parent}.{norm}"), PerHead):
                     continue
-                if any(each.dim() > 1 for each in (module._modules.get(norm) or nn.Identity()).parameters()):
+                if any(parameter.dim() > 1 for parameter in (module._modules.get(norm) or nn.Identity()).parameters()):
                     problems.setdefault(
                         f"{parent}.{norm}", f"{name}.{norm} has a weight for each head, and tp divides heads"
                     )

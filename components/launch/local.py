@@ -306,9 +306,9 @@ def _stopped(ranks: RankProcesses, directory: RunDirectory) -> int:
         return 0
     interrupted = signal.SIGINT in ranks.stops
     names = " and ".join(describe_exit(-number).removeprefix("was ended by ") for number in dict.fromkeys(ranks.stops))
-    why = f"stopped by {names} before it could save"
-    directory.conclude("interrupted" if interrupted else "failed", why)
-    print_text(f"{why}\nlogs: {directory.logs}", file=sys.stderr)
+    reason = f"stopped by {names} before it could save"
+    directory.conclude("interrupted" if interrupted else "failed", reason)
+    print_text(f"{reason}\nlogs: {directory.logs}", file=sys.stderr)
     return EXIT_INTERRUPTED if interrupted else 1
 
 

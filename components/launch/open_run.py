@@ -100,9 +100,9 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     if cfg is None:
         return None
     backend, processes = backend_of(cfg.cluster), world_size or processes_of(cfg, gpus)
-    if backend.runs_here and (why := check_hub(cfg, os.environ)) and not is_offline(os.environ):
+    if backend.runs_here and (reason := check_hub(cfg, os.environ)) and not is_offline(os.environ):
         os.environ[OFFLINE] = "1"
-        notes.append(f"the hub cannot be reached ({why}): using only its local cache ({OFFLINE}=1)")
+        notes.append(f"the hub cannot be reached ({reason}): using only its local cache ({OFFLINE}=1)")
     cfg, requested = fit_micro_batches(cfg, processes), cfg
     notes += [*_batch_notes(requested, cfg), *memory_notes]
     if cfg.cluster.starts_nothing:

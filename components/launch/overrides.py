@@ -58,8 +58,16 @@ def rewriting(recipe: Recipe, world_size: int | None) -> Rewrite:
 
     def rewrite(overrides: list[str]) -> Rewritten:
         _reject_plan(overrides)
-        runs = [each for each in overrides if each.startswith(KEY)] if issubclass(recipe.schema, EvaluateConfig) else []
-        rewritten = _of_run(runs, [each for each in overrides if each not in runs]) if runs else Rewritten(overrides)
+        runs = (
+            [override for override in overrides if override.startswith(KEY)]
+            if issubclass(recipe.schema, EvaluateConfig)
+            else []
+        )
+        rewritten = (
+            _of_run(runs, [override for override in overrides if override not in runs])
+            if runs
+            else Rewritten(overrides)
+        )
         return _with_best_mesh(recipe, rewritten, world_size) if _AUTO in overrides else rewritten
 
     return rewrite
@@ -70,7 +78,7 @@ def _with_best_mesh(recipe: Recipe, rewritten: Rewritten, world_size: int | None
 
     Raises ConfigError if the device or the model's sizes are unknown, or if no mesh fits.
     """
-    overrides = [each for each in rewritten.overrides if each != _AUTO]
+    overrides = [override for override in rewritten.overrides if override != _AUTO]
     plain = Rewritten(overrides, rewritten.sections)
     cfg = compose_from_command_line(
         recipe.name, recipe.schema, recipe.file.parent, arguments=overrides, rewrite=lambda _: plain
@@ -110,7 +118,7 @@ def device_of(cfg: RecipeConfig) -> Hardware:
 
 def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
     """Return the keys that a command line sets; an option of conf/parallelism sets the whole mesh."""
-    keys = {override_parts(each)[0] for each in overrides}
+    keys = {override_parts(override)[0] for override in overrides}
     if "parallelism" in keys:
         keys |= set(_LAYOUT_KEYS)
     return frozenset(keys)
@@ -118,10 +126,10 @@ def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
 
 def requested_plans(arguments: Sequence[str]) -> int | None:
     """Return K of `parallelism=plan:K` on a command line, or None. Raises ConfigError if K is 0."""
-    for each in arguments:
-        if (match := BEST.fullmatch(each)) is not None:
+    for argument in arguments:
+        if (match := BEST.fullmatch(argument)) is not None:
             if not int(match[1]):
-                raise ConfigError(f"{each}: must be plan:1 or more")
+                raise ConfigError(f"{argument}: must be plan:1 or more")
             return int(match[1])
     return None
 
@@ -173,15 +181,15 @@ def _trains(cfg: RecipeConfig) -> TrainConfig:
 
 def _reject_plan(arguments: Sequence[str]) -> None:
     """Reject `parallelism=plan:K` outside of a sweep, and misspelled forms of both."""
-    for each in arguments:
-        if each.startswith(("parallelism=auto", "parallelism=plan:")) and each != _AUTO:
-            hint = "needs -m" if BEST.fullmatch(each) else f"write {_AUTO}, or parallelism=plan:K with -m"
-            raise ConfigError(f"{each}: {hint}; plan:K runs the best K meshes as a sweep")
+    for argument in arguments:
+        if argument.startswith(("parallelism=auto", "parallelism=plan:")) and argument != _AUTO:
+            hint = "needs -m" if BEST.fullmatch(argument) else f"write {_AUTO}, or parallelism=plan:K with -m"
+            raise ConfigError(f"{argument}: {hint}; plan:K runs the best K meshes as a sweep")
 
 
 def reject_swept_run(schema: type[RecipeConfig], arguments: Sequence[str]) -> None:
     """Reject `run=RUN` in a sweep."""
-    given = next((each for each in arguments if each.startswith(KEY)), None)
+    given = next((argument for argument in arguments if argument.startswith(KEY)), None)
     if given is not None and issubclass(schema, EvaluateConfig):
         raise ConfigError(f"{given}: -m cannot sweep over the settings of a run; remove -m, and start each evaluation")
 
@@ -201,7 +209,7 @@ def _of_run(runs: list[str], others: list[str]) -> Rewritten:
     file = run_dir / CONFIG
     if not file.is_file():
         raise ConfigError(f"{given}: not a run directory, it has no {CONFIG}; give the directory of a training run")
-    chosen = {override_parts(each)[0]: each for each in others}
+    chosen = {override_parts(other)[0]: other for other in others}
     _check_objective(
         _read_optional(given, file, "objective", ObjectiveConfig), given, run_dir, chooses_data="data" in chosen
     )

@@ -198,16 +198,16 @@ def _record_failure(directory: RunDirectory, rank: int, error: Exception) -> int
             directory.conclude(str(kind), str(error))
             print_text(f"{error}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
         return kind.exit_status
-    left = [each for each in read_reports(directory.logs).values() if each.kind == Kind.left]
+    left = [report for report in read_reports(directory.logs).values() if report.kind == Kind.left]
     if kind == Kind.lost_peer and left:
-        why = f"rank {left[0].rank}: {left[0].message}"
-        print_text(why, file=sys.stderr, flush=True)
-        directory.conclude("failed", why)
-    why = f"rank {rank}: {name}: {error}"
-    directory.conclude(failure_status(kind, name, str(error)), why)
+        reason = f"rank {left[0].rank}: {left[0].message}"
+        print_text(reason, file=sys.stderr, flush=True)
+        directory.conclude("failed", reason)
+    reason = f"rank {rank}: {name}: {error}"
+    directory.conclude(failure_status(kind, name, str(error)), reason)
     if kind != Kind.stated:
         return None
-    print_text(f"{why}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
+    print_text(f"{reason}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
     return kind.exit_status
 
 

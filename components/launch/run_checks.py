@@ -43,7 +43,7 @@ MESH_KEYS = frozenset(
     + [f"parallelism.{name}" for name in (*AXES, "strategy")]
 )
 """Keys that determine the number of processes and the mesh degrees."""
-_MODEL_KEYS = frozenset(["model.config", *(f"model.{each.name}" for each in fields(ModelShape)), "model.path"])
+_MODEL_KEYS = frozenset(["model.config", *(f"model.{field.name}" for field in fields(ModelShape)), "model.path"])
 """Keys that determine the shape of the model."""
 _ABSOLUTE = re.compile(r"[\w.]+=(/.*?): ")
 """Beginning of a problem of a key whose value is an absolute path."""
@@ -94,9 +94,9 @@ def problems_before_start(
 
 def split_absent(cfg: RecipeConfig, problems: list[str]) -> tuple[list[str], list[str]]:
     """Return the problems, and, with cluster.dry_run=render, notes on files that only the cluster may have."""
-    found = {each: _ABSOLUTE.match(each) for each in problems if cfg.cluster.only_renders}
-    absent = [each for each, path in found.items() if path is not None and not os.path.exists(path[1])]
-    return [each for each in problems if each not in absent], [f"not checked: {each}" for each in absent]
+    match = {problem: _ABSOLUTE.match(problem) for problem in problems if cfg.cluster.only_renders}
+    absent = [each for each, path in match.items() if path is not None and not os.path.exists(path[1])]
+    return [problem for problem in problems if problem not in absent], [f"not checked: {each}" for each in absent]
 
 
 def affects(rejected: Collection[str], keys: Collection[str]) -> bool:
@@ -191,7 +191,7 @@ def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
     if checkpoint is not None:
         path = Path(os.path.expanduser(checkpoint))
         if (path / CONFIG).is_file():
-            if not any((each / CHECKPOINT_MANIFEST).is_file() for each in checkpoint_folders(path / CHECKPOINTS)):
+            if not any((folder / CHECKPOINT_MANIFEST).is_file() for folder in checkpoint_folders(path / CHECKPOINTS)):
                 problems.append(
                     f"evaluation.checkpoint={checkpoint}: the run has no complete checkpoint; wait for its first save, "
                     "or give another run"
@@ -225,13 +225,13 @@ def check_hub(cfg: RecipeConfig, environ: Mapping[str, str]) -> str | None:
     Raises ConfigError if the hub is unreachable and `cfg` needs models or datasets that are not cached.
     """
     needed = _hub_repos(cfg)
-    why = _unreachable(environ) if needed else None
-    if why is None:
+    reason = _unreachable(environ) if needed else None
+    if reason is None:
         return None
     missing = [each for each in needed if not _is_cached(each, environ)]
     if missing:
-        raise ConfigError([_missing_problem(each, why, environ) for each in missing])
-    return why
+        raise ConfigError([_missing_problem(each, reason, environ) for each in missing])
+    return reason
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
@@ -341,7 +341,7 @@ def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tup
     try:
         check = check_memory(cfg, cfg.parallelism.resolve(processes), hardware)
     except ConfigError as error:
-        return [], notes + [f"memory: not checked: {each}" for each in error.problems]
+        return [], notes + [f"memory: not checked: {problem}" for problem in error.problems]
     if check.verdict is Verdict.exceeds and cluster.memory_check is MemoryPolicy.refuse:
         return [f"{check.text}; or set cluster.memory_check=report"], []
     return [], [*notes, check.text if check.verdict is not Verdict.exceeds else f"warning: {check.text}"]

@@ -100,9 +100,9 @@ class RunDirectory:
         try:
             self._freeze(cfg, record, picture)
         except OSError as error:
-            why = f"{error.strerror or error}{_free_space(self.path)}"
+            reason = f"{error.strerror or error}{_free_space(self.path)}"
             raise ConfigError(
-                f"run.dir={self.path}: cannot be written: {why}; free disk space, or choose another run.dir"
+                f"run.dir={self.path}: cannot be written: {reason}; free disk space, or choose another run.dir"
             ) from error
 
     def _freeze(self, cfg: RecipeConfig, record: dict[str, Any], picture: str | None) -> None:
@@ -156,8 +156,8 @@ class RunDirectory:
         try:
             record_result(self.path, {"status": status, "error": error})
         except OSError as refused:
-            why = f"{refused.strerror or refused}{_free_space(self.path)}"
-            print_text(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
+            reason = f"{refused.strerror or refused}{_free_space(self.path)}"
+            print_text(f"{self.path / RESULT} could not be written: {reason}", file=sys.stderr, flush=True)
 
     def discard(self, error: str) -> None:
         """Remove what a rejected start wrote; an existing run is as it was, but for the logs of this attempt.
@@ -254,9 +254,9 @@ def reported_by_path(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why = f"{error.strerror}{_free_space(path)}"
+            reason = f"{error.strerror}{_free_space(path)}"
             raise ConfigError(
-                f"run.dir={path}: cannot be written: {why}; free disk space, or choose another run.dir"
+                f"run.dir={path}: cannot be written: {reason}; free disk space, or choose another run.dir"
             ) from error
         inside = f"{error.filename}: " if path in Path(str(error.filename)).parents else ""
         raise ConfigError(

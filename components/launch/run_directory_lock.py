@@ -150,8 +150,8 @@ def _stored_config(path: Path) -> _StoredConfig:
         found = intact_copy(path)
         if found is None:
             raise ConfigError(f"run.dir={path}: {error}; restore it, or choose another run.dir") from error
-        why = "missing" if not os.path.lexists(path / CONFIG) else "it was damaged or edited by hand"
-        return _StoredConfig(found[1], found[0], why)
+        reason = "missing" if not os.path.lexists(path / CONFIG) else "it was damaged or edited by hand"
+        return _StoredConfig(found[1], found[0], reason)
 
 
 @contextmanager
@@ -221,8 +221,8 @@ def _reject_live_job(path: Path, advice: str = "choose another run.dir") -> str 
         return None
     found = jobs_by_id([job]).get(job)
     if found is None or found.doubt:
-        why = found.doubt if found else "no cluster.kind uses such ids"
-        return f"belongs to job {job}, which may still run: {why}"
+        reason = found.doubt if found else "no cluster.kind uses such ids"
+        return f"belongs to job {job}, which may still run: {reason}"
     if not found.over:
         raise ConfigError(
             f"run.dir={path}: belongs to job {job}, which is {found.reported}; {advice}, or end the job with "
@@ -316,11 +316,11 @@ def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
     sections |= {f"data.sources.{name}": source for name, source in sources.items()}
     found: dict[str, Any] = {}
     for name, values in sections.items():
-        for each in fields(values):
-            if each.default is not MISSING:
-                found[f"{name}.{each.name}"] = each.default
-            elif each.default_factory is not MISSING:
-                found[f"{name}.{each.name}"] = each.default_factory()
+        for field in fields(values):
+            if field.default is not MISSING:
+                found[f"{name}.{field.name}"] = field.default
+            elif field.default_factory is not MISSING:
+                found[f"{name}.{field.name}"] = field.default_factory()
     found.pop("data.sources", None)  # compared per source
     found |= {f"{name}.kind": kind for name, kind in WITHOUT_KIND.items() if name in sections}
     return json.loads(json.dumps(found, default=asdict))  # the types that YAML loads, such as lists for tuples

@@ -154,7 +154,7 @@ class _SavedLayer:
         if self._fetched:
             return
         self._fetched = True
-        alive = [saved for each in self._tensors if (saved := each()) is not None]
+        alive = [saved for tensor in self._tensors if (saved := tensor()) is not None]
         for saved in alive:  # allocated on the current stream, which uses and frees them
             saved.on_device = torch.empty_like(saved.host, device=self.offload.device)
         with self.offload.side_stream():

@@ -223,8 +223,8 @@ def is_experts(module: nn.Module) -> bool:
     """Return whether a module holds fused experts: `num_experts` and stacked matrices, (experts, ..., ...)."""
     parameters = list(module.parameters(recurse=False))
     return (
-        any(each.dim() == 3 for each in parameters)
-        and len({each.shape[0] for each in parameters}) == 1
+        any(parameter.dim() == 3 for parameter in parameters)
+        and len({parameter.shape[0] for parameter in parameters}) == 1
         and isinstance(getattr(module, "num_experts", None), int)
     )
 
@@ -256,7 +256,7 @@ def encoder_parameters(model: nn.Module) -> set[str]:
     used: tuple[str, ...] = ("",)
     if text is not config:
         parts = (model.get_decoder(), _embedding(model), model.get_output_embeddings())
-        used = tuple(f"{path}." for each in parts if (path := _name_of(model, each)) is not None)
+        used = tuple(f"{path}." for part in parts if (path := _name_of(model, part)) is not None)
     names = [name for name, _ in model.named_parameters()]
     return {name for name in names if name.startswith(unused) or not name.startswith(used)}
 

@@ -283,7 +283,7 @@ def causal_sdpa(
     prefer: SDPBackend | None = kwargs.pop("prefer", None)
     if prefer is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    with sdpa_kernel([prefer, *(each for each in _FALLBACKS if each != prefer)], set_priority=True):
+    with sdpa_kernel([prefer, *(fallback for fallback in _FALLBACKS if fallback != prefer)], set_priority=True):
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
 
 
@@ -405,7 +405,7 @@ def use_kernel(name: str) -> None:
 
 def _rate(call: _AttentionCall) -> float | str:
     """Return TFLOP/s of forward and backward on a GPU, or the first line of torch's error."""
-    leaves = [each.detach().clone().requires_grad_() for each in call.tensors]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in call.tensors]
 
     def both() -> None:
         output = call.attend(*leaves)

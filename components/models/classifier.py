@@ -65,7 +65,7 @@ def set_labels(config: PreTrainedConfig, labels: Sequence[str]) -> None:
 
     Raises ConfigError if the config is that of a score head with the same names in another order.
     """
-    has_head = any(each.endswith("ForSequenceClassification") for each in config.architectures or [])
+    has_head = any(architecture.endswith("ForSequenceClassification") for architecture in config.architectures or [])
     names = {int(number): name for number, name in (config.id2label or {}).items()} if has_head else {}
     own = [names[number] for number in sorted(names)]
     if own != list(labels) and sorted(own) == sorted(labels):

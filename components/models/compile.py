@@ -100,10 +100,10 @@ def _call_compiled(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     Without the marks, torch compiles a static graph for the first length, and a dynamic one only at the second.
     """
     if kwargs.get(DOCUMENTS) is None:
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, torch.Tensor):
-                for dim in _sequence_dims(each):
-                    torch._dynamo.maybe_mark_dynamic(each, dim)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                for dim in _sequence_dims(leaf):
+                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
     return compiled(*args, **kwargs)
 
 

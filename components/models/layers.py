@@ -228,7 +228,7 @@ def _queue_of(operator: Any, args: Any) -> Any:
 
 def _arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each argument that was passed in a call."""
-    yield from zip((each.name for each in schema.arguments), args, strict=False)
+    yield from zip((argument.name for argument in schema.arguments), args, strict=False)
     yield from kwargs.items()
 
 
@@ -237,7 +237,11 @@ def _written_tensors(operator: Any, args: Any, kwargs: Any) -> Iterator[torch.Te
     schema = _schema(operator)
     if schema is None or not schema.is_mutable:
         return
-    written = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    written = {
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
     for name, value in _arguments(schema, args, kwargs):
         if name in written:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

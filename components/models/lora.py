@@ -215,9 +215,9 @@ def _no_such_parameter(model: PreTrainedModel, target: str, matrices: dict[str, 
         return f"{given}: {kind} has no fused experts; remove peft.target_parameters"
     short = sorted({".".join(full.split(".")[-3:]) for full in matrices})
     if any(ends_with(name, target) for name, _ in model.named_parameters()):
-        why = "is not a matrix of fused experts; linear layers belong into peft.targets"
+        reason = "is not a matrix of fused experts; linear layers belong into peft.targets"
     else:
         leaves = {each.rpartition(".")[2]: each for each in short} | {each: each for each in short}
         nearest = difflib.get_close_matches(target, leaves, n=1, cutoff=0.6)
-        why = f"{kind} has no such parameter{f'; did you mean {leaves[nearest[0]]}?' if nearest else ''}"
-    return f"{given}: {why}; choose some of {', '.join(short)}"
+        reason = f"{kind} has no such parameter{f'; did you mean {leaves[nearest[0]]}?' if nearest else ''}"
+    return f"{given}: {reason}; choose some of {', '.join(short)}"

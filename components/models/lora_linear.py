@@ -229,9 +229,9 @@ def target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> li
         problems.append(f"peft.targets={cfg.targets}: {kind} has no linear layer to adapt; set peft=none")
     subclasses = {type(linear[name]).__name__ for name in chosen if type(linear[name]) not in (nn.Linear, Conv1D)}
     problems += [
-        f"peft.targets={cfg.targets}: {each} of {kind} is a linear layer with its own forward, which cannot be "
+        f"peft.targets={cfg.targets}: {subclass} of {kind} is a linear layer with its own forward, which cannot be "
         "adapted; choose other peft.targets"
-        for each in sorted(subclasses)
+        for subclass in sorted(subclasses)
     ]
     if for_peft and (misread := _read_as_experts(model, chosen)):
         problems.append(
@@ -267,13 +267,13 @@ def _read_as_experts(model: PreTrainedModel, layers: Iterable[str]) -> list[str]
 def _no_such_target(model: PreTrainedModel, target: str, leaves: list[str]) -> str:
     matches = [module for name, module in model.named_modules() if ends_with(name, target)]
     if model.get_output_embeddings() in matches:
-        why = "the LM head cannot be adapted, because the loss may be computed from its weight without its forward"
+        reason = "the LM head cannot be adapted, because the loss may be computed from its weight without its forward"
     elif matches:
-        why = f"{type(matches[0]).__name__} is not a linear layer"
+        reason = f"{type(matches[0]).__name__} is not a linear layer"
     else:
         nearest = difflib.get_close_matches(target, leaves, n=1, cutoff=0.6)
-        why = f"{type(model).__name__} has no such layer{f'; did you mean {nearest[0]}?' if nearest else ''}"
-    return f"peft.targets=[{target}]: {why}; choose {ALL_LINEAR} or some of {', '.join(leaves)}"
+        reason = f"{type(model).__name__} has no such layer{f'; did you mean {nearest[0]}?' if nearest else ''}"
+    return f"peft.targets=[{target}]: {reason}; choose {ALL_LINEAR} or some of {', '.join(leaves)}"
 
 
 def ends_with(name: str, target: str) -> bool:

@@ -76,7 +76,7 @@ def _padded(cfg: ModelConfig) -> PreTrainedTokenizerBase:
     tokenizer = _load(cfg, path, key)
     named: Any = tokenizer.chat_template
     templates = list(named.values()) if isinstance(named, dict) else [named]
-    if not all(isinstance(each, str | None) for each in templates):
+    if not all(isinstance(template, str | None) for template in templates):
         raise ConfigError(f"{key}={path}: chat_template in tokenizer_config.json must be a text; correct the file")
     if not isinstance(tokenizer.model_max_length, int | float):
         raise ConfigError(f"{key}={path}: model_max_length in tokenizer_config.json must be a number; correct the file")

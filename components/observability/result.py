@@ -281,8 +281,10 @@ def lost_work(run_dir: Path) -> LostWork:
     files = [attempt_logs(run_dir, number) / _PROGRESS for number in attempts if number]
     restarts = [read_json(file) for file in files if file.is_file()]
     # A later attempt from the same checkpoint includes the time of an earlier one.
-    seconds = {each["since"]: each["first_step"] - each["since"] for each in restarts if "first_step" in each}
-    steps = sum(each.get("lost_steps", 0) for each in restarts)
+    seconds = {
+        restart["since"]: restart["first_step"] - restart["since"] for restart in restarts if "first_step" in restart
+    }
+    steps = sum(restart.get("lost_steps", 0) for restart in restarts)
     return LostWork(len(restarts), steps, round(sum(seconds.values()), 1))
 
 
@@ -391,7 +393,7 @@ def _of_evaluations(metrics: Path, step: int | None) -> dict[str, Any]:
     lines: list[dict[str, Any]] = []
     with suppress(OSError):
         lines = MetricsLog(metrics.parent).read()
-    held_out = [each for each in lines if "eval_loss" in each and (step is None or each["step"] <= step)]
+    held_out = [line for line in lines if "eval_loss" in line and (step is None or line["step"] <= step)]
     losses = [
         f"{_loss_text(each['eval_loss'])} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]
     ]

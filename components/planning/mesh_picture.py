@@ -97,10 +97,10 @@ def _estimated(run: RunEstimate, ranks_per_node: int, title: str) -> _MeshPictur
     )
     usable = [("usable", usable_bytes(hardware))] if hardware.is_gpu else []
     limits = (*usable, (f"memory of {hardware.name}", hardware.memory_bytes))
-    terms = tuple(sorted((each for each in time.terms if each.value > 0), key=lambda each: -each.value))
+    terms = tuple(sorted((term for term in time.terms if term.value > 0), key=lambda each: -each.value))
     memory_bar = _TermBar("Memory of the fullest rank", memory.terms, bytes_text, limits)
     time_bar = _TermBar("Time of an optimizer step", terms, seconds_text)
-    bubble = total(each for each in terms if each.name == BUBBLE) / time.seconds
+    bubble = total(term for term in terms if term.name == BUBBLE) / time.seconds
     schedule = _Schedule(work.micro_batches, time.stages, time.send_seconds, bubble) if mesh.pp > 1 else None
     return _MeshPicture(title, facts, mesh, ranks_per_node, parallelism, (memory_bar, time_bar), schedule)
 
@@ -197,7 +197,7 @@ def _timeline(drawing: _Schedule, parallelism: ParallelismConfig, pp: int) -> tu
     caption = f"{drawn} micro-batches (numbered). {idle}"
     if drawn < number:
         seconds, _ = pipeline.pipeline_seconds(name, ranks, drawing.stages, number)
-        whole = max(0.0, 1 - number * sum(each.forward + each.backward for each in drawing.stages) / (seconds * pp))
+        whole = max(0.0, 1 - number * sum(stage.forward + stage.backward for stage in drawing.stages) / (seconds * pp))
         caption = f"Cut: {drawn} micro-batches (numbered) of {number:,}. {idle} here, about {whole:.0%} with all"
     unit, unit_name = (1.0, "s") if end >= 1 else (1e-3, "ms")
     if drawing.bubble is None:

@@ -77,8 +77,8 @@ def compare(comparison: Comparison, plans: list[MeshPlan], log: Callable[[str], 
             if isinstance(outcome, str):
                 raise RuntimeError(f"the reference failed: {outcome}")
         yield Bounds(**json.loads((folder / "bounds.json").read_text()))
-        yield from (MeshResult(each.name, rejected=list(each.problems)) for each in plans if each.problems)
-        pending = [each for each in plans if each.is_legal]
+        yield from (MeshResult(plan.name, rejected=list(plan.problems)) for plan in plans if plan.problems)
+        pending = [plan for plan in plans if plan.is_legal]
         while pending:
             started = pending[:_MESHES_PER_START]
             done = 0
@@ -141,7 +141,9 @@ def _next_message(pipes: list[Any]) -> tuple[str, Any]:
                 return name, outcome
             failures.append(outcome)
             deadline = deadline or time.monotonic() + _GRACE_SECONDS
-    root_causes = [each for each in failures if not any(sign in str(each) for sign in (*LOST_PEER, "a process died"))]
+    root_causes = [
+        failure for failure in failures if not any(sign in str(failure) for sign in (*LOST_PEER, "a process died"))
+    ]
     return "", (root_causes or failures)[0]
 
 

@@ -58,7 +58,7 @@ class RecipeLines:
             if _stored(statement) & self.objective_only:
                 frozen += allocated() - before
         model, optimizer, objective = (
-            eval(self._compiled(ast.Expression(sized.visit(each)), "eval"), names) for each in self.arguments
+            eval(self._compiled(ast.Expression(sized.visit(argument)), "eval"), names) for argument in self.arguments
         )
         return model, optimizer, objective, frozen
 
@@ -87,7 +87,9 @@ def import_recipe(file: Path) -> FunctionType:
     sys.path.insert(0, str(file.parent))
     tree = ast.parse(file.read_text("utf-8"), str(file))
     functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
-    names = [each.name for each in functions if any(_called(other) == "recipe" for other in each.decorator_list)]
+    names = [
+        function.name for function in functions if any(_called(other) == "recipe" for other in function.decorator_list)
+    ]
     if len(names) != 1:
         raise _refused(file, 1, f"the file has {len(names)} functions with @recipe, of which a simulation needs one")
     # A script without `if __name__ == "__main__":` starts its recipe wherever it is imported.
@@ -114,7 +116,7 @@ def read_lines(main: FunctionType) -> RecipeLines:
     given = {main.__code__.co_varnames[0], *run, *tokenizers}
     local = {*main.__code__.co_varnames, *main.__code__.co_cellvars} - given
     arguments = _step_arguments(file, function)
-    needed = [_loaded(each) for each in arguments]
+    needed = [_loaded(argument) for argument in arguments]
     if again := set().union(*needed) & set().union(*map(_stored, after)) & local:
         raise _refused(file, after[0].lineno, f"{min(again)} is assigned again after this line")
     data = _names_of_data(before, main.__globals__)
@@ -141,7 +143,11 @@ def _definition(main: FunctionType) -> ast.FunctionDef:
     first = main.__code__.co_firstlineno
     tree = ast.parse(Path(main.__code__.co_filename).read_text("utf-8"))
     functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == main.__name__]
-    return next(each for each in functions if first in (each.lineno, *(other.lineno for other in each.decorator_list)))
+    return next(
+        function
+        for function in functions
+        if first in (function.lineno, *(other.lineno for other in function.decorator_list))
+    )
 
 
 def _step_arguments(file: Path, function: ast.FunctionDef) -> list[ast.expr]:
@@ -151,7 +157,7 @@ def _step_arguments(file: Path, function: ast.FunctionDef) -> list[ast.expr]:
         if not (isinstance(call, ast.Call) and _called(call) == "train_step"):
             continue
         values = dict(zip(("model", "batches", "optimizer", "objective"), call.args, strict=False))
-        values |= {each.arg: each.value for each in call.keywords if each.arg is not None}
+        values |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
         wanted = [values[name] for name in ("model", "optimizer", "objective") if name in values]
         if len(wanted) < 3:
             raise _refused(file, call.lineno, "train_step needs a model, batches, an optimizer and an objective")
@@ -171,15 +177,15 @@ def _around_first_step(file: Path, function: ast.FunctionDef) -> tuple[list[ast.
 
 
 def _opened(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    for each in statements:
-        opens = isinstance(each, ast.With | ast.Try) and _calls(each, "train_step")
-        yield from _opened(each.body) if opens else [each]  # type: ignore[attr-defined]
+    for statement in statements:
+        opens = isinstance(statement, ast.With | ast.Try) and _calls(statement, "train_step")
+        yield from _opened(statement.body) if opens else [statement]  # type: ignore[attr-defined]
 
 
 def _run_names(function: ast.FunctionDef) -> set[str]:
     items = [item for each in ast.walk(function) if isinstance(each, ast.With) for item in each.items]
     runs = [item.optional_vars for item in items if _called(item.context_expr).endswith("Run")]
-    return {each.id for each in runs if isinstance(each, ast.Name)}
+    return {run.id for run in runs if isinstance(run, ast.Name)}
 
 
 def _names_of_data(statements: list[ast.stmt], names: Mapping[str, Any]) -> set[str]:
@@ -203,7 +209,7 @@ def _stored(tree: ast.AST) -> set[str]:
     if isinstance(tree, ast.FunctionDef | ast.ClassDef):
         return {tree.name}
     if isinstance(tree, ast.Import | ast.ImportFrom):
-        return {(each.asname or each.name).partition(".")[0] for each in tree.names}
+        return {(name.asname or name.name).partition(".")[0] for name in tree.names}
     stored = set()
     for node in ast.walk(tree):
         target: Any = node
@@ -218,7 +224,9 @@ def _loaded(tree: ast.AST) -> set[str]:
     """Return the names that a tree reads, also with an attribute, as in `meshbook.data`."""
     found = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
     attributes = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
-    return found | {f"{each.value.id}.{each.attr}" for each in attributes if isinstance(each.value, ast.Name)}
+    return found | {
+        f"{attribute.value.id}.{attribute.attr}" for attribute in attributes if isinstance(attribute.value, ast.Name)
+    }
 
 
 def _calls(tree: ast.AST, name: str) -> bool:

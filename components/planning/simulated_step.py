@@ -109,7 +109,7 @@ class _Built:
     @property
     def state(self) -> list[torch.Tensor]:
         """The optimizer's state."""
-        states = [state for each in list_optimizers(self.optimizer) for state in each.state.values()]
+        states = [state for optimizer in list_optimizers(self.optimizer) for state in optimizer.state.values()]
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
@@ -207,9 +207,9 @@ def _gradients_at_update(built: _Built, tracker: StorageTracker) -> Iterator[lis
 
     def before_update(*_: Any) -> None:
         tracker.phase = lambda: _UPDATE
-        found.append(local_bytes(each.grad for each in built.parameters if each.grad is not None))
+        found.append(local_bytes(parameter.grad for parameter in built.parameters if parameter.grad is not None))
 
-    hooks = [each.register_step_pre_hook(before_update) for each in list_optimizers(built.optimizer)]
+    hooks = [optimizer.register_step_pre_hook(before_update) for optimizer in list_optimizers(built.optimizer)]
     yield found
     for hook in hooks:
         hook.remove()
@@ -242,8 +242,8 @@ def _result(
         peak=peak.bytes,
         peak_operator=peak.operator,
         peak_phase=peak.phase,
-        groups=tuple(SimulatedGroup(each.axes, len(each.ranks)) for each in groups),
-        traffic=tuple(SimulatedTraffic(each.group, each.operation, each.calls, each.bytes) for each in rows),
+        groups=tuple(SimulatedGroup(group.axes, len(group.ranks)) for group in groups),
+        traffic=tuple(SimulatedTraffic(row.group, row.operation, row.calls, row.bytes) for row in rows),
         micro_batches=len(built.batches),
         micro_batch_rows=built.batches[0].shape[0],
         cpu_seconds=round(time.process_time(), 1),

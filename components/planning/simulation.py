@@ -97,7 +97,7 @@ def simulation_lines(runs: Sequence[SimulatedRank], estimated: int | None) -> li
     formulas = ""
     if estimated is not None:
         formulas = f" (formulas {bytes_text(estimated)}, {estimated / fullest.peak - 1:+.1%})"
-    ranks = ", ".join(f"{each.rank}: {bytes_text(each.peak)}" for each in runs)
+    ranks = ", ".join(f"{run.rank}: {bytes_text(run.peak)}" for run in runs)
     lines = [
         f"{bytes_text(fullest.peak)} on rank {fullest.rank}{formulas}",
         f"    peak of each simulated rank: {ranks}; a rank took {fullest.cpu_seconds:.0f} s of CPU",

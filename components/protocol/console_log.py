@@ -132,7 +132,7 @@ def _copy(channels: dict[int, int], control: int, log: Path) -> None:
     lines = {reader: _Lines() for reader in channels}
     controls = [control]
     while lines:
-        wait = _SETTLED if any(each.is_pending for each in lines.values()) else None
+        wait = _SETTLED if any(line.is_pending for line in lines.values()) else None
         ready = select.select([*lines, *controls], [], [], wait)[0]
         for reader in [each for each in ready if each in lines]:
             data = _read(reader)
@@ -143,8 +143,8 @@ def _copy(channels: dict[int, int], control: int, log: Path) -> None:
             else:
                 _append(log, lines.pop(reader).rest())
         if set(ready) <= {control}:  # nothing was written for a while, or the process waits for its copy
-            for each in lines.values():
-                _append(log, each.rest() if ready else each.above())
+            for line in lines.values():
+                _append(log, line.rest() if ready else line.above())
         if ready == [control] and not os.read(control, 1):
             controls.clear()  # the process ended without waiting
         elif ready == [control]:

@@ -312,7 +312,7 @@ def _format_problems(problems: list[str]) -> str:
 def print_problems(problems: list[str]) -> None:
     """Print config errors to stderr, in lines of whole words if it is a terminal."""
     lines = _format_problems(problems).split("\n")
-    print_text(*(fit(each) if sys.stderr.isatty() else each for each in lines), sep="\n", file=sys.stderr, flush=True)
+    print_text(*(fit(line) if sys.stderr.isatty() else line for line in lines), sep="\n", file=sys.stderr, flush=True)
 
 
 def print_failure(failure: Failure, logs: Path, *, is_shown: bool = False) -> None:

@@ -88,7 +88,11 @@ class Loader(yaml.SafeLoader):
     """PyYAML's safe loader, but like omegaconf it reads 1e-4 as a number and dates as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (typed so by PyYAML)
-        first: [each for each in resolvers if each[0] not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
+        first: [
+            resolver
+            for resolver in resolvers
+            if resolver[0] not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

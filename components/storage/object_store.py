@@ -333,8 +333,8 @@ def is_url(path: str) -> bool:
 
 def _scheme_of(url: str) -> str:
     """Return the scheme of a URL, such as s3; empty for other strings."""
-    found = _URL.fullmatch(url)
-    return found["scheme"] if found else ""
+    match = _URL.fullmatch(url)
+    return match["scheme"] if match else ""
 
 
 def join(url: str, *names: str) -> str:
@@ -367,19 +367,19 @@ def shown_names(names: Collection[str], most: int = 5) -> str:
 
 def url_problems(key: str, url: str | None) -> list[str]:
     """Return at most one config error, for a malformed URL; none for local paths and None."""
-    found = _URL.fullmatch(url or "")
-    if found is None:
+    match = _URL.fullmatch(url or "")
+    if match is None:
         return []
-    bucket = found["rest"].partition("/")[0]
+    bucket = match["rest"].partition("/")[0]
     if "@" in bucket:  # the message must not repeat it
         return [
             f"{key}: is a URL with a user name or a password; remove them, and set the credentials in the environment"
         ]
-    if found["scheme"] not in _BACKENDS:
+    if match["scheme"] not in _BACKENDS:
         schemes = ", ".join(f"{scheme}://" for scheme in _BACKENDS)
-        return [f"{key}={url}: URLs with {found['scheme']}:// are not supported; use {schemes} or a local path"]
-    if not bucket or "?" in found["rest"] or "#" in found["rest"]:
-        return [f"{key}={url}: must be {found['scheme']}://BUCKET/NAME, without ? and #"]
+        return [f"{key}={url}: URLs with {match['scheme']}:// are not supported; use {schemes} or a local path"]
+    if not bucket or "?" in match["rest"] or "#" in match["rest"]:
+        return [f"{key}={url}: must be {match['scheme']}://BUCKET/NAME, without ? and #"]
     return []
 
 

@@ -86,7 +86,7 @@ class ReadAhead:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # each thread has its own current device, initially the first
             for batches in self._upcoming:
-                self._results.put([each.pinned() for each in batches] if self._device.type == "cuda" else batches)
+                self._results.put([batch.pinned() for batch in batches] if self._device.type == "cuda" else batches)
                 self._wanted.acquire()
                 if self._closed:
                     return

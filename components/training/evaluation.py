@@ -352,4 +352,4 @@ def _batch(requests: Sequence[Continuation], length: int, padding: int) -> Batch
     for row, each in enumerate(requests):
         input_ids[row, : each.length] = torch.tensor(each.tokens[:-1])
         targets[row, each.length - each.scored : each.length] = torch.tensor(each.tokens[-each.scored :])
-    return Batch(input_ids=input_ids, targets=targets, target_count=sum(each.scored for each in requests))
+    return Batch(input_ids=input_ids, targets=targets, target_count=sum(request.scored for request in requests))

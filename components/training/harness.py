@@ -169,16 +169,16 @@ def _check_task(name: str, task: Any) -> None:
     """Reject a task that needs what Meshbook does not support."""
     from components.training.mesh_lm import GENERATION_KEYS
 
-    why = ""
+    reason = ""
     if getattr(task, "UNSAFE_CODE", False):
-        why = "runs code that the model writes"
+        reason = "runs code that the model writes"
     elif getattr(task, "MULTIMODAL", False):
-        why = "has images or audio"
+        reason = "has images or audio"
     elif task.OUTPUT_TYPE == "generate_until":
         unknown = set(task.get_config("generation_kwargs") or {}) - GENERATION_KEYS
-        why = f"sets generation_kwargs {sorted(unknown)}" if unknown else ""
-    if why:
-        raise ConfigError(f"evaluation.tasks: {name} {why}, which is not supported here; remove it")
+        reason = f"sets generation_kwargs {sorted(unknown)}" if unknown else ""
+    if reason:
+        raise ConfigError(f"evaluation.tasks: {name} {reason}, which is not supported here; remove it")
 
 
 def _sizes(

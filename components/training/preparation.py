@@ -286,10 +286,10 @@ def choose_grad_sync(
             return GradSync(cfg.parallelism.defers_grad_sync)
         peaks = grad_sync_peaks(cfg, workload, device.type)
     except ConfigError as error:
-        why = ""
+        reason = ""
         if cfg.parallelism.defer_grad_sync == "auto" and device.type == "cuda":
-            why = f"because the memory of a step cannot be estimated: {error}"
-        return GradSync(cfg.parallelism.defers_grad_sync, why)
+            reason = f"because the memory of a step cannot be estimated: {error}"
+        return GradSync(cfg.parallelism.defers_grad_sync, reason)
     memory = _least_over_ranks(_available_memory(device) if memory is None else memory, device)
     usable = max(memory - RESERVED_BYTES, 0.0)
     deferred, reduced = peaks[-1]
@@ -320,12 +320,12 @@ def choose_recompute_policy(
         workload = _workload(cfg, model, mesh, device, memory)
         peaks = policy_peaks(cfg, workload, device.type)  # type: ignore[arg-type]
     except ConfigError as error:
-        why = f"because the memory of a step cannot be estimated: {error}"
-        return RecomputePolicy(ActivationCheckpointing.full, why)
+        reason = f"because the memory of a step cannot be estimated: {error}"
+        return RecomputePolicy(ActivationCheckpointing.full, reason)
     usable = max(memory - RESERVED_BYTES, 0.0)
     estimates = ", ".join(f"{each} {peak / GIB:,.2f}" for each, peak in peaks.items())
-    why = f"of {usable / GIB:,.2f} GiB usable per rank the policies need an estimated {estimates}"
-    return RecomputePolicy(fitting_policy(peaks, usable), why)
+    reason = f"of {usable / GIB:,.2f} GiB usable per rank the policies need an estimated {estimates}"
+    return RecomputePolicy(fitting_policy(peaks, usable), reason)
 
 
 def _workload(cfg: RecipeConfig, model: nn.Module, mesh: Mesh, device: torch.device, memory: int | None) -> Workload:

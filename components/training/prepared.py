@@ -65,7 +65,7 @@ class WeightAverage:
     @property
     def local_bytes(self) -> int:
         """Bytes of this rank's shards of the average."""
-        shards = [local_tensor(each) for each in self._averages.values()]
+        shards = [local_tensor(average) for average in self._averages.values()]
         return sum(shard.numel() * shard.element_size() for shard in shards)
 
     @torch.no_grad()
@@ -272,8 +272,8 @@ def compute_dtype(model: ModelConfig, device: torch.device, *, adapts: bool = Fa
         adapts: Whether only adapters are trained; for the description.
     """
     stored = torch_dtype(model.stored_dtype())
-    compute, why = _choose(model, stored, device)
-    return compute, f"{_mode(stored, compute, adapts)}{why}"
+    compute, reason = _choose(model, stored, device)
+    return compute, f"{_mode(stored, compute, adapts)}{reason}"
 
 
 def _choose(model: ModelConfig, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:

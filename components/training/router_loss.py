@@ -260,8 +260,8 @@ class _Sink(torch.autograd.Function):
 
 def _check_outputs(outputs: Any, tokens: torch.Tensor, router: nn.Module) -> Any:
     """Return a router's outputs. Raises ConfigError unless they are (logits, scores, chosen), one row per token."""
-    is_triple = isinstance(outputs, tuple) and len(outputs) == 3 and all(each.dim() == 2 for each in outputs)
-    if is_triple and all(len(each) == tokens.numel() for each in outputs) and not outputs[2].is_floating_point():
+    is_triple = isinstance(outputs, tuple) and len(outputs) == 3 and all(output.dim() == 2 for output in outputs)
+    if is_triple and all(len(output) == tokens.numel() for output in outputs) and not outputs[2].is_floating_point():
         return outputs
     raise ConfigError(
         f"model.router_aux=sequence: {type(router).__name__} does not return logits, scores and chosen experts of "

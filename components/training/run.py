@@ -182,7 +182,9 @@ class Run(Attempt):
             batch += f"; epochs={cfg.training.epochs:g}: {self.total_steps} steps"
         data_notes = [("train data", facts), ("warning", facts.warning), ("held-out data", held_out_facts or "")]
         optimizers = [
-            each.note for each in checkpoint.list_optimizers(self._optimizer) if isinstance(each, Muon | AdamW8bit)
+            optimizer.note
+            for optimizer in checkpoint.list_optimizers(self._optimizer)
+            if isinstance(optimizer, Muon | AdamW8bit)
         ]
         self._print_banner(
             model, cfg.model.origin, batch, [*model.notes, *data_notes, *optimizers, self._replicas.note]

@@ -348,7 +348,7 @@ def _find_arguments(func: Any) -> tuple[int, list[int]] | None:
 
 def _operation(func: Any) -> str:
     name = func._schema.name.partition("::")[2].replace("_", "")
-    return next((each for each in _OPERATIONS if each.replace("_", "") in name), name)
+    return next((operation for operation in _OPERATIONS if operation.replace("_", "") in name), name)
 
 
 def _ranks(handle: Any) -> Ranks:

@@ -166,7 +166,7 @@ def _tensors_at(point: str, optimizers: Sequence[torch.optim.Optimizer]) -> list
     else:
         states = [optimizer.state[each] for optimizer in optimizers for each in optimizer.state]
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    shards = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return [shard for shard in shards if shard.numel()]
 
 

@@ -289,7 +289,7 @@ class FlightRecorder:
             for entry in _dump(with_collectives=True).get("entries", ()):
                 self._names[str(entry["pg_id"])] = str(entry["process_group"][0])
         named = {self._names[number]: counts for number, counts in status.items() if number in self._names}
-        return {name: [int(counts[each]) for each in _COUNTS] for name, counts in named.items()}
+        return {name: [int(counts[count]) for count in _COUNTS] for name, counts in named.items()}
 
 
 def _dump(*, with_collectives: bool) -> dict[str, Any]:

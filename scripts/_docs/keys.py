@@ -43,7 +43,7 @@ def section_page(section: str) -> str:
                 f"{summary(schema)}\n",
             ]
         if entries or not kind:
-            rows = [[code(each.name), cell(each.key.type), _default(each), cell(each.key.doc)] for each in entries]
+            rows = [[code(entry.name), cell(entry.key.type), _default(entry), cell(entry.key.doc)] for entry in entries]
             parts.append(table(["key", "type", "default", "meaning"], rows))
     choices = _choices(list(variants.values()))
     if choices:

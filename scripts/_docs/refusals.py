@@ -81,7 +81,7 @@ class Refusal:
 def refusals(folder: str) -> list[Refusal]:
     """Return the messages of the files in components/FOLDER (not below it), or of the module components/FOLDER.py."""
     path = ROOT / "components" / folder
-    elsewhere = {ROOT / "components" / f"{each}.py" for _, parts in GROUPS for each in parts}
+    elsewhere = {ROOT / "components" / f"{part}.py" for _, parts in GROUPS for part in parts}
     files = sorted(set(path.glob("*.py")) - elsewhere) if path.is_dir() else [path.with_suffix(".py")]
     found = [
         Refusal(template, str(file.relative_to(ROOT)))
@@ -96,7 +96,7 @@ def all_refusals() -> list[Refusal]:
     """Return the messages of all groups, and those about values of the wrong type."""
     source = "components/config/compose/explain.py"
     values = [Refusal(f"{{key}}={{value}}: {rule}", source) for rule in _value_rules()]
-    return values + [each for _, folders in GROUPS for folder in folders for each in refusals(folder)]
+    return values + [refusal for _, folders in GROUPS for folder in folders for refusal in refusals(folder)]
 
 
 def _value_rules() -> list[str]:
@@ -105,7 +105,7 @@ def _value_rules() -> list[str]:
     for node in ast.walk(_parsed(ROOT / "components/config/compose/typed.py")):
         raised = node.exc if isinstance(node, ast.Raise) else None
         if isinstance(raised, ast.Call) and ast.unparse(raised.func) == "ValueError":
-            found += [_text(each, {}) for each in _branches(raised.args[0])]
+            found += [_text(branch, {}) for branch in _branches(raised.args[0])]
         elif isinstance(node, ast.FunctionDef) and node.name == "unstorable":
             found += [_text(each.value, {}) for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
     return [text for text in dict.fromkeys(found) if text and " " in text]
@@ -126,7 +126,7 @@ def page() -> str:
         "ellipses stand for values. Keys of a mixture's source are written `data.sources.NAME.KEY`.\n",
     ]
     for heading, folders in GROUPS:
-        found = [each for folder in folders for each in refusals(folder)]
+        found = [refusal for folder in folders for refusal in refusals(folder)]
         parts.append(f"## {heading}\n")
         if folders == GROUPS[0][1]:
             rules = [["`KEY=VALUE`", cell(rule)] for rule in _value_rules()]

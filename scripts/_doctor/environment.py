@@ -133,10 +133,10 @@ def _requirements() -> dict[str, Any]:
 def check_weights() -> list[Check]:
     """Check the default model's GGUF file, which is contained in a Python package."""
     option = ROOT / "conf" / "model" / "smollm2_135m.yaml"
-    found = re.search(r"^path:\s*package:(\w+)/(\S+)", read_text(option), re.MULTILINE)
-    if found is None:
+    match = re.search(r"^path:\s*package:(\w+)/(\S+)", read_text(option), re.MULTILINE)
+    if match is None:
         return [Check("weights", NOTE, f"not checked: the path in {option} is not that of a packaged model")]
-    package, name = found.groups()
+    package, name = match.groups()
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         problem = f"the package {package} is not installed"

@@ -56,8 +56,10 @@ def find_target(name: str, *, is_public: bool) -> HubTarget:
         try:
             found = api.repo_info(full)
             is_private: bool | None = found.private
-            files = [each.rfilename for each in found.siblings or [] if each.rfilename != ".gitattributes"]
-            strangers = files if files and all(each.title != _COMMIT for each in api.list_repo_commits(full)) else []
+            files = [sibling.rfilename for sibling in found.siblings or [] if sibling.rfilename != ".gitattributes"]
+            strangers = (
+                files if files and all(commit.title != _COMMIT for commit in api.list_repo_commits(full)) else []
+            )
         except RepositoryNotFoundError:
             is_private, strangers = None, []
     if is_private is not None and is_private == is_public:

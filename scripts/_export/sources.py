@@ -129,7 +129,9 @@ def _open_export(path: Path, trust_remote_code: bool) -> Source:
     name = str(stored).removeprefix("torch.")
     if name in set(DType) - {DType.auto}:
         cfg = replace(cfg, dtype=DType(name))
-    is_score_model = any(each.endswith("ForSequenceClassification") for each in config.architectures or [])
+    is_score_model = any(
+        architecture.endswith("ForSequenceClassification") for architecture in config.architectures or []
+    )
     labels = [config.id2label[index] for index in sorted(config.id2label)] if is_score_model else None
     model: Any = models.build_on_meta(cfg, len(tokenizer), labels)
     model.config.dtype = stored or model.config.dtype  # float16 too, in which no run stores its weights

@@ -330,7 +330,7 @@ Plant = Callable[[TrainingStep, list[Batch]], Any]
 def _changed_batches(change: Callable[[Batch], Batch]) -> Plant:
     @contextmanager
     def planted(step: TrainingStep, batches: list[Batch]) -> Iterator[list[Batch]]:
-        yield [change(each) for each in batches]
+        yield [change(batch) for batch in batches]
 
     return planted
 

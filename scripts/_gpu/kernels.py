@@ -67,7 +67,7 @@ def with_gradients(run: Formula, inputs: Tensors, *constants: torch.Tensor) -> l
     outputs = run(*leaves, *constants)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     generator = torch.Generator().manual_seed(5)
-    grads = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in outputs]
+    grads = [torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output) for output in outputs]
     return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
 
 
@@ -334,7 +334,7 @@ def _attention_case(what: str, case: Case, device: torch.device) -> Iterator[Lin
         return errors.max().item()
 
     def gradients(attend: Formula, tensors: Tensors) -> list[torch.Tensor]:
-        leaves = [each.detach().requires_grad_() for each in tensors]
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         output = attend(leaves)
         return [each.double().cpu() for each in torch.autograd.grad(output, leaves, grad.to(output))]
 
@@ -402,7 +402,7 @@ def gathered_keys_error(device: str, dtype: torch.dtype) -> float:
     output: Any = varlen_attn(query, *keys, query_ends, key_ends, *lengths, **options)
     leaves = query, key, value
     found = [output, *torch.autograd.grad(output, leaves, grad)]
-    wide = [each.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_() for each in leaves]
+    wide = [leaf.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_() for leaf in leaves]
     heads_first = [wide[0].transpose(0, 1), *(each.repeat_interleave(2, dim=1).transpose(0, 1) for each in wide[1:])]
     mask = documents.mask(160, None)[0, 0, start:end, first:end]
     exact = F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(0, 1)

@@ -56,7 +56,7 @@ def recipe(device: str, small: bool) -> Iterator[Line]:
             if result.returncode:
                 yield failed(name, last_line(result))
                 continue
-            losses[name] = [each["loss"] for each in metrics(run_dirs[name]) if "loss" in each]
+            losses[name] = [metric["loss"] for metric in metrics(run_dirs[name]) if "loss" in metric]
             yield Line(f"{name}: first and last loss", f"{losses[name][0]:.4f}, {losses[name][-1]:.4f}")
     if len(losses) < len(runs):
         return

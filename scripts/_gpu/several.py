@@ -46,7 +46,7 @@ def curves(device: str, ranks: int, small: bool) -> Iterator[Line]:
             if ended.returncode:
                 yield failed(mesh, last_line(ended))
                 continue
-            losses = [each["loss"] for each in metrics(run_dir) if "loss" in each]
+            losses = [metric["loss"] for metric in metrics(run_dir) if "loss" in metric]
             if mesh == "single":
                 reference = losses
             elif len(losses) != len(reference):

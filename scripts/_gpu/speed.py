@@ -119,7 +119,7 @@ def _peaks(planned: int) -> Iterator[Line]:
 def planned_peak(step: TrainingStep) -> int:
     """Return the planner's estimate of a step's peak memory in bytes, under the policies that `auto` chose."""
     prepared, config = step.model, step.model.module.config.to_dict()
-    policy = next((each.policy for each in prepared.notes if isinstance(each, RecomputePolicy)), None)
+    policy = next((note.policy for note in prepared.notes if isinstance(note, RecomputePolicy)), None)
     parallelism = prepared.parallelism
     if policy is not None:
         parallelism = replace(parallelism, activation_checkpointing=policy)
@@ -254,7 +254,7 @@ def loss(device: str, small: bool) -> Iterator[Line]:
     products = 3 * _seconds(lambda: hidden @ weight.t(), place)
     leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
     F.cross_entropy((leaves[0] @ leaves[1].t()).float(), ids, reduction="sum").backward()
-    expected = [each.grad for each in leaves]
+    expected = [leaf.grad for leaf in leaves]
     heads = {"eager": Head()} if small else {"eager": Head(), "compiled": Head(compiled=True)}
     for name, head in heads.items():
         leaves = [each.clone().requires_grad_() for each in (hidden, weight)]

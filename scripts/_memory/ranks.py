@@ -77,7 +77,7 @@ def measure_all(cfg: ModelConfig, work: Work) -> dict[str, Usage | str]:
         by_rank = [queue.get() for _ in range(world)]
         for name in selected:
             usages = [each[name] for each in by_rank]
-            errors = [each for each in usages if isinstance(each, str)]
+            errors = [usage for usage in usages if isinstance(usage, str)]
             # The maximum of each figure may come from a different rank: pipeline stages differ.
             results[name] = (
                 errors[0] if errors else Usage(*(max(column) for column in zip(*map(astuple, usages), strict=True)))

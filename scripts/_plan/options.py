@@ -64,7 +64,9 @@ class PlanRequest:
         """Return the command that starts a plan."""
         chosen = plan.candidate.overrides(self.cfg.parallelism)
         kept = [
-            each for each in self.overrides if override_parts(each)[0] not in {one.partition("=")[0] for one in chosen}
+            override
+            for override in self.overrides
+            if override_parts(override)[0] not in {one.partition("=")[0] for one in chosen}
         ]
         recipe = self.options.recipe
         start = ["meshbook", recipe] if PROJECT == INSTALLED else ["python", f"recipes/{recipe}.py"]

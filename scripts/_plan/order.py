@@ -77,7 +77,7 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
 
 def _ranks(values: list[float]) -> list[float]:
     """Return the rank of each value, from 0."""
-    return [sum(other < each for other in values) + (values.count(each) - 1) / 2 for each in values]
+    return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 
 if __name__ == "__main__":

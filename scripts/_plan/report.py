@@ -91,10 +91,10 @@ def why_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
         *fit_command(f"  {request.command(plan)}"),
         "",
         *fit(memory).split("\n"),
-        *_terms([(each, bytes_text(each.value)) for each in plan.memory.terms]),
+        *_terms([(term, bytes_text(term.value)) for term in plan.memory.terms]),
         "",
         f"time of a step: {seconds_text(plan.time.seconds)}",
-        *_terms([(each, seconds.format(scale * each.value)) for each in plan.time.terms]),
+        *_terms([(term, seconds.format(scale * term.value)) for term in plan.time.terms]),
     ]
     if number != request.options.why:
         lines.append(f"row {request.options.why} does not exist; this is the last one")
@@ -112,7 +112,7 @@ def as_json(request: PlanRequest, plans: list[Plan], simulated: Sequence[Sequenc
     """Return the rows as JSON: bytes and seconds."""
     rows = [_json_row(request, plan) for plan in plans[: request.options.top]]
     for row, runs in zip(rows, simulated, strict=False):
-        row["dry_run"] = [each.as_json() for each in runs]
+        row["dry_run"] = [run.as_json() for run in runs]
     values = {
         "device": request.hardware.name,
         "world": request.choice.world,
@@ -211,9 +211,9 @@ def _json_row(request: PlanRequest, plan: Plan) -> dict[str, Any]:
         "micro_batch_size": plan.candidate.micro_batch_size,
         "micro_batches": plan.workload.micro_batches,
         "peak_memory_bytes": plan.memory.peak,
-        "memory": [asdict(each) for each in plan.memory.terms],
+        "memory": [asdict(term) for term in plan.memory.terms],
         "step_seconds": plan.time.seconds,
-        "time": [asdict(each) for each in plan.time.terms],
+        "time": [asdict(term) for term in plan.time.terms],
         "tokens_per_second_per_rank": plan.time.tokens_per_second_per_gpu,
         "mfu": plan.time.mfu,
         "command": request.command(plan),

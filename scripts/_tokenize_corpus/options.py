@@ -68,7 +68,7 @@ def read_options(arguments: list[str], documentation: str | None) -> Namespace:
     try:
         found = find_files(options.inputs, options.split, options.out)
         folders = [Location("INPUT", each, options.split) for each in options.inputs]
-        options.notes = [f"{each.path}: {note}" for each in folders for note in folder_notes(each.path, [each])]
+        options.notes = [f"{folder.path}: {note}" for folder in folders for note in folder_notes(folder.path, [folder])]
         options.files = found if options.shard is None else select_files(found, options.shard)
     except ConfigError as error:
         problems += error.problems

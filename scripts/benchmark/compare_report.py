@@ -113,7 +113,7 @@ def worst_difference(losses: list[float], reference: list[float]) -> float:
     if len(losses) != len(reference):
         return math.inf
     differences = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, reference, strict=True)]
-    return max((each if math.isfinite(each) else math.inf for each in differences), default=math.inf)
+    return max((difference if math.isfinite(difference) else math.inf for difference in differences), default=math.inf)
 
 
 def gated_difference(losses: list[float], reference: list[float]) -> float:

@@ -109,7 +109,9 @@ def print_goodput(options: argparse.Namespace) -> None:
     for world in options.worlds:
         failures = options.mtbf_hours * 3600 / world
         times = Times(failures, options.blocked_seconds, options.background_seconds, options.restart_seconds)
-        shares = [simulated_goodput(60 * each, times, options.failures, options.seed) for each in options.intervals]
+        shares = [
+            simulated_goodput(60 * interval, times, options.failures, options.seed) for interval in options.intervals
+        ]
         best = best_interval(times)
         lines.append(
             f"| {world:,} | {failures / 3600:,.0f} h | {' | '.join(f'{share:.1%}' for share in shares)} "

@@ -154,7 +154,7 @@ def main() -> int:
             counts.append((each["by_operator"], each["lines"]))
             cells = f"{each['operators']:,} | {each['collectives']:,} | {each['lines']:,} | {each['mesh_seconds']}"
             print(f"| {mesh} | {world:,} | {cells} |", flush=True)
-        equal &= all(each == counts[0] for each in counts)
+        equal &= all(count == counts[0] for count in counts)
     print("equal" if equal else "NOT EQUAL")
     return 0 if equal else 1
 

@@ -175,8 +175,8 @@ def main() -> None:
             _in_subprocess(method, vocabulary) if fits or method == "chunked" else NOT_MEASURED for method in METHODS
         ]
         gradients = (vocabulary + args.tokens) * args.hidden * size / 2**20
-        memory = " | ".join(f"{each['bytes'] / 2**20:,.0f}" for each in results)
-        seconds = " | ".join(f"{each['seconds']:.2f}" for each in results)
+        memory = " | ".join(f"{result['bytes'] / 2**20:,.0f}" for result in results)
+        seconds = " | ".join(f"{result['seconds']:.2f}" for result in results)
         ratio = results[1]["seconds"] / results[0]["seconds"]
         print(f"| {vocabulary:,} | {gradients:,.0f} | {memory} | {seconds} | {ratio:.2f} |", flush=True)
 

@@ -141,11 +141,11 @@ def measure(options: argparse.Namespace) -> None:
     mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     cfg = MuonConfig(ns_dtype=NewtonSchulzDtype(options.dtype), weight_decay=0.1)
     optimizers = [kind(sharded_matrices(options.layers, mesh), cfg) for kind in (Muon, RedundantMuon)]
-    work = [work_of(each, ranks) for each in optimizers]
-    for ours, theirs in zip(*(each.param_groups[0]["params"] for each in optimizers), strict=True):
+    work = [work_of(optimizer, ranks) for optimizer in optimizers]
+    for ours, theirs in zip(*(optimizer.param_groups[0]["params"] for optimizer in optimizers), strict=True):
         if not torch.equal(local_tensor(ours.detach()), local_tensor(theirs.detach())):
             raise ValueError("the two methods computed different weights")
-    costs = [[measured(each) for each in optimizers] for _ in range(options.repeats)]
+    costs = [[measured(optimizer) for optimizer in optimizers] for _ in range(options.repeats)]
     owners, every = ([pair[index].wall for pair in costs] for index in (0, 1))
     wall = statistics.median(theirs.wall / ours.wall for ours, theirs in costs)
     processor = statistics.median(theirs.processor / ours.processor for ours, theirs in costs)

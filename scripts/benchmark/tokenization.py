@@ -58,30 +58,32 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="folder with trl and torchtune, if they are not installed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeat", type=int, default=3)
-    given = parser.parse_args()
-    if given.peers:
-        sys.path.append(str(given.peers))
-    cfg = source(given.path, given.prompt, given.response)
+    options = parser.parse_args()
+    if options.peers:
+        sys.path.append(str(options.peers))
+    cfg = source(options.path, options.prompt, options.response)
     conversations = list(SourceSplit(cfg, False))
-    values = yaml.safe_load((CONF / "model" / f"{given.model}.yaml").read_text())
+    values = yaml.safe_load((CONF / "model" / f"{options.model}.yaml").read_text())
     tokenizer = models.load_tokenizer(ModelConfig(path=values["path"], tokenizer=values.get("tokenizer")))
     with tempfile.TemporaryDirectory() as folder:
         cfg, uncached = replace(cfg, cache=folder), replace(cfg, cache=None)
         arms = {
             "ours": lambda: len(tokenize(SourceSplit(uncached, False), uncached, tokenizer, SEQ_LEN).tokens.ids),
             "ours, the next time": lambda: len(tokenize(SourceSplit(cfg, False), cfg, tokenizer, SEQ_LEN).tokens.ids),
-            f"ours on {given.processes} processes": partial(on_processes, conversations, tokenizer, given.processes),
-            **peers(conversations, tokenizer, given.processes),
+            f"ours on {options.processes} processes": partial(
+                on_processes, conversations, tokenizer, options.processes
+            ),
+            **peers(conversations, tokenizer, options.processes),
             **torchtune(conversations, tokenizer, Path(folder)),
         }
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         tokens = {}
-        for run in range(given.repeat + 1):
+        for run in range(options.repeat + 1):
             for name, arm in arms.items():
                 began = time.perf_counter()
                 tokens[name] = arm()
                 seconds[name] += [time.perf_counter() - began] if run else []
-    print(f"{len(conversations):,} conversations, {given.model}, {os.cpu_count()} cores")
+    print(f"{len(conversations):,} conversations, {options.model}, {os.cpu_count()} cores")
     for name, times in seconds.items():
         median = statistics.median(times)
         print(f"{name:32} {tokens[name]:11,} tokens {median:6.2f} s {tokens[name] / median:10,.0f} tokens/s")
@@ -117,7 +119,10 @@ def peers(conversations: list[Conversation], tokenizer: Any, processes: int) -> 
     datasets.disable_progress_bars()
     datasets.disable_caching()
     table = datasets.Dataset.from_list(
-        [{"prompt": each.messages[:-1], "completion": each.messages[-1:]} for each in conversations]
+        [
+            {"prompt": conversation.messages[:-1], "completion": conversation.messages[-1:]}
+            for conversation in conversations
+        ]
     )
     arms: dict[str, Arm] = {}
     for count in sorted({1, processes}):
@@ -163,8 +168,10 @@ def torchtune(conversations: list[Conversation], tokenizer: Any, folder: Path) -
     ordered = sorted(ranks, key=ranks.__getitem__)
     encoded = (base64.b64encode(bytes(byte_of[char] for char in token)).decode() for token in ordered)
     vocabulary.write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(encoded)))
-    rows.write_text(json.dumps([{"input": each.messages[-2]["content"], "output": each.messages[-1]["content"]}
-                                for each in conversations]))  # fmt: skip
+    answered = [(conversation.messages[-2], conversation.messages[-1]) for conversation in conversations]
+    rows.write_text(
+        json.dumps([{"input": asked["content"], "output": answer["content"]} for asked, answer in answered])
+    )
     samples = SFTDataset(
         source="json",
         data_files=str(rows),

@@ -176,9 +176,9 @@ def _parser() -> ArgumentParser:
 def _with_values(options: list[str], given: Sequence[str]) -> list[str]:
     """Return unknown options, each with the value that follows it on the command line, if any: --lr 1e-4."""
     following = dict(zip(given, given[1:], strict=False))
-    values = {each: following.get(each, "-") for each in options if "=" not in each}
-    return [each if values.get(each, "-").startswith("-") or "=" in values[each] else f"{each} {values[each]}"
-            for each in options]  # fmt: skip
+    values = {option: following.get(option, "-") for option in options if "=" not in option}
+    return [option if values.get(option, "-").startswith("-") or "=" in values[option] else f"{option} {values[option]}"
+            for option in options]  # fmt: skip
 
 
 def _existing_folder(option: str, path: str | None, problems: list[str]) -> str | None:

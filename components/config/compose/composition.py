@@ -117,7 +117,7 @@ class _Composition:
 
     def choose_options(self) -> None:
         """Read the files of the accepted options. Raises an error of a file that no option causes."""
-        chosen = [each for each in self.request.overrides if self.checks.is_option(each)]
+        chosen = [override for override in self.request.overrides if self.checks.is_option(override)]
         for option in chosen:
             if problem := self.checks.option_problem(option):
                 self._reject_option(option, problem)
@@ -222,7 +222,7 @@ class _Composition:
         hints, chosen = type_hints(self.request.schema), {}
         for section in KINDS.keys() & hints.keys() - self.bad_sections:
             replaced = section in self.request.sections
-            of_section = [each.values for each in self.files if each.package == section and not replaced]
+            of_section = [file.values for file in self.files if file.package == section and not replaced]
             stated = [values for values in of_section if "kind" in values] or [{} for _ in of_section[:1]]
             values, kinds = stated[-1] if stated else self.values.get(section), kinds_of(hints[section])
             kind = kind_named(values, hints[section]) if isinstance(values, dict) else None
@@ -249,7 +249,7 @@ class _Composition:
                     holder.pop(name, None)
             else:
                 values = merged(values, nested(key, self._value(override)))
-        options = [each for each in self.files if re.fullmatch(r"model/\w+", each.name) and each.package == "model"]
+        options = [file for file in self.files if re.fullmatch(r"model/\w+", file.name) and file.package == "model"]
         if options and isinstance(values.get("model"), dict) and "model" not in self.request.sections:
             given = {override_parts(each)[0] for each in overrides}
             values["model"] = _without_sizes(values["model"], options[-1].values, given)
@@ -348,8 +348,8 @@ def _section(text: str) -> str:
 
 def _key(text: str) -> str:
     """Return the key that a problem or override starts with: the text before the first sign or colon."""
-    found = re.match(r"conf file \S+\.yaml: ([\w.]+):", text)
-    return found[1] if found else re.split(r"[=:@ ]", text.lstrip("+~"), maxsplit=1)[0]
+    match = re.match(r"conf file \S+\.yaml: ([\w.]+):", text)
+    return match[1] if match else re.split(r"[=:@ ]", text.lstrip("+~"), maxsplit=1)[0]
 
 
 def _names(problem: str, key: str) -> bool:

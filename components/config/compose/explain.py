@@ -214,8 +214,8 @@ def explain_file(error: Exception, groups: Mapping[str, list[str]], chosen: str 
         chosen: File chosen on the command line, since Hydra names the main config if the error is in its overrides.
     """
     text = str(error)
-    found = _IN_FILE.search(text)
-    file = chosen if chosen is not None and not (found and "/" in found["file"]) else found and found["file"]
+    match = _IN_FILE.search(text)
+    file = chosen if chosen is not None and not (match and "/" in match["file"]) else match and match["file"]
     where = f"conf file {file}.yaml" if file else "a conf file"
     if second := _SECOND_OPTION.search(text):
         group, option = second["group"], second["option"]
@@ -225,7 +225,7 @@ def explain_file(error: Exception, groups: Mapping[str, list[str]], chosen: str 
         return f"{where} requests {_explain_missing_option(group, option, groups)}"
     if requested := _NO_GROUP.search(text):
         return f"{where} {_explain_missing_group(requested['group'], groups)}"
-    text = text.removeprefix(found[0]) if found else text
+    text = text.removeprefix(match[0]) if match else text
     return f"{where}: {_first_line(text)}"
 
 

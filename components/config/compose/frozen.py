@@ -108,10 +108,10 @@ def _damage_of(text: str) -> str:
 def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
     """Return path and text of the newest intact copy of a run's config, from the logs of an attempt or a checkpoint."""
     logs = [attempt_logs(run_dir, number) for number in sorted(numbers_in(run_dir / LOGS, "attempt_"), reverse=True)]
-    attempts = [each / CONFIG for each in logs if not each.is_symlink()]
+    attempts = [log / CONFIG for log in logs if not log.is_symlink()]
     states = []
     with suppress(OSError):  # a folder that cannot be listed
-        states = [each / CHECKPOINT_STATE for each in reversed(checkpoint_folders(run_dir / CHECKPOINTS))]
+        states = [folder / CHECKPOINT_STATE for folder in reversed(checkpoint_folders(run_dir / CHECKPOINTS))]
     for path in (*attempts, *states):
         try:
             content = read_regular(path).decode()
@@ -173,7 +173,7 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             problems[key], plain[path[-1]] = f"{key}: {explain_resolution(error).partition(': ')[2]}", ""
     cfg = OmegaConf.create(_referable(container), flags={"allow_objects": True}) if holders else OmegaConf.create()
     with _conf_resolvers(), _recorded_environment() as variables_read:
-        for key, (*parents, name), plain in [each for each in holders if each[0] not in problems]:
+        for key, (*parents, name), plain in [holder for holder in holders if holder[0] not in problems]:
             variables_read.clear()
             try:
                 value = functools.reduce(getitem, parents, cfg)[name]

@@ -87,7 +87,7 @@ def recipe_help(
     Raises ConfigError for a topic that is no section.
     """
     hints = type_hints(schema)
-    if unknown := [each for each in topics if each not in (*hints, "all")]:
+    if unknown := [topic for topic in topics if topic not in (*hints, "all")]:
         raise ConfigError(f"--help {unknown[0]}: no such section; write one of {', '.join(hints)}, or all")
     if not topics:
         return _overview(description, hints, groups, values, width)
@@ -133,7 +133,7 @@ def _overview(
     summary, _, rest = description.strip().partition("\n\n")
     above = fit(summary, width).splitlines()
     examples = rest.partition("\n\n")[0].splitlines()
-    shown = [fit(each, width).splitlines() for each in examples]
+    shown = [fit(example, width).splitlines() for example in examples]
     while shown and len(above) + 1 + sum(map(len, shown)) + len(below) > _MOST_LINES:
         shown.pop()
     return "\n".join([*above, *([""] if shown else []), *(line for each in shown for line in each), *below])
@@ -187,7 +187,7 @@ def section_help(
         title = f"{section}.kind={kind}: " if kind else f"{section}: "
         heading = f"{section}, all kinds:" if len(variants) > 1 and not kind else f"{title}{summary(schema)}".rstrip()
         lines += ["", _fill(heading, width, subsequent_indent="    ")]
-        lines += [entry_text(each, width) for each in entries if each.key.type != "section"]
+        lines += [entry_text(entry, width) for entry in entries if entry.key.type != "section"]
     return "\n".join(lines)
 
 
@@ -252,7 +252,7 @@ def recipe_defaults(key: str, of: Sequence[str] = ("",)) -> list[Default]:
         if hint is None or key not in keys_of(_class_of(hint, values[section]), section):
             continue
         if not {"", str(values[section].get("kind")), hint.__name__}.isdisjoint(of):
-            set_by = [each for each in files if value_at(nested(each.package, each.values), key) not in (None, UNSET)]
+            set_by = [file for file in files if value_at(nested(file.package, file.values), key) not in (None, UNSET)]
             source = set_by[-1].name.replace("/", "=") if set_by else ""
             source = "conf/RECIPE.yaml" if source == recipe else source
             found.setdefault((_value(values, key) or "required", source), []).append(recipe)
@@ -265,8 +265,8 @@ def default_and_others(key: str, of: Sequence[str], described: Key) -> tuple[str
     A kind that no recipe begins with has the values of its option, if it has one.
     """
     values: dict[str, list[str]] = {}
-    for each in recipe_defaults(key, of):
-        values.setdefault(each.value, []).extend(each.recipes)
+    for default in recipe_defaults(key, of):
+        values.setdefault(default.value, []).extend(default.recipes)
     if not values:
         section, _, name = key.partition(".")
         texts = option_texts((CONF,), section)
@@ -315,13 +315,13 @@ def keys_of(schema: type, prefix: str) -> dict[str, Key]:
     """Return the keys of a dataclass and of the dataclasses in it, by name."""
     found: dict[str, Key] = {}
     docs, hints = _field_docs(schema), type_hints(schema)
-    for each in dataclasses.fields(schema):
-        name, hint = f"{prefix}.{each.name}", hints[each.name]
-        doc = docs.get(each.name, "")
+    for field in dataclasses.fields(schema):
+        name, hint = f"{prefix}.{field.name}", hints[field.name]
+        doc = docs.get(field.name, "")
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             found |= {name: Key("section", "", doc), **keys_of(hint, name)}
         else:
-            found[name] = Key(_describe_type(hint), _default_of(each), doc, choices_of(hint))
+            found[name] = Key(_describe_type(hint), _default_of(field), doc, choices_of(hint))
     return found
 
 
@@ -337,8 +337,8 @@ def variants_of(classes: list[type]) -> dict[str, type]:
 
 def shared_keys(variants: Mapping[str, type], section: str) -> dict[str, Key]:
     """Return the keys that are alike in all classes of a section."""
-    first, *others = [keys_of(each, section) for each in variants.values()]
-    return {name: key for name, key in first.items() if all(each.get(name) == key for each in others)}
+    first, *others = [keys_of(variant, section) for variant in variants.values()]
+    return {name: key for name, key in first.items() if all(other.get(name) == key for other in others)}
 
 
 def summary(documented: type) -> str:
@@ -379,7 +379,7 @@ def _describe_type(hint: Any) -> str:
     """Return a type in words, with the choices of an enumeration."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        kinds = [_describe_type(each) for each in arguments if each is not type(None)]
+        kinds = [_describe_type(argument) for argument in arguments if argument is not type(None)]
         return " or ".join([*kinds, *(["null"] if type(None) in arguments else [])])
     if origin is list:
         return f"list of {_describe_type(arguments[0])}"

@@ -288,7 +288,7 @@ def _with_quotes(value: str, kinds: Types) -> str:
 
 def _quoted_text(scalar: str, kinds: Types) -> str:
     text = scalar.strip()
-    texts = tuple(each for each in alternatives(kinds) if not is_class(each, Enum))
+    texts = tuple(alternative for alternative in alternatives(kinds) if not is_class(alternative, Enum))
     if not _NUMBER_OR_BOOLEAN.fullmatch(text) or not is_text(text, texts):
         return scalar
     return scalar.rstrip().replace(text, f'"{text}"')

@@ -87,7 +87,9 @@ def read_files(request: Request, options: Iterable[Override]) -> list[ConfigFile
         ) from error
     except ValueError as error:  # such as an item of a defaults list that is neither a text nor a mapping
         raise HydraException(str(error)) from error
-    named = [(each.config_path, (each.package or "").replace("_global_", "").strip(".")) for each in found.defaults]
+    named = [
+        (default.config_path, (default.package or "").replace("_global_", "").strip(".")) for default in found.defaults
+    ]
     return [ConfigFile(name, package, folders.values(name, package)) for name, package in named if name is not None]
 
 
@@ -159,7 +161,7 @@ class _Folders(ConfigRepository):
         defaults = values.get("defaults", [])
         if not isinstance(defaults, list):
             raise ConfigError(f"conf file {name}.yaml: defaults must be a list of options, not {defaults!r:.40}")
-        own = [each for each in defaults if not _is_of_hydra(each)]
+        own = [default for default in defaults if not _is_of_hydra(default)]
         try:
             result.defaults_list = self._create_defaults_list(name, OmegaConf.create(own))
         except (ValueError, AssertionError) as error:

@@ -130,7 +130,7 @@ def expand_sweep(
         products = draw_points(columns, listed.drawn, keys, keys.draws)
     elif keys.trials and columns:
         space = tuple(_dimension(each, listed.ranges.get(override)) for override, each in columns.items())
-        products = [[each[number % len(each)] for each in columns.values()]
+        products = [[column[number % len(column)] for column in columns.values()]
                     for number in range(max(map(len, columns.values())))]  # fmt: skip
     else:
         products = BasicSweeper.split_arguments(swept, None)[0]

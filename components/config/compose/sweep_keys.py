@@ -204,12 +204,12 @@ def list_values(
     """
     listed = ListedValues()
     for override in overrides:
-        found = SWEEP_FUNCTION.fullmatch(override)
-        if found is None:
+        match = SWEEP_FUNCTION.fullmatch(override)
+        if match is None:
             listed.overrides.append(override)
             continue
-        key, name = found["key"], found["name"]
-        arguments = [each.strip() for each in found["arguments"].split(",")]
+        key, name = match["key"], match["name"]
+        arguments = [each.strip() for each in match["arguments"].split(",")]
         whole = name not in _SPACED and key.lstrip("+").strip() in whole_keys
         if problem := _problem(override, name, arguments, whole=whole):
             listed.problems.append(problem)
@@ -268,7 +268,7 @@ def _combination(columns: Sequence[Sequence[str]], number: int) -> list[str]:
 
 
 def _range(name: str, arguments: Sequence[str], *, whole: bool) -> Range:
-    low, high = (int(float(each)) if whole else float(each) for each in arguments)
+    low, high = (int(float(argument)) if whole else float(argument) for argument in arguments)
     return Range(low, high, log=name == "loguniform", whole=whole)
 
 
@@ -288,7 +288,7 @@ def _problem(override: str, name: str, arguments: Sequence[str], *, whole: bool)
         if len(arguments) != 2:
             return message
     try:
-        first, last = (float(each) for each in arguments[:2])
+        first, last = (float(argument) for argument in arguments[:2])
     except ValueError:
         return message
     in_order = first != last if name in _SPACED else first < last

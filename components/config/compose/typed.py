@@ -106,7 +106,14 @@ def with_defaults(values: Any, hint: Any, default: Any = UNSET) -> Any:
 
 def section_class(hint: Any) -> Any:
     """Return the dataclass of a section, which may be null; None for a key that is no section."""
-    return next((each for each in alternatives((hint,)) if isinstance(each, type) and is_dataclass(each)), None)
+    return next(
+        (
+            alternative
+            for alternative in alternatives((hint,))
+            if isinstance(alternative, type) and is_dataclass(alternative)
+        ),
+        None,
+    )
 
 
 def _default_of(each: Any) -> Any:
@@ -210,7 +217,7 @@ class _Builder:
             return schema(**accepted, **unset)
         except ConfigError as error:
             about = "|".join(map(re.escape, rejected)) or "$."
-            problems = [each for each in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", each)]
+            problems = [problem for problem in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", problem)]
             section = section_of(schema)
             self.problems += at_key(section, prefix.rstrip("."), problems) if section and prefix else problems
         return None
@@ -224,7 +231,7 @@ class _Builder:
             return self.build(value, section, f"{key}.")
         if get_origin(hint) is list and isinstance(value, list) and (section := section_class(get_args(hint)[0])):
             return [self.build(entry, section, f"{key}[{number}].") for number, entry in enumerate(value)]
-        dicts = [each for each in alternatives((hint,)) if get_origin(each) is dict]
+        dicts = [alternative for alternative in alternatives((hint,)) if get_origin(alternative) is dict]
         if dicts and isinstance(value, dict):
             key_hint, entry_hint = get_args(dicts[0])
             return self._entries(value, key_hint, entry_hint, key)
@@ -441,7 +448,9 @@ def is_class(hint: Any, base: Any) -> bool:
 def _keep_texts(node: yaml.Node, kinds: Types) -> None:
     """Mark the scalars below a node as texts that `kinds` has as texts."""
     if isinstance(node, yaml.MappingNode):
-        has_names = any(is_dataclass(each) or get_args(each)[:1] == (str,) for each in alternatives(kinds))
+        has_names = any(
+            is_dataclass(alternative) or get_args(alternative)[:1] == (str,) for alternative in alternatives(kinds)
+        )
         for index, (key, value) in enumerate(node.value):
             if key.tag == f"{_TAG}merge":
                 for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:

@@ -20,7 +20,7 @@ IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 
 def field_values(section: DataclassInstance) -> dict[str, Any]:
     """Return the values of a dataclass by field name, without converting nested dataclasses."""
-    return {each.name: getattr(section, each.name) for each in fields(section)}
+    return {field.name: getattr(section, field.name) for field in fields(section)}
 
 
 def at_least(key: str, value: float | None, minimum: float) -> list[str]:
@@ -44,7 +44,7 @@ def within(key: str, value: float, low: float, high: float) -> list[str]:
 
 def own_kind(section: str, cfg: Any) -> list[str]:
     """Require `kind` to match the class of the section. A base class, which has no default kind, accepts any."""
-    expected = next(each.default for each in fields(cfg) if each.name == "kind")
+    expected = next(field.default for field in fields(cfg) if field.name == "kind")
     return [] if expected is MISSING or cfg.kind is expected else [wrong_kind_problem(section, cfg.kind, expected)]
 
 

@@ -315,7 +315,9 @@ class SlurmClusterConfig(ClusterConfig):
                 problems.append(f"cluster.setup={line!r}: must be one shell line per entry; write several as a list")
         for name, value in self.sbatch_extra.items():
             # sbatch accepts any unambiguous prefix of a long option.
-            refused = next((why for option, why in NOT_A_SUBMISSION.items() if name and option.startswith(name)), None)
+            refused = next(
+                (reason for option, reason in NOT_A_SUBMISSION.items() if name and option.startswith(name)), None
+            )
             if refused is not None:
                 problems.append(f"cluster.sbatch_extra.{name}={value}: {refused}")
             elif name in NAMED_ELSEWHERE:

@@ -167,13 +167,13 @@ class ContainerConfig:
 
 def seconds_of(time: str) -> int | None:
     """Return a time in Slurm's notation (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S) in seconds, or None if invalid."""
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         return None
-    parts = [int(part) for part in found["rest"].split(":")]
-    if found["days"] is not None:  # days-hours[:minutes[:seconds]]
+    parts = [int(part) for part in match["rest"].split(":")]
+    if match["days"] is not None:  # days-hours[:minutes[:seconds]]
         hours, minutes, seconds = (*parts, 0, 0)[:3]
-        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
+        return ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
     if len(parts) == 1:
         return parts[0] * 60
     hours, minutes, seconds = (0, *parts) if len(parts) == 2 else parts
@@ -289,8 +289,8 @@ class KubernetesConfig:
                 if not _LABEL_VALUE.fullmatch(value)
             ]
         for text in self.tolerations:
-            found = _TOLERATION.fullmatch(text)
-            if found is None or not found["key"] or (found["effect"] or _EFFECTS[0]) not in _EFFECTS:
+            match = _TOLERATION.fullmatch(text)
+            if match is None or not match["key"] or (match["effect"] or _EFFECTS[0]) not in _EFFECTS:
                 problems.append(
                     f"cluster.k8s.tolerations: {text!r} is not KEY[=VALUE][:EFFECT] with the effect "
                     f"{', '.join(_EFFECTS[:-1])} or {_EFFECTS[-1]}"

@@ -297,7 +297,7 @@ def _fits(found: Mapping[str, str], columns: Sequence[str], rows: Sequence[Mappi
     if {"chosen", "rejected"} <= found.keys():
         settings = {f"{each}_column": found[each] for each in ("prompt", "chosen", "rejected") if each in found}
         fits.append(_Fit(PreferencesDataConfig, "recipes/dpo.py", "preferences", settings))
-    if {"prompt", "response", "label"} <= found.keys() and all(isinstance(each, bool) for each in labels):
+    if {"prompt", "response", "label"} <= found.keys() and all(isinstance(label, bool) for label in labels):
         settings = {"prompt_column": found["prompt"], "completion_column": found["response"]}
         settings |= {} if found["label"] == "label" else {"label_column": found["label"]}
         fits.append(_Fit(PreferencesDataConfig, "recipes/dpo.py", "preferences", settings, "objective=kto"))
@@ -333,7 +333,7 @@ def _chat_settings(column: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 def _label_settings(labels: Sequence[Any]) -> dict[str, object]:
     """Return the number or the names of the labels in the first rows."""
-    present = [each for each in labels if each is not None]
+    present = [label for label in labels if label is not None]
     if present and all(isinstance(each, int) for each in present):
         return {"num_labels": max(2, *(int(each) + 1 for each in present))}
     names = sorted({str(each) for each in present})

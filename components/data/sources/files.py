@@ -338,7 +338,7 @@ def _records(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[Any, Any] 
 def _csv_row(where: str, values: dict[Any, Any] | str, size: int) -> Row:
     if isinstance(values, str):
         return Row(where, {}, values)
-    texts = [each for each in values.values() if isinstance(each, str)]
+    texts = [value for value in values.values() if isinstance(value, str)]
     problem = "" if all(map(_is_utf8, texts)) else _NOT_UTF8
     if None in values or None in values.values():
         compared = "more" if None in values else "fewer"

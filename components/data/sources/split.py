@@ -95,7 +95,7 @@ class SourceSplit:
         if not _holds_out_ends(self._cfg, len(mask)):
             return records
         fraction = self._cfg.eval_fraction
-        return (split_document(each, fraction, self.is_eval) for each in records if isinstance(each, Document))
+        return (split_document(record, fraction, self.is_eval) for record in records if isinstance(record, Document))
 
     def __len__(self) -> int:
         return int(self._in_split.sum())
@@ -140,7 +140,7 @@ class SourceSplit:
         """
         if self._mask is None:
             by_hash = held_out_by_hash(self._cfg)
-            hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._all_records()))
+            hashes = array("Q", (hash_of_prompt(record) if by_hash else 0 for record in self._all_records()))
             try:
                 self._mask = split_mask(hashes, self._cfg, self.is_eval)
             except ConfigError as error:  # bad rows may be why there are too few

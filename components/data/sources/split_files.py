@@ -100,7 +100,7 @@ def folder_notes(path: str, locations: Sequence[Location]) -> list[str]:
         path: The folder, or a file, which needs no notes.
         locations: What a run reads: splits of this path, and other paths, which may be files in the folder.
     """
-    here = [each for each in locations if each.path == path]
+    here = [location for location in locations if location.path == path]
     if is_url(path):
         names = _names_below(here[0])
     else:
@@ -108,7 +108,7 @@ def folder_notes(path: str, locations: Sequence[Location]) -> list[str]:
         names = _names_in(folder) if folder.is_dir() else []
     splits, wanted = _splits_of(here[0], names), {each.split for each in here}
     read = {name: None for name, split in splits.items() if split in wanted}
-    elsewhere = {Path(each.path) for each in locations if each.path != path}
+    elsewhere = {Path(location.path) for location in locations if location.path != path}
     named = {*read, *(name for name in (names if elsewhere else ()) if Path(path, name) in elsewhere)}
     notes, formats = [], defaultdict(list)
     if unread := [_unread(name, splits) for name in names if name not in named and not _is_expected(name, splits)]:

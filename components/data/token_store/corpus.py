@@ -195,7 +195,7 @@ class StoreFolder:
             if found is None:
                 return None
             entry, stored = found
-            values: dict[str, Any] = {each.name: stored[each.name] for each in fields(_CorpusSettings)}
+            values: dict[str, Any] = {field.name: stored[field.name] for field in fields(_CorpusSettings)}
             settings = _CorpusSettings(**values | {"bad_rows": BadRows(values["bad_rows"])})
             return _StoredShard(entry, settings, stored[_INPUT])
         except StorageError:
@@ -350,7 +350,7 @@ def tokenize_file(
         entry = write_shard(shard, tokens(), settings.id_bytes, {**asdict(settings), _INPUT: content})
         folder.publish(shard)
     except ConfigError as error:
-        raise ConfigError([each.replace(str(copy), file.path) for each in error.problems]) from error
+        raise ConfigError([problem.replace(str(copy), file.path) for problem in error.problems]) from error
     finally:
         for left in (copy, shard):
             left.unlink(missing_ok=True)

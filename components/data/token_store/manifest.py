@@ -179,8 +179,8 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
     except ConfigError:
         raise
     except (ValueError, LookupError, TypeError) as error:
-        why = error if type(error) is ValueError else repr(error)
-        raise ConfigError(f"{key}={path}: {file} is damaged or not a manifest ({why}); {write}") from error
+        reason = error if type(error) is ValueError else repr(error)
+        raise ConfigError(f"{key}={path}: {file} is damaged or not a manifest ({reason}); {write}") from error
     if not shards:
         raise ConfigError(f"{key}={path}: the store has no shards; {write}")
     if stored["hash"] != manifest.hash:
@@ -252,7 +252,7 @@ def _files_of(shard: ShardEntry) -> dict[str, int | None]:
 def entry_of(values: dict[str, Any]) -> ShardEntry:
     """Return a manifest entry from its JSON values. Raises ValueError, LookupError or TypeError if they are invalid."""
     values = {"mask_hashes": "", **values}  # a manifest of version 1 has none
-    names = [each.name for each in fields(ShardEntry)]
+    names = [field.name for field in fields(ShardEntry)]
     entry = ShardEntry(**{name: values[name] for name in names} | {"format": ShardFormat(values["format"])})
     texts = (entry.path, entry.hash, entry.hashes, entry.index_hashes, entry.mask_hashes)
     if not all(isinstance(text, str) for text in texts) or not entry.path or "\0" in entry.path:
@@ -333,10 +333,10 @@ def _listed_sizes(files: Iterable[str]) -> dict[str, int]:
     wanted, sizes = set(files), dict[str, int]()
     for folder in {os.path.dirname(file) for file in files}:
         with suppress(OSError), os.scandir(folder) as entries:
-            for each in entries:
-                if each.path in wanted:
+            for entry in entries:
+                if entry.path in wanted:
                     with suppress(OSError):  # the caller's own request reports why
-                        sizes[each.path] = _size_of(each.stat())
+                        sizes[entry.path] = _size_of(entry.stat())
     return sizes
 
 

@@ -257,7 +257,8 @@ class TokenRows(ItemSequence[PackedRow]):
     def show(self, index: int) -> str:
         """Return the texts of a row's documents, separated by a line, with the targets in [[ ]]."""
         return "\n--- next document ---\n".join(
-            render_example(self._tokenizer, Example(each.input_ids, each.labels)) for each in self[index].examples
+            render_example(self._tokenizer, Example(example.input_ids, example.labels))
+            for example in self[index].examples
         )
 
     def _text(self, ids: list[int]) -> str:

@@ -264,7 +264,7 @@ def write_shard(
             summary.add(raw)
             if samples:
                 has_mask = True
-                labels = np.fromiter(chain.from_iterable(each.labels for each in samples), np.int64, len(ids))
+                labels = np.fromiter(chain.from_iterable(sample.labels for sample in samples), np.int64, len(ids))
                 mask_file.write((labels != IGNORED).data)
                 summary.add_mask(labels != IGNORED)
         all_ends = np.concatenate(ends)
@@ -293,7 +293,7 @@ def _write_tensors(
 ) -> None:
     """Write a shard's tensors, then the hashes of their blocks into the space reserved in the header."""
     mask_bytes = tensors["mask"].bytes if "mask" in tensors else 0
-    sizes = {"hashes": sum(each.bytes for each in tensors.values()) - mask_bytes, "mask_hashes": mask_bytes}
+    sizes = {"hashes": sum(tensor.bytes for tensor in tensors.values()) - mask_bytes, "mask_hashes": mask_bytes}
     hashes = {name: BlockHashes() for name in sizes}
 
     def metadata(texts: Mapping[str, str]) -> dict[str, str]:

@@ -49,14 +49,14 @@ def run_command(arguments: Sequence[str]) -> int:
     """Run a command of a batch script, and return its exit status."""
     open_output()
     keep_running()
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     requests: list[int] = []
     # The stop request comes before the ranks could save anything, or after they have: it only asks for a requeue.
     signal.signal(signal.SIGUSR2, lambda number, frame: requests.append(number))
     try:
-        status = given.run(given)
-        if requests and not given.ends:
-            create_marker(given.run_dir / REQUEUE)
+        status = options.run(options)
+        if requests and not options.ends:
+            create_marker(options.run_dir / REQUEUE)
         return status
     except ConfigError as error:
         print_problems(error.problems)

@@ -200,7 +200,7 @@ def _remove_marker(path: Path) -> None:
 
 def _requeues(attempts: Sequence[JobAttempt]) -> int:
     """Return how often the scheduler has started a job again, by its attempts."""
-    return max(sum(not each.restarted for each in attempts) - 1, 0)
+    return max(sum(not attempt.restarted for attempt in attempts) - 1, 0)
 
 
 def _check_limits(run_dir: Path, attempt: int, cluster: ClusterConfig | None, *, limit_requeues: bool = False) -> None:
@@ -255,8 +255,8 @@ def _record_down_nodes(logs: Path, down: Sequence[str]) -> None:
     used = lines_of(logs / _NODES)
     found = [entry for entry in dict.fromkeys(down) if entry.partition("|")[0] in used]
     for entry in found:
-        node, state, why = (*entry.split("|", 2), "", "")[:3]
-        print_text(f"node {node} of the previous attempt is {state}: {why}", flush=True)
+        node, state, reason = (*entry.split("|", 2), "", "")[:3]
+        print_text(f"node {node} of the previous attempt is {state}: {reason}", flush=True)
     _record_failed_nodes(logs, [entry.partition("|")[0] for entry in found])
 
 
@@ -350,9 +350,9 @@ class _Conclusion:
             return 0
         if status:
             see = f"see the output of the job and {self.logs}"
-            why = f"the ranks ended with status {status}, and none reported an error; {see}"
-            record_result(self.run_dir, {"status": "failed", "error": why})
-            print_text(why, flush=True)
+            reason = f"the ranks ended with status {status}, and none reported an error; {see}"
+            record_result(self.run_dir, {"status": "failed", "error": reason})
+            print_text(reason, flush=True)
         return status
 
     def _agents_were_stopped(self) -> bool:
@@ -371,7 +371,7 @@ class _Conclusion:
             _record_failed_nodes(self.logs, [failure.report.node])
         attempts = self.attempts
         lead = None if self.cluster is None else self.cluster.signal_lead_seconds
-        if any(each.stepped for each in attempts) and not attempts[-1].stepped:
+        if any(attempt.stepped for attempt in attempts) and not attempts[-1].stepped:
             self._requeue("the ranks could not be started")  # a node may be lost, which a scheduler notices later
         elif reason := reason_to_end(self.cluster, attempts, after="crash", requeues=None):
             print_text(f"the ranks are not started again: {reason}", flush=True)
@@ -451,8 +451,8 @@ def _exclude_nodes(run_dir: Path, attempt: int, ended: Ended) -> None:
         if len(left) >= settings.fewest_nodes:
             print_text(f"to be requeued without {names}, where a rank failed", flush=True)
         else:
-            why = f"too few nodes that the job can use are up without {names}"
-            print_text(f"to be requeued on any node: {why}", flush=True)
+            reason = f"too few nodes that the job can use are up without {names}"
+            print_text(f"to be requeued on any node: {reason}", flush=True)
             excluded = []
     atomic_write(run_dir / REQUEUE, _as_lines(excluded))
 

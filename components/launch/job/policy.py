@@ -199,7 +199,7 @@ def job_of_attempt(run_dir: Path, attempt: int) -> str:
 def attempt_numbers(run_dir: Path, job: str | None = None) -> list[int]:
     """Return the numbers of the run's attempts, in order; with `job` those of that job."""
     numbers = sorted(numbers_in(run_dir / LOGS, "attempt_"))
-    return numbers if job is None else [each for each in numbers if job and job_of_attempt(run_dir, each) == job]
+    return numbers if job is None else [number for number in numbers if job and job_of_attempt(run_dir, number) == job]
 
 
 def lines_of(file: Path) -> list[str]:

@@ -83,10 +83,10 @@ class JobName:
     @classmethod
     def parse(cls, job: str) -> JobName | None:
         """Return the name in an id, or None for an id of another backend."""
-        found = _ID.fullmatch(job)
-        if found is None:
+        match = _ID.fullmatch(job)
+        if match is None:
             return None
-        return cls(found["namespace"], Workload(found["workload"]), found["name"], found["context"])
+        return cls(match["namespace"], Workload(match["workload"]), match["name"], match["context"])
 
     @property
     def path(self) -> str:
@@ -170,14 +170,14 @@ class Answer:
     @property
     def reason(self) -> str:
         """The server's reason of a failure, such as NotFound, Forbidden or AlreadyExists; empty if it named none."""
-        found = _REASON.match(self.errors)
-        return found[1] if found else ""
+        match = _REASON.match(self.errors)
+        return match[1] if match else ""
 
     @property
     def message(self) -> str:
         """The server's message of a failure, on one line."""
-        found = _REASON.match(self.errors)
-        text = found[2] if found else self.errors.removeprefix("error: ")
+        match = _REASON.match(self.errors)
+        text = match[2] if match else self.errors.removeprefix("error: ")
         return "; ".join(line.strip() for line in text.splitlines() if line.strip()) or f"exit status {self.status}"
 
     def json(self) -> dict[str, Any]:

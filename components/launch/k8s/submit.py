@@ -321,7 +321,7 @@ def _ask(cluster: ClusterConfig, workload: dict[str, Any]) -> Findings:
             except ConfigError as error:
                 found = error.problems, []
             problems, notes = problems + found[0], notes + found[1]
-    if len(problems) > 1 and (missing := [each for each in problems if "no such namespace" in each]):
+    if len(problems) > 1 and (missing := [problem for problem in problems if "no such namespace" in problem]):
         return missing, notes  # its objects do not exist either
     return list(dict.fromkeys(problems)), notes
 

@@ -134,8 +134,8 @@ def _check_syntax(script: str, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what}: cannot be checked, since bash does not start: {error}") from error
     if done.returncode:
-        why = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
-        raise ConfigError(f"{what}: bash cannot parse it: {why}")
+        reason = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
+        raise ConfigError(f"{what}: bash cannot parse it: {reason}")
 
 
 def resource_options(cluster: ClusterConfig) -> list[Option]:

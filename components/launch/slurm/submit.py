@@ -109,12 +109,12 @@ class SlurmScheduler(Scheduler):
         job = answer.output.partition(";")[0]
         if answer.status == 0 and job.isdecimal():
             return job
-        why = answer.errors or f"it exited with status {answer.status}"
+        reason = answer.errors or f"it exited with status {answer.status}"
         if answer.status < 0 or any(text in answer.errors for text in _LOST_ANSWERS):
-            raise NoAnswer(f"cluster.kind=slurm: sbatch failed: {why}; run the command again")
+            raise NoAnswer(f"cluster.kind=slurm: sbatch failed: {reason}; run the command again")
         with suppress(ConfigError):  # an error other than those above may be one of the answer, too
             if (accepted := self.find(file, tag)) is not None:
-                run.notes.append(f"the submission failed, but Slurm had accepted the job: {why}")
+                run.notes.append(f"the submission failed, but Slurm had accepted the job: {reason}")
                 return accepted
         raise ConfigError(refusal(answer.errors.splitlines(), run.cfg.cluster))
 

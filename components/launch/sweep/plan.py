@@ -226,8 +226,8 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         descriptor = os.open(directory / _SWEEP_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"{directory}: cannot be written: {why}; fix that, or choose another folder") from error
+        reason = error.strerror or error
+        raise ConfigError(f"{directory}: cannot be written: {reason}; fix that, or choose another folder") from error
     try:
         for tries_left in reversed(range(_LOCK_TRIES)):
             if not _is_locked(descriptor):

@@ -229,7 +229,7 @@ class PointLoop:
         if not jobs or time.monotonic() < self._next_query:
             return
         self._next_query = time.monotonic() + _POLL_JOBS
-        for each, row in zip(jobs, read_points(self._sweep, [each.point for each in jobs]), strict=True):
+        for each, row in zip(jobs, read_points(self._sweep, [job.point for job in jobs]), strict=True):
             if row.has_ended:
                 self._end(each, row)
 

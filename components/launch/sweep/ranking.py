@@ -340,10 +340,10 @@ class SweepReport:
             return []
         missing = [row.point.name for row in self.rows if row.state == "ok" and self.criterion.score(row) is None]
         lines = [f"{name}: has no {self.criterion.label}, so it cannot be the best" for name in missing]
-        why = (
+        reason = (
             "since the points train different curves" if is_default else f"the {self.criterion.goal}imum (sweep.metric)"
         )
-        return lines if self.best is None else [*lines, f"best: by {self.criterion.label}, {why}"]
+        return lines if self.best is None else [*lines, f"best: by {self.criterion.label}, {reason}"]
 
 
 def read_report(sweep: Sweep) -> SweepReport:

@@ -88,8 +88,8 @@ def report_now(sweep: Sweep) -> int:
             atomic_write(sweep.directory / name, text)
         print_text(f"report: {sweep.directory / 'report.md'}", flush=True)
     except OSError as error:
-        file, why = error.filename or sweep.directory, error.strerror or error
-        print_text(f"{file}: cannot be written: {why}; fix that, then run: {report_command(sweep)}", file=sys.stderr)
+        file, reason = error.filename or sweep.directory, error.strerror or error
+        print_text(f"{file}: cannot be written: {reason}; fix that, then run: {report_command(sweep)}", file=sys.stderr)
         status = 1
     if any(row.state in ALIVE for row in report.rows):
         print_text(f"to follow it: {report_command(sweep, '--watch')}", flush=True)
@@ -209,7 +209,8 @@ class Scale:
             numbers = [math.nan]
         if not all(map(math.isfinite, numbers)):
             return cls._of_texts(
-                list(map(str, values)), [each for each in dict.fromkeys(order or map(str, values)) if each in values]
+                list(map(str, values)),
+                [key for key in dict.fromkeys(order or map(str, values)) if key in values],
             )
         is_typed = isinstance(values[0], str)
         fits = is_typed and max(map(len, map(str, values))) < 10
@@ -217,7 +218,7 @@ class Scale:
             str(value) if fits else _digits(number, numbers) for value, number in zip(values, numbers, strict=True)
         ]
         labels = dict(sorted(zip(numbers, texts, strict=True)))
-        positive = [each for each in labels if each]
+        positive = [label for label in labels if label]
         log = is_logarithmic(positive, _DECADE if is_typed else LOG_RATIO) or (is_typed and _is_geometric(positive))
         if log and min(labels) == 0:
             return cls._of_texts([labels[number] for number in numbers], list(labels.values()))
@@ -239,9 +240,9 @@ class Scale:
             return self.labels
         low, high = self._ends()
         kept = [low]
-        for each in self.labels:
-            if min(self.height(each) - self.height(kept[-1]), self.height(high) - self.height(each)) >= gap:
-                kept.append(each)
+        for label in self.labels:
+            if min(self.height(label) - self.height(kept[-1]), self.height(high) - self.height(label)) >= gap:
+                kept.append(label)
         return {each: self.labels[each] for each in (*kept, high)}
 
     def _ends(self) -> tuple[float, float]:

@@ -124,7 +124,10 @@ class PointStudy:
 
 def space_of(dimensions: Sequence[Dimension]) -> dict[str, Any]:
     """Return the search space as it is stored in sweep.json."""
-    return {each.key: list(each.choices) if each.range is None else asdict(each.range) for each in dimensions}
+    return {
+        dimension.key: list(dimension.choices) if dimension.range is None else asdict(dimension.range)
+        for dimension in dimensions
+    }
 
 
 def dimensions_of(space: Mapping[str, Any]) -> list[Dimension]:

@@ -86,7 +86,7 @@ class LoadPlan:
 
 def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
     """Load the weights of `cfg.path` or draw them from `seed`, depending on `cfg.init`; then initialize adapters."""
-    if any(isinstance(local_part(each), FakeTensor) for each in model.parameters()):
+    if any(isinstance(local_part(parameter), FakeTensor) for parameter in model.parameters()):
         return  # a simulation: there is no memory to fill
     if cfg.init == WeightInit.random:
         initialize_weights(model, seed)

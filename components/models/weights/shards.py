@@ -132,7 +132,7 @@ def zeros_sharded_like(parameter: torch.Tensor, shape: Sequence[int], dtype: tor
     values = DTensor.from_local(
         torch.zeros((*local.shape[:-1], blocks), dtype=dtype, device=local.device),
         parameter.device_mesh,
-        [Replicate() if replicates and _shards(each, last) else each for each in parameter.placements],
+        [Replicate() if replicates and _shards(placement, last) else placement for placement in parameter.placements],
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(tuple(shape), device="meta").stride(),

@@ -170,7 +170,7 @@ def find_untrained(model: PreTrainedModel) -> Untrained | None:
 
 def untrained_note(model: PreTrainedModel) -> str:
     """Return the line of rank 0's banner about tensors that are not trained; empty without any, or in a simulation."""
-    if this_rank() != 0 or any(isinstance(local_part(each), FakeTensor) for each in model.parameters()):
+    if this_rank() != 0 or any(isinstance(local_part(parameter), FakeTensor) for parameter in model.parameters()):
         return ""
     try:
         untrained = find_untrained(model)

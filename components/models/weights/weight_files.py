@@ -131,7 +131,7 @@ class WeightFiles:
             # Mode x: returning to an earlier file fails, because tensors must be written in the planned order.
             file = (self._folder / self._name(index)).open("xb")
             try:
-                writer = SafetensorsWriter(file, {each: _entry(tensors[each]) for each in tensors}, _METADATA)
+                writer = SafetensorsWriter(file, {tensor: _entry(tensors[tensor]) for tensor in tensors}, _METADATA)
             except BaseException:
                 file.close()
                 raise
@@ -427,7 +427,7 @@ class Merge:
 def _adapter_of(name: str) -> list[str]:
     """Return the names that adapter parameters of the weight `name` have; it need not have any."""
     path, _, leaf = name.rpartition(".")
-    return [f"{path}.{each}" for each in ADAPTER_PARAMETERS] if leaf == "weight" else expert_factors(name)
+    return [f"{path}.{parameter}" for parameter in ADAPTER_PARAMETERS] if leaf == "weight" else expert_factors(name)
 
 
 def _in_peft_layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -219,8 +219,8 @@ class Architecture:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        layer = sum(each.size for each in self.layer_weights())
-        return self.layers * layer + sum(each.size for each in self.outer_weights())
+        layer = sum(weight.size for weight in self.layer_weights())
+        return self.layers * layer + sum(weight.size for weight in self.outer_weights())
 
     @property
     def layer_matmul_weights(self) -> int:
@@ -228,9 +228,9 @@ class Architecture:
         used = self.experts_per_token / self.experts if self.experts else 1.0
         return round(
             sum(
-                each.size * (used if each.sharding is Sharding.experts else 1.0)
-                for each in self.layer_weights()
-                if each.is_matrix
+                weight.size * (used if weight.sharding is Sharding.experts else 1.0)
+                for weight in self.layer_weights()
+                if weight.is_matrix
             )
         )
 

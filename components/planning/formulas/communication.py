@@ -187,8 +187,8 @@ def sharding_traffic(
     if workload.parallelism.strategy is Strategy.single:
         return ShardingTraffic(0.0, 0.0, 0.0, 0.0, 0.0)
     trained = _trained_share(workload)
-    experts = float(sum(each.size for each in weights if each.sharding is Sharding.experts))
-    dense = float(sum(each.size for each in weights)) - experts
+    experts = float(sum(weight.size for weight in weights if weight.sharding is Sharding.experts))
+    dense = float(sum(weight.size for weight in weights)) - experts
     item = implementation.gather_bytes or workload.compute_bytes
     stored = item if not workload.peft.quantizes else 0.55
     parts = ((dense, groups.fsdp), (experts, groups.expert_fsdp))

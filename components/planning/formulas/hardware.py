@@ -115,7 +115,7 @@ class Hardware:
         return self.bf16_flops if item_bytes == 2 else self.fp32_flops * 4 / item_bytes
 
 
-_SHARES = tuple(each.name for each in fields(Hardware) if each.name.endswith("_share"))
+_SHARES = tuple(field.name for field in fields(Hardware) if field.name.endswith("_share"))
 
 
 def read_hardware(path: Path) -> Hardware:
@@ -125,7 +125,7 @@ def read_hardware(path: Path) -> Hardware:
     of range.
     """
     values = _read_mapping(path)
-    names = [each.name for each in fields(Hardware) if each.name != "name"]
+    names = [field.name for field in fields(Hardware) if field.name != "name"]
     problems = [f"{path}: unknown key {key}; the keys are {', '.join(names)}" for key in values if key not in names]
     problems += [f"{path}: {name} is missing; add it" for name in names if name not in values]
     problems += [f"{path}: {problem}" for name in names if name in values for problem in _problem(name, values[name])]
@@ -299,7 +299,7 @@ def _matmul_works(workload: Workload, hardware: Hardware, implementation: Implem
     matmuls = tuple(_layer_matmuls(workload, implementation))
     skips_last = not workload.compiled or implementation.compiles_recomputation
     for is_expert, name in ((False, "matmuls"), (True, "expert matmuls")):
-        group = [each for each in matmuls if each.is_expert is is_expert]
+        group = [matmul for matmul in matmuls if matmul.is_expert is is_expert]
         if not group:
             continue
         item_bytes = workload.compute_bytes if is_expert else dense_bytes
@@ -319,17 +319,17 @@ def _matmul_works(workload: Workload, hardware: Hardware, implementation: Implem
         )
     if workload.float8 is not Float8.none:
         shards = workload.mesh.tp if implementation.float8_gathers else 1
-        dense = [each for each in matmuls if not each.is_expert]
+        dense = [matmul for matmul in matmuls if not matmul.is_expert]
         values = sum(
             each.tokens * (each.inner / (1 if each.is_row_parallel else shards) + each.outputs) for each in dense
         )
         yield _traffic("float8 casts", values * _FLOAT8_CAST_BYTES / 3, 2.0, 1.0, workload, hardware)
     if workload.peft.quantizes:
-        values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
+        values = sum(matmul.inner * matmul.outputs * matmul.count for matmul in matmuls if not matmul.is_expert)
         moved = values * _DEQUANTIZE_BYTES[workload.compiled or hardware.is_gpu]
         yield _traffic("dequantization", moved, 1.0, 1.0, workload, hardware)
     if workload.qat is not Qat.none:
-        values = sum(each.inner * each.outputs * each.count for each in matmuls if not each.is_expert)
+        values = sum(matmul.inner * matmul.outputs * matmul.count for matmul in matmuls if not matmul.is_expert)
         moved = values * _FAKE_QUANTIZE_BYTES[workload.compiled]
         yield _traffic("fake quantization", moved, 1.0, 0.2, workload, hardware)
 
@@ -392,7 +392,7 @@ def _elementwise_works(workload: Workload, hardware: Hardware, implementation: I
     traffic = workload.local_tokens * values * workload.compute_bytes
     yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
     if workload.peft.adapts:
-        widths = sum(each.inner + each.outputs for each in _layer_matmuls(workload, MESHBOOK))
+        widths = sum(matmul.inner + matmul.outputs for matmul in _layer_matmuls(workload, MESHBOOK))
         passes, backward = implementation.adapter_passes
         traffic = workload.local_tokens * passes * widths * workload.compute_bytes
         yield _traffic("adapters", traffic, backward / passes, 1.0, workload, hardware)

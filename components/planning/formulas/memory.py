@@ -60,11 +60,11 @@ class MemoryEstimate:
     @property
     def state(self) -> int:
         """Bytes of parameters, gradients and optimizer state."""
-        return int(total(each for each in self.terms if each.name in ("parameters", "gradients", "optimizer")))
+        return int(total(term for term in self.terms if term.name in ("parameters", "gradients", "optimizer")))
 
     def bytes_of(self, name: str) -> float:
         """Return the bytes of a term; 0 if the moment does not have it."""
-        return total(each for each in self.terms if each.name == name)
+        return total(term for term in self.terms if term.name == name)
 
 
 def estimate_memory(workload: Workload, device: str = "cuda") -> MemoryEstimate:
@@ -96,9 +96,9 @@ class _Held:
 def held(workload: Workload, weights: Iterable[Weight]) -> _Held:
     """Return the elements of weights that a rank holds."""
     sharded = gathered = 0
-    for each in weights:
-        sharded += each.shard(workload.expert_fsdp if each.sharding is Sharding.experts else workload.fsdp)
-        gathered += each.size
+    for weight in weights:
+        sharded += weight.shard(workload.expert_fsdp if weight.sharding is Sharding.experts else workload.fsdp)
+        gathered += weight.size
     return _Held(sharded, gathered)
 
 
@@ -204,16 +204,16 @@ def _read_rank(w: Workload, stage: int) -> _Rank:
     weights = list(architecture.layer_weights(mesh.tp, mesh.ep))
     layer = held(w, weights)
     outer, tied_copy, head = _Held(), _Held(), 0.0
-    for each in architecture.outer_weights(mesh.tp):
-        is_embedding = each.name in ("embedding", "positions")
-        if each.name == "head" and w.labels:
+    for weight in architecture.outer_weights(mesh.tp):
+        is_embedding = weight.name in ("embedding", "positions")
+        if weight.name == "head" and w.labels:
             continue
         if first if is_embedding else last:
-            outer = outer + held(w, [each])
-        if last and each.name == ("embedding" if architecture.tied else "head"):
-            head = each.size
+            outer = outer + held(w, [weight])
+        if last and weight.name == ("embedding" if architecture.tied else "head"):
+            head = weight.size
             if architecture.tied and mesh.pp > 1:
-                tied_copy = held(w, [each])
+                tied_copy = held(w, [weight])
     adapter = adapters(w) if w.peft.adapts else _Held()
     quantized = _quantized_share(architecture) if w.peft.quantizes else 0.0
     return _Rank(
@@ -222,7 +222,7 @@ def _read_rank(w: Workload, stage: int) -> _Rank:
         first=first,
         last=last,
         layer=layer,
-        experts=held(w, [each for each in weights if each.sharding is Sharding.experts]),
+        experts=held(w, [weight for weight in weights if weight.sharding is Sharding.experts]),
         outer=outer,
         head=head,
         tied_copy=tied_copy,
@@ -259,8 +259,8 @@ def _state_terms(w: Workload, rank: _Rank) -> list[Term]:
 def _quantized_share(architecture: Architecture) -> float:
     """Return the share of a layer's elements that QLoRA stores in 4 bits: its linear layers."""
     weights = list(architecture.layer_weights())
-    linear = sum(each.size for each in weights if each.is_matrix and each.sharding is not Sharding.experts)
-    return linear / sum(each.size for each in weights)
+    linear = sum(weight.size for weight in weights if weight.is_matrix and weight.sharding is not Sharding.experts)
+    return linear / sum(weight.size for weight in weights)
 
 
 def _optimizer_term(w: Workload, trained: float, outer: float) -> Term:

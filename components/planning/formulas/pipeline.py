@@ -79,7 +79,7 @@ def pipeline_seconds(
     """
     totals = rank_seconds(stage_ranks, stages)
     pp, per_rank = len(totals), len(stages) // len(totals)
-    busy = [each.forward + each.backward for each in totals]
+    busy = [total.forward + total.backward for total in totals]
     slowest, everyone = max(busy), sum(busy)
     work = f"{micro_batches} x {slowest:.4g} s"
     if per_rank == 1:
@@ -87,7 +87,7 @@ def pipeline_seconds(
         return micro_batches * slowest + others, f"{work} + {others:.4g} s of the other ranks"
     hop = everyone / pp
     if schedule in SPLIT_BACKWARD:
-        hop = max(0.0, hop - 2 * sum(each.weights for each in totals) / pp)
+        hop = max(0.0, hop - 2 * sum(total.weights for total in totals) / pp)
     missing = max(0, pp - micro_batches) * everyone / pp
     waits = ((pp - 1) * hop + (per_rank - 1) * missing) / per_rank
     formula = f"{work} + ({pp - 1} x {hop:.4g} s + {per_rank - 1} x {missing:.4g} s) / {per_rank} stages"
@@ -108,7 +108,7 @@ def rank_seconds(stage_ranks: Sequence[int], stages: Sequence[StageSeconds]) -> 
     for rank, stage in zip(stage_ranks, stages, strict=True):
         forward, backward, weights = totals[rank]
         totals[rank] = (forward + stage.forward, backward + stage.backward, weights + stage.weights)
-    return [StageSeconds(*each) for each in totals]
+    return [StageSeconds(*total) for total in totals]
 
 
 def timeline(

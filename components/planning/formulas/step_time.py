@@ -105,8 +105,8 @@ class _Estimate:
         self.layer_traffic = self._traffic(self.weights)
         self.outer_traffic = self._traffic(self.outer)
         self.head_traffic = self._traffic(tuple(each for each in self.outer if each.name == "head"))
-        self.forward = sum(each.forward for each in self.works)
-        self.backward = sum(each.backward + each.recomputed for each in self.works)
+        self.forward = sum(work.forward for work in self.works)
+        self.backward = sum(work.backward + work.recomputed for work in self.works)
         pipelined = mesh.pp > 1
         reshards = parallelism.reshards_after_forward(mesh.pp)
         self.micro_batches = workload.micro_batches
@@ -129,7 +129,7 @@ class _Estimate:
     def step_time(self) -> StepTime:
         """Return the estimate."""
         workload = self.workload
-        stages = tuple(self._stage(each) for each in _stage_parts(workload))
+        stages = tuple(self._stage(part) for part in _stage_parts(workload))
         ranks = rank_seconds(self.stage_ranks, stages)
         slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].forward + ranks[rank].backward)
         rank = _rank_parts(workload)[slowest]
@@ -141,7 +141,7 @@ class _Estimate:
         terms.append(self._routing(rank))
         terms.append(self._activation_offload(rank))
         terms += self._once(rank)
-        terms = [each for each in terms if each.value > 0]
+        terms = [term for term in terms if term.value > 0]
         seconds = total(terms)
         world = workload.mesh.world
         return StepTime(
@@ -162,7 +162,7 @@ class _Estimate:
             backward=part.layers * self.backward
             + head * self.head.backward
             + (gathers[1] + reductions) / self.micro_batches,
-            weights=part.layers * sum(each.weights for each in self.works) + head * self.head.weights,
+            weights=part.layers * sum(work.weights for work in self.works) + head * self.head.weights,
         )
 
     def _repeated(self, rank: _Part) -> Iterable[Term]:
@@ -170,11 +170,11 @@ class _Estimate:
         times = rank.layers * self.micro_batches
         prefix = f"{rank.layers} layers x {self.micro_batches} micro-batches x "
         again = 0.0
-        for each in self.works:
-            again += each.recomputed
-            ratio = each.backward / each.forward if each.forward else 0.0
-            formula = f"{prefix}{1 + ratio:.3g} passes x ({each.detail})"
-            yield Term(each.name, times * (each.forward + each.backward), formula, each.source)
+        for work in self.works:
+            again += work.recomputed
+            ratio = work.backward / work.forward if work.forward else 0.0
+            formula = f"{prefix}{1 + ratio:.3g} passes x ({work.detail})"
+            yield Term(work.name, times * (work.forward + work.backward), formula, work.source)
         policy = self.workload.parallelism.activation_checkpointing
         yield Term("recomputation", times * again, f"{prefix}{again:.4g} s of the forward ({policy})")
         if rank.has_head:
@@ -384,18 +384,18 @@ class _Estimate:
 
     def _parameters(self, rank: _Part) -> float:
         """Return the unsharded parameters of a rank, after tp and ep."""
-        layer, outer = (sum(each.size for each in weights) for weights in (self.weights, self.outer))
+        layer, outer = (sum(weight.size for weight in weights) for weights in (self.weights, self.outer))
         return rank.layers * layer + (rank.embeds + rank.has_head) / 2 * outer
 
     def _sharded_parameters(self, rank: _Part, *, trained: bool = True) -> float:
         """Return the parameters of a rank after FSDP; by default, those that are trained."""
         workload = self.workload
-        experts = sum(each.size for each in self.weights if each.sharding is Sharding.experts)
+        experts = sum(weight.size for weight in self.weights if weight.sharding is Sharding.experts)
         whole = self._parameters(rank) - rank.layers * experts
         shards = whole / workload.fsdp + rank.layers * experts / workload.expert_fsdp
         if not (trained and workload.peft.adapts):
             return shards
-        widths = sum(each.rows + each.width for each in self.weights if each.is_matrix)
+        widths = sum(weight.rows + weight.width for weight in self.weights if weight.is_matrix)
         return rank.layers * workload.peft.rank * widths / workload.fsdp
 
     def _traffic(self, weights: tuple[Weight, ...]) -> ShardingTraffic:

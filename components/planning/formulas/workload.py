@@ -321,7 +321,7 @@ class Term:
 
 def total(terms: Iterable[Term]) -> float:
     """Return the sum of the values."""
-    return sum(each.value for each in terms)
+    return sum(term.value for term in terms)
 
 
 def three_digits(value: float) -> str:
@@ -399,8 +399,8 @@ def _fake_quantized(w: Workload) -> float:
     """Return the bytes of a layer's fake-quantized weights, and under int8_int4 of its linear layers' inputs."""
     if w.qat is Qat.none:
         return 0.0
-    weights = [each for each in w.architecture.layer_weights() if each.is_matrix]
-    linear = [each for each in weights if each.sharding is not Sharding.experts]
+    weights = [weight for weight in w.architecture.layer_weights() if weight.is_matrix]
+    linear = [weight for weight in weights if weight.sharding is not Sharding.experts]
     c, values = w.compute_bytes, sum(each.size for each in linear)
     if w.qat is Qat.int4_weight_only:  # torchao computes it in float32, and saves four results
         return values * (16 + (c if c < 4 else 0))

@@ -140,9 +140,9 @@ class _LinearTokenLoss(torch.autograd.Function):
             raise RuntimeError("the backward of the chunked loss ran twice: the first run frees its gradients")
         gradients = ctx.gradients
         if ctx.twice:
-            scaled = [None if each is None else each * grad for each in gradients]
+            scaled = [None if gradient is None else gradient * grad for gradient in gradients]
         else:
-            scaled = [None if each is None else each.mul_(grad) for each in gradients]
+            scaled = [None if gradient is None else gradient.mul_(grad) for gradient in gradients]
             ctx.gradients = None
         typed = [None if each is None else each.to(to) for each, to in zip(scaled, ctx.dtypes, strict=True)]
         return (*typed, None)

@@ -227,7 +227,7 @@ class _RewardLoss(TokenLoss):
         metrics = [margins, (margins > 0).to(margins.dtype), chosen, rejected]
         if self._cp_group is not None and dist.get_rank(self._cp_group) > 0:
             return loss - loss.detach()
-        self.add_sums(*(each.where(is_real, 0).sum() for each in metrics))
+        self.add_sums(*(metric.where(is_real, 0).sum() for metric in metrics))
         return loss
 
 

@@ -93,7 +93,9 @@ class Muon(torch.optim.Optimizer):
         skipped = None if self.found_inf is None else self.found_inf.bool()
         earlier: Transfer | None = None
         for bucket in self._exchange.buckets:  # the exchange of a bucket overlaps the arithmetic of the one before
-            transfer = Transfer(bucket, {each: self._direction(each, skipped) for each in bucket.parameters})
+            transfer = Transfer(
+                bucket, {parameter: self._direction(parameter, skipped) for parameter in bucket.parameters}
+            )
             if earlier is not None:
                 self._finish(earlier, skipped)
             earlier = transfer

@@ -291,8 +291,8 @@ class AdamW8bit(torch.optim.Optimizer):
         block = _block_of(state[_MOMENTS[0] + _SCALE], parameter)
         weights = local.contiguous()
         tensors = [weights.view(-1, block), gradient.contiguous().view(-1, block)]
-        codes = [local_tensor(state[each + _CODES]).view(-1, block) for each in _MOMENTS]
-        scales = [local_tensor(state[each + _SCALE]).view(-1) for each in _MOMENTS]
+        codes = [local_tensor(state[moment + _CODES]).view(-1, block) for moment in _MOMENTS]
+        scales = [local_tensor(state[moment + _SCALE]).view(-1) for moment in _MOMENTS]
         for tensor in (*tensors, *codes, *scales):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one graph for matrices of all sizes
         moments = list(zip(codes, scales, self._numbers_on(local.device), strict=True))

@@ -33,7 +33,7 @@ def train(workload: Workload, meter: Meter) -> None:
     for step in range(workload.total_steps):
         batches = list(workload.micro_batches(step))
         targets = [torch.nn.functional.pad(each["labels"][:, 1:], (0, 1), value=IGNORED) for each in batches]
-        count = sum(int((each != IGNORED).sum()) for each in targets)  # the recipe reads it on the host, too
+        count = sum(int((target != IGNORED).sum()) for target in targets)  # the recipe reads it on the host, too
         total = torch.zeros((), device=workload.device)
         for batch, labels in zip(batches, targets, strict=True):
             with workload.autocast:

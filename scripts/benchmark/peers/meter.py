@@ -93,8 +93,8 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     parameters = {id(each): each for group in groups for each in group["params"]}
     decayed = {group["weight_decay"] for group in groups}
     return {
-        "parameters": sum(each.numel() for each in parameters.values()),
-        "dtypes": sorted({str(each.dtype).removeprefix("torch.") for each in parameters.values()}),
+        "parameters": sum(parameter.numel() for parameter in parameters.values()),
+        "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()}),
         "lr": sorted({float(group["lr"]) for group in groups}),
         "betas": sorted({tuple(map(float, group["betas"])) for group in groups}),
         "eps": sorted({group["eps"] for group in groups}),

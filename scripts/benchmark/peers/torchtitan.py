@@ -41,7 +41,7 @@ def train(workload: Workload, meter: Meter) -> None:
     for step in range(workload.total_steps):
         batches = list(workload.micro_batches(step))
         targets = [torch.nn.functional.pad(each["labels"][:, 1:], (0, 1), value=IGNORED) for each in batches]
-        count = sum((each != IGNORED).sum() for each in targets)
+        count = sum((target != IGNORED).sum() for target in targets)
         total = torch.zeros((), device=workload.device)
         for batch, labels in zip(batches, targets, strict=True):
             positions = torch.arange(workload.seq_len, device=workload.device).expand_as(labels)
