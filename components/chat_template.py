@@ -250,8 +250,8 @@ class ChatTemplate:
             self._probed[key] = None
             if as_text != as_parts:
                 self._probed[key] = str if _PROBED in as_text else list if _PROBED in as_parts else None
-        found: type | None = self._probed[key]
-        return found
+        probed: type | None = self._probed[key]
+        return probed
 
     def _renders_result(self, content: Any, tools: list[dict[str, Any]] | None) -> bool:
         """Return whether the template encodes a tool result that is an object or a list, with all of its values."""

@@ -105,8 +105,8 @@ def figure_text(text: str, width: int = 1000) -> str:
 
 def is_logarithmic(values: Iterable[float], ratio: float = LOG_RATIO) -> bool:
     """Return whether values are positive and differ by more than a ratio."""
-    found = list(values)
-    return bool(found) and min(found) > 0 and max(found) > ratio * min(found)
+    numbers = list(values)
+    return bool(numbers) and min(numbers) > 0 and max(numbers) > ratio * min(numbers)
 
 
 def draw_curves(

@@ -94,13 +94,13 @@ def find_checkpoint(
     if resume == _NEVER:
         resume, mirror = _AUTO, None  # the copies may be of an earlier run
     folder = Path(run_dir) / CHECKPOINTS
-    found: list[str] = []
+    places: list[str] = []
     damaged: list[str] = []
     with fail_together(f"the checkpoints of {run_dir} could not be listed"):
         if this_rank() == 0:
-            found, damaged = _newest_first(folder, resume, mirror)
-    found, damaged = broadcast_json([found, damaged])
-    for place in found:
+            places, damaged = _newest_first(folder, resume, mirror)
+    places, damaged = broadcast_json([places, damaged])
+    for place in places:
         if mirror is not None and is_url(place):
             path, problems = fetch_checkpoint(mirror, place, folder, verify)
         else:
@@ -271,10 +271,10 @@ def stored_dtype_of(path: Path | str) -> str | None:
     """
     try:
         state = load_json(Path(path).expanduser() / CHECKPOINT_STATE)
-        found = state["extra"].get(STORED_DTYPE) or load_yaml(state["config"] or "")["model"]["dtype"]
+        dtype = state["extra"].get(STORED_DTYPE) or load_yaml(state["config"] or "")["model"]["dtype"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return None
-    return None if found == _AUTO else str(found)
+    return None if dtype == _AUTO else str(dtype)
 
 
 def _holds_average(stored: Iterable[str]) -> bool:

@@ -192,15 +192,15 @@ class Mirror:
         """
         try:
             check_claim(self.store, self.url, self._claim)
-            found = {copy.name: copy for copy in self.copies() if copy.name in self._claim.folders}
+            mirrored = {copy.name: copy for copy in self.copies() if copy.name in self._claim.folders}
             complete = [
                 (each, each.manifest)
-                for each in found.values()
+                for each in mirrored.values()
                 if each.manifest is not None and not each.problems and each.url not in self.damaged
             ]
             reasons = reasons_to_keep([manifest for _, manifest in complete], self._policy)
             removed = [each for (each, _), reason in zip(complete, reasons, strict=True) if not reason]
-            removed += [each for each in found.values() if CHECKPOINT_MANIFEST not in each.objects]
+            removed += [each for each in mirrored.values() if CHECKPOINT_MANIFEST not in each.objects]
             for each in removed:
                 if each.url != newest:
                     own = self._claim.folders[each.name]
@@ -232,11 +232,11 @@ class _RemoteCheckpoint:
         """A line for each file of the manifest that is missing or has another size; empty if all are there."""
         if self.manifest is None:
             return [self.damage or f"{CHECKPOINT_MANIFEST} is missing"]
-        found = {name: each.bytes for name, each in self.objects.items()}
+        sizes = {name: each.bytes for name, each in self.objects.items()}
         return [
-            f"{name} is missing" if name not in found else f"{name} has {found[name]} bytes instead of {record.bytes}"
+            f"{name} is missing" if name not in sizes else f"{name} has {sizes[name]} bytes instead of {record.bytes}"
             for name, record in self.manifest.files.items()
-            if found.get(name) != record.bytes
+            if sizes.get(name) != record.bytes
         ]
 
     @property

@@ -171,15 +171,15 @@ def read_headers(folder: Path, files: Sequence[str], numbers: Iterable[int]) -> 
     number_of = {str(folder / files[number]): number for number in numbers}
     reader = dcp.HuggingFaceStorageReader(str(folder))
     reader.fs = _Files(list(number_of))
-    found = reader.read_metadata()
+    metadata = reader.read_metadata()
     kinds: list[Kind] = []
     rows: list[int] = []
-    for name, described in found.state_dict_metadata.items():
+    for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             dtype = str(described.properties.dtype).removeprefix("torch.")
             kinds.append((name, dtype, len(described.size), len(described.chunks)))
             for chunk in described.chunks:
-                path = found.storage_data[MetadataIndex(name, chunk.offsets)].relative_path
+                path = metadata.storage_data[MetadataIndex(name, chunk.offsets)].relative_path
                 rows += [number_of[path], *chunk.offsets, *chunk.sizes]
     return kinds, rows
 

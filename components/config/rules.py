@@ -136,13 +136,13 @@ def legal_node_counts(
     if cluster.fewest_nodes == most or not cluster.procs_per_node.isdecimal():
         return [most], []
     counts = range(cluster.fewest_nodes, most)
-    found = {count: validate(cfg, count * int(cluster.procs_per_node), shape) for count in counts}
+    problems_of = {count: validate(cfg, count * int(cluster.procs_per_node), shape) for count in counts}
     problems = [
         f"cluster.nodes={cluster.nodes}: on {cluster.fewest_nodes} nodes: {problem}"
-        for problem in found[cluster.fewest_nodes]
+        for problem in problems_of[cluster.fewest_nodes]
         if problem not in on_most
     ]
-    return [count for count in counts if not found[count]] + [most], problems
+    return [count for count in counts if not problems_of[count]] + [most], problems
 
 
 def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEnum]:

@@ -228,8 +228,8 @@ def load_plan(path: str, model: nn.Module) -> TpPlan:
     The function may take the model. Values are torch styles, or names of transformers' styles. Raises ConfigError for
     anything else.
     """
-    found = import_class_from_path(path)
-    plan = _call_with(found, model, path) if callable(found) else found
+    imported = import_class_from_path(path)
+    plan = _call_with(imported, model, path) if callable(imported) else imported
     if not isinstance(plan, dict):
         raise ConfigError(f"parallelism.tp_plan={path}: must be a dict or return one, not {type(plan).__name__}")
     return {
@@ -265,16 +265,16 @@ def import_class_from_path(name: str) -> Any:
     for length in range(len(parts), 0, -1):
         candidate = ".".join(parts[:length])
         try:
-            found: Any = importlib.import_module(candidate)
+            value: Any = importlib.import_module(candidate)
         except ModuleNotFoundError as error:
             if error.name and (candidate == error.name or candidate.startswith(f"{error.name}.")):
                 continue
             raise
         for attribute in parts[length:] + (attributes.split(".") if attributes else []):
-            found = getattr(found, attribute, _MISSING)
-            if found is _MISSING:
+            value = getattr(value, attribute, _MISSING)
+            if value is _MISSING:
                 raise _ImportPathError(f"{name!r}: {candidate} has no {attribute!r}")
-        return found
+        return value
     raise _ImportPathError(f"{name!r}: there is no module {parts[0]!r}; install it, or add its folder to PYTHONPATH")
 
 

@@ -147,11 +147,11 @@ def _stored_config(path: Path) -> _StoredConfig:
     try:
         return _StoredConfig(read_intact(path / CONFIG))
     except ConfigError as error:
-        found = intact_copy(path)
-        if found is None:
+        copy = intact_copy(path)
+        if copy is None:
             raise ConfigError(f"run.dir={path}: {error}; restore it, or choose another run.dir") from error
         reason = "missing" if not os.path.lexists(path / CONFIG) else "it was damaged or edited by hand"
-        return _StoredConfig(found[1], found[0], reason)
+        return _StoredConfig(copy[1], copy[0], reason)
 
 
 @contextmanager
@@ -219,13 +219,13 @@ def _reject_live_job(path: Path, advice: str = "choose another run.dir") -> str 
         return f"was submitted, but it is unknown whether the cluster accepted the job ({error})"
     if job is None:
         return None
-    found = jobs_by_id([job]).get(job)
-    if found is None or found.doubt:
-        reason = found.doubt if found else "no cluster.kind uses such ids"
+    state = jobs_by_id([job]).get(job)
+    if state is None or state.doubt:
+        reason = state.doubt if state else "no cluster.kind uses such ids"
         return f"belongs to job {job}, which may still run: {reason}"
-    if not found.over:
+    if not state.over:
         raise ConfigError(
-            f"run.dir={path}: belongs to job {job}, which is {found.reported}; {advice}, or end the job with "
+            f"run.dir={path}: belongs to job {job}, which is {state.reported}; {advice}, or end the job with "
             f"{stop_command(job)}"
         )
     return None

@@ -329,13 +329,13 @@ def _raw(config: PreTrainedConfig | None, name: str) -> Any:
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
     """Return a config value, None if this family lacks it or if it differs between layers."""
-    found = _raw(config, name)
-    return None if found is _DIFFERS else found
+    value = _raw(config, name)
+    return None if value is _DIFFERS else value
 
 
 def _number(config: PreTrainedConfig, name: str) -> int | None:
-    found = _value(config, name)
-    return found if isinstance(found, int) else None
+    value = _value(config, name)
+    return value if isinstance(value, int) else None
 
 
 def _window(config: PreTrainedConfig) -> int | None:
@@ -364,8 +364,8 @@ def _layer_names(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[str,
     inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     lists = {name: layers for name, layers in lists.items() if id(layers) in inside} or lists
-    found = next((name for name, layers in lists.items() if len(layers) == count), None)
-    return _longest_list(model, lists) if found is None else _names_in(found, lists[found])
+    named = next((name for name, layers in lists.items() if len(layers) == count), None)
+    return _longest_list(model, lists) if named is None else _names_in(named, lists[named])
 
 
 def _longest_list(model: nn.Module, lists: Mapping[str, nn.ModuleList] | None = None) -> tuple[str, ...]:
@@ -472,9 +472,9 @@ def _needs_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[st
 
 def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     """Return the classes whose outputs transformers records as router logits."""
-    found: list[Any] = []
+    recorders: list[Any] = []
     for module in model.modules():
         recorded = (module._can_record_outputs or {}) if _is_pretrained(module) else {}
         routers: Any = recorded.get("router_logits", [])
-        found += routers if isinstance(routers, list) else [routers]
-    return tuple(dict.fromkeys(each if isinstance(each, type) else each.target_class for each in found))
+        recorders += routers if isinstance(routers, list) else [routers]
+    return tuple(dict.fromkeys(each if isinstance(each, type) else each.target_class for each in recorders))

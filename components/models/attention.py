@@ -383,11 +383,11 @@ def choose_kernel(rates: dict[str, float | str], default: str) -> tuple[str, str
     fastest = max(measured, key=measured.__getitem__, default=default)
     if measured.get(fastest, 0.0) < _FASTER * measured.get(default, 0.0):
         fastest = default
-    found = [
+    problems = [
         f"{name} {rate:,.0f} TFLOP/s" if isinstance(rate, float) else f"{name}: {rate}" for name, rate in rates.items()
     ]
     action = "torch's default kept" if fastest == default else "chosen by measurement"
-    return fastest, f"attention kernel: {fastest}, {action} ({'; '.join(found)})"
+    return fastest, f"attention kernel: {fastest}, {action} ({'; '.join(problems)})"
 
 
 def is_usable(name: str) -> bool:

@@ -119,8 +119,8 @@ def _eps(norm: nn.Module) -> float | None:
     """Return the constant of a norm with one weight vector; None for any other module."""
     if [(name, each.dim()) for name, each in norm.named_parameters()] != [("weight", 1)]:
         return None
-    found = {value for name in ("eps", "variance_epsilon") if isinstance(value := getattr(norm, name, None), float)}
-    return found.pop() if len(found) == 1 else None
+    epsilons = {value for name in ("eps", "variance_epsilon") if isinstance(value := getattr(norm, name, None), float)}
+    return epsilons.pop() if len(epsilons) == 1 else None
 
 
 def _fused_norm(norm: nn.Module, eps: float) -> type | None:

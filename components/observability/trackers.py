@@ -97,8 +97,8 @@ class TrackedRun:
 
     def stored_id(self, tracker: str) -> str | None:
         """Return a tracker's id of this run, stored by an earlier attempt; None if it has none."""
-        found = read_json(self.directory / _IDS).get(tracker)
-        return found if isinstance(found, str) else None
+        stored = read_json(self.directory / _IDS).get(tracker)
+        return stored if isinstance(stored, str) else None
 
     def store_id(self, tracker: str, run_id: str) -> None:
         """Store a tracker's id of this run for later attempts."""
@@ -274,8 +274,10 @@ class _MlflowTracker:
 
     def _experiment(self) -> str:
         """Return the id of the experiment, which is created if it does not exist."""
-        found = self._client.get_experiment_by_name(self._config.project)
-        return found.experiment_id if found is not None else self._client.create_experiment(self._config.project)
+        experiment = self._client.get_experiment_by_name(self._config.project)
+        return (
+            experiment.experiment_id if experiment is not None else self._client.create_experiment(self._config.project)
+        )
 
     def _log_config(self, config: dict[str, Any]) -> None:
         from mlflow.entities import Param, RunTag

@@ -216,7 +216,7 @@ class MeshResult:
         """Return short descriptions of all failures; empty if the mesh agrees with the reference."""
         if self.failed:
             return [f"failed: {self.failed}"]
-        found = [
+        differences = [
             f"{quantity} off by {value:.1e}"
             for quantity, value, bound in (
                 ("loss", self.loss, bounds.loss),
@@ -226,10 +226,10 @@ class MeshResult:
             if not value <= bound
         ]
         if self.different_replicas:
-            found.append(f"replicas differ: {', '.join(self.different_replicas[:3])}")
+            differences.append(f"replicas differ: {', '.join(self.different_replicas[:3])}")
         if self.missing:
-            found.append(f"no rank has {', '.join(self.missing[:3])}")
-        return found
+            differences.append(f"no rank has {', '.join(self.missing[:3])}")
+        return differences
 
 
 def _reference_rank(send: Callable[[str, Any], None], comparison: Comparison, folder: Path) -> None:

@@ -152,7 +152,7 @@ def _definition(main: FunctionType) -> ast.FunctionDef:
 
 def _step_arguments(file: Path, function: ast.FunctionDef) -> list[ast.expr]:
     """Return the model, the optimizer and the objective of a main's steps."""
-    found: dict[str, list[ast.expr]] = {}
+    definitions: dict[str, list[ast.expr]] = {}
     for call in ast.walk(function):
         if not (isinstance(call, ast.Call) and _called(call) == "train_step"):
             continue
@@ -161,10 +161,12 @@ def _step_arguments(file: Path, function: ast.FunctionDef) -> list[ast.expr]:
         wanted = [values[name] for name in ("model", "optimizer", "objective") if name in values]
         if len(wanted) < 3:
             raise _refused(file, call.lineno, "train_step needs a model, batches, an optimizer and an objective")
-        found[str([ast.dump(each) for each in wanted])] = wanted
-    if len(found) != 1:
-        raise _refused(file, function.lineno, f"{len(found)} different calls of train_step; a simulation needs one")
-    return next(iter(found.values()))
+        definitions[str([ast.dump(each) for each in wanted])] = wanted
+    if len(definitions) != 1:
+        raise _refused(
+            file, function.lineno, f"{len(definitions)} different calls of train_step; a simulation needs one"
+        )
+    return next(iter(definitions.values()))
 
 
 def _around_first_step(file: Path, function: ast.FunctionDef) -> tuple[list[ast.stmt], list[ast.stmt]]:
@@ -222,9 +224,9 @@ def _stored(tree: ast.AST) -> set[str]:
 
 def _loaded(tree: ast.AST) -> set[str]:
     """Return the names that a tree reads, also with an attribute, as in `meshbook.data`."""
-    found = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    loaded = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
     attributes = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
-    return found | {
+    return loaded | {
         f"{attribute.value.id}.{attribute.attr}" for attribute in attributes if isinstance(attribute.value, ast.Name)
     }
 

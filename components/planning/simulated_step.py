@@ -203,14 +203,16 @@ def _step(built: _Built, fake: FakeRank, tracker: StorageTracker) -> int:
 @contextmanager
 def _gradients_at_update(built: _Built, tracker: StorageTracker) -> Iterator[list[int]]:
     """Yield a list that gets the bytes of the gradients before the first optimizer's update."""
-    found: list[int] = []
+    gradient_bytes: list[int] = []
 
     def before_update(*_: Any) -> None:
         tracker.phase = lambda: _UPDATE
-        found.append(local_bytes(parameter.grad for parameter in built.parameters if parameter.grad is not None))
+        gradient_bytes.append(
+            local_bytes(parameter.grad for parameter in built.parameters if parameter.grad is not None)
+        )
 
     hooks = [optimizer.register_step_pre_hook(before_update) for optimizer in list_optimizers(built.optimizer)]
-    yield found
+    yield gradient_bytes
     for hook in hooks:
         hook.remove()
 

@@ -276,7 +276,7 @@ def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> 
     was, the earliest failure is. If ranks only lost a peer, it is a rank that exited with status 0 without a request,
     such as by `sys.exit()` in a recipe; ranks that lost a peer come last.
     """
-    found = []
+    candidates = []
     for ended in exits:
         report = reports.get(ended.rank)
         if ended.terminated and report is None:
@@ -287,10 +287,10 @@ def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> 
         when = report.time if report else ended.time
         what = f"{describe_exit(0)}{LEFT_EARLY}" if left else describe_exit(ended.status)
         what = "failed" if ended.terminated and not left else what
-        found.append((order, when, Failure(ended.rank, what, report)))
-    if all(order == 2 for order, *_ in found):
+        candidates.append((order, when, Failure(ended.rank, what, report)))
+    if all(order == 2 for order, *_ in candidates):
         return None
-    return min(found, key=lambda entry: entry[:2])[2]
+    return min(candidates, key=lambda entry: entry[:2])[2]
 
 
 def describe_exit(status: int) -> str:

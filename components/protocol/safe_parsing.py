@@ -64,10 +64,10 @@ def read_regular(path: Path, largest: int | None = None, count: int = -1) -> byt
     Raises OSError for a pipe or a device, whose content may never end, and for a file of more than `largest` bytes.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        if largest is not None and found.st_size > largest:
+        if largest is not None and status.st_size > largest:
             raise OSError(errno.EFBIG, f"Larger than {largest:,} bytes", str(path))
         return file.read(count)
 

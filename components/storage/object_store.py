@@ -89,8 +89,8 @@ class ObjectStore:
         """
 
         def find() -> list[StoredObject]:
-            found = self._fs.find(url.rstrip("/") + "/", detail=True)
-            listed = [self._described(each) for _, each in sorted(found.items())]
+            listing = self._fs.find(url.rstrip("/") + "/", detail=True)
+            listed = [self._described(each) for _, each in sorted(listing.items())]
             return [
                 each for each in listed if each.url != url.rstrip("/") and (each.bytes or not each.url.endswith("/"))
             ]

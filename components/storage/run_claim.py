@@ -95,11 +95,11 @@ def take_claim(store: ObjectStore, url: str, run: str, strangers: Collection[str
     Of two starts at the same time one gets the URL. Arguments as in `_claim_problem`. Raises ConfigError if the URL
     cannot belong to the run, or another start got it, and StorageError.
     """
-    found = _read_claim(store, url)
-    if problem := _claim_problem(found, url, run, strangers):
+    claim = _read_claim(store, url)
+    if problem := _claim_problem(claim, url, run, strangers):
         raise ConfigError(problem)
-    mine = RunClaim(run, secrets.token_hex(16), {} if found is None else found.folders)
-    store.put(join(url, OWNER), _encode(mine), only_new=found is None)
+    mine = RunClaim(run, secrets.token_hex(16), {} if claim is None else claim.folders)
+    store.put(join(url, OWNER), _encode(mine), only_new=claim is None)
     time.sleep(_SETTLE_SECONDS)
     check_claim(store, url, mine)
     return mine
@@ -107,13 +107,13 @@ def take_claim(store: ObjectStore, url: str, run: str, strangers: Collection[str
 
 def check_claim(store: ObjectStore, url: str, mine: RunClaim) -> None:
     """Raise ConfigError if another start has taken the URL over; write the claim again if it was removed."""
-    found = _read_claim(store, url)
-    if found is None:
+    claim = _read_claim(store, url)
+    if claim is None:
         store.put(join(url, OWNER), _encode(mine), only_new=True)
-        found = _read_claim(store, url)
-    if problem := _claim_problem(found, url, mine.run, ()):
+        claim = _read_claim(store, url)
+    if problem := _claim_problem(claim, url, mine.run, ()):
         raise ConfigError(problem)
-    if found is not None and found.token != mine.token:
+    if claim is not None and claim.token != mine.token:
         raise ConfigError(
             f"checkpoint.remote={url}: another start of the run {shown_names([mine.run])} uses it now; wait until that "
             "has ended, or set checkpoint.remote to another URL"

@@ -71,10 +71,10 @@ class OpenFile:
         self._name, self._kind, self._remedy = str(path), kind, remedy
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         weakref.finalize(self, os.close, self._descriptor)
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", self._name)
-        self.size = found.st_size
+        self.size = status.st_size
 
     def read(self, count: int, offset: int) -> bytes:
         """Return `count` bytes. Raises OSError if the file is shorter."""
@@ -340,7 +340,7 @@ class KnownNumbers:
     def _stamps_now(self) -> list[list[Any]]:
         stamps, self._last_change = [], 0.0
         for file in self._files:
-            found = file.stat()
-            stamps.append([str(file), found.st_size, found.st_ino, found.st_mtime_ns])
-            self._last_change = max(self._last_change, found.st_mtime)
+            status = file.stat()
+            stamps.append([str(file), status.st_size, status.st_ino, status.st_mtime_ns])
+            self._last_change = max(self._last_change, status.st_mtime)
         return stamps

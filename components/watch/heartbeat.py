@@ -328,13 +328,13 @@ def _pending_collectives(by_rank: Mapping[int, Progress], excluded: Iterable[str
         for group, counts in progress.items():
             if group not in excluded:
                 by_group.setdefault(group, {})[rank] = counts
-    found = []
+    records = []
     for group, members in sorted(by_group.items()):
         number = 1 + min(completed for _, _, completed in members.values())
         stages = {rank: _stage(counts, number) for rank, counts in members.items()}
         if set(stages.values()) != {"not joined"}:
-            found.append(Pending(group, number, stages))
-    return found
+            records.append(Pending(group, number, stages))
+    return records
 
 
 def _stage(counts: list[int], number: int) -> str:

@@ -204,8 +204,8 @@ def entry_text(entry: Entry, width: int, stated: Sequence[str] = ()) -> str:
 
 def _value(values: Mapping[str, Any], key: str) -> str:
     """Return a composed value as text; empty for a required one."""
-    found = value_at(values, key)
-    return "" if found == UNSET else written(found)
+    value = value_at(values, key)
+    return "" if value == UNSET else written(value)
 
 
 def _class_of(schema: type, values: Mapping[str, Any]) -> type:
@@ -313,16 +313,16 @@ def recipes_with(section: str) -> list[str]:
 @functools.cache
 def keys_of(schema: type, prefix: str) -> dict[str, Key]:
     """Return the keys of a dataclass and of the dataclasses in it, by name."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     docs, hints = _field_docs(schema), type_hints(schema)
     for field in dataclasses.fields(schema):
         name, hint = f"{prefix}.{field.name}", hints[field.name]
         doc = docs.get(field.name, "")
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            found |= {name: Key("section", "", doc), **keys_of(hint, name)}
+            keys |= {name: Key("section", "", doc), **keys_of(hint, name)}
         else:
-            found[name] = Key(_describe_type(hint), _default_of(field), doc, choices_of(hint))
-    return found
+            keys[name] = Key(_describe_type(hint), _default_of(field), doc, choices_of(hint))
+    return keys
 
 
 def variants_of(classes: list[type]) -> dict[str, type]:

@@ -122,8 +122,8 @@ class OverrideChecks:
 
     def file_independent(self, overrides: Iterable[str]) -> list[str]:
         """Return the problems of overrides that do not depend on the config files."""
-        found = (self._syntax_or_key_problem(override) for override in overrides if not self.is_option(override))
-        return [problem for problem in found if problem]
+        problems = (self._syntax_or_key_problem(override) for override in overrides if not self.is_option(override))
+        return [problem for problem in problems if problem]
 
     def value_problem(self, override: str) -> str | None:
         """Return the problem of the override of a value, or None."""

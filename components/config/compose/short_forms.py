@@ -190,8 +190,8 @@ def _columns(path: str) -> set[str]:
     if is_url(path) or not _exists(path):
         return set()
     with suppress(ConfigError, OSError, ImportError):
-        found = set(columns_of(files_of_split(Location("data.path", path, "train"))[0]))
-        return set() if {"text", "label"} <= found else found
+        columns = set(columns_of(files_of_split(Location("data.path", path, "train"))[0]))
+        return set() if {"text", "label"} <= columns else columns
     return set()
 
 

@@ -78,7 +78,7 @@ def read_files(request: Request, options: Iterable[Override]) -> list[ConfigFile
     version.setbase("1.3")
     folders = _Folders(request)
     try:
-        found = create_defaults_list(folders, request.name, list(options), prepend_hydra=False, skip_missing=False)
+        selected = create_defaults_list(folders, request.name, list(options), prepend_hydra=False, skip_missing=False)
     except ConfigError:
         raise
     except RecursionError as error:
@@ -88,7 +88,8 @@ def read_files(request: Request, options: Iterable[Override]) -> list[ConfigFile
     except ValueError as error:  # such as an item of a defaults list that is neither a text nor a mapping
         raise HydraException(str(error)) from error
     named = [
-        (default.config_path, (default.package or "").replace("_global_", "").strip(".")) for default in found.defaults
+        (default.config_path, (default.package or "").replace("_global_", "").strip("."))
+        for default in selected.defaults
     ]
     return [ConfigFile(name, package, folders.values(name, package)) for name, package in named if name is not None]
 
@@ -214,10 +215,10 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 def value_at(values: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key of nested dicts; None if there is none."""
-    found: Any = values
+    value: Any = values
     for name in key.split(".") if key else ():
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _is_there(file: Path) -> bool:

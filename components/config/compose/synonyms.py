@@ -232,5 +232,5 @@ def synonym_of(name: str, keys: Collection[str]) -> str | None:
 def option_synonym(group: str, name: str) -> str | None:
     """Return the option of a group that other tools call `name`, or None."""
     same = name.lower().replace("-", "_")
-    found = (option for option, names in _OPTIONS.items() if same in names.split())
-    return next((option.partition("=")[2] for option in found if option.startswith(f"{group}=")), None)
+    matching = (option for option, names in _OPTIONS.items() if same in names.split())
+    return next((option.partition("=")[2] for option in matching if option.startswith(f"{group}=")), None)

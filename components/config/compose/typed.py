@@ -410,16 +410,16 @@ def types_at(schema: type, key: str) -> Types:
 
 def below(kinds: Types, name: str) -> Types:
     """Return the type hints of an entry of a section, dict or list."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for hint in alternatives(kinds):
         if isinstance(hint, type) and is_dataclass(hint):
             hints = (type_hints(variant) for variant in kinds_of(hint).values() or (hint,))
-            found += [each[name] for each in hints if name in each]
+            parts += [each[name] for each in hints if name in each]
         elif get_origin(hint) is dict:
-            found.append(get_args(hint)[1])
+            parts.append(get_args(hint)[1])
         elif get_origin(hint) in (list, tuple):
-            found += [each for each in get_args(hint) if each is not ...]
-    return tuple(dict.fromkeys(found))
+            parts += [each for each in get_args(hint) if each is not ...]
+    return tuple(dict.fromkeys(parts))
 
 
 def alternatives(kinds: Iterable[Any]) -> Iterator[Any]:

@@ -315,9 +315,9 @@ class KubernetesConfig:
     def parsed_tolerations(self) -> list[dict[str, str]]:
         """`tolerations` as in a pod's specification."""
         parsed = []
-        for found in filter(None, map(_TOLERATION.fullmatch, self.tolerations)):
-            entry = {"key": found["key"], "operator": "Exists" if found["value"] is None else "Equal"}
-            entry |= {name: value for name in ("value", "effect") if (value := found[name])}
+        for toleration in filter(None, map(_TOLERATION.fullmatch, self.tolerations)):
+            entry = {"key": toleration["key"], "operator": "Exists" if toleration["value"] is None else "Equal"}
+            entry |= {name: value for name in ("value", "effect") if (value := toleration[name])}
             parsed.append(entry)
         return parsed
 

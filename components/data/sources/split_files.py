@@ -142,14 +142,14 @@ def _names_in(folder: Path) -> list[Path]:
 
 def _splits_of(location: Location, names: Sequence[Path]) -> Mapping[Path, str | None]:
     """Return the split of each data file, None if it has none: all are train if no name has a split's prefix."""
-    found = [name for name in names if format_of(name) and not _is_hidden(name)]
+    matching = [name for name in names if format_of(name) and not _is_hidden(name)]
     for kept in (lambda name: name.name not in _METADATA, lambda name: format_of(name) != ".txt"):
-        found = [name for name in found if kept(name)] or found
+        matching = [name for name in matching if kept(name)] or matching
     saved = [name.parent for name in names if name.name == _SAVED_DICT]
     known = [split for split in (location.split, location.other_split, *_SPLITS) if split is not None]
     known.sort(key=len, reverse=True)  # train_small.jsonl belongs to train only without a split train_small
-    splits = {name: _split_of(name, known, saved) for name in found}
-    return splits if any(splits.values()) else dict.fromkeys(found, "train")
+    splits = {name: _split_of(name, known, saved) for name in matching}
+    return splits if any(splits.values()) else dict.fromkeys(matching, "train")
 
 
 def _split_of(name: Path, known: Sequence[str], saved: Sequence[Path]) -> str | None:
@@ -266,8 +266,8 @@ def _objects_of_split(store: ObjectStore, location: Location) -> dict[Path, Stor
     if format_of(Path(location.path)):
         _check_single_file(location, Path(location.path))
         return {Path(Path(location.path).name): store.stat(location.path)}
-    found = _objects_below(store, location)
-    return {name: found[name] for name in _names_of_split(location, list(found))}
+    objects = _objects_below(store, location)
+    return {name: objects[name] for name in _names_of_split(location, list(objects))}
 
 
 def _objects_below(store: ObjectStore, location: Location) -> dict[Path, StoredObject]:

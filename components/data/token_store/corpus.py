@@ -182,8 +182,8 @@ class StoreFolder:
             )
         names = sorted(name for name in sizes if name.endswith(SHARD))
         with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
-            found = zip(names, pool.map(self.shard, names), strict=True)
-            return {name: shard for name, shard in found if shard is not None}
+            shards = zip(names, pool.map(self.shard, names), strict=True)
+            return {name: shard for name, shard in shards if shard is not None}
 
     def shard(self, name: str) -> _StoredShard | None:
         """Return what the header of a shard stores; None if it does not exist.
@@ -485,5 +485,5 @@ def _content_of(file: InputFile) -> dict[str, object]:
 def _file_stamp(path: Path) -> tuple[int, int, int]:
     """Return inode, size and modification time of a file, which differ once it is written to or replaced."""
     with readable(path):
-        found = os.stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns
+        status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -200,14 +200,14 @@ def _open_gateway(store_port: int) -> tuple[str, int, bytes]:
 
 def _node_addresses() -> list[str]:
     """Return the addresses of this node's name, then the address that srun was started from, without loopback ones."""
-    found: list[str] = []
+    addresses: list[str] = []
     with contextlib.suppress(OSError):
-        found += [
+        addresses += [
             str(info[4][0])
             for info in socket.getaddrinfo(node_name(os.environ), None, socket.AF_INET, socket.SOCK_STREAM)
         ]
-    found += [os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")]
-    return [address for address in dict.fromkeys(found) if address and not is_loopback(address)]
+    addresses += [os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")]
+    return [address for address in dict.fromkeys(addresses) if address and not is_loopback(address)]
 
 
 def _await_file(file: Path, variables: RankVariables, timeout: timedelta) -> dict[str, Any]:

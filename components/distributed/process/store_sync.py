@@ -115,8 +115,8 @@ class StoreSync:
             self.poll(lambda: self.has("outcome"), timeout)
         if not self.has("outcome"):
             missing = [rank for rank in range(self.size) if not self.has(f"value/{rank}")]
-            found = {} if missing else {"values": [self.read(f"value/{rank}") for rank in range(self.size)]}
-            self.set_once("outcome", json.dumps(found or {"missing": missing}))
+            answer = {} if missing else {"values": [self.read(f"value/{rank}") for rank in range(self.size)]}
+            self.set_once("outcome", json.dumps(answer or {"missing": missing}))
         outcome = json.loads(self.read("outcome"))
         if "missing" in outcome:
             self.acknowledge()

@@ -253,11 +253,11 @@ def _choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], down: Sequ
 def _record_down_nodes(logs: Path, down: Sequence[str]) -> None:
     """Print which nodes of an earlier attempt are down now, and record that they failed in it."""
     used = lines_of(logs / _NODES)
-    found = [entry for entry in dict.fromkeys(down) if entry.partition("|")[0] in used]
-    for entry in found:
+    entries = [entry for entry in dict.fromkeys(down) if entry.partition("|")[0] in used]
+    for entry in entries:
         node, state, reason = (*entry.split("|", 2), "", "")[:3]
         print_text(f"node {node} of the previous attempt is {state}: {reason}", flush=True)
-    _record_failed_nodes(logs, [entry.partition("|")[0] for entry in found])
+    _record_failed_nodes(logs, [entry.partition("|")[0] for entry in entries])
 
 
 def _record_failed_nodes(logs: Path, nodes: Iterable[str]) -> None:

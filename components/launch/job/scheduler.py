@@ -404,7 +404,7 @@ def _git_files(folder: Path) -> list[Path] | None:
 
 def _walk(folder: Path, *, include_all: bool) -> list[Path]:
     """Return code and text files under `folder`; without `include_all`, only those at its top level and in packages."""
-    found: list[Path] = []
+    files_below: list[Path] = []
     for path, folders, files in os.walk(folder):
         here = Path(path)
         folders[:] = sorted(
@@ -413,5 +413,5 @@ def _walk(folder: Path, *, include_all: bool) -> list[Path]:
             if not (name.startswith(".") or name in _EXCLUDED or (here / name / "pyvenv.cfg").exists())
             and (include_all or (here / name / "__init__.py").exists())
         )
-        found += [here / name for name in sorted(files) if Path(name).suffix in _SUFFIXES]
-    return found
+        files_below += [here / name for name in sorted(files) if Path(name).suffix in _SUFFIXES]
+    return files_below

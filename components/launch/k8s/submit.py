@@ -216,8 +216,8 @@ def job_problems(cfg: RecipeConfig) -> Findings:
     if cluster.only_renders:
         return problems, notes + _unchecked(cluster)
     workload = next(each for each in objects_in(text, "manifest") if is_workload(each))
-    found = _ask(cluster, workload)
-    return problems + found[0], notes + found[1]
+    answers = _ask(cluster, workload)
+    return problems + answers[0], notes + answers[1]
 
 
 def _as_notes(problems: list[str]) -> list[str]:

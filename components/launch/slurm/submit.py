@@ -125,8 +125,8 @@ class SlurmScheduler(Scheduler):
         if answer.status:
             raise ConfigError(f"cluster.kind=slurm: squeue failed: {answer.errors}")
         listed = [line.partition(" ") for line in answer.output.splitlines()]
-        found = [job for job, _, text in listed if text.strip() == (tag or str(file))]
-        return max(found, key=int, default=None)
+        jobs = [job for job, _, text in listed if text.strip() == (tag or str(file))]
+        return max(jobs, key=int, default=None)
 
     def find_command(self, file: Path, tag: str) -> str:
         """Return a squeue command."""

@@ -325,8 +325,8 @@ class SweepRow(RunNumbers):
     def numbers(self) -> dict[str, float]:
         """Return the metrics of result.json and metrics.jsonl by name, without those whose last value is not finite."""
         final = {key: value for key, value in self.result.items() if is_number(value)}
-        found = self.last_logged | dict.fromkeys(self.result.get(NONFINITE) or {}, math.nan) | final
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+        losses = self.last_logged | dict.fromkeys(self.result.get(NONFINITE) or {}, math.nan) | final
+        return {name: value for name, value in losses.items() if math.isfinite(value)}
 
     def number(self, metric: str) -> float | None:
         """Return the last value of a metric; None if the point has none, or if it is not finite."""

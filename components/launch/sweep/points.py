@@ -295,8 +295,8 @@ def _all_at_once(sweep: Sweep) -> bool:
 def _adopt_job(sweep: Sweep, point: Point) -> bool:
     """Return whether a job of the point has not ended, as in a study that continues, and record its submission."""
     job = None if point.runs_here else job_of(sweep.run_dir(point))
-    found = jobs_by_id([job]).get(job) if job else None
-    if found is None or found.over:
+    running = jobs_by_id([job]).get(job) if job else None
+    if running is None or running.over:
         return False
     record = read_record(sweep, point) or PointRecord(time.time())
     write_record(sweep, point, replace(record, status=0))

@@ -138,12 +138,12 @@ def _compare_losses(rows: list[SweepRow]) -> Agreement:
         if row.state == "ok" and row.config and any(row.result.get(name) is not None for name in (*BEFORE, *_AFTER)):
             curves[json.dumps(_curve_config(row.config), sort_keys=True, default=str)].append(row)
     compared = [curve for curve in curves.values() if len(curve) > 1]
-    found = Agreement()
+    agreement = Agreement()
     if not compared:
-        found.notes.append("losses: not compared, since no two ok points should train the same curve")
+        agreement.notes.append("losses: not compared, since no two ok points should train the same curve")
     for curve in compared:
-        _compare(curve, found)
-    return found
+        _compare(curve, agreement)
+    return agreement
 
 
 def _share_one_curve(rows: list[SweepRow]) -> bool:

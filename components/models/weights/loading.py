@@ -341,8 +341,8 @@ def _check(
     sources = {source for name, source in plan.direct.items() if expected[name].is_floating_point()}
     sources |= {source for each in plan.converted.values() for source, _ in each.sources}
     integers = [f"{source} ({not_floats[source]})" for source in sorted(sources & not_floats.keys())]
-    found = {*plan.direct, *(name for first, each in plan.converted.items() for name in _converted_names(each, first))}
-    missing = [name for name, _ in meta_model.named_parameters() if name not in found and name not in new]
+    loaded = {*plan.direct, *(name for first, each in plan.converted.items() for name in _converted_names(each, first))}
+    missing = [name for name, _ in meta_model.named_parameters() if name not in loaded and name not in new]
     misshaped = [
         _misshaped(given, name, shapes[source], expected[name].shape)
         for name, source in plan.direct.items()

@@ -147,7 +147,7 @@ def find_file(files: ModelFiles, name: str, revision: str | None, *, download: b
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(
+        cached = cached_file(
             files.name_or_folder,
             name,
             revision=revision,
@@ -157,7 +157,7 @@ def find_file(files: ModelFiles, name: str, revision: str | None, *, download: b
         )
     except (OSError, ValueError) as error:
         raise explain_loading_error(error, files, "model.path", "weights") from error
-    return Path(found) if found else None
+    return Path(cached) if cached else None
 
 
 def require_finite(values: torch.Tensor, where: str) -> torch.Tensor:

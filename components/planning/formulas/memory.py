@@ -104,16 +104,16 @@ def held(workload: Workload, weights: Iterable[Weight]) -> _Held:
 
 def adapters(workload: Workload) -> _Held:
     """Return the elements of a layer's LoRA matrices: A (rank, in) and B (out, rank) for each linear layer."""
-    rank, tp, found = workload.peft.rank, workload.mesh.tp, []
+    rank, tp, factors = workload.peft.rank, workload.mesh.tp, []
     for whole, local in zip(
         workload.architecture.layer_weights(), workload.architecture.layer_weights(tp, workload.mesh.ep), strict=True
     ):
         if not local.is_matrix or local.sharding is Sharding.experts or ("gate" in whole.name and whole.rows == 1):
             continue
-        found += [Weight("A", rank, local.width), Weight("B", local.rows, rank)]
+        factors += [Weight("A", rank, local.width), Weight("B", local.rows, rank)]
         if workload.peft.dora:
-            found.append(Weight("magnitude", local.rows, 1))
-    return held(workload, found)
+            factors.append(Weight("magnitude", local.rows, 1))
+    return held(workload, factors)
 
 
 def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:

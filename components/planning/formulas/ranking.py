@@ -86,7 +86,7 @@ def _rank_plans(
     unsharded = replace(cfg, parallelism=_SINGLE)
     base = build_workload(unsharded, single, on_gpu=hardware.is_gpu, device_memory=hardware.gpu_memory)
     limit = usable_bytes(hardware) / (1 + ESTIMATE_ERROR)
-    found: list[Plan] = []
+    plans: list[Plan] = []
     smallest: Candidate | None = None
     least = 0
     legal = candidates(cfg, shape, choice, left_out)
@@ -103,16 +103,16 @@ def _rank_plans(
             if memory.peak > limit:
                 left_out.add(f"needs more than {_limit_text(hardware)}")
                 continue
-            found.append(Plan(each, workload, memory, estimate_time(workload, hardware)))
+            plans.append(Plan(each, workload, memory, estimate_time(workload, hardware)))
             if each.mesh.pp == 1:
                 break  # without a pipeline, a smaller micro-batch is not faster
-    if not found and smallest is None and not left_out.reasons:
+    if not plans and smallest is None and not left_out.reasons:
         cfg.parallelism.resolve(choice.world)  # raises the reason: degrees that cannot multiply to the world size
-    if not found:
+    if not plans:
         raise ConfigError(_nothing_fits(smallest, least, choice, hardware, left_out))
-    found.sort(key=lambda plan: (plan.time.seconds, plan.memory.peak))
+    plans.sort(key=lambda plan: (plan.time.seconds, plan.memory.peak))
     best: dict[tuple[object, ...], Plan] = {}
-    for plan in found:
+    for plan in plans:
         parallelism = plan.candidate.parallelism
         key = plan.candidate.mesh, parallelism.strategy, parallelism.pp_schedule
         if best.setdefault(key, plan) is not plan:

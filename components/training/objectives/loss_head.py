@@ -199,16 +199,16 @@ class _TakesTargets:
 
 
 def _chunk_logits(device: torch.device, mesh: Mesh | None) -> int | None:
-    """Return the logits of a chunk by the memory of the GPU, the least of the tp ranks; None on other devices.
+    """Return the most logits of a chunk for the memory of the GPU, the least of the tp ranks; None on other devices.
 
     tp ranks that share the vocabulary must divide their tokens alike, as each chunk has collectives.
     """
     if device.type != "cuda":
         return None
-    found = torch.tensor(chunk_logits(torch.cuda.get_device_properties(device).total_memory))
+    limit = torch.tensor(chunk_logits(torch.cuda.get_device_properties(device).total_memory))
     if mesh is not None and mesh.size("tp") > 1:
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=mesh["tp"].get_group())
-    return int(found)
+        dist.all_reduce(limit, dist.ReduceOp.MIN, group=mesh["tp"].get_group())
+    return int(limit)
 
 
 def local_head(head: Any, spec: Head) -> tuple[torch.Tensor, torch.Tensor | None, Head, DeviceMesh | None]:

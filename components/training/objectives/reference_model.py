@@ -225,8 +225,8 @@ def _identity_of_weights(cfg: DpoConfig) -> str:
     elif cfg.model.path is not None:
         files = locate(cfg.model.path)
         folder = Path(files.name_or_folder)
-        found = [folder / files.gguf_file] if files.gguf_file else sorted(folder.glob("*.safetensors"))
-        parts["weights"] = _sample_of(found) if files.is_local else [files.name_or_folder, cfg.model.revision]
+        weights = [folder / files.gguf_file] if files.gguf_file else sorted(folder.glob("*.safetensors"))
+        parts["weights"] = _sample_of(weights) if files.is_local else [files.name_or_folder, cfg.model.revision]
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -141,9 +141,9 @@ class TeacherStore:
             own = _no_values(self._header.top_k, run.device)
             if hidden is not None and head is not None:
                 rows = hidden.to(teacher.compute_dtype)[is_target]  # (targets, hidden)
-                found = self._values(head, rows, batch.targets[is_target])
+                stored = self._values(head, rows, batch.targets[is_target])
                 if settings.counts_tokens:
-                    own = {**found, _SLOT: batch.token_values[_SLOT][is_target]}
+                    own = {**stored, _SLOT: batch.token_values[_SLOT][is_target]}
             everyone = {name: torch.cat([each.cpu() for each in all_gather(own[name])]) for name in own}
             order = everyone.pop(_SLOT).sort()
             expected = torch.arange(done, done + len(order.values))
@@ -168,8 +168,8 @@ class TeacherStore:
             if temperature != 1:
                 log_p = log_softmax(log_p.div_(temperature), vocabulary.group, False)[0]
             top_k = find_top_k(log_p, k, vocabulary)
-            found = {TOKEN_IDS: top_k.ids.int(), LOG_PROBS: top_k.log_probs, TARGET_LOG_PROB: of_targets}
-            parts.append({name: each if name == TOKEN_IDS else each.float() for name, each in found.items()})
+            columns = {TOKEN_IDS: top_k.ids.int(), LOG_PROBS: top_k.log_probs, TARGET_LOG_PROB: of_targets}
+            parts.append({name: each if name == TOKEN_IDS else each.float() for name, each in columns.items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != _SLOT}
 
 
