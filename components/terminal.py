@@ -155,6 +155,7 @@ def fit_table(
         for number, column in enumerate(columns):
             if number not in texts:
                 widths[number] = max(*map(len, column[1:]), *map(len, header[number].split()))
+        # The widest text loses one character at a time, so that all texts end nearly equally wide.
         while sum(widths) > room and (wide := [text for text in texts if widths[text] > least[text]]):
             widths[max(wide, key=lambda each: widths[each])] -= 1
         while sum(widths) < room:  # to the highest header

@@ -319,6 +319,7 @@ def fetch_checkpoint(
     absent = []
     try:
         with fail_together(failure):
+            # Largest first, so that the ranks get about equally many bytes.
             for each in sorted(listed, key=lambda each: each.bytes, reverse=True)[rank::world]:
                 try:
                     mirror.store.download(each, tmp / name_of(each.url))

@@ -142,6 +142,7 @@ def make_optimizer_state(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+    # Under pp a rank has only its own parameters: whether a run trains one at all is known by all ranks together.
     trained_anywhere = merge_over_ranks({name: True for name, each in parameters.items() if id(each) in owners})
     dropped: dict[str, str] = {}
     for optimizer in list_optimizers(optimizers):

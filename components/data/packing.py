@@ -290,13 +290,13 @@ def _best_fit(counts: np.ndarray, size: int) -> list[Pattern]:
         count = int(counts[length])
         while count:
             larger = rooms >> length
-            if not larger:
+            if not larger:  # no open row has room: as many new rows as the documents of this length fill
                 at_once = min(count, size // length)
                 rows = count // at_once
                 rooms = put([length] * at_once, rows, size - length * at_once)
                 count -= rows * at_once
                 continue
-            room = length + (larger & -larger).bit_length() - 1
+            room = length + (larger & -larger).bit_length() - 1  # lowest bit: the least room that is enough
             pattern, rows = rows_with[room].pop()
             taken = min(count, rows)
             if taken < rows:

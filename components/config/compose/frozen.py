@@ -166,7 +166,7 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """
     container, problems, read = copy.deepcopy(values), dict[str, str](), dict[str, dict[str, str]]()
     holders = list(_interpolations(container, (), ""))
-    for key, path, plain in holders:
+    for key, path, plain in holders:  # alone, since one that does not parse would fail the whole config below
         try:
             OmegaConf.create([plain[path[-1]]])
         except OmegaConfBaseException as error:  # ${ without }
@@ -174,7 +174,7 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     cfg = OmegaConf.create(_referable(container), flags={"allow_objects": True}) if holders else OmegaConf.create()
     with _conf_resolvers(), _recorded_environment() as variables_read:
         for key, (*parents, name), plain in [holder for holder in holders if holder[0] not in problems]:
-            variables_read.clear()
+            variables_read.clear()  # so that each key answers for the variables that it reads itself
             try:
                 value = functools.reduce(getitem, parents, cfg)[name]
                 plain[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -190,7 +190,7 @@ def resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         if key in problems and isinstance(plain, dict):
             del plain[path[-1]]
         elif key in problems:
-            plain[path[-1]] = ""
+            plain[path[-1]] = ""  # an entry of a list stays, so that the others keep their index
     return container, problems
 
 

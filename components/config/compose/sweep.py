@@ -119,6 +119,7 @@ def expand_sweep(
     columns = _columns([given for given in swept if given.input_line not in rejected])
     problems += _count_problems(keys, columns, listed)
     if problems:
+        # The first point is composed all the same: one message then has the problems of its values, too.
         readable = [given for given in parsed if given.input_line not in rejected]
         first = long_forms([_first_value(given) for given in readable], schema, request.folders)
         composed = compose(

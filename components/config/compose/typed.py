@@ -106,14 +106,7 @@ def with_defaults(values: Any, hint: Any, default: Any = UNSET) -> Any:
 
 def section_class(hint: Any) -> Any:
     """Return the dataclass of a section, which may be null; None for a key that is no section."""
-    return next(
-        (
-            alternative
-            for alternative in alternatives((hint,))
-            if isinstance(alternative, type) and is_dataclass(alternative)
-        ),
-        None,
-    )
+    return next((kind for kind in alternatives((hint,)) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def _default_of(each: Any) -> Any:
@@ -231,7 +224,7 @@ class _Builder:
             return self.build(value, section, f"{key}.")
         if get_origin(hint) is list and isinstance(value, list) and (section := section_class(get_args(hint)[0])):
             return [self.build(entry, section, f"{key}[{number}].") for number, entry in enumerate(value)]
-        dicts = [alternative for alternative in alternatives((hint,)) if get_origin(alternative) is dict]
+        dicts = [choice for choice in alternatives((hint,)) if get_origin(choice) is dict]
         if dicts and isinstance(value, dict):
             key_hint, entry_hint = get_args(dicts[0])
             return self._entries(value, key_hint, entry_hint, key)
@@ -448,9 +441,7 @@ def is_class(hint: Any, base: Any) -> bool:
 def _keep_texts(node: yaml.Node, kinds: Types) -> None:
     """Mark the scalars below a node as texts that `kinds` has as texts."""
     if isinstance(node, yaml.MappingNode):
-        has_names = any(
-            is_dataclass(alternative) or get_args(alternative)[:1] == (str,) for alternative in alternatives(kinds)
-        )
+        has_names = any(is_dataclass(choice) or get_args(choice)[:1] == (str,) for choice in alternatives(kinds))
         for index, (key, value) in enumerate(node.value):
             if key.tag == f"{_TAG}merge":
                 for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:

@@ -271,13 +271,14 @@ def _groups_of_total(sizes: np.ndarray, wanted: int) -> np.ndarray:
             left = left[fitting:]
         chosen[np.argmin(sizes)] |= not chosen.any()
         return chosen
+    # Subset sums as bits of one integer: the sums with one more group are the old ones, or the old ones shifted by it.
     totals_from = [1]  # bit i of each: whether some of the last groups have i samples together
     for size in reversed(sizes.tolist()):
         totals_from.append(totals_from[-1] | totals_from[-1] << size)
     possible = bin(totals_from[-1])[:1:-1]
     below, above = possible.rfind("1", 1, wanted + 1), possible.find("1", wanted, count)
     missing = below if above < 0 or (below > 0 and wanted - below <= above - wanted) else above
-    for group, size in enumerate(sizes.tolist()):
+    for group, size in enumerate(sizes.tolist()):  # take a group if the later ones can add up to the rest
         totals_from.pop()
         if size <= missing and totals_from[-1] >> (missing - size) & 1:
             chosen[group], missing = True, missing - size

@@ -202,6 +202,7 @@ class TokenRows(ItemSequence[PackedRow]):
         start = (row - int(self._ends[number - 1]) if number else row) * self.seq_len
         stop = min(start + self.seq_len, self._manifest.shards[number].tokens)
         shard = self._files.open(number)
+        # One token more than the row, if the shard has it: the target of the row's last token.
         ids = shard.ids(start, min(stop + 1, self._manifest.shards[number].tokens))
         inputs, has_next = ids[: stop - start].tolist(), len(ids) > stop - start
         ends = [end - start for end in shard.ends(start, ids[: stop - start])] if self._pack else []
@@ -215,7 +216,7 @@ class TokenRows(ItemSequence[PackedRow]):
                 f"documents than the manifest's {self.facts.max_documents:,}; write the manifest again"
             )
         labels = targets[: stop - start]
-        for first in (0, *ends[:-1]):
+        for first in (0, *ends[:-1]):  # labels are shifted later: a first token would be the target of another document
             labels[first] = IGNORED
         return PackedRow(inputs, labels, ends, next_label)
 

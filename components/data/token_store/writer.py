@@ -250,6 +250,7 @@ def write_shard(
     """
     summary, ends, has_mask = _Summary(), [np.zeros(0, np.int64)], False
     with ExitStack() as stack:
+        # In temporary files, since the header, which comes first, has the sizes of all tensors.
         ids_file, mask_file = (stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in range(2))
         for batch in documents:
             samples = [each for each in batch if isinstance(each, Example)]

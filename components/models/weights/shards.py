@@ -166,7 +166,7 @@ def _runs(size: int, dim: int, mesh: list[tuple[Placement, int, int]], name: str
                 deferred.append((degree, rank))  # FSDP of torch 2.11 over a fused projection
             else:
                 runs = _chunk(runs, degree, rank)
-    for degree, rank in deferred:
+    for degree, rank in deferred:  # FSDP splits what tensor parallelism has left on this rank
         runs = _chunk(runs, degree, rank)
     return runs
 

@@ -294,9 +294,10 @@ def _layer_matmuls(workload: Workload, implementation: Implementation) -> Iterat
 def _matmul_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
     """Yield the matmuls of the dense matrices and of the experts, the casts of float8 and those of 4-bit weights."""
     policy = workload.parallelism.activation_checkpointing
-    passes = 1.0 if workload.peft.adapts else 2.0
+    passes = 1.0 if workload.peft.adapts else 2.0  # frozen weights get no gradient
     dense_bytes = workload.compute_bytes if workload.float8 is Float8.none else 1
     matmuls = tuple(_layer_matmuls(workload, implementation))
+    # Nothing in the backward reads the output of a layer's last matmul. Eager recomputation stops before it.
     skips_last = not workload.compiled or implementation.compiles_recomputation
     for is_expert, name in ((False, "matmuls"), (True, "expert matmuls")):
         group = [matmul for matmul in matmuls if matmul.is_expert is is_expert]

@@ -310,7 +310,7 @@ def _policies(
     schedules = (base.pp_schedule,) if mesh.pp == 1 or "parallelism.pp_schedule" in choice.fixed else _SCHEDULES
     for schedule in schedules:
         stages = mesh.pp * (1 if schedule in ("GPipe", "1F1B") else base.stages_per_rank)
-        if stages > (shape.layers or stages):
+        if stages > (shape.layers or stages):  # a stage would have no layer
             continue
         for policy in policies:
             try:

@@ -154,6 +154,7 @@ def _over_chunks(
     """Return the loss and the gradients of hidden, weight and bias; None for those that are not needed."""
     vocabulary, needs_grad = call.head.vocabulary, call.needs_grad
     accumulate_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    # tp ranks must cut alike, since each chunk has collectives: all of them take the largest shard of the vocabulary.
     largest = len(weight) if vocabulary.group is None else vocabulary.largest_shard
     chunks = max(1, -(-len(hidden) // chunk_tokens(largest, hidden.device, call.head.chunk_logits)))
     loss = torch.zeros(len(hidden) if call.per_token else (), dtype=accumulate_dtype, device=hidden.device)
@@ -162,7 +163,7 @@ def _over_chunks(
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
     grad_weight = torch.zeros_like(weight, dtype=weight_grad_dtype) if needs_grad[1] else None
     grad_bias = torch.zeros_like(weight[:, 0], dtype=accumulate_dtype) if needs_grad[2] else None
-    size = max(1, -(-len(hidden) // chunks))
+    size = max(1, -(-len(hidden) // chunks))  # equal chunks: a small last one would cost a matmul of its own
     for start in range(0, len(hidden), size):
         chunk = slice(start, start + size)
         rows, targets = hidden[chunk], call.targets.select(chunk)

@@ -158,6 +158,7 @@ class Transfer:
                     yield matrix, piece, result[piece.matrix]
             return
         self._work.wait()
+        # Pieces arrive by source rank, and are sent back in the same order: no header says which piece is which.
         received = iter(self._received.split([piece.numel for _, piece in self._pieces_by_source()]))
         wholes = {matrix: self._received.new_empty(matrix.shape) for matrix, _ in self.bucket.owned}
         for matrix, piece in self._pieces_by_source():
@@ -223,7 +224,7 @@ def _exchanged(matrices: list[Matrix], ranks: tuple[int, ...], cost: Callable[[M
     buckets = []
     group = _process_group(matrices[0].parameter, order)
     for part in _in_buckets(matrices):
-        if all(len(held_by[each]) == 1 for each in part):
+        if all(len(held_by[each]) == 1 for each in part):  # nothing to exchange, so no collective either
             own = [(each, [pieces.of(each, rank)]) for each in part if owners[each] == rank]
             buckets.append(Bucket(_parameters_of([each for each, _ in own]), None, own))
             continue
@@ -344,13 +345,14 @@ def fused_matrices(name: str, shape: Sequence[int], anatomy: Anatomy, model_type
     size = shape[dim]
     if projection in _HALVES and size % 2 == 0:
         if model_type in _ALTERNATING and len(shape) == 3:
+            # gate and up alternate, row by row
             return dim, [tuple(range(i, i + 1) for i in range(first, size, 2)) for first in (0, 1)]
         return dim, [(range(size // 2),), (range(size // 2, size),)]
     widths, kv_heads = anatomy.widths, anatomy.kv_heads
     if widths is None or not kv_heads:
         return None
     sizes = (widths.heads * widths.keys, kv_heads * widths.keys, kv_heads * widths.values)
-    if sum(sizes) != size:
+    if sum(sizes) != size:  # such as a gate beside the queries: splitting by these sizes would mix matrices
         return None
     if projection in _QUERIES_KEYS_VALUES:
         starts = (0, sizes[0], sizes[0] + sizes[1])
