@@ -16,7 +16,7 @@ planning/       memory and time of a run, before it is started; comparison of a 
 batch.py               micro-batch of a rank
 chat_template.py       rendering of conversations by templates that come with a model
 conversation.py        messages in the format of chat templates
-exchange.py            collectives on JSON values
+json_collectives.py    collectives on JSON values
 package.py             folders of Meshbook; packages that import a name when it is first used
 presentation.py        tables for the console, by rich; curves as PNG files, by matplotlib
 terminal.py            control characters escaped, secrets masked, text fitted to the terminal

@@ -44,7 +44,7 @@ from components.checkpoint.tensors import (
     restore_numbers,
 )
 from components.config.schema.run import is_same_checkpoint
-from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
+from components.json_collectives import all_gather_json, broadcast_json, this_rank, world_size
 from components.models.weights.shards import Index, local_part
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import (

@@ -322,7 +322,7 @@ def fail_together(summary: str | Callable[[], str], group: ProcessGroup | None =
             function is called on all ranks, after a failure only, and may use collectives.
         group: Process group for the exchange of errors; None: the default group.
     """
-    from components.exchange import all_gather_json  # here because it imports torch
+    from components.json_collectives import all_gather_json  # here because it imports torch
 
     problem: Exception | None = None
     try:

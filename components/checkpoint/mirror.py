@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from components.checkpoint.manifest import Manifest, ManifestError, fail_together, reasons_to_keep, sync_folder
 from components.config.schema.run import CheckpointConfig
-from components.exchange import all_gather_json, broadcast_json, this_rank
+from components.json_collectives import all_gather_json, broadcast_json, this_rank
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import CHECKPOINT_MANIFEST, checkpoint_name, checkpoint_step, temporary_name
 from components.storage.object_store import ObjectStore, StoredObject, join, name_of, shown_names, upload_folder

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from components.checkpoint.tensors import MODEL, OPTIMIZER, Optimizers, Tensors, list_optimizers
 from components.distributed.mesh import Mesh
-from components.exchange import all_gather_json, world_size
+from components.json_collectives import all_gather_json, world_size
 from components.protocol.failures import CorruptRank
 from components.protocol.processes import node_name
 

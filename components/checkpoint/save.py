@@ -44,7 +44,7 @@ from components.checkpoint.tensors import (
     optimizer_tensors,
 )
 from components.config.schema.run import CheckpointConfig
-from components.exchange import all_gather_json, broadcast_json, this_rank, world_size
+from components.json_collectives import all_gather_json, broadcast_json, this_rank, world_size
 from components.protocol.run_files import (
     CHECKPOINT_STATE,
     CHECKPOINTS,

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.manifest import CheckpointError, FileRecord, HashedFile, Manifest, fail_together
 from components.checkpoint.tensors import Tensors
-from components.exchange import all_gather_json, this_rank, world_size
+from components.json_collectives import all_gather_json, this_rank, world_size
 from components.models.anatomy import has_adapters
 from components.models.weights.shards import Block, Index, is_first_holder, local_blocks, local_part
 from components.models.weights.weight_files import row_blocks

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from components.exchange import all_gather_json, this_rank
+from components.json_collectives import all_gather_json, this_rank
 from components.models.anatomy import has_adapters
 from components.models.weights.shards import zeros_sharded_like
 from components.protocol.errors import ConfigError

@@ -267,7 +267,7 @@ def _score_problems(
             problems.append(f"objective.kind={kind}: requires preference pairs; set data=preferences")
         elif data.label_column is not None:
             problems.append(
-                f"data.label_column={data.label_column}: objective.kind={kind} learns from pairs of answers; remove it"
+                f"data.label_column={data.label_column}: objective.kind={kind} requires pairs of answers; remove it"
             )
         elif data.pack:
             problems.append(

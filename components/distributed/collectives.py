@@ -147,7 +147,7 @@ def reduce_loss(
 def broadcast_object(obj: _T, src: int = 0, group: dist.ProcessGroup | None = None) -> _T:
     """Broadcast a pickled object to all ranks of the process group. `src` is a rank within `group`.
 
-    Unpickling executes code sent by a peer: use `components.exchange.broadcast_json` for JSON-serializable values.
+    Unpickling executes code sent by a peer: use `json_collectives.broadcast_json` for JSON-serializable values.
     """
     if not is_distributed():
         return obj
@@ -186,7 +186,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 def all_gather_object(obj: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """All-gather pickled objects from all ranks of a process group into a list, in rank order.
 
-    Unpickling executes code sent by a peer: use `components.exchange.all_gather_json` for JSON-serializable values.
+    Unpickling executes code sent by a peer: use `json_collectives.all_gather_json` for JSON-serializable values.
     """
     if not is_distributed():
         return [obj]

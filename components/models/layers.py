@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.exchange import all_gather_json
+from components.json_collectives import all_gather_json
 from components.models.anatomy import Anatomy, ParameterCounts, kept_in_float32, read_anatomy, transformers_class
 from components.models.lora import quantized_layers
 from components.models.weights.shards import local_part

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from components.config.schema.parallelism import MeshShape, describe_processes
 from components.config.stored_run import MetricsLog
-from components.exchange import all_gather_json
+from components.json_collectives import all_gather_json
 from components.presentation import (
     LOSS,
     MISSING,

@@ -37,7 +37,7 @@ from components.config.schema.model import RouterAux
 from components.config.schema.objective import NextTokenConfig
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.recipes import FinetuneConfig
-from components.exchange import all_gather_json
+from components.json_collectives import all_gather_json
 from components.models.weights.weight_files import write_file
 from components.planning.formulas.ranking import MeshPlan
 from components.planning.parity_reference import Curve, Hyperparameters, Sample, compute_in_float64, reference

@@ -18,7 +18,7 @@ from components.config.schema.training import EvalWeights, GenerationConfig
 from components.conversation import Prompt
 from components.data.batches import Padding
 from components.distributed.init import get_local_world_size_preinit
-from components.exchange import all_gather_json
+from components.json_collectives import all_gather_json
 from components.protocol.processes import usable_memory
 from components.training.context import RunContext
 from components.training.loss import all_ranks, reduce_loss, sum_over_ranks

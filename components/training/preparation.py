@@ -40,7 +40,7 @@ from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.config.shape import shape_of_built
 from components.distributed.init import get_local_world_size_preinit
 from components.distributed.mesh import Mesh
-from components.exchange import all_gather_json, broadcast_json, this_rank
+from components.json_collectives import all_gather_json, broadcast_json, this_rank
 from components.models.anatomy import Anatomy, config_of
 from components.models.quantization import float8_layers, without_float8
 from components.planning.formulas.architecture import read_architecture

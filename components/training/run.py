@@ -25,7 +25,7 @@ from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import TrainConfig
 from components.config.stored_run import STEP_KEYS, run_title
-from components.exchange import broadcast_json
+from components.json_collectives import broadcast_json
 from components.protocol.errors import ConfigError
 from components.training.attempt import Attempt, ReadAhead
 from components.training.optimizers.muon import Muon

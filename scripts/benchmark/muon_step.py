@@ -4,7 +4,7 @@ python scripts/benchmark/muon_step.py                              # the matrice
 python scripts/benchmark/muon_step.py --layers 6 --repeats 9       # fewer matrices, more pairs of steps
 torchrun --nproc-per-node 4 scripts/benchmark/muon_step.py --replicas 2     # one mesh, such as your own GPUs
 
-Both methods keep momentum, decay and update on the shards. Owners (components/training/optimizers/owners.py): an
+Both methods keep momentum, decay and update on the shards. Owners (optimizers/matrix_exchange.py): an
 all-to-all brings each matrix to one rank, a second one returns the results. All: one all-gather of the shards, then
 each rank orthogonalizes every matrix. The weights after a step must be equal.
 
@@ -34,11 +34,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from components import distributed
 from components.config.schema.optimizer import MuonConfig, NewtonSchulzDtype
-from components.exchange import all_gather_json
+from components.json_collectives import all_gather_json
 from components.terminal import HelpText
 from components.training.optimizers.gradients import local_tensor
+from components.training.optimizers.matrix_exchange import Matrix, Piece
 from components.training.optimizers.muon import Muon, orthogonalize
-from components.training.optimizers.owners import Matrix, Piece
 from components.training.step_cost import record_traffic
 
 HIDDEN, INTERMEDIATE, KEYS = 576, 1536, 192

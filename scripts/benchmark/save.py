@@ -31,7 +31,7 @@ from components import distributed
 from components.checkpoint import ReplicaCheck, Saver
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.config.schema.run import CheckpointConfig
-from components.exchange import all_gather_json, broadcast_json
+from components.json_collectives import all_gather_json, broadcast_json
 from components.terminal import HelpText
 from scripts.benchmark.peers.meter import peak, reset_peak
 

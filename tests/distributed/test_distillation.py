@@ -18,7 +18,7 @@ from components.config.schema import AdamWConfig
 from components.config.schema.objective import DistillationConfig, Divergence
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS, TeacherHeader, teacher_file
 from components.data.dataset import Facts
-from components.exchange import all_gather_json, this_rank
+from components.json_collectives import all_gather_json, this_rank
 from components.training.objectives.distillation import Distillation
 from components.training.objectives.teacher import StoredTeacher, hidden_states_of
 from components.training.objectives.teacher_store import TeacherStore

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from components.checkpoint.replica_check import ReplicaCheck
 from components.config.schema.parallelism import ParallelismConfig, Strategy
-from components.exchange import all_gather_json
+from components.json_collectives import all_gather_json
 from components.protocol.failures import CorruptRank
 from components.watch.faults import _STEP_POINTS, flip_random_bit
 from tests.distributed.grid import cell

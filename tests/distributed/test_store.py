@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from components.distributed.process import rendezvous
 from components.distributed.process.process_group import start_process_group
-from components.exchange import all_gather_json, broadcast_json
+from components.json_collectives import all_gather_json, broadcast_json
 from components.protocol.processes import reserve_loopback_port
 from components.watch.heartbeat import Heartbeat
 from tests.harness import run_ranks, start_ranks

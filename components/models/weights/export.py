@@ -14,7 +14,7 @@ import torch
 from components.chat_template import ChatTemplate
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import PeftConfig, PeftExport
-from components.exchange import broadcast_json, this_rank
+from components.json_collectives import broadcast_json, this_rank
 from components.models.anatomy import transformers_class
 from components.models.classifier import TokenScores
 from components.models.layers import meta_copy

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from components.exchange import all_gather_json, this_rank
+from components.json_collectives import all_gather_json, this_rank
 from components.models.weights.weight_sources import saved_tensors
 from components.torch_kernels import torch_dtype
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.shape import locate
-from components.exchange import this_rank
+from components.json_collectives import this_rank
 from components.models.anatomy import encoder_parameters, kept_in_float32
 from components.models.build import BUILT_FROM, load_config
 from components.models.layers import meta_copy

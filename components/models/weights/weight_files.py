@@ -23,7 +23,7 @@ from torch import nn
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import PeftConfig
 from components.config.shape import GGUF_BASE, locate
-from components.exchange import broadcast_json, this_rank
+from components.json_collectives import broadcast_json, this_rank
 from components.models.anatomy import is_transposed, stores_transposed
 from components.models.build import IMAGE_TEXT
 from components.models.classifier import SCORE, TokenScores

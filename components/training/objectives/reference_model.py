@@ -29,7 +29,7 @@ from components.config.schema.recipes import DpoConfig
 from components.config.schema.run import PeftMethod
 from components.config.shape import locate
 from components.distributed.fsdp import reshard
-from components.exchange import all_gather_json, broadcast_json
+from components.json_collectives import all_gather_json, broadcast_json
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write
 from components.storage.tensor_files import OpenFile, read_header

@@ -31,7 +31,7 @@ from components.config.teacher_files import (
     teacher_file,
 )
 from components.distributed.collectives import all_gather
-from components.exchange import broadcast_json
+from components.json_collectives import broadcast_json
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_file
 from components.storage.tensor_files import BlockHashes, SafetensorsWriter

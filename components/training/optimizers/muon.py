@@ -1,8 +1,8 @@
 """Muon on any mesh: momentum whose matrices are orthogonalized by Newton-Schulz iterations on owner ranks.
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/); the arithmetic is that of torch.optim.Muon. Momentum,
-weight decay and the update stay on the shards. Orthogonalization needs whole matrices: see owners.py. A matrix has the
-same shape on its owner as in one process, so the result does not depend on the mesh.
+weight decay and the update stay on the shards. Orthogonalization needs whole matrices: see matrix_exchange.py. A
+matrix has the same shape on its owner as in one process, so the result does not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from components.config.schema.optimizer import MatrixScale, MuonConfig
 from components.models.anatomy import Anatomy, config_of
 from components.torch_kernels import torch_dtype
 from components.training.optimizers.gradients import local_tensor
-from components.training.optimizers.owners import Matrix, MatrixExchange, Piece, Runs, Transfer, fused_matrices
+from components.training.optimizers.matrix_exchange import Matrix, MatrixExchange, Piece, Runs, Transfer, fused_matrices
 
 _MOMENTUM = "momentum_buffer"
 """Name of the momentum in the optimizer's state, as in torch.optim.Muon."""
