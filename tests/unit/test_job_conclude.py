@@ -120,6 +120,7 @@ def test_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys: 
     """Both at the end of a preempted attempt and at the start of an attempt that Slurm requeued."""
     attempts, limit = PROGRESS[name]
     last = job_of_attempts(run_dir, *attempts)
+    (run_dir / "config.yaml").write_text(frozen("cluster: {kind: slurm, procs_per_node: '1'}"))
     (run_dir / "result.json").write_text(json.dumps(STOPPED))
     (run_dir / "requeue").touch()
     assert conclude(run_dir, last, Ended(0)) == (1 if limit else 0)
