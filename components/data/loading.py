@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Part = Dataset | PackedDataset | TokenRows
+_CONVERSATIONS = (ChatDataConfig, DocsDataConfig, PreferencesDataConfig, SftDataConfig)
+"""Data that the chat template renders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +259,6 @@ def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 def _hashed(seed: int, text: str) -> int:
     return int.from_bytes(blake2b(f"{seed}:{text}".encode(), digest_size=8).digest(), "big")
-
-
-_CONVERSATIONS = (ChatDataConfig, DocsDataConfig, PreferencesDataConfig, SftDataConfig)
-"""Data that the chat template renders."""
 
 
 def build_dataset(

@@ -27,6 +27,11 @@ from components.protocol.errors import ConfigError
 _ROUNDS = 8
 _MIN_HALF_BITS = 3  # smaller domains bias the permutations of a few samples
 _UINT64 = (1 << 64) - 1
+Pattern = tuple[list[int], int]
+"""Document lengths of a row, and the number of rows with these lengths."""
+_CANDIDATES = 48  # lengths considered to complete a row: subset sums of this many are dense
+_KEPT_FREE = 2  # room, in documents of mean length, left for the exact completion of a row
+_DOCUMENTS_MULTIPLE = 8  # so that document tensors of train and eval batches mostly have one shape
 
 
 class Order(Protocol):
@@ -173,14 +178,6 @@ def _mixed(value: int) -> int:
 def _round_keys(seed: int, epoch: int | str) -> tuple[int, ...]:
     digest = blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return struct.unpack(f"<{_ROUNDS}Q", digest)
-
-
-Pattern = tuple[list[int], int]
-"""Document lengths of a row, and the number of rows with these lengths."""
-
-_CANDIDATES = 48  # lengths considered to complete a row: subset sums of this many are dense
-_KEPT_FREE = 2  # room, in documents of mean length, left for the exact completion of a row
-_DOCUMENTS_MULTIPLE = 8  # so that document tensors of train and eval batches mostly have one shape
 
 
 class _RowPlan(NamedTuple):

@@ -17,6 +17,14 @@ LARGEST = 1 << 28
 DEEPEST = 200
 """Most lists and objects within one another; walking and writing the value stays far below Python's recursion limit."""
 _TOO_DEEP = f"it nests more than {DEEPEST} lists and objects"
+_MAX_VALUES = 100_000
+"""Maximum number of values of a document with its aliases expanded; a config has a few hundred."""
+_MAX_DEPTH = 100
+"""Maximum nesting depth of collections."""
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -70,18 +78,6 @@ def read_regular(path: Path, largest: int | None = None, count: int = -1) -> byt
         if largest is not None and status.st_size > largest:
             raise OSError(errno.EFBIG, f"Larger than {largest:,} bytes", str(path))
         return file.read(count)
-
-
-_MAX_VALUES = 100_000
-"""Maximum number of values of a document with its aliases expanded; a config has a few hundred."""
-_MAX_DEPTH = 100
-"""Maximum nesting depth of collections."""
-
-
-_FLOAT = re.compile(
-    r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
-    r"|[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
 
 
 class Loader(yaml.SafeLoader):

@@ -53,6 +53,22 @@ _PEAK_TFLOPS = {
     "NVIDIA L40S": 362.0,
 }
 """torch.cuda.get_device_name -> dense bfloat16 peak in TFLOP/s, from the vendor's data sheet."""
+_OPERATIONS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "recv",
+    "send",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
+"""Operation names in the table: an operator is listed under the first of these that its name contains."""
+_RECORDED_STEP = 2
+"""Step of a run that is recorded, from 1; the first step also runs one-time initialization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,25 +207,6 @@ def _per_pair(anatomy: Anatomy) -> tuple[tuple[int | None, int], ...]:
     per_layer = 6 * anatomy.widths.heads * (anatomy.widths.keys + anatomy.widths.values)
     windows = Counter(anatomy.window if kind == SLIDING else None for kind in anatomy.kinds)
     return tuple((window, count * per_layer) for window, count in windows.items())
-
-
-_OPERATIONS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "recv",
-    "send",
-    "reduce",
-    "gather",
-    "scatter",
-    "barrier",
-)
-"""Operation names in the table: an operator is listed under the first of these that its name contains."""
-
-_RECORDED_STEP = 2
-"""Step of a run that is recorded, from 1; the first step also runs one-time initialization."""
 
 
 @dataclass(slots=True)

@@ -51,6 +51,9 @@ _OF_AN_EXPORT = re.compile(
     r"|(additional_)?chat_templates?(\.jinja|\.json)?|README\.md"
 )
 """Names of files of an earlier export, which the new one replaces even if it has no such file."""
+CAUSAL_LM = "AutoModelForCausalLM"
+Read = Callable[[Index], torch.Tensor]
+"""Function that returns a block of a full tensor."""
 
 
 @dataclass(slots=True)
@@ -240,11 +243,6 @@ class NewFolder:
 
     def _temporary_name(self) -> Path:
         return self.folder.with_name(f"{self.folder.name}.tmp-{secrets.token_hex(4)}")
-
-
-CAUSAL_LM = "AutoModelForCausalLM"
-Read = Callable[[Index], torch.Tensor]
-"""Function that returns a block of a full tensor."""
 
 
 def export_adapter(

@@ -26,6 +26,33 @@ from components.protocol.safe_parsing import load_yaml, read_regular
 PROJECT_CONF = PROJECT / "conf"
 CPU_NAME = "cpu"
 """Devices whose name begins with this are CPUs."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
+_EAGER_ROTARY = {False: 5.0, True: 1.9}
+"""fused -> bytes that the rotary embedding moves without a compiler, relative to one kernel: two products, a negation,
+a concatenation and a sum, or a product and two sums in place."""
+_EAGER_MLP = {False: 1.8, True: 1.0}
+"""fused -> bytes that the activation moves without a compiler, relative to one kernel each way. For norms and
+residuals: Implementation.eager_hidden."""
+_FUSED_HIDDEN = 6.0
+"""The same with fused norms. By the sizes of all tensors it would be 1.3; torchtitan's layers with fused norms took as
+long as 6 (row 1 of scripts/benchmark/published_points.csv)."""
+_GROUPED_MATMUL = 0.8
+"""Speed of the experts' grouped matmuls relative to one matmul with as many tokens: unequal groups. Estimate."""
+_FLOAT8_CAST_BYTES = 8
+"""Bytes moved to cast an element of a linear layer's input or output gradient: maximum, cast and transposed cast."""
+_DEQUANTIZE_BYTES = {True: 3, False: 22}
+"""in one kernel -> bytes moved to unpack an NF4 value: packed value and scale read, bfloat16 written; else the index
+and the table lookup are tensors of their own."""
+_FAKE_QUANTIZE_BYTES = {True: 10, False: 80}
+"""compiled -> bytes moved to fake-quantize a weight: read twice and written, in float32; else counted from torchao's
+operators (92 with those of the matmul)."""
+_LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 8}
+"""Bytes moved per logit in forward and backward: logits written in bfloat16, cast to float32, log-softmax and its
+gradient in float32, cast back. Chunks also update the weight's gradient; Liger's kernel overwrites the logits."""
+_UNSKIPPED_ATTENTION = 2.0
+"""Slowdown of attention with an explicit mask (cp_attention=all_gather on a CPU or in float32): masked blocks are
+computed, not skipped."""
 
 
 class NodeLinks(StrEnum):
@@ -191,42 +218,6 @@ def find_hardware(name: str, folders: Iterable[Path] = ()) -> Hardware:
     raise ConfigError(
         f"cluster.gpu={name}: no such device; choose {', '.join(names)}, or add conf/local/gpu/{name}.yaml"
     )
-
-
-ATTENTION_BACKWARD = 2.5
-"""FLOPs of flash attention's backward relative to its forward: five matmuls instead of two (Dao 2023)."""
-
-_EAGER_ROTARY = {False: 5.0, True: 1.9}
-"""fused -> bytes that the rotary embedding moves without a compiler, relative to one kernel: two products, a negation,
-a concatenation and a sum, or a product and two sums in place."""
-_EAGER_MLP = {False: 1.8, True: 1.0}
-"""fused -> bytes that the activation moves without a compiler, relative to one kernel each way. For norms and
-residuals: Implementation.eager_hidden."""
-_FUSED_HIDDEN = 6.0
-"""The same with fused norms. By the sizes of all tensors it would be 1.3; torchtitan's layers with fused norms took as
-long as 6 (row 1 of scripts/benchmark/published_points.csv)."""
-
-_GROUPED_MATMUL = 0.8
-"""Speed of the experts' grouped matmuls relative to one matmul with as many tokens: unequal groups. Estimate."""
-
-_FLOAT8_CAST_BYTES = 8
-"""Bytes moved to cast an element of a linear layer's input or output gradient: maximum, cast and transposed cast."""
-
-_DEQUANTIZE_BYTES = {True: 3, False: 22}
-"""in one kernel -> bytes moved to unpack an NF4 value: packed value and scale read, bfloat16 written; else the index
-and the table lookup are tensors of their own."""
-
-_FAKE_QUANTIZE_BYTES = {True: 10, False: 80}
-"""compiled -> bytes moved to fake-quantize a weight: read twice and written, in float32; else counted from torchao's
-operators (92 with those of the matmul)."""
-
-_LOGIT_BYTES = {LossMethod.logits: 30, LossMethod.chunked: 40, LossMethod.liger: 8}
-"""Bytes moved per logit in forward and backward: logits written in bfloat16, cast to float32, log-softmax and its
-gradient in float32, cast back. Chunks also update the weight's gradient; Liger's kernel overwrites the logits."""
-
-_UNSKIPPED_ATTENTION = 2.0
-"""Slowdown of attention with an explicit mask (cp_attention=all_gather on a CPU or in float32): masked blocks are
-computed, not skipped."""
 
 
 class LayerWork(NamedTuple):

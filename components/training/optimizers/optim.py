@@ -44,6 +44,17 @@ from components.training.prepared import Prepared
 
 _LR_SCALE = "lr_scale"
 """Key of a parameter group: factor of the schedule's learning rate; 1 if it is missing."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_CODES, _SCALE = "_codes", "_scale"
+"""Suffixes of a moment's 8-bit codes (as many as the parameter has values) and of its scales (one per block)."""
+BLOCK = 256
+"""Largest number of values in a block, torchao's default."""
+_MIN_VALUES = 4096
+"""Smaller parameters are not quantized, as in torchao."""
+_MIN_BLOCK = 16
+"""Parameters whose rows allow only smaller blocks are not quantized."""
+_GRAPHS = 64
+"""Limit of compiled updates: one for each size of blocks and dtype of the weights."""
 
 
 def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Optimizers:
@@ -216,19 +227,6 @@ def _shard_like(parameter: DTensor, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.placements != parameter.placements:
         tensor = tensor.redistribute(parameter.device_mesh, parameter.placements)
     return tensor.to_local()
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_CODES, _SCALE = "_codes", "_scale"
-"""Suffixes of a moment's 8-bit codes (as many as the parameter has values) and of its scales (one per block)."""
-BLOCK = 256
-"""Largest number of values in a block, torchao's default."""
-_MIN_VALUES = 4096
-"""Smaller parameters are not quantized, as in torchao."""
-_MIN_BLOCK = 16
-"""Parameters whose rows allow only smaller blocks are not quantized."""
-_GRAPHS = 64
-"""Limit of compiled updates: one for each size of blocks and dtype of the weights."""
 
 
 def _is_quantized(parameter: nn.Parameter) -> bool:
