@@ -16,7 +16,7 @@ from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.schedulers import ContainerRuntime, GpuRequest, Launcher
 from components.launch.job.scheduler import render_template
-from components.package import PROJECT
+from components.package import COMPONENTS, PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import LOGS
 
@@ -70,7 +70,7 @@ def render_script(job: BatchScript) -> str:
 
 
 def _exists(module: str) -> bool:
-    path = PROJECT / module.replace(".", "/")
+    path = COMPONENTS.parent / module.replace(".", "/")
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
