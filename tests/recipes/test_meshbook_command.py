@@ -156,6 +156,8 @@ def test_tools_and_batch_scripts_use_the_installed_files(installed: Installed) -
     assert "top_k: " in installed.run("teacher", "model=tiny", "--cfg", "job").stdout
     report = json.loads(installed.run("doctor", "--json", expect=0).stdout)
     assert {"ok", "note"} >= {check["verdict"] for check in report["checks"]}
+    script = installed.run("finetune", "model=tiny", "cluster=slurm_1node", "cluster.dry_run=render", expect=0).stdout
+    assert "-m components.launch.job " in script
     copied = installed.folder / "code"
     installed.start(
         [str(installed.python), "-c", "import sys, pathlib; from components.launch.job.scheduler import copy_code; "
