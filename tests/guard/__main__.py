@@ -5,8 +5,8 @@
     python -m tests.guard compare FILE --run pp --run moe    # (record FILE --run pp replaces one run in a recording)
 
 A recording contains, for each run in runs.py, the losses, gradient norms and eval losses, a hash of the weights and
-optimizer state of every checkpoint, and the collectives of a step. For invalid command lines it contains the exit
-status and the keys of the problems. Results differ in their last bits between processor types and torch versions, so
+optimizer state of every checkpoint, and the collectives of a step. For random invalid command lines it contains the exit
+status and the keys of the problems; those of tests/config/wrong_lines.txt have both there. Results differ in their last bits between processor types and torch versions, so
 a recording stores its machine, and on other machines numbers are compared within 1e-6 (float64) or 1e-4.
 """
 
@@ -28,12 +28,15 @@ import torch
 from safetensors import safe_open
 
 from tests.config.commands import served
-from tests.config.test_wrong_configurations import placeholder_recipe
+from tests.config.random_lines import wrong_line
+from tests.config.test_wrong_configurations import SETUPS, placeholder_recipe
+from tests.config.wrong_lines import wrong_lines
 from tests.fuzz.ranks import run_ranks
-from tests.guard.lines import wrong_lines
 from tests.guard.runs import DOUBLE, RUNS, Run, write_data
 
 SECONDS = 300.0
+RANDOM_LINES = range(7_000_000, 7_000_060)
+"""Seeds of the random invalid command lines."""
 EXIT_INVALID = 2
 COLLECTIVE = re.compile(r"(all_gather|reduce_scatter|all_reduce|all_to_all|broadcast|recv|send)\s+([\d,]+)\s+([\d.]+)$")
 
@@ -52,13 +55,13 @@ def main() -> int:
         recording = json.loads(options.file.read_text()) if options.run else {"machine": machine(), "runs": {}}
         recording["runs"] |= record_runs(chosen)
         if not options.run:
-            recording["refusals"] = [each for each in refusals(wrong_lines()) if each["status"] == EXIT_INVALID]
+            recording["refusals"] = refusals([wrong_line(seed).arguments for seed in RANDOM_LINES])
         options.file.write_text(json.dumps(recording, indent=1) + "\n")
         return 0
     expected = json.loads(options.file.read_text())
     differences = differences_of_runs(expected, record_runs(chosen), expected["machine"] == machine())
     if not options.run:
-        before = expected["refusals"]
+        before = listed_refusals() + expected["refusals"]
         now = refusals([each["arguments"] for each in before])
         differences += [f"{a['arguments']}: {b}, was {a}" for a, b in zip(before, now, strict=True) if a != b]
     print(*differences, f"{len(differences)} differences", sep="\n")
@@ -159,6 +162,19 @@ def _equal(before: Any, now: Any, bound: float) -> bool:
     return bool(before == now)
 
 
+def listed_refusals() -> list[dict[str, Any]]:
+    """Return the command lines of wrong_lines.txt that need no files, with the key that each message begins with."""
+    rows = [row for row in wrong_lines() if row.group not in SETUPS]
+    arguments = [[*row.line.split(" "), *([] if "model=" in row.line else ["model=tiny"])] for row in rows]
+    keys = [[key_of(row.parts[0])] for row in rows]
+    return [{"arguments": a, "status": EXIT_INVALID, "keys": b} for a, b in zip(arguments, keys, strict=True)]
+
+
+def key_of(problem: str) -> str:
+    """Return the key that a problem begins with."""
+    return re.split(r"[=: ]", problem.strip().lstrip("+~"), maxsplit=1)[0]
+
+
 def refusals(lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Run command lines of a recipe with an empty main; return their exit status and the keys of their problems."""
     found = []
@@ -169,8 +185,7 @@ def refusals(lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
             ended = commands.run(recipe, line, empty, FUZZ_VALUE="x")
             problems = ended.errors.splitlines()
             problems = problems[1:] if len(problems) > 1 else problems
-            keys = sorted(re.split(r"[=: ]", problem.strip().lstrip("+~"), maxsplit=1)[0] for problem in problems)
-            found.append({"arguments": list(line), "status": ended.status, "keys": keys})
+            found.append({"arguments": list(line), "status": ended.status, "keys": sorted(map(key_of, problems))})
     return found
 
 
