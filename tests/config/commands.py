@@ -22,6 +22,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PLACEHOLDER = """
+from components.config.schema import {schema}
+from components.launch import recipe
+
+@recipe("{name}")
+def main(cfg: {schema}) -> None:
+    {body}
+
+main()
+"""
+
+
+def placeholder_recipe(folder: Path, name: str, schema: str, body: str = 'print("started")') -> Path:
+    """Write a recipe with the config of a real one, which only runs `body`."""
+    file = folder / f"{name}.py"
+    file.write_text(PLACEHOLDER.format(name=name, schema=schema, body=body))
+    return file
 
 
 @dataclass(frozen=True)

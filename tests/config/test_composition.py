@@ -27,10 +27,20 @@ from components.config.schema import (
     StoreTeacherConfig,
     Strategy,
 )
-from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
+from components.config.schema.data import (
+    ChatDataConfig,
+    CustomDataConfig,
+    DocsDataConfig,
+    LabelsDataConfig,
+    MixtureDataConfig,
+    PreferencesDataConfig,
+    SftDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+)
 from components.config.shape import read_shape
 from components.protocol.errors import ConfigError
-from tests.config.commands import Commands
+from tests.config.commands import Commands, placeholder_recipe
 from tests.config.composed import config_of, problems_of
 from tests.config.ready import HUB_MODELS
 
@@ -165,13 +175,30 @@ def test_overrides_take_precedence_over_experiments_and_groups() -> None:
     assert (cfg.cluster.procs_per_node, cfg.model.config, cfg.run.name) == ("2", {"rope_theta": 5e5}, "a b")
 
 
-@pytest.mark.parametrize(
-    ("option", "schema"),
-    [("pydocs", DocsDataConfig), ("gsm8k", SftDataConfig), ("alpaca", SftDataConfig), ("chat_jsonl", ChatDataConfig)],
-)
-def test_data_option_has_the_config_class_of_its_kind(option: str, schema: type) -> None:
-    path = [] if option == "pydocs" else ["data.path=x.jsonl"]
-    assert type(compose("finetune", f"data={option}", *path).data) is schema
+DATA_OPTIONS = {
+    DocsDataConfig: "pydocs",
+    SftDataConfig: "gsm8k jsonl alpaca",
+    ChatDataConfig: "chat_jsonl",
+    TextDataConfig: "text pysource",
+    MixtureDataConfig: "mixture +data@data.sources.docs=pydocs",
+    CustomDataConfig: "custom data.factory=a:b",
+    PreferencesDataConfig: "preferences",
+    LabelsDataConfig: "labels data.num_labels=2",
+    TokensDataConfig: "tokens",
+}
+"""Config class of a kind of data -> its options, and settings that they need."""
+
+
+def test_data_options_have_the_config_class_of_their_kind_and_their_source() -> None:
+    for schema, words in DATA_OPTIONS.items():
+        needed = [word for word in words.split() if "=" in word]
+        needed += ["data.path=x.jsonl"] if "path" in get_type_hints(schema) and schema is not MixtureDataConfig else []
+        recipe = {PreferencesDataConfig: "dpo", LabelsDataConfig: "classify"}.get(schema, "finetune")
+        for option in (word for word in words.split() if "=" not in word):
+            assert type(compose(recipe, f"data={option}", *needed).data) is schema, option
+    gsm8k, alpaca = (compose("finetune", f"data={option}").data for option in ("gsm8k", "alpaca"))
+    assert (gsm8k.path, gsm8k.subset) == ("openai/gsm8k", "main")
+    assert (alpaca.prompt_column, alpaca.input_column, alpaca.response_column) == ("instruction", "input", "output")
 
 
 def test_every_kind_of_data_is_restored_from_yaml() -> None:
@@ -199,13 +226,9 @@ def test_mixture_is_composed_of_options_with_weights_set_by_name(commands: Comma
         "sources: {maths: {weight: 0.3, path: x.jsonl}}\n"
     )
     (tmp_path / "x.jsonl").write_text('{"question": "q", "answer": "a"}\n')
-    (tmp_path / "recipe.py").write_text(
-        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
-        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None:\n    print(cfg.data)\nmain()\n"
-    )
-    printed = commands.run(tmp_path / "recipe.py", ["model=tiny", "data=mine"], tmp_path).output
-    assert printed == f"{cfg.data}\n"
-    other = commands.run(tmp_path / "recipe.py", ["model=tiny", "data=mine", "data.sources.docs.weight=2"], tmp_path)
+    recipe = placeholder_recipe(tmp_path, "finetune", "FinetuneConfig", "print(cfg.data)")
+    assert commands.run(recipe, ["model=tiny", "data=mine"], tmp_path).output == f"{cfg.data}\n"
+    other = commands.run(recipe, ["model=tiny", "data=mine", "data.sources.docs.weight=2"], tmp_path)
     cfg.data.sources["docs"].weight = 2.0
     assert other.output == f"{cfg.data}\n"
 
@@ -232,22 +255,8 @@ def test_null_and_choices_are_no_texts() -> None:
 
 
 AMBIGUOUS_TEXTS = [
-    "null",
-    "true",
-    "1e3",
-    "0x10",
-    "a: b",
-    " x ",
-    "ünï\ncode",
-    "1_000",
-    "~",
-    "",
-    "'",
-    "${HOME}",
-    "\\${x}",
-    "${",
-    "a\\",
-    "\u2028",
+    *("null", "true", "1e3", "0x10", "a: b", " x ", "ünï\ncode", "1_000", "~", "", "'", "${HOME}", "\\${x}", "${"),
+    *("a\\", "\u2028"),
 ]
 
 
@@ -288,12 +297,7 @@ def flat(values: dict, prefix: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_path: Path, name: str) -> None:
-    schema = RECIPES[name].__name__
-    recipe = tmp_path / "placeholder.py"
-    recipe.write_text(
-        f"from components.config.schema import {schema}\nfrom components.launch import recipe\n"
-        f"@recipe('{name}')\ndef main(cfg: {schema}) -> None:\n    raise SystemExit(9)\nmain()\n"
-    )
+    recipe = placeholder_recipe(tmp_path, name, RECIPES[name].__name__, "raise SystemExit(9)")
     for arguments in (["--cfg", "job"], ["--cfg", "job", "--resolve"]):
         ended = commands.run(recipe, ["model=tiny", *arguments, "run.name=mine", *REQUIRED.get(name, [])], tmp_path)
         assert (ended.status, ended.errors, ended.imported_torch) == (0, "", False)
@@ -303,7 +307,7 @@ def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_pa
     printed_help = commands.run(recipe, ["--help", "all"], tmp_path)
     assert (printed_help.status, printed_help.imported_torch) == (0, False)
     assert "fsdp2_tp2" in printed_help.output
-    assert [entry.name for entry in tmp_path.iterdir()] == ["placeholder.py"]
+    assert [entry.name for entry in tmp_path.iterdir()] == [recipe.name]
 
 
 def test_removed_working_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,11 +325,7 @@ def test_user_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> N
     for folder, option, lr in ((here, "mine", 0.5), (there, "theirs", 0.25)):
         (folder / "conf" / "optimizer").mkdir(parents=True)
         (folder / "conf" / "optimizer" / f"{option}.yaml").write_text(f"lr: {lr}\n")
-    recipe = there / "copy.py"
-    recipe.write_text(
-        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
-        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
-    )
+    recipe = placeholder_recipe(there, "finetune", "FinetuneConfig")
     for option, lr in (("mine", 0.5), ("theirs", 0.25)):
         printed_help = commands.run(recipe, [f"optimizer={option}", "--cfg", "job"], here)
         assert yaml.safe_load(printed_help.output)["optimizer"]["lr"] == lr
@@ -374,71 +374,6 @@ def test_user_recipe_with_its_own_config_class_composes(commands: Commands, tmp_
     assert "did you mean distil.temperature?" in commands.run(recipe, ["distil.temperatur=3"], tmp_path).errors
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("learning_rates: 1\n", "optimizer/mine.yaml: optimizer.learning_rates: no such key"),
-        ("lr: fast\n", "optimizer/mine.yaml: optimizer.lr: must be a number"),
-        ("lr: [1\n", "mine.yaml, line 2: is not valid YAML: expected ',' or ']'"),
-        ("lr: 1: 2\n", "mine.yaml, line 1: is not valid YAML: mapping values are not allowed here"),
-        ("- lr\n", "mine"),
-    ],
-)
-def test_error_in_an_option_file_is_reported(commands: Commands, tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
-    (tmp_path / "conf" / "optimizer" / "mine.yaml").write_text(text)
-    (tmp_path / "recipe.py").write_text(
-        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
-        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
-    )
-    ended = commands.run(tmp_path / "recipe.py", ["optimizer=mine"], tmp_path)
-    assert ended.status == 2
-    assert len(ended.errors.splitlines()) == 1
-    assert message in ended.errors
-    assert "Traceback" not in ended.errors
-
-
-FILES = {
-    "experiment/option": "# @package _global_\ndefaults: [override /model: tinny]\n",
-    "experiment/group": "# @package _global_\ndefaults: [override /modle: tiny]\n",
-    "experiment/slash": "# @package _global_\ndefaults: [override model: tiny]\n",
-    "experiment/kind": "# @package _global_\ndata: {path: x}\n",
-    "data/no_schema": "path: mine.jsonl\n",
-    "data/bad_schema": "defaults: [/schema/data/sfft@_here_, _self_]\npath: x\n",
-    "data/other": "defaults: [mixture, gsm8k@sources.maths, _self_]\nsources: {math: {path: x}}\n",
-    "main": "defaults: [schema/finetune, _self_, parallelism: fsdp3, model: tiny, data: pydocs, optimizer: adamw]\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("experiment=option", "file experiment/option.yaml requests model=tinny: no such option; did you mean tiny"),
-        ("experiment=group", "conf file experiment/group.yaml requests modle: no such group; did you mean model?"),
-        ("experiment=slash", "experiment/slash.yaml requests experiment/model: no such group; write `override /model"),
-        ("experiment=kind", "experiment/kind.yaml: data.path: data of kind docs has no such key (kinds with"),
-        ("data=mixture +data@data.sources.maths=gsmk8", "+data@data.sources.maths=gsmk8: no such option; did you"),
-        ("data=no_schema", "data/no_schema.yaml: has no kind; add the line `kind: sft` (or chat, text, preferences"),
-        ("data=bad_schema", "data/bad_schema.yaml requests schema/data=sfft: no such option; did you mean sft?"),
-        ("data=other", "data/other.yaml: data.sources.math: the mixture has no source math; did you mean maths?"),
-        ("--config-name main", "conf file main.yaml requests parallelism=fsdp3: no such option; did you mean fsdp2?"),
-    ],
-)  # fmt: skip
-def test_error_in_a_conf_file_is_reported_with_the_file(
-    commands: Commands, tmp_path: Path, line: str, message: str
-) -> None:
-    for name, text in FILES.items():
-        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "conf" / f"{name}.yaml").write_text(text)
-    (tmp_path / "recipe.py").write_text(
-        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
-        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
-    )
-    ended = commands.run(tmp_path / "recipe.py", line.split(" "), tmp_path)
-    assert (ended.status, len(ended.errors.splitlines())) == (2, 1)
-    assert message in ended.errors
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_misspelled_keys_are_rejected_with_a_suggestion(name: str) -> None:
     """With one letter left out no key is accepted, and for nine of ten keys the right one is suggested."""
@@ -481,12 +416,8 @@ def test_all_problems_of_a_frozen_config_are_reported() -> None:
     del container["model"]
     with pytest.raises(ConfigError) as caught:
         typed(container, FinetuneConfig)
-    assert [problem.partition(":")[0] for problem in sorted(caught.value.problems)] == [
-        "logging.wandb.extra=1",
-        "model",
-        "optimizer.lr=-1.0",
-        "training.max_steps=many",
-    ]
+    keys = [problem.partition(":")[0] for problem in sorted(caught.value.problems)]
+    assert keys == ["logging.wandb.extra=1", "model", "optimizer.lr=-1.0", "training.max_steps=many"]
 
 
 def test_sizes_of_an_option_do_not_describe_another_model(commands: Commands, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 
 from components.config.compose import explain
 from components.config.compose.sources import CONF, parsed, read_files
-from tests.config.composed import problems_of, request
+from tests.config.composed import request
 
 OURS = ("HOME", "SWEEP_FUNCTION")
 """Patterns of the user's command line, not of a library's message."""
@@ -59,37 +59,3 @@ def test_pattern_matches_the_message_of_the_installed_version(
 def test_every_pattern_has_a_case_and_there_are_few() -> None:
     assert {name for name, _, _ in CASES} == PATTERNS.keys()
     assert len(PATTERNS) <= 4
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("defaults: [/model/nope]\n", "conf file experiment/mine.yaml requests model=nope: no such option"),
-        ("defaults: [{override /nope: a}]\n", "conf file experiment/mine.yaml requests nope: no such group"),
-        ("# @package _global_\ndefaults: [{/peft: lora}]\n", "mine.yaml adds a second option of peft; write `override"),
-        ("# @package _global_\ndefaults: 3\n", "mine.yaml: defaults must be a list of options, not 3"),
-        ("# @package _global_\ndefaults: [{a: b, c: d}]\n", "mine.yaml: each item of its defaults must be FILE or"),
-        (
-            "# @package _global_\ndefaults: [[3]]\n",
-            "mine.yaml: each item of its defaults must be FILE or GROUP: OPTION",
-        ),
-        ("# @package _global_\ndefaults: [{1: a}]\n", "mine.yaml: each item of its defaults must be FILE or GROUP"),
-        ("3\n", "mine.yaml: must hold keys and values, such as lr: 1e-4, not 3"),
-        ("a: [1\nb: 2\n", "mine.yaml, line 2: is not valid YAML"),
-        ("a: b: 2\n", "mine.yaml, line 1: is not valid YAML: mapping values are not allowed here"),
-        ("a:\n\t- 1\n", "mine.yaml, line 2: is not valid YAML"),
-        ("a: 'b\n", "mine.yaml, line 2: is not valid YAML"),
-        ("a: *b\n", "mine.yaml, line 1: is not valid YAML: found undefined alias 'b'"),
-        ("# @package _global_\ntraining: {steps: 1}\n", "experiment/mine.yaml: training.steps: no such key"),
-        ("# @package _global_\ncluster: {env: {A: ~}}\n", "mine.yaml: cluster.env.A: must not be null; put quotes"),
-        ("# @package _global_\ncluster: {setup: [null]}\n", "mine.yaml: cluster.setup: must not be null; put quotes"),
-        ("# @package _global_\npeft: 3\n", "mine.yaml: peft=3: is a section with keys, not a value"),
-        ("# @package _global_\npeft: lora\n", "peft=lora: is a section with keys, not a value; write `override /peft"),
-    ],
-)
-def test_a_wrong_file_is_reported_with_its_name_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    problems = problems_of("finetune", "experiment=mine", "model=tiny", folders=(tmp_path, CONF))
-    assert len(problems) == 1, problems
-    assert message in problems[0]

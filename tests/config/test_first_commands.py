@@ -236,32 +236,18 @@ def test_rows_with_other_columns_are_answered_with_settings_that_read_them(
         ("finetune", "run=outputs/x", "is a section with keys, not a value; write run.dir=outputs/x"),
         ("finetune", "model=qwen3-0.6b", "did you mean qwen3_0_6b? (there are 57, see meshbook help model)"),
         ("finetune", "model=gpt2", "for a model of the hub, write model.path=gpt2"),
-        (
-            "finetune",
-            "data=mine.jsonl data.path=b",
-            "data=mine.jsonl: data.path=b sets a path, too; remove one of them",
-        ),
-        ("finetune", "experiment=headless", "make `# @package _global_` its first line"),
+        ("finetune", "data=mine.jsonl data.path=b", "mine.jsonl: data.path=b sets a path, too; remove one of them"),
         ("finetune", "experiment=bare", "conf file experiment/bare.yaml overrides peft below its own package; make"),
         ("finetune", "experiment=misspelt", "its package is read as global; make `# @package _global_` its first line"),
-        (
-            "finetune",
-            "experiment=value",
-            "peft=lora: is a section with keys, not a value; write `override /peft: lora`",
-        ),
-        ("finetune", "experiment=twice", "adds a second option of peft; write `override /peft: lora` in its defaults"),
     ],
 )
 def test_first_commands_are_answered_with_what_to_write(folder: Path, recipe: str, line: str, answer: str) -> None:
     (folder / "run").mkdir()
     (folder / "run/config.yaml").write_text("")
-    header, experiments = "# @package _global_\n", folder / "conf/experiment"
+    experiments = folder / "conf/experiment"
     experiments.mkdir(parents=True)
-    (experiments / "headless.yaml").write_text("training: {max_steps: 3}\n")
     (experiments / "bare.yaml").write_text("defaults: [override /peft: lora]\n")
     (experiments / "misspelt.yaml").write_text("# @package global\ntraining: {max_steps: 3}\n")
-    (experiments / "value.yaml").write_text(f"{header}peft: lora\n")
-    (experiments / "twice.yaml").write_text(f"{header}defaults: [/peft: lora]\n")
     problems = result(recipe, line.split(), (folder / "conf", CONF))
     assert isinstance(problems, list)
     assert [answer in problem for problem in problems] == [True]

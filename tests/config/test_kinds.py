@@ -28,7 +28,7 @@ from components.config.schema import (
 )
 from components.config.schema.data import DataKind
 from components.protocol.errors import ConfigError
-from tests.config.commands import Commands
+from tests.config.commands import Commands, placeholder_recipe
 from tests.config.composed import config_of, problems_of
 
 
@@ -53,9 +53,6 @@ def test_every_kind_is_registered_under_its_own_name() -> None:
             assert next(each.default for each in fields(schema) if each.name == "kind") is kind
     assert set(KINDS) - set(WITHOUT_KIND) == {"data"}
     assert all(kind in KINDS[section] for section, kind in WITHOUT_KIND.items())
-
-
-def test_every_group_with_kinds_has_options() -> None:
     groups = option_groups([CONF])
     assert set(KINDS) <= set(groups)
     assert "next_token" in groups["objective"]
@@ -66,10 +63,8 @@ def test_composed_sections_have_the_class_of_their_kind() -> None:
     assert (type(cfg.model), type(cfg.objective), type(cfg.optimizer)) == (CausalLMConfig, NextTokenConfig, AdamWConfig)
     assert type(cfg.cluster) is LocalClusterConfig
     assert type(compose("model=tiny", "cluster=slurm").cluster) is SlurmClusterConfig
-    explicit = compose(
-        "optimizer.kind=adamw", "model.kind=causal_lm", "objective.kind=next_token", "cluster.kind=local"
-    )
-    assert explicit == compose()
+    explicit = ("optimizer.kind=adamw", "model.kind=causal_lm", "objective.kind=next_token", "cluster.kind=local")
+    assert compose(*explicit) == compose()
 
 
 def test_frozen_config_without_kinds_is_read() -> None:
@@ -215,11 +210,7 @@ def test_section_accepts_the_kinds_of_its_annotation(folders: tuple[Path, ...]) 
 
 
 def test_help_and_cfg_print_the_kinds(commands: Commands, tmp_path: Path) -> None:
-    recipe = tmp_path / "shown.py"
-    recipe.write_text(
-        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
-        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
-    )
+    recipe = placeholder_recipe(tmp_path, "finetune", "FinetuneConfig")
     shown = commands.run(recipe, ["--help", "all"], tmp_path).output.replace("\n    ", " ")
     assert "\nobjective: next_token\n" in shown
     printed = yaml.safe_load(commands.run(recipe, ["model=tiny", "--cfg", "job"], tmp_path).output)

@@ -21,7 +21,7 @@ from components.config.compose.sweep import expand_sweep
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.optimizer import MuonConfig
-from tests.config.commands import REPOSITORY, Commands
+from tests.config.commands import REPOSITORY, Commands, placeholder_recipe
 from tests.config.composed import config_of, problems_of
 
 RECIPES = ("finetune", "pretrain", "evaluate", "dpo", "distill", "classify")
@@ -211,30 +211,70 @@ def test_own_sections_have_any_type_of_fields(override: str, expected: Any) -> N
         assert from_yaml(to_yaml(cfg), OwnConfig) == cfg
 
 
+WRONG_FILES: list[tuple[str, str, str]] = [
+    # name, text, message
+    ("experiment/m", "training: {max_steps: 3}\ntraining: {seq_len: 32}\n", "key training twice"),
+    ("experiment/m", "optimizer: {kind: muon}\n", "optimizer.kind=muon: the chosen option has kind"),
+    ("experiment/m", "training.max_steps: 3\n", "are nested; write `training: {max_steps: ...}`"),
+    ("experiment/m", "training: null\n", "file experiment/m.yaml: training: must not be null"),
+    ("experiment/m", "training: {steps: 1}\n", "experiment/m.yaml: training.steps: no such key"),
+    ("experiment/m", "cluster: {env: {A: ~}}\n", "m.yaml: cluster.env.A: must not be null; put quotes"),
+    ("experiment/m", "cluster: {setup: [null]}\n", "m.yaml: cluster.setup: must not be null; put quotes"),
+    ("experiment/m", "peft: 3\n", "m.yaml: peft=3: is a section with keys, not a value"),
+    ("experiment/m", "peft: lora\n", "peft=lora: is a section with keys, not a value; write `override /peft: lora`"),
+    ("experiment/m", "data: {path: x}\n",
+     "experiment/m.yaml: data.path: data of kind docs has no such key (kinds with"),
+    ("experiment/m", "defaults: 3\n", "m.yaml: defaults must be a list of options, not 3"),
+    ("experiment/m", "defaults: [{a: b, c: d}]\n", "m.yaml: each item of its defaults must be FILE or GROUP: OPTION"),
+    ("experiment/m", "defaults: [[3]]\n", "m.yaml: each item of its defaults must be FILE or GROUP: OPTION"),
+    ("experiment/m", "defaults: [{1: a}]\n", "m.yaml: each item of its defaults must be FILE or GROUP: OPTION"),
+    ("experiment/m", "defaults: [{/peft: lora}]\n",
+     "m.yaml adds a second option of peft; write `override /peft: lora`"),
+    ("experiment/m", "defaults: [override /model: tinny]\n",
+     "m.yaml requests model=tinny: no such option; did you mean tiny"),
+    ("experiment/m", "defaults: [override /modle: tiny]\n", "requests modle: no such group; did you mean model?"),
+    ("experiment/m", "defaults: [override model: tiny]\n",
+     "requests experiment/model: no such group; write `override /model"),
+    ("experiment/-", "defaults: [/model/nope]\n", "conf file experiment/-.yaml requests model=nope: no such option"),
+    ("experiment/-", "3\n", "-.yaml: must hold keys and values, such as lr: 1e-4, not 3"),
+    ("experiment/-", "- a\n", "-.yaml: must hold keys and values, such as lr: 1e-4, not"),
+    ("experiment/-", "a: [1\nb: 2\n", "-.yaml, line 2: is not valid YAML: expected ',' or ']'"),
+    ("experiment/-", "a: b: 2\n", "-.yaml, line 1: is not valid YAML: mapping values are not allowed here"),
+    ("experiment/-", "a:\n\t- 1\n", "-.yaml, line 2: is not valid YAML"),
+    ("experiment/-", "a: 'b\n", "-.yaml, line 2: is not valid YAML"),
+    ("experiment/-", "a: *b\n", "-.yaml, line 1: is not valid YAML: found undefined alias 'b'"),
+    ("data/m", "kind: nope\n", "conf file data/m.yaml: data.kind: must be one of docs, sft"),
+    ("data/m", "kind: [sft]\n", "conf file data/m.yaml: data.kind: must be one of docs, sft"),
+    ("data/m", "path: 3\n", "conf file data/m.yaml: has no kind; add the line `kind: sft` (or chat, text, preferences"),
+    ("data/m", "defaults: [/schema/data/sfft@_here_, _self_]\npath: x\n",
+     "requests schema/data=sfft: no such option; did you"),
+    ("data/m", "defaults: [mixture, gsm8k@sources.maths, _self_]\nsources: {math: {path: x}}\n",
+     "data/m.yaml: data.sources.math: the mixture has no source math; did you mean maths?"),
+    ("optimizer/m", "learning_rates: 1\n", "optimizer/m.yaml: optimizer.learning_rates: no such key"),
+    ("optimizer/m", "lr: fast\n", "optimizer/m.yaml: optimizer.lr: must be a number"),
+    ("peft/m", "targets: !!set {a, b}\n", "peft.targets: holds a value of type set"),
+    ("peft/m", "# @package\nrank: 3\n", "write `# @package SECTION` as its first line"),
+    ("peft/m", "defaults: [nothere]\n", "conf file peft/m.yaml requests peft=nothere: no such option"),
+    ("peft/m", "defaults: [m, _self_]\n", "includes itself; remove it there"),
+]  # fmt: skip
+"""Option files, those of experiment/m below the package _global_, and their message."""
+
+
+@pytest.mark.parametrize(("name", "text", "message"), WRONG_FILES)
+def test_a_wrong_file_has_one_message_with_its_name(tmp_path: Path, name: str, text: str, message: str) -> None:
+    text = f"# @package _global_\n{text}" if name == "experiment/m" else text
+    folders = write(tmp_path, {name: text})
+    problems = problems_of("finetune", name.replace("/", "="), "model=tiny", folders=folders)
+    assert len(problems) == 1, problems
+    assert message in problems[0]
+
+
 @pytest.mark.parametrize(
     ("files", "overrides", "message"),
     [
-        ({"experiment/m": "training: {max_steps: 3}\ntraining: {seq_len: 32}\n"}, "experiment=m", "key training twice"),
-        (
-            {"experiment/m": "optimizer: {kind: muon}\n"},
-            "experiment=m",
-            "optimizer.kind=muon: the chosen option has kind",
-        ),
-        ({"experiment/m": "training.max_steps: 3\n"}, "experiment=m", "are nested; write `training: {max_steps: ...}`"),
-        (
-            {"experiment/m": "training: null\n"},
-            "experiment=m",
-            "file experiment/m.yaml: training: must not be null",
-        ),
-        ({"data/m": "kind: nope\n"}, "data=m", "conf file data/m.yaml: data.kind: must be one of docs, sft"),
-        ({"data/m": "kind: [sft]\n"}, "data=m", "conf file data/m.yaml: data.kind: must be one of docs, sft"),
-        ({"data/m": "path: 3\n"}, "data=m", "conf file data/m.yaml: has no kind; add the line `kind: sft`"),
-        ({"peft/m": "targets: !!set {a, b}\n"}, "peft=m", "peft.targets: holds a value of type set"),
-        ({"peft/m": "# @package\nrank: 3\n"}, "peft=m", "write `# @package SECTION` as its first line"),
-        ({"peft/m": "defaults: [nothere]\n"}, "peft=m", "conf file peft/m.yaml requests peft=nothere: no such option"),
         ({"optimizer/m": "defaults: 3\n"}, "optimizer=adam", "optimizer=adam: no such option; did you mean adamw?"),
-        ({"peft/m": "defaults: [m, _self_]\n"}, "peft=m", "includes itself; remove it there"),
         ({"peft/m": "defaults: [n]\n", "peft/n": "defaults: [m]\n"}, "peft=m", "includes itself; remove it there"),
+        ({}, "data=mixture +data@data.sources.maths=gsmk8", "sources.maths=gsmk8: no such option; did you mean gsm8k?"),
         ({}, "experiment=[short,3]", "experiment=[short,3]: must be the name of an option"),
         ({}, f"run.seed={'9' * 5000}", "cannot be parsed; write KEY=VALUE"),
         ({}, f"peft.targets={'[' * 300}{']' * 300}", "cannot be parsed; write KEY=VALUE"),
@@ -247,13 +287,19 @@ def test_own_sections_have_any_type_of_fields(override: str, expected: Any) -> N
         ({}, "model@x=tiny", "model@x=tiny: is not in the defaults list; add it with a plus: +model@x=tiny"),
     ],
 )
-def test_a_wrong_file_or_override_has_one_message(
-    tmp_path: Path, files: dict[str, str], overrides: str, message: str
-) -> None:
-    texts = {name: f"# @package _global_\n{text}" if name.startswith("exp") else text for name, text in files.items()}
-    problems = problems_of("finetune", *overrides.split(" "), "model=tiny", folders=write(tmp_path, texts))
+def test_a_wrong_override_has_one_message(tmp_path: Path, files: dict[str, str], overrides: str, message: str) -> None:
+    problems = problems_of("finetune", *overrides.split(" "), "model=tiny", folders=write(tmp_path, files))
     assert len(problems) == 1, problems
     assert message in problems[0]
+
+
+def test_a_wrong_main_config_is_named(commands: Commands, tmp_path: Path) -> None:
+    groups = "parallelism: fsdp3, model: tiny, data: pydocs, optimizer: adamw"
+    write(tmp_path / "conf", {"main": f"defaults: [schema/finetune, _self_, {groups}]\n"})
+    recipe = placeholder_recipe(tmp_path, "finetune", "FinetuneConfig")
+    ended = commands.run(recipe, ["--config-name", "main"], tmp_path)
+    assert (ended.status, len(ended.errors.splitlines())) == (2, 1)
+    assert "conf file main.yaml requests parallelism=fsdp3: no such option; did you mean fsdp2?" in ended.errors
 
 
 def test_a_file_without_a_kind_has_that_of_the_recipe_and_a_folder_is_no_file(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.config.commands import Commands
+from tests.config.commands import Commands, placeholder_recipe
 from tests.config.random_lines import ENVIRONMENT, SECRET, wrong_line
-from tests.config.test_wrong_configurations import placeholder_recipe
 
 LINES = 300 if os.environ.get("MESHBOOK_TORTURE") else 12
 FIRST = int(os.environ.get("MESHBOOK_SEED", "1")) * 1000

@@ -26,21 +26,10 @@ import pytest
 
 from components.launch.run_checks import problems_before_start
 from scripts._docs.refusals import all_refusals
-from tests.config.commands import REPOSITORY, Commands, Ended
+from tests.config.commands import REPOSITORY, Commands, Ended, placeholder_recipe
 from tests.config.test_composition import RECIPES, compose
 from tests.config.wrong_lines import WrongLine, wrong_lines
 from tests.optional import runnable
-
-PLACEHOLDER = """
-from components.config.schema import {schema}
-from components.launch import recipe
-
-@recipe("{name}")
-def main(cfg: {schema}) -> None:
-    print("started")
-
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +49,6 @@ def finetune(recipes: Path) -> Path:
 @pytest.fixture
 def evaluate(recipes: Path) -> Path:
     return recipes / "evaluate.py"
-
-
-def placeholder_recipe(folder: Path, name: str, schema: str) -> Path:
-    file = folder / f"{name}.py"
-    file.write_text(PLACEHOLDER.format(name=name, schema=schema))
-    return file
 
 
 def assert_rejected(ended: Ended, parts: list[str], folder: Path, *, torch_allowed: bool = False) -> None:

@@ -5,9 +5,10 @@
     python -m tests.guard compare FILE --run pp --run moe    # (record FILE --run pp replaces one run in a recording)
 
 A recording contains, for each run in runs.py, the losses, gradient norms and eval losses, a hash of the weights and
-optimizer state of every checkpoint, and the collectives of a step. For random invalid command lines it contains the exit
-status and the keys of the problems; those of tests/config/wrong_lines.txt have both there. Results differ in their last bits between processor types and torch versions, so
-a recording stores its machine, and on other machines numbers are compared within 1e-6 (float64) or 1e-4.
+optimizer state of every checkpoint, and the collectives of a step. For random invalid command lines it contains the
+exit status and the keys of the problems; those of tests/config/wrong_lines.txt are read from there. Results differ in
+their last bits between processor types and torch versions, so a recording stores its machine, and on other machines
+numbers are compared within 1e-6 (float64) or 1e-4.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tests.config.commands import served
+from tests.config.commands import placeholder_recipe, served
 from tests.config.random_lines import wrong_line
-from tests.config.test_wrong_configurations import SETUPS, placeholder_recipe
+from tests.config.test_wrong_configurations import SETUPS
 from tests.config.wrong_lines import wrong_lines
 from tests.fuzz.ranks import run_ranks
 from tests.guard.runs import DOUBLE, RUNS, Run, write_data
