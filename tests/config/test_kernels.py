@@ -30,130 +30,85 @@ def any_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MESH = [
-    (
-        model(attention="sdpa_flash"), {"parallelism": ParallelismConfig(cp=2)}, 2,
-        "model.attention=sdpa_flash: parallelism.cp=2 uses attention masks", "set model.attention=sdpa",
-    ),
-    (
-        model(attention="flex_attention"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
-        "model.attention=flex_attention: torch has no backward for it on CPUs", "set model.attention=sdpa, or cl",
-    ),
-    (
-        model(float8="tensorwise"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
-        "model.float8=tensorwise: CPUs have no float8 matmuls, but cluster.device=cpu", "model.float8_emulate=true",
-    ),
-    (
-        model(float8="tensorwise", compile="false"), {}, 1,
-        "model.float8=tensorwise: scaling and casting make it slower", "because of model.compile=false; set model.fl",
-    ),
-    (
-        model(float8="rowwise"), {"parallelism": ParallelismConfig(activation_checkpointing="selective")}, 1,
-        "model.float8=rowwise: scaling and casting make it slower", "because of parallelism.activation_check",
-    ),
-    (
-        model(**EIGHT), {"parallelism": ParallelismConfig(tp=2)}, 2,
-        "model.float8=rowwise: linear layers sharded by parallelism.tp=2", "set model.float8=none, or parallelism.tp=1",
-    ),
-    (
-        model(**EIGHT), {"peft": PeftConfig(method="lora")}, 1,
-        "model.float8=rowwise: linear layers with adapters do not run in float8", "set model.float8=none, or peft=none",
-    ),
-    (
-        model(**EIGHT), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,
-        "model.float8=rowwise: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B",
-    ),
+    (model(attention="sdpa_flash"), {"parallelism": ParallelismConfig(cp=2)}, 2,
+     "model.attention=sdpa_flash: parallelism.cp=2 uses attention masks", "set model.attention=sdpa"),
+    (model(attention="flex_attention"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
+     "model.attention=flex_attention: torch has no backward for it on CPUs", "set model.attention=sdpa, or cl"),
+    (model(float8="tensorwise"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
+     "model.float8=tensorwise: CPUs have no float8 matmuls, but cluster.device=cpu", "model.float8_emulate=true"),
+    (model(float8="tensorwise", compile="false"), {}, 1,
+     "model.float8=tensorwise: scaling and casting make it slower", "because of model.compile=false; set model.fl"),
+    (model(float8="rowwise"), {"parallelism": ParallelismConfig(activation_checkpointing="selective")}, 1,
+     "model.float8=rowwise: scaling and casting make it slower", "because of parallelism.activation_check"),
+    (model(**EIGHT), {"parallelism": ParallelismConfig(tp=2)}, 2,
+     "model.float8=rowwise: linear layers sharded by parallelism.tp=2", "set model.float8=none, or parallelism.tp=1"),
+    (model(**EIGHT), {"peft": PeftConfig(method="lora")}, 1,
+     "model.float8=rowwise: linear layers with adapters do not run in float8", "set model.float8=none, or peft=none"),
+    (model(**EIGHT), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,
+     "model.float8=rowwise: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B"),
+    (model(qat="int8_int4"), {"parallelism": ParallelismConfig(tp=2)}, 2,
+     "model.qat=int8_int4: torchao does not quantize weights sharded by parallelism.tp=2", "set parallelism.tp=1"),
+    (model(qat="int8_int4"), {"peft": PeftConfig(method="qlora")}, 1,
+     "model.qat=int8_int4: the weights under adapters are frozen", "set peft=none"),
+    (model(qat="int4_weight_only", **EIGHT), {}, 1,
+     "model.qat=int4_weight_only: model.float8=rowwise replaces the same layers", "set model.float8=none"),
+    (model(qat="int8_int4"), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,
+     "model.qat=int8_int4: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B"),
+    (model(dtype="bfloat16", compute_dtype="float32"), {"parallelism": SINGLE}, 1,
+     "model.compute_dtype=float32: parallelism.strategy=single computes with the stored weights, which are in bfl",
+     "set model.dtype=float32, or parallelism=fsdp2"),
+    (model(compute_dtype="float64"), {"parallelism": DDP}, 2,
+     "model.compute_dtype=float64: parallelism.strategy=ddp computes with the stored weights, which are in float32",
+     "set model.dtype=float64, or parallelism=fsdp2"),
 ]  # fmt: skip
-MESH += [
-    (
-        model(qat="int8_int4"), {"parallelism": ParallelismConfig(tp=2)}, 2,
-        "model.qat=int8_int4: torchao does not quantize weights sharded by parallelism.tp=2", "set parallelism.tp=1",
-    ),
-    (
-        model(qat="int8_int4"), {"peft": PeftConfig(method="qlora")}, 1,
-        "model.qat=int8_int4: the weights under adapters are frozen", "set peft=none",
-    ),
-    (
-        model(qat="int4_weight_only", **EIGHT), {}, 1,
-        "model.qat=int4_weight_only: model.float8=rowwise replaces the same layers", "set model.float8=none",
-    ),
-    (
-        model(qat="int8_int4"), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,
-        "model.qat=int8_int4: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B",
-    ),
-]  # fmt: skip
-MESH += [
-    (
-        model(dtype="bfloat16", compute_dtype="float32"), {"parallelism": SINGLE}, 1,
-        "model.compute_dtype=float32: parallelism.strategy=single computes with the stored weights, which are in bfl",
-        "set model.dtype=float32, or parallelism=fsdp2",
-    ),
-    (
-        model(compute_dtype="float64"), {"parallelism": DDP}, 2,
-        "model.compute_dtype=float64: parallelism.strategy=ddp computes with the stored weights, which are in float32",
-        "set model.dtype=float64, or parallelism=fsdp2",
-    ),
-]  # fmt: skip
+
+
+QLORA, ZBV = PeftConfig(method="qlora"), "ZBVZeroBubble"
+REPLICAS = {"dp_shard": 1, "dp_replicate": -1}
 
 
 @pytest.mark.parametrize(
-    ("installed", "strategy", "accepted"),
+    ("installed", "layout", "peft", "accepted"),
     [
-        ("2.11.0+cu130", "fsdp2", False),
-        ("2.11.0", "ddp", True),
-        ("2.12.0", "fsdp2", True),
-        ("2.100.0a0", "fsdp2", True),
+        ("2.11.0+cu130", {"strategy": "fsdp2", **REPLICAS}, QLORA, False),
+        ("2.11.0", {"strategy": "ddp", **REPLICAS}, QLORA, True),
+        ("2.12.0", {"strategy": "fsdp2", **REPLICAS}, QLORA, True),
+        ("2.100.0a0", {"strategy": "fsdp2", **REPLICAS}, QLORA, True),
+        ("2.12.1+cu130", {"pp": 2, "pp_schedule": ZBV}, PeftConfig(), False),
+        ("2.12.1", {"pp": 1, "pp_schedule": ZBV}, PeftConfig(), True),
+        ("2.11.0", {"pp": 2, "pp_schedule": "1F1B"}, PeftConfig(), True),
+        ("2.13.0+cpu", {"pp": 2, "pp_schedule": ZBV}, PeftConfig(), True),
+        ("", {"pp": 2, "pp_schedule": ZBV}, PeftConfig(), True),
     ],
 )
-def test_4bit_weights_need_a_torch_that_shards_them(
-    installed: str, strategy: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_an_old_torch_computes_wrongly_is_rejected(
+    installed: str, layout: dict[str, Any], peft: PeftConfig, accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """FSDP2 on 4-bit weights, and the gradients of a split backward."""
     monkeypatch.setattr(compute_rules, "_installed_torch", lambda: installed)
-    layout = ParallelismConfig(strategy=strategy, dp_shard=1, dp_replicate=-1)
-    config = FinetuneConfig(model=model(), data=DocsDataConfig(), parallelism=layout, peft=PeftConfig(method="qlora"))
     rejected = (
-        f"peft.method=qlora: parallelism.strategy=fsdp2 of torch {installed} shards weights of floating-point numbers "
-        "only, not of packed 4-bit codes; install torch 2.12 or later, or set parallelism=ddp or peft=lora"
-    )
-    assert validate(config, 2) == ([] if accepted else [rejected])
-
-
-@pytest.mark.parametrize(
-    ("installed", "pp", "schedule", "accepted"),
-    [
-        ("2.12.1+cu130", 2, "ZBVZeroBubble", False),
-        ("2.12.1", 1, "ZBVZeroBubble", True),
-        ("2.11.0", 2, "1F1B", True),
-        ("2.13.0+cpu", 2, "ZBVZeroBubble", True),
-        ("", 2, "ZBVZeroBubble", True),
-    ],
-)
-def test_split_backward_needs_a_torch_that_computes_its_gradients(
-    installed: str, pp: int, schedule: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compute_rules, "_installed_torch", lambda: installed)
-    layout = ParallelismConfig(pp=pp, pp_schedule=schedule)
-    rejected = (
-        f"parallelism.pp_schedule={schedule}: splits the backward, in which torch {installed} computes wrong gradients "
-        "of weights that a stage uses twice; install torch 2.13 or later, or set "
+        f"parallelism.pp_schedule=ZBVZeroBubble: splits the backward, in which torch {installed} computes wrong "
+        "gradients of weights that a stage uses twice; install torch 2.13 or later, or set "
         "parallelism.pp_schedule=Interleaved1F1B"
     )
-    config = FinetuneConfig(model=model(), data=DocsDataConfig(), parallelism=layout)
+    if peft is QLORA:
+        rejected = (
+            f"peft.method=qlora: parallelism.strategy=fsdp2 of torch {installed} shards weights of floating-point "
+            "numbers only, not of packed 4-bit codes; install torch 2.12 or later, or set parallelism=ddp or peft=lora"
+        )
+    parallelism = ParallelismConfig(**layout)
+    config = FinetuneConfig(model=model(), data=DocsDataConfig(), parallelism=parallelism, peft=peft)
     assert validate(config, 2) == ([] if accepted else [rejected])
 
 
 ALONE = [
     ({"qat_group_size": 64}, "model.qat_group_size=64: needs model.qat; set model.qat=int8_int4"),
-    (
-        {"qat": "int4_weight_only", "qat_group_size": 16},
-        "with model.qat=int4_weight_only it must be one of 32, 64, 128",
-    ),
+    ({"qat": "int4_weight_only", "qat_group_size": 16}, "model.qat=int4_weight_only it must be one of 32, 64, 128"),
     ({"float8_emulate": True}, "model.float8_emulate=true: needs float8; set model.float8=tensorwise"),
-    (
-        {"float8": "tensorwise", "compute_dtype": "float32"},
-        "model.dtype=float32 with model.compute_dtype=float32 has none; set model.compute_dtype=bfloat16 or model.floa",
-    ),
+    ({"float8": "tensorwise", "compute_dtype": "float32"},
+     "model.dtype=float32 with model.compute_dtype=float32 has none; set model.compute_dtype=bfloat16 or model.floa"),
     ({"float8": "rowwise", "dtype": "float64"}, "but model.dtype=float64 with model.compute_dtype=auto has none; set"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

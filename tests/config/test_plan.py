@@ -22,7 +22,7 @@ from components.planning.formulas.workload import BYTE_VOCABULARY
 from tests.config.commands import REPOSITORY, Commands
 from tests.frozen import frozen
 
-PLAN = REPOSITORY / "scripts" / "plan.py"
+PLAN, FINETUNE = REPOSITORY / "scripts" / "plan.py", REPOSITORY / "recipes" / "finetune.py"
 LLAMA_8B = ["model=llama3_1_8b", "cluster=slurm_8node", "cluster.gpu=h100_80", "training.global_batch_size=128"]
 LONG = ["training.seq_len=8192"]
 TINY = ["model=tiny", "cluster=local_4proc", "cluster.device=cpu", "training.seq_len=128"]
@@ -44,6 +44,9 @@ def test_the_table_ranks_meshes_and_ends_with_a_command(commands: Commands, tmp_
     assert lines[0].startswith("8.03B parameters, 1,048,576 tokens per step (128 rows of 8,192), on 64 x h100_80")
     command = ended.output.partition("row 1:\n")[2]
     assert command.strip().startswith("python recipes/finetune.py model=llama3_1_8b cluster=slurm_8node")
+    special = "run.name='a b'"  # quoted for a shell
+    command = commands.run(PLAN, [*TINY, special], tmp_path).output.partition("row 1:\n")[2]
+    assert special in shlex.split(command.replace("\\\n", " "))
     assert re.findall(r"^(\d)\S* +(?:d|p|t).*%$", ended.output, re.M) == [str(number) for number in range(1, 9)]
 
 
@@ -107,12 +110,6 @@ def test_documented_plans_are_for_stated_sizes() -> None:
     assert len(found) >= 8
     stated = r"experiment=|training\.seq_len=\d{4}|--help|--measure"
     assert [each for each in found if not re.search(stated, each)] == []
-
-
-def test_the_command_is_quoted_for_a_shell(commands: Commands, tmp_path: Path) -> None:
-    special = "run.name='a b'"
-    command = commands.run(PLAN, [*TINY, special], tmp_path).output.partition("row 1:\n")[2]
-    assert special in shlex.split(command.replace("\\\n", " "))
 
 
 def test_the_reader_of_the_table_may_close_it(tmp_path: Path) -> None:
@@ -230,28 +227,6 @@ def test_the_vocabulary_of_the_byte_tokenizer_is_that_of_a_built_model() -> None
     assert load_config(model).vocab_size == BYTE_VOCABULARY
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["cluster.gpu=h1000"], "cluster.gpu=h1000: no such device; choose a100_40, a100_80"),
-        (["cluster.gpu=null"], "cluster.gpu=null: the device is unknown; set it to an option of conf/gpu"),
-        (["model.family=null", "model.path=me/mine"], "model.path=me/mine: its sizes are unknown"),
-        (["model.family=mamba"], "model.family=mamba: the formulas do not cover this model type"),
-        (["cluster.nodes=1", "cluster.procs_per_node=1"], "nothing fits 1 process: the smallest configuration needs"),
-        (["parallelism.tp=7"], "64 processes cannot be divided by tp 7"),
-        (["training.seq_len=abc"], "training.seq_len=abc"),
-        (["--top", "0"], "--top 0: must be 1 or more"),
-        (["--recipe", "nothing"], "plan.py: argument --recipe: invalid choice"),
-    ],
-)
-def test_wrong_input_is_one_message(commands: Commands, tmp_path: Path, arguments: list[str], message: str) -> None:
-    ended = commands.run(PLAN, [*LLAMA_8B, *LONG, *arguments], tmp_path)
-    assert ended.status == 2
-    assert message in ended.errors
-    assert "Traceback" not in ended.errors
-    assert not ended.imported_torch
-
-
 LAUNCH = ["model=tiny", "cluster=local_2proc", "cluster.device=cpu", "cluster.dry_run=true", "cluster.gpu=small"]
 LARGE = ["training.global_batch_size=512", "training.micro_batch_size=256", "training.seq_len=2048"]
 
@@ -268,69 +243,61 @@ def small_device(tmp_path: Path) -> Path:
 
 
 def test_a_launch_reports_memory_that_exceeds_the_device(commands: Commands, small_device: Path) -> None:
-    recipe = REPOSITORY / "recipes" / "finetune.py"
-    fits = commands.run(recipe, LAUNCH, small_device)
+    fits = commands.run(FINETUNE, LAUNCH, small_device)
     assert (fits.status, fits.imported_torch) == (0, False)
     assert "memory: the fullest rank needs about" in fits.output + fits.errors
 
-    large = commands.run(recipe, [*LAUNCH, *LARGE], small_device)
+    large = commands.run(FINETUNE, [*LAUNCH, *LARGE], small_device)
     assert large.status == 0
     report = large.output + large.errors
     assert "warning: cluster.gpu=small: the fullest rank needs about" in report
     assert "most for activations" in report
     assert "training.micro_batch_size=" in report
     changed = report.partition("training.micro_batch_size=")[2].split()[0]
-    again = commands.run(recipe, [*LAUNCH, *LARGE, f"training.micro_batch_size={changed}"], small_device)
+    again = commands.run(FINETUNE, [*LAUNCH, *LARGE, f"training.micro_batch_size={changed}"], small_device)
     assert "memory: the fullest rank needs about" in again.output + again.errors
 
     # auto recomputes as much as the device requires, so it is not reported as too large.
     medium = [*LAUNCH, *LARGE, "training.micro_batch_size=64"]
-    assert "warning: " in commands.run(recipe, medium, small_device).output
-    auto = commands.run(recipe, [*medium, "parallelism.activation_checkpointing=auto"], small_device)
+    assert "warning: " in commands.run(FINETUNE, medium, small_device).output
+    auto = commands.run(FINETUNE, [*medium, "parallelism.activation_checkpointing=auto"], small_device)
     assert "memory: the fullest rank needs about" in auto.output
 
-    refused = commands.run(recipe, [*LAUNCH, *LARGE, "cluster.memory_check=refuse"], small_device)
+    refused = commands.run(FINETUNE, [*LAUNCH, *LARGE, "cluster.memory_check=refuse"], small_device)
     assert refused.status == 2
     assert "or set cluster.memory_check=report" in refused.errors
-    off = commands.run(recipe, [*LAUNCH, *LARGE, "cluster.memory_check=off"], small_device)
+    off = commands.run(FINETUNE, [*LAUNCH, *LARGE, "cluster.memory_check=off"], small_device)
     assert "memory:" not in off.output + off.errors
     assert off.status == 0
-
-
-def test_an_unknown_device_is_refused_before_the_run_starts(commands: Commands, tmp_path: Path) -> None:
-    ended = commands.run(REPOSITORY / "recipes" / "finetune.py", [*LAUNCH, "cluster.gpu=h1000"], tmp_path)
-    assert ended.status == 2
-    assert "cluster.gpu=h1000: no such device" in ended.errors
 
 
 AUTO = ["model=tiny", "cluster=local_4proc", "cluster.device=cpu", "cluster.dry_run=true"]
 
 
 def test_parallelism_auto_is_the_first_row_of_the_plan(commands: Commands, tmp_path: Path) -> None:
-    recipe = REPOSITORY / "recipes" / "finetune.py"
     first = rows(commands, AUTO, tmp_path)[0]
-    ended = commands.run(recipe, [*AUTO, "parallelism=auto"], tmp_path)
+    ended = commands.run(FINETUNE, [*AUTO, "parallelism=auto"], tmp_path)
     assert (ended.status, ended.imported_torch) == (0, False), ended.errors
     assert ended.errors.startswith("parallelism=auto: ")
     for axis in AXES:
         assert f"{axis}={first['mesh'][axis]}" in ended.output + ended.errors
     # The rest of the command line is kept, and degrees that it sets are not chosen.
-    set_by_hand = commands.run(recipe, [*AUTO, "parallelism=auto", "parallelism.tp=2", "parallelism.pp=2"], tmp_path)
+    set_by_hand = commands.run(FINETUNE, [*AUTO, "parallelism=auto", "parallelism.tp=2", "parallelism.pp=2"], tmp_path)
     assert "pp=2 x dp_replicate=1 x dp_shard=1 x ep=1 x cp=1 x tp=2" in set_by_hand.output + set_by_hand.errors
-    printed = commands.run(recipe, [*AUTO, "parallelism=auto", "--cfg", "job"], tmp_path)
+    printed = commands.run(FINETUNE, [*AUTO, "parallelism=auto", "--cfg", "job"], tmp_path)
     assert printed.status == 0
     assert f"  dp_shard: {first['mesh']['dp_shard']}\n" in printed.output
 
 
 def test_a_run_that_resumes_keeps_the_mesh_of_parallelism_auto(commands: Commands, tmp_path: Path) -> None:
-    recipe, folder = REPOSITORY / "recipes" / "finetune.py", tmp_path / "run"
-    began = commands.run(recipe, [*AUTO, "parallelism=fsdp2_tp2", "parallelism.dp_shard=2", "--cfg", "job"], tmp_path)
+    folder = tmp_path / "run"
+    began = commands.run(FINETUNE, [*AUTO, "parallelism=fsdp2_tp2", "parallelism.dp_shard=2", "--cfg", "job"], tmp_path)
     folder.mkdir()
     folder.joinpath("config.yaml").write_text(frozen(began.output.replace("${unless_epochs:40}", "40")))
-    resumed = commands.run(recipe, [*AUTO, "parallelism=auto", f"run.dir={folder}"], tmp_path)
+    resumed = commands.run(FINETUNE, [*AUTO, "parallelism=auto", f"run.dir={folder}"], tmp_path)
     assert "parallelism=auto: keeps dp_shard2_tp2, as " in resumed.errors
     on_two = [each.replace("local_4proc", "local_2proc") for each in AUTO]
-    other = commands.run(recipe, [*on_two, "parallelism=auto", f"run.dir={folder}"], tmp_path)
+    other = commands.run(FINETUNE, [*on_two, "parallelism=auto", f"run.dir={folder}"], tmp_path)
     assert "auto: keeps" not in other.errors
 
 
@@ -341,10 +308,9 @@ def test_a_command_without_a_device_imports_no_planner() -> None:
 
 
 def test_a_sweep_takes_the_best_meshes(commands: Commands, tmp_path: Path) -> None:
-    recipe = REPOSITORY / "recipes" / "finetune.py"
     best = rows(commands, AUTO, tmp_path)[:3]
     arguments = ["-m", *AUTO, "parallelism=plan:3", "optimizer.lr=1e-4,1e-3"]
-    ended = commands.run(recipe, arguments, tmp_path)
+    ended = commands.run(FINETUNE, arguments, tmp_path)
     assert (ended.status, ended.imported_torch) == (0, False), ended.errors
     lines = [line for line in ended.output.splitlines() if "would start" in line]
     meshes = [" x ".join(f"{axis}={row['mesh'][axis]}" for axis in AXES) for row in best]
@@ -352,42 +318,20 @@ def test_a_sweep_takes_the_best_meshes(commands: Commands, tmp_path: Path) -> No
 
 
 def test_a_sweep_takes_the_best_meshes_of_the_share_of_parallel_points(commands: Commands, tmp_path: Path) -> None:
-    recipe = REPOSITORY / "recipes" / "finetune.py"
     arguments = ["-m", "model=tiny", "parallelism=plan:2", "sweep.parallel=2", "cluster.gpu=h100_80"]
-    ended = commands.run(recipe, [*arguments, "cluster.dry_run=true"], tmp_path, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    ended = commands.run(FINETUNE, [*arguments, "cluster.dry_run=true"], tmp_path, CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert (ended.status, ended.imported_torch) == (0, False), ended.errors
     assert ended.output.count(": would start 2 x ") == 2
 
 
 def test_parallel_points_must_fit_their_share_of_the_gpus(commands: Commands, tmp_path: Path) -> None:
-    recipe = REPOSITORY / "recipes" / "finetune.py"
     arguments = ["-m", "model=tiny", "run.seed=1,2", "sweep.parallel=2", "cluster.procs_per_node=4"]
-    ended = commands.run(recipe, [*arguments, "cluster.dry_run=true"], tmp_path, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    ended = commands.run(FINETUNE, [*arguments, "cluster.dry_run=true"], tmp_path, CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert ended.status == 2
     assert ended.errors.strip() == (
         "sweep.parallel=2: each point has 2 of the 4 visible GPUs, but it starts 4 processes, and each needs its own "
         "GPU; lower sweep.parallel or cluster.procs_per_node"
     )
-
-
-@pytest.mark.parametrize(
-    ("recipe", "arguments", "message"),
-    [
-        ("finetune", ["parallelism=plan:3"], "parallelism=plan:3: needs -m; plan:K runs the best K meshes as a sweep"),
-        ("finetune", ["parallelism=auto4"], "parallelism=auto4: write parallelism=auto"),
-        ("finetune", ["-m", "parallelism=plan:0"], "parallelism=plan:0: must be plan:1 or more"),
-        ("evaluate", ["parallelism=auto"], "parallelism=auto: only training recipes can be planned"),
-        ("finetune", ["parallelism=auto", "cluster.device=cuda"], "cluster.gpu=null: the device is unknown"),
-        ("finetune", ["parallelism=auto", "model=qwen3_8b", "model.family=rwkv"], "model.family=rwkv: the formulas"),
-    ],
-)
-def test_a_mesh_that_cannot_be_planned_is_one_message(
-    commands: Commands, tmp_path: Path, recipe: str, arguments: list[str], message: str
-) -> None:
-    ended = commands.run(REPOSITORY / "recipes" / f"{recipe}.py", [*AUTO, *arguments], tmp_path)
-    assert ended.status == 2
-    assert message in ended.errors
-    assert not ended.imported_torch
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/mesh.md"])
@@ -399,3 +343,40 @@ def test_the_plan_in_a_document_is_what_the_command_prints(commands: Commands, t
     if block:
         ended = commands.run(PLAN, shlex.split(command), tmp_path)
         assert ended.output.startswith(printed)
+
+
+LARGE_PLAN = ("scripts/plan", [*LLAMA_8B, *LONG])
+TRAIN = ("recipes/finetune", AUTO)
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        (LARGE_PLAN, ["cluster.gpu=h1000"], "cluster.gpu=h1000: no such device; choose a100_40, a100_80"),
+        (LARGE_PLAN, ["cluster.gpu=null"], "cluster.gpu=null: the device is unknown; set it to an option of conf/gpu"),
+        (LARGE_PLAN, ["model.family=null", "model.path=me/mine"], "model.path=me/mine: its sizes are unknown"),
+        (LARGE_PLAN, ["model.family=mamba"], "model.family=mamba: the formulas do not cover this model type"),
+        (LARGE_PLAN, ["cluster.nodes=1", "cluster.procs_per_node=1"], "nothing fits 1 process: the smallest configur"),
+        (LARGE_PLAN, ["parallelism.tp=7"], "64 processes cannot be divided by tp 7"),
+        (LARGE_PLAN, ["training.seq_len=abc"], "training.seq_len=abc"),
+        (LARGE_PLAN, ["--top", "0"], "--top 0: must be 1 or more"),
+        (LARGE_PLAN, ["--recipe", "nothing"], "plan.py: argument --recipe: invalid choice"),
+        (("recipes/finetune", LAUNCH), ["cluster.gpu=h1000"], "cluster.gpu=h1000: no such device"),
+        (TRAIN, ["parallelism=plan:3"], "parallelism=plan:3: needs -m; plan:K runs the best K meshes as a sweep"),
+        (TRAIN, ["parallelism=auto4"], "parallelism=auto4: write parallelism=auto"),
+        (TRAIN, ["-m", "parallelism=plan:0"], "parallelism=plan:0: must be plan:1 or more"),
+        (TRAIN, ["parallelism=auto", "cluster.device=cuda"], "cluster.gpu=null: the device is unknown"),
+        (TRAIN, ["parallelism=auto", "model=qwen3_8b", "model.family=rwkv"], "model.family=rwkv: the formulas"),
+        (("recipes/evaluate", AUTO), ["parallelism=auto"], "parallelism=auto: only training recipes can be planned"),
+    ],
+    ids=str,
+)
+def test_wrong_input_is_one_message(
+    commands: Commands, tmp_path: Path, program: tuple[str, list[str]], arguments: list[str], message: str
+) -> None:
+    script, given = program
+    ended = commands.run(REPOSITORY / f"{script}.py", [*given, *arguments], tmp_path)
+    assert ended.status == 2
+    assert message in ended.errors
+    assert "Traceback" not in ended.errors
+    assert not ended.imported_torch

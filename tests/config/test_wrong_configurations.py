@@ -223,12 +223,6 @@ def test_help_of_evaluate_lists_its_groups_only(commands: Commands, evaluate: Pa
     assert not any(f"\n{group}: " in listed.partition("Keys,")[0] for group in ("gpu", "optimizer", "objective"))
 
 
-def test_key_of_a_source_that_is_not_in_an_empty_mixture(commands: Commands, finetune: Path, tmp_path: Path) -> None:
-    ended = commands.run(finetune, ["data=mixture", "data.sources.a.path=x"], tmp_path)
-    hint = "data.sources.a.path=x: the mixture has no source a; add it: +data@data.sources.a=OPTION"
-    assert hint in ended.errors.splitlines()
-
-
 def test_missing_checkpoint_is_rejected_before_the_start(
     commands: Commands, finetune: Path, evaluate: Path, tmp_path: Path
 ) -> None:
@@ -250,12 +244,17 @@ def test_missing_checkpoint_is_rejected_before_the_start(
         assert (ended.status, ended.output) == (0, "started\n"), ended
 
 
+def unreachable_hub(folder: Path) -> dict[str, str]:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    return {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": ""}
+
+
 def test_unreachable_hub_is_reported_at_once_and_its_cache_is_used(
     commands: Commands, finetune: Path, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": ""}
+    environment = unreachable_hub(tmp_path)
+    endpoint = environment["HF_ENDPOINT"]
     model, rows = ["model.path=owner/name"], ["model=tiny", "data=jsonl", "data.path=owner/rows"]
     ended = commands.run(finetune, model, tmp_path, **environment)
     reason = f"owner/name: is not in the hub's cache {tmp_path}/home, and {endpoint} cannot be reached (Connection"
@@ -274,11 +273,8 @@ def test_unreachable_hub_is_reported_at_once_and_its_cache_is_used(
 
 @pytest.mark.parametrize("name", ["finetune", "pretrain", "evaluate"])
 def test_default_data_needs_no_network(commands: Commands, tmp_path: Path, name: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": ""}
     arguments = ["model=tiny", "cluster.dry_run=true"]
-    ended = commands.run(REPOSITORY / "recipes" / f"{name}.py", arguments, tmp_path, **environment)
+    ended = commands.run(REPOSITORY / "recipes" / f"{name}.py", arguments, tmp_path, **unreachable_hub(tmp_path))
     assert (ended.status, ended.errors) == (0, "")
 
 
@@ -315,6 +311,7 @@ def test_missing_torchao_is_reported_with_the_extra_to_install(
 
 
 SBATCH_LINE, JOB_LINE = "#SBATCH --job-name=", "kind: Job\n"
+PODS = "cluster=k8s cluster.k8s.image=a cluster.k8s.volumes.runs=/cluster"
 
 
 @pytest.mark.parametrize(
@@ -323,24 +320,12 @@ SBATCH_LINE, JOB_LINE = "#SBATCH --job-name=", "kind: Job\n"
         ("cluster=slurm_2node cluster.account=lab", SBATCH_LINE, "account=lab"),
         ("-m cluster=slurm_2node run.seed=1,2", SBATCH_LINE, "partition=null"),
         ("cluster=slurm_2node data=jsonl data.path=/scratch/mine.jsonl", SBATCH_LINE, "data.path=/scratch/mine.jsonl"),
-        (
-            "cluster=slurm_2node cluster.python=/cluster/bin/python",
-            "\npython=(/cluster/bin/python)",
-            "/cluster/bin/python",
-        ),
+        ("cluster=slurm_2node cluster.python=/bin/mine", "\npython=(/bin/mine)", "/bin/mine"),
         ("cluster=slurm_2node run.dir=/cluster/run", "#SBATCH --output=/cluster/run/logs", "/cluster/run"),
         ("cluster=slurm_2node run.resume=/cluster/step_4", SBATCH_LINE, "run.resume=/cluster/step_4"),
         ("cluster=slurm_2node cluster.template=mine.j2", "#SBATCH --requeue\nmine\n", "device=cuda"),
-        (
-            "cluster=k8s cluster.k8s.image=a cluster.k8s.volumes.runs=/cluster",
-            JOB_LINE,
-            "whether the nodes can pull it",
-        ),
-        (
-            "cluster=k8s cluster.k8s.image=a cluster.k8s.volumes.runs=/cluster run.dir=/cluster/run",
-            JOB_LINE,
-            "runs=/cluster",
-        ),
+        (PODS, JOB_LINE, "whether the nodes can pull it"),
+        (f"{PODS} run.dir=/cluster/run", JOB_LINE, "runs=/cluster"),
     ],
 )
 def test_render_needs_no_cluster_and_writes_nothing(
@@ -368,18 +353,24 @@ def test_without_a_cluster_the_message_names_the_key_that_renders(
 
 
 @pytest.mark.parametrize(
-    ("package", "setting"),
-    [("tensorboard", "logging.tensorboard=true"), ("mlflow", "logging.mlflow.enabled=true"),
-     ("trackio", "logging.trackio.enabled=true")],
-)  # fmt: skip
-def test_missing_package_of_a_tracker_is_reported_with_the_extra_to_install(
-    commands: Commands, finetune: Path, tmp_path: Path, package: str, setting: str
+    ("package", "extra", "setting"),
+    [
+        *((name, name, f"logging.{name}.enabled=true") for name in ("mlflow", "trackio")),
+        ("tensorboard", "tensorboard", "logging.tensorboard=true"),
+        ("gcsfs", "gcs", "data.path=gs://bucket/x.jsonl"),
+        ("adlfs", "azure", "checkpoint.remote=az://box/run"),
+    ],
+)
+def test_missing_package_is_reported_with_the_extra_to_install(
+    commands: Commands, finetune: Path, tmp_path: Path, package: str, extra: str, setting: str
 ) -> None:
+    """Of trackers and of object stores."""
     if PathFinder.find_spec(package, sys.path) is not None:
         pytest.skip(f"{package} is installed")
-    ended = commands.run(finetune, ["model=tiny", setting], tmp_path)
-    missing = f"{setting}: {package} is not installed; run pip install 'meshbook[{package}]', or set it to false"
-    assert_rejected(ended, [missing], tmp_path)
+    ended = commands.run(finetune, ["model=tiny", "data=jsonl", f"data.path={__file__}", setting], tmp_path)
+    assert_rejected(
+        ended, [f"{setting}: {package} is not installed; run pip install 'meshbook[{extra}]', or"], tmp_path
+    )
 
 
 def test_missing_lm_eval_is_reported_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,24 +387,8 @@ def test_missing_lm_eval_is_reported_with_the_extra_to_install(monkeypatch: pyte
         )
 
 
-@pytest.mark.parametrize(
-    ("key", "url", "package", "extra"),
-    [("data.path", "gs://bucket/x.jsonl", "gcsfs", "gcs"), ("checkpoint.remote", "az://box/run", "adlfs", "azure")],
-)
-def test_missing_package_of_an_object_store_is_reported_with_the_extra_to_install(
-    commands: Commands, finetune: Path, tmp_path: Path, key: str, url: str, package: str, extra: str
-) -> None:
-    if PathFinder.find_spec(package, sys.path) is not None:
-        pytest.skip(f"{package} is installed")
-    ended = commands.run(finetune, ["model=tiny", "data=jsonl", f"data.path={__file__}", f"{key}={url}"], tmp_path)
-    assert f"{key}={url}: {package} is not installed; run pip install 'meshbook[{extra}]', or" in ended.errors
-    assert ended.status == 2
-    assert not ended.imported_torch
-
-
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:
-    arguments = ["model=tiny", "cluster.procs_per_node=2"]
-    ended = commands.run(finetune, arguments, tmp_path, CUDA_VISIBLE_DEVICES="0")
+    ended = commands.run(finetune, ["model=tiny", "cluster.procs_per_node=2"], tmp_path, CUDA_VISIBLE_DEVICES="0")
     assert_rejected(ended, ["cluster.procs_per_node=2", "2 processes, but 1 visible GPU"], tmp_path)
 
 

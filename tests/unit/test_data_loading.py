@@ -1,4 +1,4 @@
-"""From the config to samples: the held-out split, overlong samples, and custom factories."""
+"""From the config to samples: the held-out split, overlong samples, custom factories, and config errors."""
 
 from __future__ import annotations
 
@@ -398,3 +398,47 @@ def test_custom_samples_without_a_prompt_are_held_out_by_their_tokens():
 def test_invalid_custom_factory_is_rejected(cfg, problem):
     with pytest.raises(ConfigError, match=problem):
         build(cfg)
+
+
+# Config errors
+
+
+def errors_of(schema: type[DataConfig], **values: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        schema(**values)
+    return caught.value.problems
+
+
+def test_all_config_errors_of_the_section_are_reported_at_once():
+    sizes = {"eval_fraction": 1.0, "max_samples": 0, "max_eval_samples": -1}
+    columns = {"prompt_column": "text", "response_column": "text", "input_column": ""}
+    assert errors_of(SftDataConfig, path="", **sizes, **columns) == [
+        "data.max_samples=0: must be at least 1",
+        "data.max_eval_samples=-1: must be at least 1",
+        "data.eval_fraction=1.0: must be at least 0 (nothing held out) and less than 1",
+        "data.path='': is empty; set data.path to a file, a folder or a hub name",
+        "data.input_column='': is empty; name it as in the data",
+        "data.response_column=text: is also data.prompt_column; the two must differ",
+    ]
+
+
+def test_evaluation_on_the_train_split_is_rejected():
+    (problem,) = errors_of(SftDataConfig, path="x.jsonl", eval_split="train")
+    assert problem.startswith("data.eval_split=train: is also the train split, data.split; choose another, or null")
+    SftDataConfig(path="x.jsonl", eval_split="train", eval_path="y.jsonl")
+
+
+def test_equal_roles_or_keys_are_rejected():
+    assert errors_of(ChatDataConfig, path="x.jsonl", role_key="content", user_role="assistant") == [
+        "data.content_key=content: is also data.role_key; the two must differ",
+        "data.assistant_role=assistant: is also data.user_role; the two must differ",
+    ]
+
+
+@pytest.mark.parametrize(
+    "factory", ["my_module", "my_module:", ":build", "my module:build", "a..b:build", "a:b:c", "../a:b"]
+)
+def test_factory_that_is_not_module_and_function_is_rejected(factory):
+    assert errors_of(CustomDataConfig, factory=factory) == [
+        f"data.factory={factory}: must be module:function, such as my_package.my_data:build"
+    ]
