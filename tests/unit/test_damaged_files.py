@@ -251,14 +251,8 @@ def known(folder: Path) -> Path:
 
 
 def model_config(folder: Path) -> Path:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": 99,
-    }
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 99, "architectures": ["LlamaForCausalLM"]}))
     return folder / "config.json"
 
 
@@ -292,38 +286,12 @@ KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
 
 VALUES = [
     *(None, True, False, 0, -1, 1, 7, 1.5, -0.0, 10**30, -(10**18), 2**63, float("nan"), float("inf"), 1e308),
-    *(
-        "",
-        "x",
-        "../..",
-        "/dev/zero",
-        "a\0b",
-        "\ud800",
-        "\x1b[31m",
-        "9" * 400,
-        [],
-        {},
-        [[]],
-        [1],
-        ["a"],
-        {"a": 1},
-        {"": {}},
-    ),
+    *("", "x", "../..", "/dev/zero", "a\0b", "\ud800", "\x1b[31m", "9" * 400),
+    *([], {}, [[]], [1], ["a"], {"a": 1}, {"": {}}),
 ]
 TEXTS = [
-    "[" * 100_000,
-    '{"a":' * 50_000,
-    "9" * 5000,
-    '"\\ud800"',
-    "NaN",
-    "",
-    "[1]",
-    "null",
-    "{}",
-    "5",
-    '"text"',
-    "\0" * 50,
-    "---\n- &a [*a]",
+    *("[" * 100_000, '{"a":' * 50_000, "9" * 5000, '"\\ud800"', "NaN", "", "[1]", "null", "{}", "5", '"text"'),
+    *("\0" * 50, "---\n- &a [*a]"),
 ]
 
 
@@ -373,11 +341,8 @@ def structure_damaged(content: bytes, draw: random.Random) -> bytes | None:
     texts = [name for name, text in header["__metadata__"].items() if text[:1] == "{"]
     if texts and draw.random() < 0.5:
         name = draw.choice(texts)
-        text = (
-            json.dumps(changed(json.loads(header["__metadata__"][name]), draw))
-            if draw.random() < 0.8
-            else draw.choice(TEXTS)
-        )
+        values = json.loads(header["__metadata__"][name])
+        text = json.dumps(changed(values, draw)) if draw.random() < 0.8 else draw.choice(TEXTS)
         header["__metadata__"][name] = text
     else:
         header = changed(header, draw)

@@ -349,6 +349,10 @@ def custom(function: str, **values) -> CustomDataConfig:
     return CustomDataConfig(factory=f"{__name__}:{function}", **values)
 
 
+def out_of_range(split: str) -> CustomDataConfig:
+    return custom("build_out_of_range", split=split)
+
+
 def test_custom_factory_returns_the_samples_of_each_split():
     assert build(custom("build_examples", eval_split="held"), "eval")[3] == ([13, 5, 6], [IGNORED, 5, 6])
     cfg = custom("build_examples", eval_fraction=0.1)
@@ -370,29 +374,14 @@ def test_custom_samples_without_a_prompt_are_held_out_by_their_tokens():
     ("cfg", "problem"),
     [
         (custom("no_such"), r"data.factory=.*:no_such: cannot be imported: .*no_such"),
-        (
-            CustomDataConfig(factory="no_such_module:f"),
-            "cannot be imported: No module named 'no_such_module'",
-        ),
+        (CustomDataConfig(factory="no_such_module:f"), "cannot be imported: No module named 'no_such_module'"),
         (custom("NOT_A_FUNCTION"), "is a int, not a function"),
         (custom("build_misaligned"), "sample 1 has 3 input_ids and 2 labels; labels must be aligned with input_ids"),
-        (
-            custom("build_examples", split="none"),
-            r"build_examples \(none\): has no rows; set data.factory or",
-        ),
-        (
-            custom("build_out_of_range", split="id"),
-            r"data.factory=\S+: sample 1 has 263 among its input_ids; .* below 263,",
-        ),
-        (
-            custom("build_out_of_range", split="below"),
-            "sample 1 has -100 among its input_ids; must be at least 0 and below",
-        ),
-        (
-            custom("build_out_of_range", split="label"),
-            r"sample 1 has 263 among its labels; must be -100 \(ignored\), or at least 0",
-        ),
-        (custom("build_out_of_range", split="foreign"), r"sample 1 has -1 among its labels; must be -100 \(ignored"),
+        (custom("build_examples", split="none"), r"build_examples \(none\): has no rows; set data.factory or"),
+        (out_of_range("id"), r"data.factory=\S+: sample 1 has 263 among its input_ids; .* below 263,"),
+        (out_of_range("below"), "sample 1 has -100 among its input_ids; must be at least 0 and below"),
+        (out_of_range("label"), r"sample 1 has 263 among its labels; must be -100 \(ignored\), or at least 0"),
+        (out_of_range("foreign"), r"sample 1 has -1 among its labels; must be -100 \(ignored"),
     ],
 )
 def test_invalid_custom_factory_is_rejected(cfg, problem):

@@ -19,7 +19,6 @@ from components.batch import Batch
 from components.config.schema.data import (
     ChatDataConfig,
     DataConfig,
-    DocsDataConfig,
     MixtureDataConfig,
     SftDataConfig,
     TextDataConfig,
@@ -327,31 +326,3 @@ def test_mixture_without_any_held_out_samples_is_rejected(tmp_path: Path) -> Non
         ConfigError, match=r"data.sources: no source has held-out samples; .* set data.sources.NAME.eval"
     ):
         build(cfg, "eval")
-
-
-def test_invalid_mixture_config_is_rejected() -> None:
-    docs, web = DocsDataConfig(), TextDataConfig(path="x", pack=True, cache="here")
-    for values, problems in (
-        ({}, ["data.sources={}: a mixture needs sources; add each as +data@data.sources.NAME=OPTION"]),
-        (
-            {"sources": {"a": docs}, "split": "b", "max_samples": 3, "overlong": "drop"},
-            [f"data.{setting}: must be set per source of a mixture; set data.sources.NAME.{setting.partition('=')[0]}"
-             for setting in ("split=b", "max_samples=3", "overlong=drop")],
-        ),
-        (
-            {"sources": {"a": docs, "b": web}},
-            ["data.sources.b.cache=here: all sources share the cache of the mixture; set data.cache instead",
-             "data.sources.b.pack=true: either all sources are packed or none; set it to false, or set data.pack=true"],
-        ),
-        (
-            {"sources": {"a": TextDataConfig(path="s3://b/x.jsonl")}, "cache": None},
-            ["data.cache=null: objects of s3://b/x.jsonl, which data.sources.a reads, are copied to it; set data.cache "
-             "to a folder"],
-        ),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError) as caught:
-            MixtureDataConfig(**values)
-        assert caught.value.problems == problems
-    for weight in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ConfigError, match=rf"^data.weight={weight}: must be a number greater than 0$"):
-            DocsDataConfig(weight=weight)

@@ -11,7 +11,7 @@ from tokenizers import models, pre_tokenizers
 from components.chat_template import ChatTemplate
 from components.config.schema.data import SftDataConfig, UnusedKeys
 from components.conversation import Conversation
-from components.data.examples import IGNORED, encode_conversations
+from components.data.examples import encode_conversations
 from components.data.loading import build_dataset
 from components.protocol.errors import ConfigError
 from tests.unit.test_data_examples import byte_tokenizer, chat, encode_one, fast_tokenizer, target_texts
@@ -22,27 +22,6 @@ CHATML = (
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-def test_mask_equals_that_of_hugging_face_generation_blocks():
-    blocks = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
-        "{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    tokenizer = byte_tokenizer(blocks)
-    conversation = chat("hello", "well met", "bye", "so long", system="s")
-    reference = tokenizer.apply_chat_template(
-        conversation.messages, return_assistant_tokens_mask=True, return_dict=True
-    )
-    expected = [
-        token if is_answer else IGNORED
-        for token, is_answer in zip(reference["input_ids"], reference["assistant_masks"], strict=True)
-    ]
-    example = encode_one(tokenizer, conversation)
-    assert example.labels == expected[:-1]  # without the newline after the last answer
-    assert example.input_ids == reference["input_ids"][:-1]
 
 
 def test_template_without_generation_prompt_masks_all_but_the_answers():
@@ -57,21 +36,6 @@ def test_template_without_generation_prompt_masks_all_but_the_answers():
     assert target_texts(tokenizer, example) == [" yo</s>", " ok</s>"]
     with pytest.raises(ConfigError, match=r"x.jsonl:1: message 1 \(role system\): .* rejects .* no system role here"):
         encode_one(tokenizer, chat("hi", "yo", system="s"))
-
-
-def test_template_that_drops_past_reasoning_gives_one_example_per_answer():
-    template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}"
-        "{{ '<|im_start|>assistant\n' + m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{% else %}"
-        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    tokenizer = byte_tokenizer(template)
-    conversation = chat("a", "<think>m</think>b", "c", "<think>n</think>d")
-    first, second = encode_conversations(tokenizer, [conversation])
-    assert target_texts(tokenizer, first) == ["<think>m</think>b<|im_end|>"]
-    assert target_texts(tokenizer, second) == ["<think>n</think>d<|im_end|>"]
-    assert "assistant\nb<|im_end|>\n<|im_start|>user\nc" in tokenizer.decode(second.input_ids)
 
 
 def test_template_that_ends_the_last_answer_differently_splits_by_answer():
@@ -151,40 +115,30 @@ def form(turn: str, prompt: str = "<|assistant|>", begin: str = "") -> str:
     return begin + turns + "{% if add_generation_prompt %}" + prompt + "{% endif %}"
 
 
+BETWEEN = "{% if not loop.last and m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+LAST = "{% if loop.last and m.role == 'assistant' %}</s>{% endif %}"
 NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
 
 
 @pytest.mark.parametrize(
     ("template", "stops", "targets"),
     [
-        (form("{{ m.content }}<|end|>"), ["</s>", "<|end|>"], ["b<|end|>", "d<|end|>"]),
-        (form("{{ m.content | upper }}<|end|>"), ["</s>", "<|end|>"], ["B<|end|>", "D<|end|>"]),
-        (form("{{ m.content }}<|end|>", begin=NEEDS_SYSTEM), ["</s>", "<|end|>"], ["b<|end|>", "d<|end|>"]),
-        (form("{{ m.content }}"), ["</s>", "<|user|>"], ["b<|user|>", "d<|user|>"]),
-        (form("\n{{ m.content }}\n", "<|assistant|>\n"), ["</s>", "<|user|>"], ["b\n<|user|>", "d\n<|user|>"]),
-        (
-            form("{{ m.content }}{% if not loop.last and m.role == 'assistant' %}{{ eos_token }}{% endif %}"),
-            ["</s>"],
-            ["b</s>", "d</s>"],
-        ),
-        (
-            form("{{ m.content }}{% if loop.last and m.role == 'assistant' %}</s>{% endif %}"),
-            ["</s>"],
-            ["b</s>", "d</s>"],
-        ),
-        (
-            form("{{ m.content }}<|end|>{% if loop.last and m.role == 'assistant' %}</s>{% endif %}"),
-            ["</s>", "<|end|>"],
-            ["b<|end|>", "d<|end|>"],
-        ),
+        (form("{{ m.content }}<|end|>"), "</s> <|end|>", ["b<|end|>", "d<|end|>"]),
+        (form("{{ m.content | upper }}<|end|>"), "</s> <|end|>", ["B<|end|>", "D<|end|>"]),
+        (form("{{ m.content }}<|end|>", begin=NEEDS_SYSTEM), "</s> <|end|>", ["b<|end|>", "d<|end|>"]),
+        (form("{{ m.content }}"), "</s> <|user|>", ["b<|user|>", "d<|user|>"]),
+        (form("\n{{ m.content }}\n", "<|assistant|>\n"), "</s> <|user|>", ["b\n<|user|>", "d\n<|user|>"]),
+        (form("{{ m.content }}" + BETWEEN), "</s>", ["b</s>", "d</s>"]),
+        (form("{{ m.content }}" + LAST), "</s>", ["b</s>", "d</s>"]),
+        (form("{{ m.content }}<|end|>" + LAST), "</s> <|end|>", ["b<|end|>", "d<|end|>"]),
     ],
     ids=["end", "changed content", "needs system", "header", "header after a line", "between", "last", "end and last"],
 )
-def test_last_target_of_every_form_of_answer_is_a_stop_token(template: str, stops: list[str], targets: list[str]):
+def test_last_target_of_every_form_of_answer_is_a_stop_token(template: str, stops: str, targets: list[str]):
     """Their tokens are added to the vocabulary, but not special."""
     tokenizer = byte_tokenizer(template, eos="</s>")
     tokenizer.add_tokens(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"])
-    assert list(ChatTemplate(tokenizer).stop_tokens) == stops
+    assert " ".join(ChatTemplate(tokenizer).stop_tokens) == stops
     system = "s" if template.startswith(NEEDS_SYSTEM) else None
     examples = encode_conversations(tokenizer, [chat("a", "b", "c", "d", system=system)])
     assert [text for example in examples for text in target_texts(tokenizer, example)] == targets

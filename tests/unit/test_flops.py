@@ -117,16 +117,8 @@ def test_reporter_logs_mfu_per_step_and_in_the_result(tmp_path: Path) -> None:
         assert report.next_batch(batches) == number
         flags = {"skipped": False, "preempt": False, "interrupt": False, "must_save": False}
         report.step(StepMetrics(number, 1.0, 1.0, 10, 0.5, **flags, seconds_at_peak=0.1 * number), lr=0.1, tokens=10)
-    result = observability.Result(
-        status="ok",
-        steps=3,
-        mesh="1",
-        processes=1,
-        wall_seconds=9.0,
-        peak_memory_bytes=1,
-        first_loss=1.0,
-        last_loss=1.0,
-    )
+    numbers = {"steps": 3, "processes": 1, "wall_seconds": 9.0, "peak_memory_bytes": 1}
+    result = observability.Result(status="ok", mesh="1", first_loss=1.0, last_loss=1.0, **numbers)
     report.finish(result)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["mfu"] for line in lines] == [0.2, 0.4, 0.6]

@@ -142,46 +142,39 @@ def test_requeue_limits_are_read_from_the_config_of_the_run(run_dir: Path) -> No
     assert conclude(run_dir, last, Ended(0)) == 1
 
 
-HANGS = {
-    "with progress": ([PUBLISHED], 0, True),
-    "without a checkpoint of its own": ([PUBLISHED, STEP], 0, True),
-    "before its first step, in a job that has taken steps": ([STEP, NOTHING], 0, True),
-    "before the first step of the job": ([NOTHING], 0, False),
-    "third without a newer checkpoint": ([PUBLISHED, STEP, STEP, STEP], 2, False),
-    "after three others": ([PUBLISHED] * 4, 3, False),
-    "after two others": ([PUBLISHED] * 3, 2, True),
+FAULTS = {
+    "hung": (HUNG, 137, 75),
+    "corrupted": (CORRUPT, 1, 76),
 }
+"""Status of a result -> error of a rank, exit status of srun, and that of the job."""
+FAULTY = [
+    # status of the result, attempts, how many of them ended so before, whether the job is requeued
+    ("hung", [PUBLISHED], 0, True),
+    ("hung", [PUBLISHED, STEP], 0, True),
+    ("hung", [STEP, NOTHING], 0, True),  # before its first step, in a job that has taken steps
+    ("hung", [NOTHING], 0, False),  # before the first step of the job
+    ("hung", [PUBLISHED, STEP, STEP, STEP], 2, False),  # third without a newer checkpoint
+    ("hung", [PUBLISHED] * 4, 3, False),
+    ("hung", [PUBLISHED] * 3, 2, True),
+    ("corrupted", [PUBLISHED], 0, True),
+    ("corrupted", [PUBLISHED, STEP], 0, True),
+    ("corrupted", [PUBLISHED] * 4, 3, False),
+    ("corrupted", [PUBLISHED] * 3, 2, True),
+    ("corrupted", [STEP] * 3, 2, False),  # three attempts without a checkpoint
+]
 
 
-@pytest.mark.parametrize("name", HANGS)
-def test_run_that_hung_after_its_first_step_is_requeued_without_the_node(run_dir: Path, name: str) -> None:
-    """The requeued job excludes the node of the missing rank, which is not the rank that reported the hang."""
-    attempts, before, requeued = HANGS[name]
-    last = job_of_attempts(run_dir, *attempts, hung=before)
-    write_report(run_dir / "logs" / f"attempt_{last}", 0, HUNG)
-    assert conclude(run_dir, last, Ended(137)) == 75
-    assert result(run_dir)["status"] == "hung"
-    marker = run_dir / "requeue"
-    assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
-
-
-CORRUPTIONS = {
-    "first": ([PUBLISHED], 0, True),
-    "without a checkpoint of its own": ([PUBLISHED, STEP], 0, True),
-    "after three others": ([PUBLISHED] * 4, 3, False),
-    "after two others": ([PUBLISHED] * 3, 2, True),
-    "three attempts without a checkpoint": ([STEP] * 3, 2, False),
-}
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_run_with_wrong_numbers_is_requeued_without_the_node(run_dir: Path, name: str) -> None:
-    """Also without a new checkpoint, since the requeued job runs on other nodes; up to cluster.requeue.corruption."""
-    attempts, before, requeued = CORRUPTIONS[name]
-    last = job_of_attempts(run_dir, *attempts, hung=before, status="corrupted")
-    write_report(run_dir / "logs" / f"attempt_{last}", 0, CORRUPT)
-    assert conclude(run_dir, last, Ended(1)) == 76
-    assert result(run_dir) == {"status": "corrupted", "error": str(CORRUPT)}
+@pytest.mark.parametrize(("outcome", "attempts", "before", "requeued"), FAULTY)
+def test_run_that_hung_or_computes_wrong_numbers_is_requeued_without_the_node(
+    run_dir: Path, outcome: str, attempts: list[tuple[bool, bool]], before: int, requeued: bool
+) -> None:
+    """The requeued job excludes the node of the faulty rank, which is not the rank that reported it. After wrong
+    numbers also without a new checkpoint, since it runs on other nodes; up to cluster.requeue.corruption."""
+    error, ended, status = FAULTS[outcome]
+    last = job_of_attempts(run_dir, *attempts, hung=before, status=outcome)
+    write_report(run_dir / "logs" / f"attempt_{last}", 0, error)
+    assert conclude(run_dir, last, Ended(ended)) == status
+    assert result(run_dir) == {"status": outcome, "error": str(error)}
     marker = run_dir / "requeue"
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
 
@@ -398,18 +391,17 @@ def node_check(run_dir: Path, gpus: int = 0, **environment: str) -> subprocess.C
     )
 
 
-def test_healthy_node_passes_the_node_check(run_dir: Path) -> None:
+def test_node_check_reports_every_problem_of_a_node(run_dir: Path, tmp_path: Path) -> None:
     checked = node_check(run_dir)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
     assert os.listdir(run_dir / "logs") == ["attempt_1"]
-
-
-def test_node_without_the_run_directory_fails_the_node_check(tmp_path: Path) -> None:
-    checked = node_check(tmp_path / "gone")
+    checked = node_check(run_dir, gpus=4, CUDA_VISIBLE_DEVICES="0,1")
     assert checked.returncode == 1
-    assert checked.stderr.startswith(
-        f"node {os.uname().nodename}: cannot access the run directory {tmp_path / 'gone'}; "
-    )
+    assert "has 2 visible GPUs, but cluster.procs_per_node=4 requires one per process" in checked.stderr
+    checked = node_check(tmp_path / "gone", gpus=1, CUDA_VISIBLE_DEVICES="")
+    assert (checked.returncode, len(checked.stderr.splitlines())) == (1, 2)
+    gone = f"node {os.uname().nodename}: cannot access the run directory {tmp_path / 'gone'}; "
+    assert checked.stderr.startswith(gone)
 
 
 def test_node_that_cannot_write_fails_the_node_check(run_dir: Path) -> None:
@@ -419,12 +411,6 @@ def test_node_that_cannot_write_fails_the_node_check(run_dir: Path) -> None:
     checked = node_check(run_dir)
     assert checked.returncode == 1
     assert f"cannot write to the run directory {run_dir}: " in checked.stderr
-
-
-def test_node_with_too_few_gpus_fails_the_node_check(run_dir: Path) -> None:
-    checked = node_check(run_dir, gpus=4, CUDA_VISIBLE_DEVICES="0,1")
-    assert checked.returncode == 1
-    assert "has 2 visible GPUs, but cluster.procs_per_node=4 requires one per process" in checked.stderr
 
 
 def path_with_nvidia_smi(folder: Path, script: str) -> str:
@@ -446,22 +432,9 @@ def test_node_with_failing_nvidia_smi_fails_the_node_check(run_dir: Path, tmp_pa
     assert node_check(run_dir, gpus=2, CUDA_VISIBLE_DEVICES="0,1", PATH=path).returncode == 0
 
 
-def test_every_problem_of_a_node_is_reported(tmp_path: Path) -> None:
-    checked = node_check(tmp_path / "gone", gpus=1, CUDA_VISIBLE_DEVICES="")
-    assert len(checked.stderr.splitlines()) == 2
-
-
 def test_variables_of_an_enclosing_job_are_not_inherited() -> None:
-    inherited = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_NTASKS": "4",
-        "SLURM_CPU_BIND": "none",
-        "SBATCH_PARTITION": "high",
-        "SRUN_DEBUG": "3",
-        "RANK": "1",
-        "MESHBOOK_WORKER": "1",
-        "PMIX_RANK": "0",
-    }
+    names = "SLURM_JOB_ID SLURM_NTASKS SLURM_CPU_BIND SBATCH_PARTITION SRUN_DEBUG RANK MESHBOOK_WORKER PMIX_RANK"
+    inherited = dict.fromkeys(names.split(), "1")
     kept = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "SLURMER": "x", "HF_TOKEN": "secret", "MESHBOOK_X": "1"}
     assert _clean_environment({**inherited, **kept}) == kept
 

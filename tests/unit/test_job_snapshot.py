@@ -12,6 +12,9 @@ from components.launch.job import scheduler
 from components.launch.job.scheduler import PROJECT, _copied_recipe_path, copy_code
 from components.protocol.errors import ConfigError
 
+PLAIN = {"recipes/mine.py", "components/a.py", "conf/finetune.yaml", "notes.md"}
+"""Files of the small project that a snapshot has."""
+
 
 def write(folder: Path, *names: str) -> None:
     for name in names:
@@ -44,7 +47,7 @@ def git(folder: Path, *arguments: str) -> None:
 def test_project_without_git_copies_code_and_text_files(project: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     number = copy_code(project / "recipes" / "mine.py", target)
-    assert copied(target) == {"recipes/mine.py", "components/a.py", "conf/finetune.yaml", "notes.md"}
+    assert copied(target) == PLAIN
     assert number == 4
     assert (target / "components" / "a.py").read_text() == "this is components/a.py"
 
@@ -57,13 +60,7 @@ def test_second_snapshot_has_no_files_of_the_first(project: Path, tmp_path: Path
     shutil.rmtree(project / "components" / "part")
     write(project, "components/part.py")
     copy_code(project / "recipes" / "mine.py", target)
-    assert copied(target) == {
-        "recipes/mine.py",
-        "components/a.py",
-        "components/part.py",
-        "conf/finetune.yaml",
-        "notes.md",
-    }
+    assert copied(target) == {*PLAIN, "components/part.py"}
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith("copy")] == ["copy"]
 
 
@@ -78,10 +75,7 @@ def test_git_project_copies_tracked_and_untracked_files_as_on_disk(project: Path
     write(project, "components/new.py", "weights.bin", ".env")
     target = tmp_path / "copy"
     copy_code(project / "recipes" / "mine.py", target)
-    assert copied(target) == {
-        *("recipes/mine.py", "components/a.py", "components/new.py", "conf/finetune.yaml", "notes.md"),
-        *("ünï code.py", "weights.bin"),
-    }
+    assert copied(target) == {*PLAIN, "components/new.py", "ünï code.py", "weights.bin"}
     assert (target / "components" / "a.py").read_text() == "edited"
 
 
@@ -122,7 +116,7 @@ def test_project_that_an_outer_repository_ignores_is_copied(project: Path, tmp_p
     (tmp_path / ".gitignore").write_text("*\n")
     git(tmp_path, "init", "-q")
     copy_code(project / "recipes" / "mine.py", tmp_path / "copy")
-    assert copied(tmp_path / "copy") == {"recipes/mine.py", "components/a.py", "conf/finetune.yaml", "notes.md"}
+    assert copied(tmp_path / "copy") == PLAIN
 
 
 def test_oversized_code_is_rejected_before_copying(project: Path, tmp_path: Path) -> None:
