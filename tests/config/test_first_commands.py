@@ -106,11 +106,8 @@ def result(recipe: str, arguments: Sequence[str], folders: tuple[Path, ...] = (C
         ("pretrain", "model=./model", "model=smollm2_135m model.path=./model"),
         ("evaluate", "model=model", "model=smollm2_135m model.path=model"),
         ("finetune", "data=chat_jsonl data=chat.jsonl", "data=chat_jsonl data.path=chat.jsonl"),
-        (
-            "finetune",
-            "data=mixture +data@data.sources.a=mine.jsonl",
-            "data=mixture +data@data.sources.a=jsonl data.sources.a.path=mine.jsonl",
-        ),
+        ("finetune", "data=mixture +data@data.sources.a=mine.jsonl",
+         "data=mixture +data@data.sources.a=jsonl data.sources.a.path=mine.jsonl"),
         ("finetune", "data=jsonl model=tiny", "data=jsonl model=tiny"),
         ("finetune", "data=jsonll", "data=jsonll"),
         ("finetune", "data=owner/rows", "data=owner/rows"),
@@ -120,13 +117,10 @@ def result(recipe: str, arguments: Sequence[str], folders: tuple[Path, ...] = (C
         ("finetune", "model=https://huggingface.co/a/b", "model=smollm2_135m model.path=a/b"),
         ("finetune", "model=hf://a/b", "model=smollm2_135m model.path=a/b"),
         ("dpo", "data=https://huggingface.co/datasets/a/b", "data=preferences data.path=a/b"),
-        (
-            "finetune",
-            "data=https://huggingface.co/datasets/a/b/resolve/main/c/x.csv",
-            "data=jsonl data.path=hf://datasets/a/b/c/x.csv",
-        ),
+        ("finetune", "data=https://huggingface.co/datasets/a/b/resolve/main/c/x.csv",
+         "data=jsonl data.path=hf://datasets/a/b/c/x.csv"),
     ],
-)
+)  # fmt: skip
 def test_short_forms_are_options_with_their_path(folder: Path, recipe: str, short: str, long: str) -> None:
     arguments = [short] if " y." in short else short.split()
     expected = long.replace("lr=1,x y", "lr=1,x_y").split()
@@ -159,10 +153,8 @@ REMEDY = re.compile(r"; (?:use recipes/(?P<recipe>\w+)\.py|write) (?P<line>[\w+@
     ("recipe", "line", "row", "answer"),
     [
         ("finetune", "data=x.jsonl", {"prompt": "q", "output": "a"}, "write data.response_column=output"),
-        (
-            *("finetune", "data=x.jsonl", {"question": "q", "answer": "a"}),
-            "write data.prompt_column=question data.response_column=answer",
-        ),
+        (*("finetune", "data=x.jsonl", {"question": "q", "answer": "a"}),
+         "write data.prompt_column=question data.response_column=answer"),
         ("finetune", "data=jsonl data.path=x.jsonl", ALPACA, "write data=alpaca data.path=x.jsonl"),
         ("finetune", "data=jsonl data.path=x.jsonl", CHAT, "write data=chat_jsonl data.path=x.jsonl"),
         ("finetune", "data=jsonl data.path=x.jsonl", {"text": "a"}, "write data=text data.path=x.jsonl"),
@@ -178,32 +170,22 @@ REMEDY = re.compile(r"; (?:use recipes/(?P<recipe>\w+)\.py|write) (?P<line>[\w+@
             "data.sources.a.assistant_role=gpt",
         ),
         ("finetune", "data=x.jsonl", PAIR, "use recipes/dpo.py data=preferences data.path=x.jsonl"),
-        (
-            *("finetune", "data=x.jsonl", [{"text": "a", "label": "ham"}, {"text": "b", "label": "spam"}]),
-            "use recipes/classify.py data=labels data.path=x.jsonl data.label_names=[ham,spam]",
-        ),
-        (
-            *("finetune", "data=x.jsonl", {"prompt": "q", "completion": "a", "label": True}),
-            "use recipes/dpo.py objective=kto data=preferences data.path=x.jsonl",
-        ),
+        (*("finetune", "data=x.jsonl", [{"text": "a", "label": "ham"}, {"text": "b", "label": "spam"}]),
+         "use recipes/classify.py data=labels data.path=x.jsonl data.label_names=[ham,spam]"),
+        (*("finetune", "data=x.jsonl", {"prompt": "q", "completion": "a", "label": True}),
+         "use recipes/dpo.py objective=kto data=preferences data.path=x.jsonl"),
         ("pretrain", "data=x.jsonl", SFT, "use recipes/finetune.py data=jsonl data.path=x.jsonl"),
         ("dpo", "data=x.jsonl", SFT, "use recipes/finetune.py data=jsonl data.path=x.jsonl"),
         ("dpo", "data=x.jsonl", {"prompt": "q", "completion": "a", "label": True}, "write objective=kto"),
-        (
-            *("dpo", "data=x.jsonl", {"query": "q", "better": "a", "worse": "b"}),
-            "write data.prompt_column=query data.chosen_column=better data.rejected_column=worse",
-        ),
-        (
-            *("classify", "data=x.jsonl data.num_labels=2", PAIR),
-            "write objective=reward data=preferences data.path=x.jsonl",
-        ),
-        (
-            *("classify", "data=x.jsonl data.num_labels=2", {"sentence": "a", "class": 1}),
-            "write data.text_column=sentence data.label_column=class",
-        ),
+        (*("dpo", "data=x.jsonl", {"query": "q", "better": "a", "worse": "b"}),
+         "write data.prompt_column=query data.chosen_column=better data.rejected_column=worse"),
+        (*("classify", "data=x.jsonl data.num_labels=2", PAIR),
+         "write objective=reward data=preferences data.path=x.jsonl"),
+        (*("classify", "data=x.jsonl data.num_labels=2", {"sentence": "a", "class": 1}),
+         "write data.text_column=sentence data.label_column=class"),
     ],
     ids=lambda value: str(value)[:60],
-)
+)  # fmt: skip
 def test_rows_with_other_columns_are_answered_with_settings_that_read_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, line: str, row: Any, answer: str
 ) -> None:

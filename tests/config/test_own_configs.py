@@ -110,17 +110,11 @@ INVALID: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"training": {"global_batch_size": 3}}, 2, "training.global_batch_size=3: must be a multiple of dp=2"),
     ({"training": {"seq_len": 100, "global_batch_size": 8}, "parallelism": {"cp": 8}}, 8, "training.seq_len=100: must"),
     ({"training": {"eval_every": 0}, "checkpoint": {"keep_best": True}}, 1, "checkpoint.keep_best=true: needs"),
-    (
-        {"training": {"max_steps": 3}, "logging": {"profile": ProfileConfig(enabled=True)}},
-        1,
-        "logging.profile.start=10",
-    ),
-    (
-        {"model": {"attention": Attention.flex_attention}, "cluster": {"device": Device.cpu}},
-        1,
-        "model.attention=flex_attention: torch has no backward",
-    ),
-)
+    ({"training": {"max_steps": 3}, "logging": {"profile": ProfileConfig(enabled=True)}}, 1,
+     "logging.profile.start=10"),
+    ({"model": {"attention": Attention.flex_attention}, "cluster": {"device": Device.cpu}}, 1,
+     "model.attention=flex_attention: torch has no backward"),
+)  # fmt: skip
 
 
 def build(schema: type[Config], training: type[TrainingConfig], values: dict[str, dict[str, Any]]) -> Config:

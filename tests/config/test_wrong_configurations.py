@@ -193,18 +193,14 @@ def test_error_found_while_reading_data_is_rejected_by_the_real_recipe(
 @pytest.mark.parametrize(
     ("file", "text", "argument", "parts"),
     [
-        (
-            "experiment/mine.yaml",
-            "training: {max_steps: 3}",
-            "experiment=mine",
-            ["conf file experiment/mine.yaml", "read as experiment.KEY", "make `# @package _global_` its first line"],
-        ),
+        ("experiment/mine.yaml", "training: {max_steps: 3}", "experiment=mine",
+         ["conf file experiment/mine.yaml", "read as experiment.KEY", "make `# @package _global_` its first line"]),
         ("local/user.yaml", "cluster: {nodes: 1}", "run.seed=1", ["local/user.yaml", "`# @package _global_`"]),
         ("network/mine.yaml", "network_env: {A: b}", "network=mine", ["network/mine.yaml", "`# @package cluster`"]),
         ("model/mine.yaml", "model: {path: x}", "model=mine", ["model/mine.yaml", "remove the line `model:`"]),
         ("experiment/b.yaml", "# @package _global_\nlogging: {plot: 1}", "experiment=b", ["plot: must be true or"]),
     ],
-)
+)  # fmt: skip
 def test_error_in_a_users_conf_file_is_reported_with_its_name(
     commands: Commands, finetune: Path, tmp_path: Path, file: str, text: str, argument: str, parts: list[str]
 ) -> None:

@@ -141,10 +141,8 @@ def test_blocks_are_summed_in_float64() -> None:
         ("run --steps 1 3 7", "--steps: RUN has no checkpoint of steps 3, 7; it keeps those of steps 1, 2, 4"),
         ("run --steps 1 1", "--steps: step 1 given twice"),
         ("run --steps 1", "step_1: is all there is to average; give at least two"),
-        (
-            "run --weights 1 2",
-            "--weights: 2 given for 3 checkpoints; give one each, for run/step_1, run/step_2, run/step_4",
-        ),
+        ("run --weights 1 2",
+         "--weights: 2 given for 3 checkpoints; give one each, for run/step_1, run/step_2, run/step_4"),
         ("run --weights 1 2 0", "--weights 0: each weight must be a finite number above 0"),
         ("run --weights 1 2 nan", "--weights nan: each weight must be a finite number above 0"),
         ("run run/export_1", "--out: needed, because the weights are not those of one run"),
@@ -152,19 +150,15 @@ def test_blocks_are_summed_in_float64() -> None:
         ("run/export_1 run/export_2 --steps 1", "--steps: selects checkpoints of run directories, but"),
         ("run nothing --out out", "nothing: no such folder"),
         ("run/export_1 empty --out out", "empty: neither a run directory (no checkpoints/), a checkpoint"),
-        (
-            "run/export_1 gpt2 --out out",
-            "gpt2: cannot be averaged with RUN/export_1: its architecture is gpt2, that of the other llama",
-        ),
+        ("run/export_1 gpt2 --out out",
+         "gpt2: cannot be averaged with RUN/export_1: its architecture is gpt2, that of the other llama"),
         ("run/export_1 wide --out out", "is (64, 32) instead of (48, 32)"),
-        (
-            "run/export_1 heads --out out",
-            "config.json differs: head_dim is 16 instead of 8, num_attention_heads is 2 instead of 4",
-        ),
+        ("run/export_1 heads --out out",
+         "config.json differs: head_dim is 16 instead of 8, num_attention_heads is 2 instead of 4"),
         ("run --out run/export_1", "exists and is not an empty folder"),
         ("run --dtype int8", "--dtype int8: must be one of"),
     ],
-)
+)  # fmt: skip
 def test_invalid_command_lines_are_rejected(
     arguments: str,
     message: str,

@@ -62,21 +62,13 @@ EXPECTED = [[f"{PROMPT}[[yes<|im_end|>]]", f"{PROMPT}[[no<|im_end|>]]"]]
         ({"prompt": "why?", "chosen": "yes", "rejected": "no"}, {}),
         ({"prompt": [user("why?")], "chosen": [assistant("yes")], "rejected": [assistant("no")]}, {}),
         ({"prompt": [user("why?")], "chosen": "yes", "rejected": [assistant("no")]}, {}),
-        (
-            {
-                "prompt": "ignored",
-                "chosen": [user("why?"), assistant("yes")],
-                "rejected": [user("why?"), assistant("no")],
-            },
-            {},
-        ),
-        (
-            {"chosen": [user("why?"), assistant("yes")], "rejected": [user("why?"), assistant("no")]},
-            {"prompt_column": None},
-        ),
+        ({"prompt": "ignored", "chosen": [user("why?"), assistant("yes")], "rejected": [user("why?"), assistant("no")]},
+         {}),
+        ({"chosen": [user("why?"), assistant("yes")], "rejected": [user("why?"), assistant("no")]},
+         {"prompt_column": None}),
     ],
     ids=["texts", "messages", "mixed", "conversations and a prompt", "conversations"],
-)
+)  # fmt: skip
 def test_every_form_of_a_pair_becomes_the_same_tokens(
     tmp_path: Path, row: dict[str, Any], keys: dict[str, Any]
 ) -> None:
@@ -114,21 +106,15 @@ def test_answers_whose_turns_are_rendered_differently_later_are_rejected(tmp_pat
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "data.chosen_column=chosen: is equal to 'rejected'"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "data.rejected_column=rejected: holds null, not text"),
         ({"prompt": None, "chosen": "b", "rejected": "c"}, "data.prompt_column=prompt: holds null, not text"),
-        (
-            {"prompt": "x", "chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]},
-            "'chosen' needs an answer of the assistant to a prompt",
-        ),
-        (
-            {"prompt": "x", "chosen": [user("a"), assistant("b"), user("d")], "rejected": [user("a"), assistant("c")]},
-            "'chosen' needs an answer of the assistant",
-        ),
-        (
-            {"prompt": "x", "chosen": [{"role": "bot", "content": "a"}], "rejected": "c"},
-            "message 1 of 'chosen' has the role 'bot'",
-        ),
+        ({"prompt": "x", "chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]},
+         "'chosen' needs an answer of the assistant to a prompt"),
+        ({"prompt": "x", "chosen": [user("a"), assistant("b"), user("d")], "rejected": [user("a"), assistant("c")]},
+         "'chosen' needs an answer of the assistant"),
+        ({"prompt": "x", "chosen": [{"role": "bot", "content": "a"}], "rejected": "c"},
+         "message 1 of 'chosen' has the role 'bot'"),
         ({"prompt": "x", "chosen": ["a"], "rejected": "c"}, "message 1 of 'chosen' is str 'a', not an object"),
     ],
-)
+)  # fmt: skip
 def test_row_that_is_no_pair_is_rejected_with_its_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(ConfigError) as caught:

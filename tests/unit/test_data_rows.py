@@ -76,24 +76,15 @@ def test_number_in_a_text_column_is_a_bad_row(tmp_path):
     [
         (SftDataConfig, {"prompt": "a", "response": HALF}, "data.response_column=response: holds"),
         (TextDataConfig, {"text": HALF}, "data.text_column=text: holds"),
-        (
-            ChatDataConfig,
-            {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": HALF}]}]},
-            "message 2 of 'messages' (role assistant): data.content_key=content: holds",
-        ),
-        (
-            ChatDataConfig,
-            {"messages": [USER, {"role": "assistant", "content": "a", "reasoning_content": HALF}]},
-            "message 2 of 'messages' (role assistant): holds",
-        ),
-        (
-            ChatDataConfig,
-            {"messages": [USER, {"role": "assistant", "content": "a"}], "tools": [{"name": HALF}]},
-            "data.tools_column=tools: holds",
-        ),
+        (ChatDataConfig, {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": HALF}]}]},
+         "message 2 of 'messages' (role assistant): data.content_key=content: holds"),
+        (ChatDataConfig, {"messages": [USER, {"role": "assistant", "content": "a", "reasoning_content": HALF}]},
+         "message 2 of 'messages' (role assistant): holds"),
+        (ChatDataConfig, {"messages": [USER, {"role": "assistant", "content": "a"}], "tools": [{"name": HALF}]},
+         "data.tools_column=tools: holds"),
     ],
     ids=["sft", "text", "parts", "reasoning", "tools"],
-)
+)  # fmt: skip
 def test_half_of_a_surrogate_pair_is_a_bad_row(tmp_path, cfg, values, where):
     """JSON can hold it as an escape, and cutting text at a fixed length leaves it."""
     file = write(tmp_path / "x.jsonl", [values])
@@ -166,29 +157,18 @@ def test_openai_and_sharegpt_conversations_give_the_same_text(tmp_path):
             "assistant, tool, developer, function, ipython; set data.user_role, data.assistant_role, data.system_role "
             "or data.tool_role",
         ),
-        (
-            [{"role": "user", "content": None}],
-            "message 1 of 'messages' (role user): data.content_key=content: holds null, not text",
-        ),
-        (
-            [{"role": "user", "content": ""}],
-            "message 1 of 'messages' (role user): data.content_key=content: is empty",
-        ),
-        (
-            [{"role": "user", "content": "a"}],
-            "'messages' needs a message with the role 'assistant' after another message",
-        ),
+        ([{"role": "user", "content": None}],
+         "message 1 of 'messages' (role user): data.content_key=content: holds null, not text"),
+        ([{"role": "user", "content": ""}], "message 1 of 'messages' (role user): data.content_key=content: is empty"),
+        ([{"role": "user", "content": "a"}],
+         "'messages' needs a message with the role 'assistant' after another message"),
         ([], "'messages' needs a message with the role 'assistant' after another message"),
-        (
-            [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}],
-            "'messages' needs a message with the role 'assistant' after another message",
-        ),
-        (
-            [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [None]}],
-            "message 2 of 'messages' has tool_calls that are list [None], not a list of objects",
-        ),
+        ([{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}],
+         "'messages' needs a message with the role 'assistant' after another message"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [None]}],
+         "message 2 of 'messages' has tool_calls that are list [None], not a list of objects"),
     ],
-)
+)  # fmt: skip
 def test_invalid_conversations_are_bad_rows(tmp_path, messages, problem):
     file = write(tmp_path / "x.jsonl", [{"messages": messages}])
     assert bad_row_lines(ChatDataConfig(path=str(file)))[1] == f"  {file}:1: {problem}"

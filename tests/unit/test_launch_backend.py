@@ -75,19 +75,15 @@ def test_every_cluster_kind_has_a_backend(kind: ClusterKind) -> None:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (
-            "no_such_module:Queue",
-            "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'; put the file next to",
-        ),
+        ("no_such_module:Queue",
+         "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'; put the file next to"),
         (f"{__name__}:Queue", "cannot be imported: AttributeError: module .* has no attribute 'Queue'"),
         ("os:abort", "is no subclass of components.launch.job.scheduler.Scheduler"),  # which a foreign run may name
-        (
-            "components.launch.job.scheduler:Scheduler",
-            "does not define cancel, cancel_command, find, query, render, send",
-        ),
+        ("components.launch.job.scheduler:Scheduler",
+         "does not define cancel, cancel_command, find, query, render, send"),
         ("components.launch.local:LocalBackend", "is no subclass of components.launch.job.scheduler.Scheduler"),
     ],
-)
+)  # fmt: skip
 def test_scheduler_that_is_none_is_explained(factory: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"cluster.factory={factory}: {message}"):
         backend_of(CustomClusterConfig(procs_per_node="1", factory=factory))

@@ -83,20 +83,14 @@ def test_only_adapters_are_trained_and_counted_as_trainable() -> None:
 @pytest.mark.parametrize(
     ("family", "peft", "message"),
     [
-        (
-            "llama",
-            {"targets": ["q_prj"]},
-            r"peft.targets=\[q_prj\]: LlamaForCausalLM has no such layer; did you mean q_proj\?; choose all-lin",
-        ),
+        ("llama", {"targets": ["q_prj"]},
+         r"peft.targets=\[q_prj\]: LlamaForCausalLM has no such layer; did you mean q_proj\?; choose all-lin"),
         ("llama", {"targets": ["lm_head"]}, r"peft.targets=\[lm_head\]: the LM head cannot be adapted"),
         ("llama", {"targets": ["embed_tokens"]}, r"peft.targets=\[embed_tokens\]: Embedding is not a linear layer"),
-        (
-            "mixtral",
-            {"targets": ["experts"]},
-            r"peft.targets=\[experts\]: MixtralExperts is not a linear layer; choose",
-        ),
+        ("mixtral", {"targets": ["experts"]},
+         r"peft.targets=\[experts\]: MixtralExperts is not a linear layer; choose"),
     ],
-)
+)  # fmt: skip
 def test_invalid_targets_are_rejected(family: str, peft: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         adapted(family, replace(LORA, **peft))

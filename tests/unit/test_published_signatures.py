@@ -33,11 +33,7 @@ FUNCTIONS = [
     (UTILS, "barrier_and_log", "string"),
     (UTILS, "dp_eval_sample_shard", "distributed_config, dp_rank, dp_size"),
     (UTILS, "get_sync_ctx", "model, is_optim_step, defer_fsdp_grad_sync"),
-    (
-        UTILS,
-        "reduce_loss",
-        "loss_store, total_num_tokens, per_token_loss=True, dp_group=None, *, check_finite=True",
-    ),
+    (UTILS, "reduce_loss", "loss_store, total_num_tokens, per_token_loss=True, dp_group=None, *, check_finite=True"),
     # OLMo-core, distributed.utils
     (UTILS, "init_distributed", "backend='nccl', timeout=timedelta(seconds=1800), shared_filesytem=True, **kwargs"),
     (UTILS, "validate_env_vars", ""),
@@ -95,7 +91,7 @@ FUNCTIONS = [
     ),
     (PARALLELIZER, "_destroy_dist_connection", ""),
     (PARALLELIZER, "unshard_fsdp2_model", "model"),
-]
+]  # fmt: skip
 
 
 def _parameters(function: Any) -> list[tuple[str, Any, Any]]:

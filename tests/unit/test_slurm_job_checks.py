@@ -38,16 +38,11 @@ OPTIONS = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
             ],
             "s_p_parse_file: cannot stat file /no: No such file or directory",
         ),
-        (
-            [
-                "sbatch: error: slurm_persist_conn_open: failed",
-                "allocation failure: Unable to contact slurm controller",
-            ],
-            "Unable to contact slurm controller",
-        ),
+        (["sbatch: error: slurm_persist_conn_open: failed", "allocation failure: Unable to contact slurm controller"],
+         "Unable to contact slurm controller"),
     ],
     ids=["no slurm.conf", "another slurm.conf", "no controller"],
-)
+)  # fmt: skip
 def test_unreachable_slurm_is_reported_with_the_line_of_the_cause(lines: list[str], reason: str) -> None:
     advice = (
         "submit from a login node of the cluster, set cluster=local, or only print the script here: "

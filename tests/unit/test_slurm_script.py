@@ -272,26 +272,20 @@ def requested(**values: object) -> list[str]:
     [
         ({}, ["--nodes=1", "--ntasks-per-node=4", "--gpus-per-node=4"]),
         ({"nodes": "4-8"}, ["--nodes=4-8", "--mincpus=4", "--gpus-per-node=4"]),
-        (
-            {"nodes": "4-8", "cpus_per_proc": 6, "device": Device.cpu},
-            ["--nodes=4-8", "--mincpus=24", "--cpus-per-task=6"],
-        ),
+        ({"nodes": "4-8", "cpus_per_proc": 6, "device": Device.cpu},
+         ["--nodes=4-8", "--mincpus=24", "--cpus-per-task=6"]),
         ({"gpu_request": GpuRequest.gres}, ["--nodes=1", "--ntasks-per-node=4", "--gres=gpu:4"]),
         ({"gpu_request": GpuRequest.gpus_per_task}, ["--nodes=1", "--ntasks-per-node=4", "--gpus-per-task=1"]),
-        (
-            {"gpu_request": GpuRequest.gpus_per_task, "launcher": Launcher.torchrun},
-            ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-task=4"],
-        ),
+        ({"gpu_request": GpuRequest.gpus_per_task, "launcher": Launcher.torchrun},
+         ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-task=4"]),
         ({"gpu_request": GpuRequest.none}, ["--nodes=1", "--ntasks-per-node=4"]),
         ({"device": Device.cpu}, ["--nodes=1", "--ntasks-per-node=4"]),
         ({"device": Device.cpu, "gpu_request": GpuRequest.gres}, ["--nodes=1", "--ntasks-per-node=4"]),
-        (
-            {"launcher": Launcher.torchrun, "nodes": "3", "cpus_per_proc": 6},
-            ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=24", "--gpus-per-node=4"],
-        ),
+        ({"launcher": Launcher.torchrun, "nodes": "3", "cpus_per_proc": 6},
+         ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=24", "--gpus-per-node=4"]),
         ({"cpus_per_proc": 6, "device": Device.cpu}, ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=6"]),
     ],
-)
+)  # fmt: skip
 def test_resource_options_follow_the_cluster_config(values: dict[str, object], options: list[str]) -> None:
     assert requested(**values) == options
 

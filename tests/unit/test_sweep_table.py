@@ -343,12 +343,8 @@ def test_losses_are_compared_only_between_points_with_equal_training_config(tmp_
     [
         (PointRecord(1.0, 2, 1.0, "training.max_steps=0: must be ..."), {}, "invalid", "training.max_steps=0"),
         (PointRecord(1.0, 2, 1.0, "wrong"), {"status": "failed"}, "invalid", "wrong"),
-        (
-            PointRecord(1.0, 2, 1.0, "mesh ...\n2 problems with this run:\na=1: x\nb=2: y"),
-            {},
-            "invalid",
-            "a=1: x; b=2: y",
-        ),
+        (PointRecord(1.0, 2, 1.0, "mesh ...\n2 problems with this run:\na=1: x\nb=2: y"), {}, "invalid",
+         "a=1: x; b=2: y"),
         (PointRecord(1.0, 1, 1.0, "Traceback\nValueError: no"), {}, "failed", "ValueError: no"),
         (PointRecord(1.0, 1, 1.0, "Traceback\nMemoryError: x"), {}, "oom", "MemoryError"),
         (PointRecord(1.0, -9, 1.0, "", killed_for_memory=True), {}, "oom", "memory ran out"),
@@ -365,7 +361,7 @@ def test_losses_are_compared_only_between_points_with_equal_training_config(tmp_
         (PointRecord(1.0, 75, 1.0), {"status": "hung", "error": "no progress for 9 s"}, "hung", "no progress for 9 s"),
         (PointRecord(1.0, 0, 1.0), {"status": "what?"}, "failed", "what?"),
     ],
-)
+)  # fmt: skip
 def test_state_of_local_point_combines_note_and_result(
     tmp_path: Path, record: PointRecord, result: dict[str, Any], state: str, reason: str
 ) -> None:
