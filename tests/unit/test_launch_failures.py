@@ -48,31 +48,36 @@ def root_cause(exits: list[RankExit], *reports: RankReport) -> int | None:
     return failure.rank if failure else None
 
 
-def test_no_failure_if_all_ranks_exit_with_zero() -> None:
-    assert root_cause([rank_exit(0, 1, status=0), rank_exit(1, 2, status=0)]) is None
+NETWORK_ERROR = type("DistNetworkError", (RuntimeError,), {})
+ENDED, LOST = rank_exit(0, 5.0), rank_report(0, 4.9, GLOO_LOST)
+CAUSES = {
+    "all ranks exit with zero": ([rank_exit(0, 1, status=0), rank_exit(1, 2, status=0)], [], None),
+    "the first to raise, not the first to exit": (
+        [ENDED, rank_exit(1, 5.1)], [rank_report(0, 4.9), rank_report(1, 4.1)], 1,
+    ),
+    "a killed rank, although its peer raised first": ([ENDED, rank_exit(1, 5.2, -signal.SIGKILL)], [LOST], 1),
+    "whatever the peer raised": (
+        [ENDED, rank_exit(1, 5.2, -signal.SIGKILL)], [rank_report(0, 4.9, "an unrelated message")], 1,
+    ),
+    "a crash, not the lost peer": ([ENDED, rank_exit(1, 5.2, -signal.SIGSEGV)], [LOST], 1),
+    "a status, not the network": ([ENDED, rank_exit(1, 5.2, 3)], [rank_report(0, 4.9, "x", NETWORK_ERROR)], 1),
+    "an exception before an abort": ([ENDED, rank_exit(1, 5.2, -signal.SIGABRT)], [rank_report(0, 4.9)], 0),
+    "a lost peer alone": ([ENDED], [LOST], 0),
+    "not a rank that the launcher terminated": (
+        [ENDED, rank_exit(1, 7.0, -signal.SIGTERM, terminated=True)], [rank_report(0, 4.9)], 0,
+    ),
+    "terminated alone": ([rank_exit(1, 7.0, -signal.SIGKILL, terminated=True)], [], None),
+    "a rank that raised and hung until terminated": (
+        [rank_exit(0, 9.0, -signal.SIGKILL, terminated=True), rank_exit(1, 9.0, 0)], [rank_report(0, 4.9)], 0,
+    ),
+}  # fmt: skip
+"""Name -> (exits, reports, the rank that is the root cause)."""
 
 
-def test_first_rank_to_raise_is_the_root_cause_not_the_first_to_exit() -> None:
-    assert root_cause([rank_exit(0, 5.0), rank_exit(1, 5.1)], rank_report(0, 4.9), rank_report(1, 4.1)) == 1
-
-
-def test_killed_rank_is_the_root_cause_although_its_peer_raised_first() -> None:
-    assert root_cause([rank_exit(0, 5.0), rank_exit(1, 5.2, -signal.SIGKILL)], rank_report(0, 4.9, GLOO_LOST)) == 1
-    assert (
-        root_cause([rank_exit(0, 5.0), rank_exit(1, 5.2, -signal.SIGKILL)], rank_report(0, 4.9, "an unrelated message"))
-        == 1
-    )
-
-
-def test_lost_peer_error_is_a_consequence_of_a_crash() -> None:
-    assert root_cause([rank_exit(0, 5.0), rank_exit(1, 5.2, -signal.SIGSEGV)], rank_report(0, 4.9, GLOO_LOST)) == 1
-    assert (
-        root_cause(
-            [rank_exit(0, 5.0), rank_exit(1, 5.2, 3)],
-            rank_report(0, 4.9, "x", type("DistNetworkError", (RuntimeError,), {})),
-        )
-        == 1
-    )
+@pytest.mark.parametrize("name", CAUSES)
+def test_root_cause_of_a_failed_run(name: str) -> None:
+    exits, reports, expected = CAUSES[name]
+    assert root_cause(exits, *reports) == expected
 
 
 def test_rank_that_left_with_status_0_is_the_cause_of_lost_peers_only() -> None:
@@ -83,36 +88,13 @@ def test_rank_that_left_with_status_0_is_the_cause_of_lost_peers_only() -> None:
     assert root_cause([ended, rank_exit(1, 5.2, status=0, terminated=True)], lost) == 0  # it saved on request
     reported = rank_report(1, 5.0, "exited", LeftEarly)
     assert root_cause([ended, rank_exit(1, 9.0, -15, terminated=True)], lost, reported) == 1
-    assert (
-        root_cause([rank_exit(0, 5.0, 1), rank_exit(1, 5.0, 1)], rank_report(0, 5.0, "", LeftEarly), reported) is None
-    )
+    both = [rank_exit(0, 5.0, 1), rank_exit(1, 5.0, 1)]
+    assert root_cause(both, rank_report(0, 5.0, "", LeftEarly), reported) is None
     assert root_cause([rank_exit(0, 5.0), left], rank_report(0, 4.9)) == 0
     assert root_cause([rank_exit(0, 5.0, -15, True), left]) is None
     other = first_failure([ended], {0: rank_report(0, 4.9)})
     assert other is not None
     assert other.what == "failed"  # it raised, and then the launcher ended it
-
-
-def test_abort_signal_may_be_a_consequence_of_an_exception() -> None:
-    assert root_cause([rank_exit(0, 5.0), rank_exit(1, 5.2, -signal.SIGABRT)], rank_report(0, 4.9)) == 0
-
-
-def test_lost_peer_error_alone_is_the_root_cause() -> None:
-    assert root_cause([rank_exit(0, 5.0)], rank_report(0, 4.9, GLOO_LOST)) == 0
-
-
-def test_ranks_that_the_launcher_terminated_are_not_failures() -> None:
-    assert (
-        root_cause([rank_exit(0, 5.0), rank_exit(1, 7.0, -signal.SIGTERM, terminated=True)], rank_report(0, 4.9)) == 0
-    )
-    assert root_cause([rank_exit(1, 7.0, -signal.SIGKILL, terminated=True)]) is None
-
-
-def test_rank_that_raised_and_hung_until_terminated_is_the_root_cause() -> None:
-    assert (
-        root_cause([rank_exit(0, 9.0, -signal.SIGKILL, terminated=True), rank_exit(1, 9.0, 0)], rank_report(0, 4.9))
-        == 0
-    )
 
 
 class _MissingRank(LostPeer):
@@ -159,11 +141,8 @@ def test_rank_report_round_trips_through_its_file(tmp_path: Path) -> None:
     reports = read_reports(tmp_path)
     assert reports[0].message == "2 problems with this run:\na=1: wrong\nb=2: wrong"
     assert (reports[1].kind, reports[1].message, reports[1].traceback) == (Kind.config, "a=1: wrong", "")
-    assert (reports[2].kind, reports[2].type, reports[2].message) == (
-        Kind.exception,
-        "ValueError",
-        "bôom\nin two lines",
-    )
+    expected = (Kind.exception, "ValueError", "bôom\nin two lines")
+    assert (reports[2].kind, reports[2].type, reports[2].message) == expected
     assert 'raise ValueError("bôom' in reports[2].traceback
     assert not list(tmp_path.glob("*.tmp"))
 

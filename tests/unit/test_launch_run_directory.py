@@ -8,7 +8,6 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,51 +131,30 @@ def test_result_written_by_the_recipe_is_kept() -> None:
     assert (directory.path / "result.json").read_text() == '{"status": "ok"}'
 
 
-def change_seed(cfg: FinetuneConfig) -> None:
-    cfg.run.seed = 7
-
-
-def change_batch(cfg: FinetuneConfig) -> None:
-    cfg.training.global_batch_size = 32
-
-
-def change_length(cfg: FinetuneConfig) -> None:
-    cfg.training.seq_len = 64
-
-
-def change_model(cfg: FinetuneConfig) -> None:
-    cfg.model.path = "owner/model"
-
-
-def change_model_config(cfg: FinetuneConfig) -> None:
-    cfg.model.config = {"model_type": "gpt2"}
-
-
-def change_data(cfg: FinetuneConfig) -> None:
-    cfg.data.max_samples = 3
+def change(cfg: FinetuneConfig, key: str, value: object) -> None:
+    section, _, name = key.partition(".")
+    setattr(getattr(cfg, section), name, value)
 
 
 @pytest.mark.parametrize(
-    ("change", "key"),
+    ("key", "value"),
     [
-        (change_seed, "run.seed=7"),
-        (change_batch, "training.global_batch_size=32"),
-        (change_length, "training.seq_len=64"),
-        (change_model, "model.path=owner/model"),
-        (change_model_config, "model.config={'model_type': 'gpt2'}"),
-        (change_data, "data.max_samples=3"),
+        ("run.seed", 7),
+        ("training.global_batch_size", 32),
+        ("training.seq_len", 64),
+        ("model.path", "owner/model"),
+        ("model.config", {"model_type": "gpt2"}),
+        ("data.max_samples", 3),
     ],
 )
-def test_change_that_makes_a_different_run_is_rejected_by_key(
-    change: Callable[[FinetuneConfig], None], key: str
-) -> None:
+def test_change_that_makes_a_different_run_is_rejected_by_key(key: str, value: object) -> None:
     end(start(config("mine")))
     other = config("mine")
-    change(other)
+    change(other, key, value)
     with pytest.raises(ConfigError) as caught:
         open_run_directory(other, "finetune")
     assert len(caught.value.problems) == 1
-    assert caught.value.problems[0].startswith(f"{key}: the run in run.dir=")
+    assert caught.value.problems[0].startswith(f"{key}={value}: the run in run.dir=")
     other.run.resume = "never"
     start(other)
 
@@ -217,16 +195,6 @@ def test_section_without_a_kind_in_an_older_config_has_the_original_kind(capsys:
     assert "cluster.kind: local -> slurm" in capsys.readouterr().err
 
 
-def test_all_changed_keys_are_reported_at_once() -> None:
-    end(start(config("mine")))
-    other = config("mine")
-    change_seed(other)
-    change_data(other)
-    with pytest.raises(ConfigError) as caught:
-        open_run_directory(other, "finetune")
-    assert len(caught.value.problems) == 2
-
-
 def test_allowed_changes_are_accepted_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     end(start(config("mine")))
     other = config("mine")
@@ -247,8 +215,11 @@ def test_run_resumes_with_changes_listed_in_accept_changes(
 ) -> None:
     end(start(config("mine")))
     other = config("mine")
-    change_seed(other)
-    change_data(other)
+    change(other, "run.seed", 7)
+    change(other, "data.max_samples", 3)
+    with pytest.raises(ConfigError) as caught:
+        open_run_directory(copy.deepcopy(other), "finetune")
+    assert len(caught.value.problems) == 2
     other.run.accept_changes = accepted[:1]
     with pytest.raises(ConfigError, match=r"^data.max_samples=3: .*run.accept_changes=\[data.max_samples\]$"):
         open_run_directory(other, "finetune")
@@ -261,17 +232,23 @@ def test_run_resumes_with_changes_listed_in_accept_changes(
     start(other)  # once accepted, the change is part of the frozen config
 
 
+def saved_checkpoint(directory: RunDirectory, folder: Path) -> Path:
+    """Write the state of a checkpoint of the run."""
+    folder.mkdir(parents=True)
+    state = {"step": int(folder.name.partition("_")[2]), "extra": {}}
+    state["config"] = (directory.path / "config.yaml").read_text()
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
 def test_checkpoint_of_another_run_is_compared_with_its_saved_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = start(config("there"))
-    checkpoint = tmp_path / "step_3"
-    checkpoint.mkdir()
-    saved_config = (source.path / "config.yaml").read_text()
-    (checkpoint / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": saved_config}))
+    checkpoint = saved_checkpoint(source, tmp_path / "step_3")
     other = config("here")
     other.run.resume = str(checkpoint)
-    change_batch(other)
+    change(other, "training.global_batch_size", 32)
     with pytest.raises(
         ConfigError, match=rf"training.global_batch_size=32: the run in run.resume={checkpoint} began with"
     ):
@@ -290,18 +267,12 @@ def test_checkpoint_of_another_run_is_compared_with_its_saved_config(
 
 def test_changed_command_does_not_continue_an_earlier_start_from_the_same_checkpoint(tmp_path: Path) -> None:
     source = start(config("there"))
-    text = (source.path / "config.yaml").read_text()
-    checkpoint = tmp_path / "step_3"
-    checkpoint.mkdir()
-    (checkpoint / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": text}))
+    checkpoint = saved_checkpoint(source, tmp_path / "step_3")
     cfg = config("mine")
     cfg.run.resume = str(checkpoint)
     directory = start(copy.deepcopy(cfg))
     end(directory)
-    own = directory.path / "checkpoints" / "step_5"
-    own.mkdir(parents=True)
-    text = (directory.path / "config.yaml").read_text()
-    (own / "state.json").write_text(json.dumps({"step": 5, "extra": {}, "config": text}))
+    saved_checkpoint(directory, directory.path / "checkpoints" / "step_5")
     cfg.parallelism.tp = 2
     end(start(copy.deepcopy(cfg)))  # continues on another mesh
     cfg.optimizer.lr = 1.0
@@ -314,11 +285,8 @@ def test_changed_command_does_not_continue_an_earlier_start_from_the_same_checkp
 def test_evaluation_rejects_peft_settings_that_differ_from_training(tmp_path: Path) -> None:
     trained = config("there")
     trained.peft = PeftConfig(method="lora", alpha=8.0, rslora=True)
-    checkpoint = tmp_path / "step_3"
-    checkpoint.mkdir()
-    run = start(trained).path
-    text = (run / "config.yaml").read_text()
-    (checkpoint / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": text}))
+    directory = start(trained)
+    run, checkpoint = directory.path, saved_checkpoint(directory, tmp_path / "step_3")
 
     def evaluation(peft: PeftConfig, given: Path) -> EvaluateConfig:
         cfg = EvaluateConfig(model=trained.model, data=DocsDataConfig(), peft=peft)
@@ -382,60 +350,41 @@ def test_invalid_config_file_is_quoted_only_in_part(tmp_path: Path) -> None:
     assert len(problem) < 700
 
 
-def test_directory_without_a_run_is_rejected_and_left_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    with pytest.raises(ConfigError, match="contains files, but no run"):
-        open_run_directory(config("thesis"), "finetune")
-    assert os.listdir(tmp_path / "thesis") == ["chapter.tex"]
-
-
-@pytest.mark.parametrize("run_dir", ["file", "file/below"])
-def test_unusable_run_dir_is_rejected(tmp_path: Path, run_dir: str) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=f"run.dir={tmp_path / run_dir}: cannot be used"):
-        open_run_directory(config(run_dir), "finetune")
-
-
-def test_run_directory_in_use_is_rejected(tmp_path: Path) -> None:
-    first = start(config("mine"))
-    with pytest.raises(ConfigError, match=f"run.dir={tmp_path / 'mine'}: is in use"):
-        open_run_directory(config("mine"), "finetune")
-    end(first)
-    start(config("mine"))
-
-
-def test_check_run_directory_reports_start_errors_without_writing(
+def test_start_errors_are_reported_alike_before_and_at_the_start_without_writing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def error_of(cfg: FinetuneConfig, recipe: str = "finetune") -> str:
         before = sorted(tmp_path.rglob("*"))
-        try:
-            check_run_directory(cfg, recipe)
-        except ConfigError as error:
-            return str(error)
-        finally:
+        errors = []
+        for act in (check_run_directory, open_run_directory, open_run_directory):  # a rejected start releases the lock
+            with pytest.raises(ConfigError) as caught:
+                act(copy.deepcopy(cfg), recipe)
+            errors.append(str(caught.value))
             assert sorted(tmp_path.rglob("*")) == before
-        return ""
+        assert errors[0] == errors[1] == errors[2]
+        return errors[0]
 
     (tmp_path / "file").write_text("")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    assert (error_of(config()), error_of(config("new/one"))) == ("", "")
-    assert "run.dir=" + str(tmp_path / "file/below") + ": cannot be used: File exists" in error_of(config("file/below"))
+    for valid in (config(), config("new/one")):
+        check_run_directory(valid, "finetune")
+    for name in ("file", "file/below"):
+        assert f"run.dir={tmp_path / name}: cannot be used: File exists" in error_of(config(name))
     assert "contains files, but no run" in error_of(config("thesis"))
     first = start(config("mine"))
-    assert "is in use by another run" in error_of(config("mine"))
+    assert f"run.dir={tmp_path / 'mine'}: is in use by another run" in error_of(config("mine"))
     end(first)
-    assert error_of(config("mine")) == ""
+    check_run_directory(config("mine"), "finetune")
     end(start(config("mine")))  # check_run_directory released the lock
     other = config("mine")
-    change_seed(other)
+    change(other, "run.seed", 7)
     assert f"run.seed=7: the run in run.dir={tmp_path / 'mine'} began with 42" in error_of(other)
     assert "contains a run of the recipe finetune" in error_of(config("mine"), "pretrain")
     other.run.dir, other.run.resume = "here", str(tmp_path / "thesis")
     assert f"run.resume={tmp_path / 'thesis'}: not a complete checkpoint" in error_of(other)
     assert capsys.readouterr().err == ""
+    end(start(config("mine")))
 
 
 def test_check_run_directory_reports_missing_write_permission() -> None:
@@ -454,15 +403,6 @@ def test_check_run_directory_reports_missing_write_permission() -> None:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert os.listdir(folder) == []
-
-
-def test_rejected_start_releases_the_lock() -> None:
-    end(start(config("mine")))
-    other = config("mine")
-    change_seed(other)
-    with pytest.raises(ConfigError, match="run.seed"):
-        open_run_directory(other, "finetune")
-    start(config("mine"))
 
 
 def test_rejected_run_leaves_no_files(tmp_path: Path) -> None:
@@ -508,7 +448,7 @@ def test_refused_resume_leaves_the_run_as_it_was(ended: bool, killed: int, capsy
     before = contents(first.path)
     before = {name: content for name, content in before.items() if not name.startswith(".lease")}
     changed = config("mine")
-    change_seed(changed)
+    change(changed, "run.seed", 7)
     changed.run.accept_changes = ["run.seed"]
     for _ in range(killed):
         end(start(changed))
@@ -531,7 +471,7 @@ def test_config_of_a_refused_start_does_not_restore_a_damaged_one(capsys: pytest
     first = start(config("mine"))
     end(first)
     changed = config("mine")
-    change_seed(changed)
+    change(changed, "run.seed", 7)
     changed.run.accept_changes = ["run.seed"]
     refused = start(changed)
     refused.discard("other weights")

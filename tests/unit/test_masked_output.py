@@ -32,22 +32,14 @@ from tests.suites import in_torture
 from tests.unit.test_secrets import CONF, CREDENTIALS, HARMLESS, HEX_KEY, LINES
 
 KEY = "aB3dE6gH9jK2mN5pQ8sT"
-ENVIRONMENT = {
-    "MY_TOKEN": "correct horse",
-    "DB_PASSWORD": 'it\'s "quoted" & 100%',
-    "HTTPS_PROXY": "http://u:p@ssw0rd@proxy:1",
-}
+QUOTED = 'it\'s "quoted" & 100%'
+ENVIRONMENT = {"MY_TOKEN": "correct horse", "DB_PASSWORD": QUOTED, "HTTPS_PROXY": "http://u:p@ssw0rd@proxy:1"}
+SIGNED_NAMES = ("token", "access_token", "api_key", "sig", "Signature")
+OTHER_KINDS = {kind: text for kind, text in CREDENTIALS.items() if kind not in ("wandb", "url", "database")}
 SECRETS = [  # (text of a message, the secret in it)
-    *(
-        (f"x{text}" if kind == "azure" else text, text)
-        for kind, text in CREDENTIALS.items()
-        if kind not in ("wandb", "url", "database")
-    ),
+    *((f"x{text}" if kind == "azure" else text, text) for kind, text in OTHER_KINDS.items()),
     *((line, secret) for line, secret in LINES if len(secret) > 5),
-    *(
-        (f"https://host/a?b=1&{name}={KEY}&c=2", KEY)
-        for name in ("token", "access_token", "api_key", "sig", "Signature")
-    ),
+    *((f"https://host/a?b=1&{name}={KEY}&c=2", KEY) for name in SIGNED_NAMES),
     *((f"https://host/a?{name}={KEY}%2F", KEY) for name in ("X-Amz-Signature", "X-Amz-Credential", "X-Goog-Signature")),
     ("https://user:hunter22@example.org/data.jsonl", "hunter22"),
     ("https://user:p@ss/w0rd2@example.org/data.jsonl".replace("/w", "w"), "w0rd2"),
@@ -60,8 +52,8 @@ SECRETS = [  # (text of a message, the secret in it)
     ("cluster.env={A:1,HF_TOKEN:hunter22}", "hunter22"),
     ("model.api_key=hunter22: no such key", "hunter22"),
     ("--wandb-api-key hunter22", "hunter22"),
-    *((f"text {value} text", value) for value in ("correct horse", 'it\'s "quoted" & 100%', "p@ssw0rd")),
-    ("the file " + quote('it\'s "quoted" & 100%', ""), "quoted"),
+    *((f"text {value} text", value) for value in ("correct horse", QUOTED, "p@ssw0rd")),
+    ("the file " + quote(QUOTED, ""), "quoted"),
 ]
 
 
@@ -203,70 +195,18 @@ def test_no_message_shows_a_secret(way: str, capsys: pytest.CaptureFixture[str],
 
 
 HARMLESS_OUTPUT = [
-    *(
-        "/cache/models--x/snapshots/" + HEX_KEY,
-        f"commit {HEX_KEY}",
-        f"sha256 {HEX_KEY}{HEX_KEY[:24]}",
-        "~/data/x.jsonl",
-    ),
-    *(
-        "outputs/2026-01-02/12-30-00",
-        "run finetune-smollm2-lora-r16",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "hf_llama",
-    ),
-    *(
-        "pad_token=<pad>",
-        "pad_token=[PAD], eos_token='</s>'",
-        "pad_token_id=50256",
-        "tokens=1,024 tokens/s=5.2e3",
-        "token 7",
-    ),
-    *(
-        "{'eos_token': '<|im_end|>', 'bos_token_id': 1}",
-        "num_key_value_heads=3",
-        "key=value",
-        "write KEY=VALUE",
-        "keys: a",
-    ),
-    *(
-        "export HF_TOKEN=$HF_TOKEN",
-        "set HF_TOKEN=... in the shell",
-        "export WANDB_API_KEY=<your key>",
-        "--max-tokens 100",
-    ),
-    *(
-        "lr=2e-4 loss=1.234 grad_norm=0.5",
-        "http://127.0.0.1:8080/v1",
-        "http://[::1]:8080/a@b",
-        "s3://bucket/key?versionId=3",
-    ),
-    *("git@github.com:me/x.git", "https://example.org/a?b=1&page=2", "postgresql://user@db/runs", "mail a@b.org"),
-    *(
-        "cluster.env.HF_TOKEN: holds a secret, according to its name",
-        "model.chat_template=null: must be set",
-        "Bearer of news",
-    ),
-    *(
-        "training.max_steps=x: must be a whole number",
-        "the token is not valid",
-        "a password: must be given",
-        "PWD=/home/me",
-    ),
-    *(
-        "2 problems with this run:",
-        "sk-learn",
-        "task-force-of-2000-people",
-        "tokenizer=bytes",
-        "secret sharing of keys",
-    ),
-    *(
-        "Authorization failed",
-        "authorization: none",
-        "rank 0: exited with status 1",
-        "signature=main(cfg)",
-        "ssh -p 22 host",
-    ),
+    *("/cache/models--x/snapshots/" + HEX_KEY, f"commit {HEX_KEY}", f"sha256 {HEX_KEY}{HEX_KEY[:24]}", "hf_llama"),
+    *("~/data/x.jsonl", "outputs/2026-01-02/12-30-00", "run finetune-smollm2-lora-r16", "pad_token=<pad>", "key=value"),
+    *("HuggingFaceTB/SmolLM2-135M-Instruct", "pad_token=[PAD], eos_token='</s>'", "pad_token_id=50256", "token 7"),
+    *("tokens=1,024 tokens/s=5.2e3", "{'eos_token': '<|im_end|>', 'bos_token_id': 1}", "num_key_value_heads=3"),
+    *("write KEY=VALUE", "keys: a", "export HF_TOKEN=$HF_TOKEN", "set HF_TOKEN=... in the shell", "--max-tokens 100"),
+    *("export WANDB_API_KEY=<your key>", "lr=2e-4 loss=1.234 grad_norm=0.5", "http://127.0.0.1:8080/v1"),
+    *("http://[::1]:8080/a@b", "s3://bucket/key?versionId=3", "git@github.com:me/x.git", "mail a@b.org", "sk-learn"),
+    *("https://example.org/a?b=1&page=2", "postgresql://user@db/runs", "Bearer of news", "the token is not valid"),
+    *("cluster.env.HF_TOKEN: holds a secret, according to its name", "model.chat_template=null: must be set"),
+    *("training.max_steps=x: must be a whole number", "a password: must be given", "PWD=/home/me", "tokenizer=bytes"),
+    *("2 problems with this run:", "task-force-of-2000-people", "secret sharing of keys", "Authorization failed"),
+    *("authorization: none", "rank 0: exited with status 1", "signature=main(cfg)", "ssh -p 22 host"),
 ]
 
 
@@ -309,28 +249,20 @@ def test_masked_texts_stay_readable() -> None:
 
 
 HF, SIGNED = CREDENTIALS["hf"], f"https://b.example/x.jsonl?X-Amz-Signature={KEY}&token=hunter22"
+LINES_OF_FINETUNE = [
+    *(["model=wrong"], ["model=broken"], [f"model.path={HF}"], [f"~{HF}"]),
+    *(["data=jsonl", f"data.path={url}"] for url in (SIGNED, f"s3://{HF}/x", f"'{SIGNED}'")),
+    *([f"training.max_steps={value}"] for value in (HF, "${oc.env:PIN}", "${oc.decode:${oc.env:PIN}}")),
+    *([*option, f"model.path={HF}"] for option in (["-m"], ["--cfg", "job"], ["--help"])),
+    *([f"cluster={name}", "cluster.env={A: 1, API_KEY: hunter22}"] for name in ("slurm_1node", "k8s_1node")),
+    *([f"{option}={HF}"] for option in ("--config-dir", "--config-name", "--cfg", "--nonsense", "run.dir")),
+    ["model.path=${oc.env:PIN}", "--cfg", "job", "--resolve"],
+]
+TOOLS = ("export", "average", "score", "compare", "plan", "doctor")
 COMMANDS = [
-    *(["recipes/finetune.py", argument] for argument in ("model=wrong", "model=broken", f"model.path={HF}", f"~{HF}")),
-    *(["recipes/finetune.py", "data=jsonl", f"data.path={url}"] for url in (SIGNED, f"s3://{HF}/x", f"'{SIGNED}'")),
-    *(
-        ["recipes/finetune.py", f"training.max_steps={value}"]
-        for value in (HF, "${oc.env:PIN}", "${oc.decode:${oc.env:PIN}}")
-    ),
-    *(["recipes/finetune.py", *option, f"model.path={HF}"] for option in (["-m"], ["--cfg", "job"], ["--help"])),
-    *(
-        ["recipes/finetune.py", f"cluster={name}", "cluster.env={A: 1, API_KEY: hunter22}"]
-        for name in ("slurm_1node", "k8s_1node")
-    ),
-    *(
-        ["recipes/finetune.py", f"{option}={HF}"]
-        for option in ("--config-dir", "--config-name", "--cfg", "--nonsense", "run.dir")
-    ),
-    ["recipes/finetune.py", "model.path=${oc.env:PIN}", "--cfg", "job", "--resolve"],
+    *(["recipes/finetune.py", *arguments] for arguments in LINES_OF_FINETUNE),
     ["recipes/evaluate.py", f"run=/nowhere/{HF}"],
-    *(
-        [f"scripts/{tool}.py", f"--nonsense={HF}", SIGNED]
-        for tool in ("export", "average", "score", "compare", "plan", "doctor")
-    ),
+    *([f"scripts/{tool}.py", f"--nonsense={HF}", SIGNED] for tool in TOOLS),
     *([f"scripts/{tool}.py", HF] for tool in ("export", "checkpoints", "chat", "sweep_report")),
     ["scripts/tokenize_corpus.py", SIGNED, "--tokenizer", HF, "--out", "out"],
     *(["-m", "meshbook", *arguments] for arguments in (["help", HF], [HF], ["copy", HF, "x.py"])),
@@ -347,22 +279,9 @@ def test_no_command_prints_a_secret(command: list[str], tmp_path: Path) -> None:
     (options / "broken.yaml").write_text(f"path: {HF}\n  revision: [x\n")
     root = CONF.parent
     arguments = command if command[0] == "-m" else [str(root / command[0]), *command[1:]]
-    environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        "PIN": "sesame-open-wide",
-        "PYTHONPATH": str(root),
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = os.environ | ENVIRONMENT | {"PIN": "sesame-open-wide", "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, check=False, **options)
     output = done.stdout + done.stderr
     assert done.returncode == 2, output
     assert "Traceback" not in output

@@ -31,6 +31,8 @@ from tests.tiny_models import SIZES, VOCAB
 
 CPU = torch.device("cpu")
 FLASH, CUDNN = "flash_attention", "cudnn_attention"
+ROWS = torch.arange(3, 35).reshape(2, 16)
+BATCH = Batch.from_labels(ROWS, ROWS)
 
 
 def config(attention: str, **values: Any) -> ModelConfig:
@@ -49,8 +51,7 @@ def initialized_model(cfg: ModelConfig) -> Any:
 
 def kernel_report(attention: str, compute: str = "float32", packed_rows: bool = False, **values: Any) -> str:
     cfg = FinetuneConfig(model=config(attention, **values), data=DocsDataConfig(pack=packed_rows))
-    rows = torch.arange(3, 35).reshape(2, 16)
-    batches = batches_of(packed()).at(0) if packed_rows else [Batch.from_labels(rows, rows)]
+    batches = batches_of(packed()).at(0) if packed_rows else [BATCH]
     autocast = None if compute == "float32" else getattr(torch, compute)
     prepared = training.Prepared(initialized_model(cfg.model), StepSettings(CPU, autocast=autocast))
     return training.check_kernels(prepared, cfg.model, lambda step: batches)[0]
@@ -73,10 +74,8 @@ def test_attention_kernel_is_reported_with_its_inputs() -> None:
     flash = "observed as torch's flash_attention for heads of 8"
     assert kernel_report("sdpa") == f"attention: sdpa, {flash} in float32 on cpu"
     assert kernel_report("sdpa_flash", "bfloat16") == f"attention: sdpa_flash, {flash} in bfloat16 on cpu"
-    assert (
-        kernel_report("sdpa", packed_rows=True)
-        == f"attention: sdpa, {flash} in float32 on cpu with a mask for documents"
-    )
+    of_documents = kernel_report("sdpa", packed_rows=True)
+    assert of_documents == f"attention: sdpa, {flash} in float32 on cpu with a mask for documents"
     windows = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
     assert kernel_report("sdpa", **windows) == f"attention: sdpa, {flash} in float32 on cpu with a mask for windows"
     both = kernel_report("sdpa", **windows | {"max_window_layers": 1})
@@ -96,10 +95,7 @@ def test_kernel_probe_runs_in_training_mode_and_has_no_side_effects() -> None:
     torch.manual_seed(5)
     cfg = FinetuneConfig(model=config("sdpa", attention_dropout=0.1), data=DocsDataConfig())
     model, state = initialized_model(cfg.model), torch.get_rng_state()
-    rows = torch.arange(3, 35).reshape(2, 16)
-    training.check_kernels(
-        training.Prepared(model, StepSettings(CPU)), cfg.model, lambda step: [Batch.from_labels(rows, rows)]
-    )
+    training.check_kernels(training.Prepared(model, StepSettings(CPU)), cfg.model, lambda step: [BATCH])
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(before, state)
     assert model.training
@@ -115,12 +111,10 @@ def test_kernel_probe_does_not_compile_layers() -> None:
         return graph.forward
 
     models.compile_layers(model, backend=backend)
-    rows = torch.arange(3, 35).reshape(2, 16)
-    batch = Batch.from_labels(rows, rows)
-    (reported,) = training.check_kernels(training.Prepared(model, StepSettings(CPU)), cfg.model, lambda step: [batch])
+    (reported,) = training.check_kernels(training.Prepared(model, StepSettings(CPU)), cfg.model, lambda step: [BATCH])
     assert "torch's flash_attention" in reported
     assert compiled == []
-    training.evaluate(training.Prepared(model, StepSettings(CPU)), [batch])
+    training.evaluate(training.Prepared(model, StepSettings(CPU)), [BATCH])
     assert compiled
 
 
@@ -236,29 +230,27 @@ def test_preferred_kernel_is_tried_first_where_there_is_no_mask(monkeypatch: pyt
     values = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
               "use_sliding_window": True}  # fmt: skip
     model = initialized_model(config("sdpa", **values))
-    tokens = torch.arange(3, 35).reshape(2, 16)
-    before = orders_of(monkeypatch, lambda: model(tokens))
-    expected = model(tokens).logits
+    before = orders_of(monkeypatch, lambda: model(ROWS))
+    expected = model(ROWS).logits
     attention.use_kernel(CUDNN)
-    assert orders_of(monkeypatch, lambda: model(tokens)) == [(True, before[0][1]), (False, "CUDNN_ATTENTION")]
+    assert orders_of(monkeypatch, lambda: model(ROWS)) == [(True, before[0][1]), (False, "CUDNN_ATTENTION")]
     assert before[1][1] != "CUDNN_ATTENTION"
-    assert model(tokens).logits.equal(expected)  # a CPU has no such kernel: the next one that supports the inputs
+    assert model(ROWS).logits.equal(expected)  # a CPU has no such kernel: the next one that supports the inputs
     models.compile_layers(model, backend="aot_eager")  # without a graph break
-    torch.testing.assert_close(model(tokens).logits, expected)
+    torch.testing.assert_close(model(ROWS).logits, expected)
 
 
 def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "_can_measure", lambda device: True)
     cfg = config("sdpa")
     model = initialized_model(cfg)
-    rows = torch.arange(3, 35).reshape(2, 16)
     prepared = training.Prepared(model, StepSettings(CPU))
 
     def on_rank(rank: int) -> tuple[list[str], list[tuple[bool, str]]]:
         rates = {FLASH: 300.0, CUDNN: 500.0 if rank == 0 else 100.0}
         monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **rates})
-        lines = training.check_kernels(prepared, cfg, lambda step: [Batch.from_labels(rows, rows)])
-        return lines, orders_of(monkeypatch, lambda: model(rows))
+        lines = training.check_kernels(prepared, cfg, lambda step: [BATCH])
+        return lines, orders_of(monkeypatch, lambda: model(ROWS))
 
     ranks = run_ranks(2, on_rank)
     assert ranks[0] == ranks[1]
@@ -274,18 +266,18 @@ def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.Monke
     monkeypatch.setattr(preparation, "_can_measure", lambda device: True)
     measured = {CUDNN: 500.0} if used != saved else {FLASH: 900.0, CUDNN: 1.0}
     monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **measured})
-    cfg, rows = config("sdpa"), torch.arange(3, 35).reshape(2, 16)
+    cfg = config("sdpa")
     model = initialized_model(cfg)
-    before = orders_of(monkeypatch, lambda: model(rows))
+    before = orders_of(monkeypatch, lambda: model(ROWS))
     state = TrainState.from_dict(TrainState(step=5, attention_kernel=saved).to_dict())
     run = SimpleNamespace(state=state, print=lambda *lines: None)
     prepared = training.Prepared(model, StepSettings(CPU))
-    _, line = training.check_kernels(prepared, cfg, lambda step: [Batch.from_labels(rows, rows)], run)
+    _, line = training.check_kernels(prepared, cfg, lambda step: [BATCH], run)
     reason = "that of the checkpoint" if used == saved else "chosen by measurement ("
     assert line.startswith(f"attention kernel: {used}, {reason}")
     assert state.attention_kernel == used
     first = "CUDNN_ATTENTION" if used == CUDNN else "FLASH_ATTENTION"
-    assert {order for _, order in orders_of(monkeypatch, lambda: model(rows))} == {first}
+    assert {order for _, order in orders_of(monkeypatch, lambda: model(ROWS))} == {first}
     assert {order for _, order in before} != {"CUDNN_ATTENTION"}
 
 

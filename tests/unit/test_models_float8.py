@@ -20,11 +20,11 @@ from components.config.schema import ActivationCheckpointing, FinetuneConfig, Mo
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, Qat, WeightInit
 from components.config.schema.optimizer import AdamWConfig
-from components.models.quantization import _quantized_config, float8_layers, without_float8
+from components.models.quantization import float8_layers, quantized_config, without_float8
 from components.observability.result import render_model_card
+from components.parity.comparison import relative
 from components.planning.formulas.step_time import estimate_time
 from components.planning.formulas.workload import layer_activations
-from components.planning.parity import relative
 from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
 from tests.optional import need_torchao
@@ -183,20 +183,13 @@ def qat_config(qat: Qat = Qat.none, **more: Any) -> ModelConfig:
     )
 
 
-def initialized(cfg: ModelConfig) -> PreTrainedModel:
-    model = models.build_on_meta(cfg)
-    models.materialize(model, "cpu")
-    models.fill_weights(model, cfg, 0)
-    return model
-
-
 def by_torchao(qat: Qat) -> PreTrainedModel:
     """Prepare a model with torchao alone, from the same weights."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
 
-    model = initialized(qat_config())
-    quantize_(model, QATConfig(_quantized_config(qat_config(qat)), step="prepare"), filter_fn=in_decoder)
+    model = initialized_model(qat_config())
+    quantize_(model, QATConfig(quantized_config(qat_config(qat)), step="prepare"), filter_fn=in_decoder)
     return model
 
 
@@ -217,7 +210,7 @@ def trained(model: Any, settings: training.StepSettings, mine: slice = slice(Non
 
 @pytest.mark.parametrize("qat", KINDS)
 def test_training_equals_that_of_torchaos_prepared_model(qat: Qat) -> None:
-    expected, found, plain = by_torchao(qat), initialized(qat_config(qat)), initialized(qat_config())
+    expected, found, plain = by_torchao(qat), initialized_model(qat_config(qat)), initialized_model(qat_config())
     assert type(found.lm_head) is nn.Linear
     settings = training.StepSettings(device=torch.device("cpu"))
     losses = [trained(each, settings) for each in (expected, found, plain)]
@@ -229,7 +222,7 @@ def test_training_equals_that_of_torchaos_prepared_model(qat: Qat) -> None:
 
 def test_training_under_fsdp2_equals_one_process() -> None:
     cfg = qat_config(Qat.int8_int4)
-    reference = initialized(cfg)
+    reference = initialized_model(cfg)
     expected = trained(reference, training.StepSettings(device=torch.device("cpu")))
 
     def on_rank(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -254,18 +247,18 @@ def test_export_is_quantized_to_the_model_that_was_trained(tmp_path: Path) -> No
     from torchao.quantization.qat import QATConfig
 
     cfg = qat_config(Qat.int8_int4)
-    model = initialized(cfg)
+    model = initialized_model(cfg)
     trained(model, training.StepSettings(device=torch.device("cpu")))
     models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, PeftConfig())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
-    quantize_(loaded, _quantized_config(cfg), filter_fn=in_decoder)
+    quantize_(loaded, quantized_config(cfg), filter_fn=in_decoder)
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         emulated = model.eval()(input_ids=ids).logits
         converted = copy.deepcopy(model)
-        quantize_(converted, QATConfig(_quantized_config(cfg), step="convert"))
+        quantize_(converted, QATConfig(quantized_config(cfg), step="convert"))
         expected, found = converted(input_ids=ids).logits, loaded(input_ids=ids).logits
-        rounded = initialized(qat_config())(input_ids=ids).logits
+        rounded = initialized_model(qat_config())(input_ids=ids).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(found, emulated, rtol=1e-4, atol=1e-5)
     assert (found - rounded).abs().max() > 1e-3
