@@ -106,17 +106,12 @@ def test_attributes_of_meshbook_are_read_as_its_names(tmp_path: Path) -> None:
     imported = [
         ("from components import data, models, training\n", "import meshbook\n"),
         ("from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n", ""),
-        (
-            '@recipe("finetune")\ndef main(cfg: FinetuneConfig)',
-            '@meshbook.recipe("finetune")\ndef main(cfg: meshbook.FinetuneConfig)',
-        ),
+        ('@recipe("finetune")\n', '@meshbook.recipe("finetune")\n'),
+        ("def main(cfg: FinetuneConfig)", "def main(cfg: meshbook.FinetuneConfig)"),
     ]
     lines = read_lines(import_recipe(copy_of(tmp_path, *imported, *used)))
-    assert [ast.unparse(each).replace("meshbook.", "") for each in lines.statements[-3:]] == [
-        PREPARE,
-        OPTIMIZER,
-        OBJECTIVE,
-    ]
+    found = [ast.unparse(each).replace("meshbook.", "") for each in lines.statements[-3:]]
+    assert found == [PREPARE, OPTIMIZER, OBJECTIVE]
     counted = (OBJECTIVE, "frequencies = data.sources_of(train_set)\n        objective = Mine(frequencies)")
     with pytest.raises(ConfigError, match=r"depends on data \(frequencies\)"):
         read_lines(import_recipe(copy_of(tmp_path, *imported, counted, *used)))

@@ -19,6 +19,8 @@ from components.protocol.processes import (
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+ONE_TASK = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+BATCH_SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
 OURS = {"MESHBOOK_WORKER": "1", "MESHBOOK_RUN_DIR": "/run"}
 
 
@@ -27,12 +29,8 @@ OURS = {"MESHBOOK_WORKER": "1", "MESHBOOK_RUN_DIR": "/run"}
     [
         pytest.param({}, Role.launcher, id="login node"),
         pytest.param({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}, Role.launcher, id="salloc shell"),
-        pytest.param({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Role.launcher, id="sbatch batch shell"),
-        pytest.param(
-            {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"},
-            Role.launcher,
-            id="srun -n1, srun --pty bash",
-        ),
+        pytest.param(BATCH_SHELL, Role.launcher, id="sbatch batch shell"),
+        pytest.param({**SRUN, **ONE_TASK, "SLURM_STEP_ID": "1"}, Role.launcher, id="srun -n1, srun --pty bash"),
         pytest.param(SRUN, Role.attached, id="srun -n4"),
         pytest.param({**SRUN, "SLURM_PROCID": "0"}, Role.attached, id="srun -n4, rank 0"),
         pytest.param({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, Role.attached, id="step size from SLURM_NTASKS"),
@@ -43,16 +41,8 @@ OURS = {"MESHBOOK_WORKER": "1", "MESHBOOK_RUN_DIR": "/run"}
         pytest.param({**TORCHRUN, **OURS}, Role.worker, id="our worker"),
         pytest.param({**SRUN, **TORCHRUN, **OURS}, Role.worker, id="our worker within srun"),
         pytest.param({**SRUN, **OURS}, Role.worker, id="our srun"),
-        pytest.param(
-            {**SRUN, **OURS, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
-            Role.worker,
-            id="our srun with one task",
-        ),
-        pytest.param(
-            {**OURS, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-            Role.launcher,
-            id="our batch shell",
-        ),
+        pytest.param({**SRUN, **OURS, **ONE_TASK, "SLURM_NTASKS": "1"}, Role.worker, id="our srun with one task"),
+        pytest.param({**OURS, **BATCH_SHELL, "SLURM_JOB_ID": "7"}, Role.launcher, id="our batch shell"),
         pytest.param(OURS, Role.launcher, id="our variables without a rank"),
         pytest.param({"RANK": "0"}, Role.launcher, id="stale RANK alone"),
         pytest.param({"RANK": "", "WORLD_SIZE": ""}, Role.launcher, id="set but empty"),
@@ -92,16 +82,8 @@ def test_text_that_is_no_count_is_rejected_or_ignored(text: str) -> None:
 
 def test_without_ranks_removes_every_rank_variable() -> None:
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "RANKING": "1"}
-    everything = {
-        **kept,
-        **TORCHRUN,
-        **SRUN,
-        **OURS,
-        "MASTER_PORT": "1",
-        "GROUP_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "0",
-    }
-    assert without_ranks(everything) == kept
+    others = {"MASTER_PORT": "1", "GROUP_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}
+    assert without_ranks({**kept, **TORCHRUN, **SRUN, **OURS, **others}) == kept
 
 
 def test_only_rank_zero_gets_the_store_socket() -> None:
@@ -109,15 +91,8 @@ def test_only_rank_zero_gets_the_store_socket() -> None:
     zero = LocalRank(0, store_fd=7, **common).variables()
     one = LocalRank(1, store_fd=None, **common).variables()
     assert zero == {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "5",
-        "MESHBOOK_RUN_DIR": "/run",
-        "MESHBOOK_ATTEMPT": "3",
-        "MESHBOOK_STORE_FD": "7",
-    }
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "5", "MESHBOOK_RUN_DIR": "/run", "MESHBOOK_ATTEMPT": "3", "MESHBOOK_STORE_FD": "7",
+    }  # fmt: skip
     assert "MESHBOOK_STORE_FD" not in one
     assert detect_role({**zero, "MESHBOOK_WORKER": "1"}) is Role.worker

@@ -9,8 +9,8 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,15 +46,6 @@ from components.protocol.run_files import (
 )
 from tests.suites import TORTURE
 from tests.unit.test_launch_run_directory import config, end, start, take_step
-
-
-@contextmanager
-def umask(value: int) -> Iterator[None]:
-    before = os.umask(value)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def started(path: Path) -> RunDirectory:
@@ -156,24 +147,21 @@ def test_damaged_config_without_intact_copy_is_rejected(tmp_path: Path) -> None:
         start(config(str(tmp_path / "run")))
 
 
-def test_rank_rejects_damaged_config_and_reports_the_intact_copy(tmp_path: Path) -> None:
-    first = started(tmp_path / "run")
-    flip(first.path / "config.yaml")
-    with pytest.raises(ConfigError, match=rf"an intact copy is in {first.logs}/config.yaml"):
-        read_frozen(first.path / "config.yaml", FinetuneConfig)
-
-
 def test_config_without_a_checksum_is_refused_and_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a rank, and by the next start."""
     first = started(tmp_path / "run")
     file = first.path / "config.yaml"
     text = file.read_text()
-    file.write_text(text.partition("\n")[2])
-    with pytest.raises(ConfigError) as refused:
-        read_frozen(file, FinetuneConfig)
-    assert str(refused.value) == (
+    refused = (
         f"{file}: cannot be read as the config of a run: damaged, or edited by hand (change keys on the "
         f"command line instead); an intact copy is in {first.logs}/config.yaml"
     )
+    flip(file)
+    for damaged in (file.read_text(), text.partition("\n")[2]):
+        file.write_text(damaged)
+        with pytest.raises(ConfigError) as caught:
+            read_frozen(file, FinetuneConfig)
+        assert str(caught.value) == refused
     started(tmp_path / "run")
     assert f"restored from {first.logs}/config.yaml: it was damaged or edited by hand" in capsys.readouterr().err
     assert file.read_text() == text
@@ -244,14 +232,15 @@ def test_planted_links_are_not_followed_by_writes(dangling: bool, tmp_path: Path
 def test_file_modes_follow_the_umask_except_for_private_files(
     mask: int, files: int, folders: int, tmp_path: Path
 ) -> None:
-    with umask(mask):
+    before = os.umask(mask)
+    try:
         directory = start(config(str(tmp_path / "run")))
-        logging = LoggingConfig(
-            plot=False
-        )  # a thread draws loss.png, perhaps after the umask is that of the test again
+        logging = LoggingConfig(plot=False)  # a thread may draw loss.png after the umask is that of the test again
         Reporter(logging, str(directory.path), enabled=True).evaluation(step=0, eval_loss=2.0, count=3)
         write_report(directory.logs, 1, ValueError("a sample"))
         end(directory)
+    finally:
+        os.umask(before)
     private = {"environment.json", "rank_1.error.json", ".lock"}
     names = set()
     for entry in [directory.path, *directory.path.rglob("*")]:
@@ -267,14 +256,8 @@ OWNED = (
     *("job.sbatch", "job.yaml", "job_id", ".submission", "requeue", "restart", ".lock", ".lease", ".lease/1"),
     *(".lease/7", "logs", "logs/latest", "logs/first_step", "logs/pods", "logs/pods/j", "logs/pods/j/0"),
     *("logs/attempt_0", "logs/attempt_0/config.yaml", "logs/attempt_0/environment.json", "logs/attempt_0/result.json"),
-    *(
-        "logs/attempt_0/progress.json",
-        "logs/attempt_0/job",
-        "logs/attempt_1",
-        "logs/attempt",
-        ".start",
-        ".start/config.yaml",
-    ),
+    *("logs/attempt_0/progress.json", "logs/attempt_0/job", "logs/attempt_1", "logs/attempt", ".start"),
+    ".start/config.yaml",
     *(".start/environment.json", ".start/before", ".start/before/code", "checkpoints", "checkpoints/step_1"),
     *("checkpoints/step_1/manifest.json", "checkpoints/step_1/state.json", "code", "code.new", "export", "adapter"),
     *("tensorboard", "wandb", "profile"),

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -59,16 +60,8 @@ def limit_resources() -> None:
 
 def run_python(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)}
-    return subprocess.run(
-        [sys.executable, *command],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=limit_resources,
-        cwd=folder,
-        env=environment,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "preexec_fn": limit_resources}
+    return subprocess.run([sys.executable, *command], check=False, cwd=folder, env=environment, **options)
 
 
 @pytest.mark.slow

@@ -115,12 +115,8 @@ HARMLESS = [
     *("export GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json", "--max-tokens 100", "wandb login $WANDB_API_KEY"),
     *("mkdir -p /scratch/run", "ssh -p 22 host", "docker run -p 8080:80 image", "docker run -p 127.0.0.1:80:80 image"),
     *("curl -u $USER:$PASSWORD example.org", "mysql -u root -p$MYSQL_PWD db", "mysql -u root -p", "cp -rp a b"),
-    *(
-        "rsync -u me@host:/data/x .",
-        "docker run -u 1000:1000 image",
-        "python -u train.py",
-        "nc -p 22 host; echo -u a:b",
-    ),
+    *("rsync -u me@host:/data/x .", "docker run -u 1000:1000 image", "python -u train.py"),
+    "nc -p 22 host; echo -u a:b",
     *("export TOKENIZERS_PARALLELISM=false", "module load cuda/12.8", "ulimit -l unlimited", "--token <your token>"),
 ]
 
@@ -192,13 +188,18 @@ def test_pinned_commit_is_not_taken_for_a_key() -> None:
     assert problems(cfg) == []
 
 
-def test_value_of_a_secret_variable_is_rejected_within_any_text() -> None:
+def test_value_of_a_secret_variable_is_rejected_within_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """This is what ${oc.env:HF_TOKEN} resolves to in a typed config."""
     canary = "canary of 24 characters."
     for environ in ({"HF_TOKEN": canary}, {"my_password": f" {canary}\n"}, {"WANDB_API_KEY": canary}):
         assert_rejected(problems(config(f"a-{canary}-b"), **environ), "model.path", canary)
         assert next(iter(environ)) in problems(config(canary), **environ)[0]
     assert problems(config(canary), TOKENIZER=canary, PWD=canary, HF_TOKEN_PATH=canary) == []
+    monkeypatch.setitem(os.environ, "CANARY_TOKEN", canary)  # of the process, by default
+    assert_rejected(secret_problems(config(canary)), "model.path", canary)
+    allowed = config(canary)
+    allowed.run.allow_env = ["CANARY_TOKEN"]
+    assert problems(allowed, CANARY_TOKEN=canary) == []
     assert problems(config("a short one"), HF_TOKEN="a short") == []
     assert problems(config("x/y"), HF_TOKEN="", WANDB_API_KEY="true", MY_SECRET="none") == []
     assert problems(config("/tmp/x"), GOOGLE_APPLICATION_CREDENTIALS="/tmp/x", MY_SECRET="/tmp") == []
@@ -257,17 +258,6 @@ def resolved(values: dict[str, object]) -> list[str]:
     for key, value in values.items():
         OmegaConf.update(sections, key, value)
     return list(resolve(OmegaConf.to_container(sections))[1].values())  # type: ignore[arg-type]
-
-
-def test_variable_in_allow_env_is_accepted() -> None:
-    cfg = config("canary-of-this-test")
-    cfg.run.allow_env = ["CANARY_TOKEN"]
-    assert problems(cfg, CANARY_TOKEN="canary-of-this-test") == []
-
-
-def test_environment_defaults_to_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "CANARY_TOKEN", "canary-of-this-test")
-    assert_rejected(secret_problems(config("canary-of-this-test")), "model.path", "canary-of-this-test")
 
 
 def test_secrets_in_recorded_arguments_are_rejected() -> None:

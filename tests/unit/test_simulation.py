@@ -76,6 +76,9 @@ def test_played_config_states_what_it_changes() -> None:
     for key in ("model.compile=true", "model.loss=liger", "model.compute_dtype=auto"):
         assert any(note.startswith(key) for note in notes), key
     assert simulated_config(cfg, 2, on_gpu=False)[0].model.compute_dtype == DType.auto
+    for policy in set(ActivationCheckpointing) - {ActivationCheckpointing.auto}:
+        cfg = finetune(world=1, strategy="single", activation_checkpointing=policy)
+        assert simulated_config(cfg, 1, on_gpu=False)[0].parallelism.activation_checkpointing == policy
 
 
 def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
@@ -89,25 +92,15 @@ def test_ranks_of_batch_jobs_run_on_gpus_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (
-            "import json, sys; print(json.dumps({'problems': ['model.path=x: is wrong; set another']}))",
-            "model.path=x: ",
-        ),
+        ('print(\'{"problems": ["model.path=x: is wrong; set another"]}\')', "model.path=x: "),
         ("import sys; sys.exit('no torch here')", "simulation of rank 3 of 4: exited with status 1: no torch here"),
         ("import time; time.sleep(60)", "simulation of rank 3 of 4: was stopped after 0.5 seconds"),
     ],
 )
 def test_failure_of_a_child_is_a_config_error(monkeypatch: pytest.MonkeyPatch, program: str, message: str) -> None:
     run = simulation.subprocess.run
-    monkeypatch.setattr(
-        simulation.subprocess, "run", lambda command, **options: run([command[0], "-c", program], **options)
-    )
+    child = lambda command, **options: run([command[0], "-c", program], **options)  # noqa: E731
+    monkeypatch.setattr(simulation.subprocess, "run", child)
     timeout = 0.5 if "sleep" in program else 60
     with pytest.raises(ConfigError, match=re.escape(message)):
         simulate_ranks(finetune(world=4, dp_shard=4), 4, [3], timeout)
-
-
-def test_policies_of_recomputation_can_be_played() -> None:
-    for policy in set(ActivationCheckpointing) - {ActivationCheckpointing.auto}:
-        cfg = finetune(world=1, strategy="single", activation_checkpointing=policy)
-        assert simulated_config(cfg, 1, on_gpu=False)[0].parallelism.activation_checkpointing == policy

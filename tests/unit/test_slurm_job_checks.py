@@ -14,60 +14,55 @@ from components.config.schema.schedulers import GpuRequest
 from components.launch.slurm import submit
 from components.launch.slurm.submit import _build_problems, _local_paths, refusal
 
-CLUSTER = SlurmClusterConfig(procs_per_node="2")
+TWO_RANKS = SlurmClusterConfig(procs_per_node="2")
 OPTIONS = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
 
 
-@pytest.mark.parametrize(
-    ("lines", "reason"),
-    [
-        (
-            [
-                "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
-                "sbatch: error: fetch_config: DNS SRV lookup failed",
-                "sbatch: error: _establish_config_source: failed to fetch config",
-                "sbatch: fatal: Could not establish a configuration source",
-            ],
-            "Could not establish a configuration source",
-        ),
-        (
-            [
-                "sbatch: error: s_p_parse_file: cannot stat file /no: No such file or directory, retrying in 1sec",
-                "sbatch: error: ClusterName needs to be specified",
-                "sbatch: fatal: Unable to process configuration file",
-            ],
-            "s_p_parse_file: cannot stat file /no: No such file or directory",
-        ),
-        (["sbatch: error: slurm_persist_conn_open: failed", "allocation failure: Unable to contact slurm controller"],
-         "Unable to contact slurm controller"),
+UNREACHABLE = {
+    "Could not establish a configuration source": [
+        "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
+        "sbatch: error: fetch_config: DNS SRV lookup failed",
+        "sbatch: error: _establish_config_source: failed to fetch config",
+        "sbatch: fatal: Could not establish a configuration source",
     ],
-    ids=["no slurm.conf", "another slurm.conf", "no controller"],
-)  # fmt: skip
-def test_unreachable_slurm_is_reported_with_the_line_of_the_cause(lines: list[str], reason: str) -> None:
-    advice = (
-        "submit from a login node of the cluster, set cluster=local, or only print the script here: "
-        "cluster.dry_run=render"
+    "s_p_parse_file: cannot stat file /no: No such file or directory": [
+        "sbatch: error: s_p_parse_file: cannot stat file /no: No such file or directory, retrying in 1sec",
+        "sbatch: error: ClusterName needs to be specified",
+        "sbatch: fatal: Unable to process configuration file",
+    ],
+    "Unable to contact slurm controller": [
+        "sbatch: error: slurm_persist_conn_open: failed",
+        "allocation failure: Unable to contact slurm controller",
+    ],
+}
+"""The line of the cause -> output of sbatch without, and with another, slurm.conf, and without a controller."""
+
+
+@pytest.mark.parametrize("reason", UNREACHABLE)
+def test_unreachable_slurm_is_reported_with_the_line_of_the_cause(reason: str) -> None:
+    advice = "submit from a login node of the cluster, set cluster=local, or only print the script here: "
+    assert refusal(UNREACHABLE[reason], TWO_RANKS) == (
+        f"cluster.kind=slurm: Slurm cannot be reached from here: {reason}; {advice}cluster.dry_run=render"
     )
-    assert refusal(lines, CLUSTER) == f"cluster.kind=slurm: Slurm cannot be reached from here: {reason}; {advice}"
+
+
+INVALID = [
+    "sbatch: error: invalid partition specified: nosuch",
+    "sbatch: error: Batch job submission failed: Invalid partition name specified",
+]
 
 
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (
-            [
-                "sbatch: error: invalid partition specified: nosuch",
-                "sbatch: error: Batch job submission failed: Invalid partition name specified",
-            ],
-            "invalid partition specified: nosuch; Invalid partition name specified",
-        ),
+        (INVALID, "invalid partition specified: nosuch; Invalid partition name specified"),
         (["allocation failure: A", "sbatch: error: A"], "A"),
         ([], "no reason given"),
     ],
 )
 def test_rejected_job_is_reported_with_every_reason_from_sbatch(lines: list[str], reason: str) -> None:
     advice = "change these keys of cluster (see sinfo)"
-    assert refusal(lines, CLUSTER) == f"cluster.kind=slurm: sbatch rejects {OPTIONS}: {reason}; {advice}"
+    assert refusal(lines, TWO_RANKS) == f"cluster.kind=slurm: sbatch rejects {OPTIONS}: {reason}; {advice}"
 
 
 @pytest.mark.parametrize(

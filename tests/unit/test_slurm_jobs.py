@@ -12,17 +12,17 @@ import pytest
 from components.config.schema.cluster import SlurmClusterConfig
 from components.launch.backend import CheckedRun, recorded_job
 from components.launch.clusters import job_of
-from components.launch.job.scheduler import _QUERIES, UnknownSubmission
+from components.launch.job.scheduler import QUERIES, UnknownSubmission
 from components.launch.slurm.submit import (
-    _ENDED,
-    _GONE,
-    _SUBMITTED,
-    _UNKNOWN,
+    ENDED,
+    GONE,
     RUNNING,
+    SUBMITTED,
+    UNKNOWN,
     SlurmScheduler,
-    _describe_job,
-    _job_states,
-    _to_job_state,
+    describe_job,
+    job_states,
+    to_job_state,
 )
 from components.protocol.errors import ConfigError
 
@@ -30,35 +30,29 @@ from components.protocol.errors import ConfigError
 @pytest.mark.parametrize(
     ("slurm", "state"),
     [
-        *((state, "submitted") for state in sorted(_SUBMITTED)),
+        *((state, "submitted") for state in sorted(SUBMITTED)),
         *((state, "running") for state in sorted(RUNNING)),
-        ("TIMEOUT", "timeout"),
-        ("OUT_OF_MEMORY", "oom"),
-        ("CANCELLED", "cancelled"),
-        ("NODE_FAIL", "failed"),
-        ("PREEMPTED", "preempted"),
-        ("COMPLETED", "ended"),
-        ("WHAT_IS_THIS", "failed"),
-        (_GONE, _GONE),
-        (_UNKNOWN, _UNKNOWN),
+        *(("TIMEOUT", "timeout"), ("OUT_OF_MEMORY", "oom"), ("CANCELLED", "cancelled"), ("NODE_FAIL", "failed")),
+        *(("PREEMPTED", "preempted"), ("COMPLETED", "ended"), ("WHAT_IS_THIS", "failed"), (GONE, GONE)),
+        (UNKNOWN, UNKNOWN),
     ],
 )
 def test_slurm_states_map_to_job_states(slurm: str, state: str) -> None:
-    assert _to_job_state(slurm) == state
+    assert to_job_state(slurm) == state
 
 
 def test_slurm_state_sets_are_disjoint() -> None:
-    assert not _SUBMITTED & RUNNING
-    assert not (_SUBMITTED | RUNNING) & _ENDED.keys()
+    assert not SUBMITTED & RUNNING
+    assert not (SUBMITTED | RUNNING) & ENDED.keys()
 
 
 def test_job_states_are_unknown_without_working_slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert _job_states(["12", "; rm"]) == {"12": _UNKNOWN}
+    assert job_states(["12", "; rm"]) == {"12": UNKNOWN}
     for name in ("squeue", "scontrol", "sacct"):
         (tmp_path / name).write_bytes(b"\0")  # not executable on this machine
         (tmp_path / name).chmod(0o755)
-    assert _job_states(["12"]) == {"12": _UNKNOWN}
+    assert job_states(["12"]) == {"12": UNKNOWN}
 
 
 def test_job_states_come_from_squeue_scontrol_and_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,18 +64,10 @@ def test_job_states_come_from_squeue_scontrol_and_sacct(tmp_path: Path, monkeypa
         '*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac',
         "sacct": 'case "$*" in *"-j 15"*) echo "CANCELLED by 0";; *"-j 17"*) echo "CANCELLED+";; *) exit 1;; esac',
     }
-    for name, script_text in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script_text}\n")
-        (tmp_path / name).chmod(0o755)
+    _write_commands(tmp_path, **commands)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert _job_states(["12", "13", "14", "15", "16", "17"]) == {
-        "12": "RUNNING",
-        "13": "PENDING",
-        "14": "TIMEOUT",
-        "15": "CANCELLED",
-        "16": _GONE,
-        "17": "CANCELLED",
-    }
+    states = {"12": "RUNNING", "13": "PENDING", "14": "TIMEOUT", "15": "CANCELLED", "16": GONE, "17": "CANCELLED"}
+    assert job_states([*states]) == states
 
 
 def test_controller_that_is_down_is_queried_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +77,9 @@ def test_controller_that_is_down_is_queried_only_once(tmp_path: Path, monkeypatc
         "scontrol": f"echo scontrol >> {tmp_path}/asked; echo Slurmctld is DOWN; exit 1",
         "sacct": 'case "$*" in *"-j 13"*) echo COMPLETED;; *) exit 1;; esac',
     }
-    for name, script_text in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script_text}\n")
-        (tmp_path / name).chmod(0o755)
+    _write_commands(tmp_path, **commands)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert _job_states(["12", "13", "14"]) == {"12": _UNKNOWN, "13": "COMPLETED", "14": _UNKNOWN}
+    assert job_states(["12", "13", "14"]) == {"12": UNKNOWN, "13": "COMPLETED", "14": UNKNOWN}
     assert (tmp_path / "asked").read_text().split() == ["squeue", "scontrol"]
 
 
@@ -108,8 +92,8 @@ def test_job_is_unknown_if_the_controller_only_responds_to_ping(
     _write_commands(tmp_path, squeue="exec sleep 60", scontrol=scontrol, sacct="exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("components.launch.slurm.submit._TIMEOUT", 0.3)
-    assert _job_states(["12"]) == {"12": _UNKNOWN}
-    assert not _describe_job("12", _UNKNOWN).over
+    assert job_states(["12"]) == {"12": UNKNOWN}
+    assert not describe_job("12", UNKNOWN).over
 
 
 def _write_commands(folder: Path, **scripts: str) -> None:
@@ -151,12 +135,11 @@ def test_submission_without_response_is_found_by_squeue(script: Path) -> None:
 
 def test_submission_that_never_reached_slurm_is_rejected(script: Path) -> None:
     """The earlier job stays the recorded job of the directory."""
-    _write_commands(
-        script.parent, sbatch="echo Socket timed out >&2; exit 1", squeue="echo x >> asked; echo '30 other'"
-    )
+    lost = "echo Socket timed out >&2; exit 1"
+    _write_commands(script.parent, sbatch=lost, squeue="echo x >> asked; echo '30 other'")
     with pytest.raises(ConfigError, match="sbatch failed: Socket timed out"):
         submit(script, [])
-    assert len(Path("asked").read_text().split()) == _QUERIES
+    assert len(Path("asked").read_text().split()) == QUERIES
     assert recorded_job(script.parent) == "7"
     assert not Path(".submission").exists()
 
@@ -205,12 +188,8 @@ def test_interrupt_after_the_answer_cancels_the_job(script: Path, monkeypatch: p
 
 def test_interrupted_submission_is_cancelled(script: Path) -> None:
     """Ctrl-C reaches a terminal's whole process group, sbatch included."""
-    _write_commands(
-        script.parent,
-        sbatch=f"{ACCEPT_JOB}; kill -INT $PPID; sleep 1",
-        squeue="cat jobs",
-        scancel='echo "$@" > cancelled',
-    )
+    interrupted = f"{ACCEPT_JOB}; kill -INT $PPID; sleep 1"
+    _write_commands(script.parent, sbatch=interrupted, squeue="cat jobs", scancel='echo "$@" > cancelled')
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes may ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -110,16 +110,9 @@ def test_score_head_is_trained_in_float32_over_frozen_weights_in_bfloat16() -> N
 
 MOE = {
     **{key: value for key, value in FAMILIES["llama"].items() if key != "tie_word_embeddings"},
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "pad_token_id": 0,
-}
+    "head_dim": 8, "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "pad_token_id": 0,
+}  # fmt: skip
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 KEPT: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v3": ({**MOE, **LATENT, "n_routed_experts": 4}, "e_score_correction_bias"),

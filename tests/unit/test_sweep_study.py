@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.unit.test_sweep_points import expanded
+
 pytest.importorskip("optuna", reason="needs the extra `optuna`")
 
-from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep
+from components.config.compose.sweep import SweepRequest, compose_point
 from components.config.compose.sweep_keys import Goal, Range
 from components.config.schema import FinetuneConfig
 from components.config.stored_run import MetricsLog
@@ -34,10 +36,6 @@ from components.launch.sweep.study import JOURNAL, PointStudy, dimensions_of, sp
 from components.protocol.errors import ConfigError
 
 COMMAND = ("model=tiny", "optimizer.lr=loguniform(1e-5,1e-1)", "training.global_batch_size=8,16", "sweep.trials=12")
-
-
-def expanded(*arguments: str) -> SweepRequest:
-    return expand_sweep("finetune", FinetuneConfig, Path("/nowhere"), ["-m", *arguments])
 
 
 def opened(folder: Path, request: SweepRequest, goal: Goal = Goal.min) -> PointStudy:
@@ -70,7 +68,7 @@ def run_study(folder: Path, request: SweepRequest, *, reopen: bool) -> list[dict
     return study.values
 
 
-def test_listed_values_and_ends_of_ranges_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_values_and_ends_of_ranges_are_checked() -> None:
     request = expanded(*COMMAND)
     assert [point.overrides for point in request.points] == [
         ("model=tiny", "optimizer.lr=1e-05", "training.global_batch_size=8"),
@@ -82,7 +80,7 @@ def test_listed_values_and_ends_of_ranges_are_checked(monkeypatch: pytest.Monkey
     assert [(each.key, each.range) for each in stored] == [(each.key, each.range) for each in request.space]
 
 
-def test_points_of_whole_number_keys_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_points_of_whole_number_keys_are_valid(tmp_path: Path) -> None:
     ranges = ("training.max_steps=uniform(10,100)", "training.global_batch_size=loguniform(1,1e3)")
     request = expanded("model=tiny", *ranges, "optimizer.lr=uniform(0,1)", "sweep.trials=12")
     study = opened(tmp_path, request)
@@ -95,9 +93,7 @@ def test_points_of_whole_number_keys_are_valid(monkeypatch: pytest.MonkeyPatch, 
     assert space_of(request.space)["optimizer.lr"] == {"low": 0, "high": 1, "log": False, "whole": False}
 
 
-def test_interrupted_study_chooses_the_points_of_one_that_was_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_interrupted_study_chooses_the_points_of_one_that_was_not(tmp_path: Path) -> None:
     request = expanded(*COMMAND)
     points = run_study(tmp_path / "a", request, reopen=False)
     assert run_study(tmp_path / "b", request, reopen=True) == points
@@ -105,7 +101,7 @@ def test_interrupted_study_chooses_the_points_of_one_that_was_not(
     assert run_study(tmp_path / "c", expanded(*COMMAND, "sweep.seed=1"), reopen=False) != points
 
 
-def test_listed_values_are_not_chosen_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_listed_values_are_not_chosen_twice(tmp_path: Path) -> None:
     study = opened(tmp_path, expanded("run.seed=1,2,3", "parallelism=ddp,fsdp2", "sweep.trials=6"))
     for number in range(6):
         assert study.choose() is not None
@@ -115,7 +111,7 @@ def test_listed_values_are_not_chosen_twice(monkeypatch: pytest.MonkeyPatch, tmp
     assert study.unfinished() == []
 
 
-def test_states_of_points_become_those_of_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_states_of_points_become_those_of_trials(tmp_path: Path) -> None:
     study = opened(tmp_path, expanded(*COMMAND))
     states = ("ok", "oom", "invalid", "failed", STOPPED_EARLY, "interrupted", "preempted", "running")
     for number, state in enumerate(states):
@@ -125,9 +121,8 @@ def test_states_of_points_become_those_of_trials(monkeypatch: pytest.MonkeyPatch
     finish(study, 8, "ok", math.nan)
     assert study.unfinished() == [5, 6, 7]
     found = study._study.trials
-    assert [trial.state.name for trial in found] == [
-        *("COMPLETE", "FAIL", "FAIL", "FAIL", "PRUNED", "RUNNING", "RUNNING", "RUNNING", "FAIL"),
-    ]
+    expected = ["COMPLETE", "FAIL", "FAIL", "FAIL", "PRUNED", "RUNNING", "RUNNING", "RUNNING", "FAIL"]
+    assert [trial.state.name for trial in found] == expected
     assert found[4].intermediate_values == {1: 5.0}
     for number in (0, 3, 4):  # retried
         finish(study, number)
@@ -136,7 +131,7 @@ def test_states_of_points_become_those_of_trials(monkeypatch: pytest.MonkeyPatch
     assert len(opened(tmp_path, expanded(*COMMAND)).values) == 9
 
 
-def test_damaged_journal_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_damaged_journal_is_a_config_error(tmp_path: Path) -> None:
     request = expanded(*COMMAND)
     opened(tmp_path, request).choose()
     file = tmp_path / JOURNAL

@@ -15,18 +15,18 @@ from rich.console import Console
 
 from components.config.compose.sweep_keys import Goal
 from components.config.stored_run import MetricsLog
-from components.launch.slurm.submit import _GONE, _UNKNOWN
+from components.launch.slurm.submit import GONE, UNKNOWN
 from components.launch.sweep.plan import (
     Point,
     PointRecord,
     Sweep,
     SweepRow,
-    _state_with_job,
     locked,
     read_points,
+    state_with_job,
     write_record,
 )
-from components.launch.sweep.ranking import _ACCURACY, print_table, read_report, to_csv, to_markdown
+from components.launch.sweep.ranking import ACCURACY, print_table, read_report, to_csv, to_markdown
 from components.launch.sweep.report import exit_status, report_now
 from tests.unit.full_disk import full_disk
 
@@ -51,13 +51,7 @@ class SweepFiles:
         self.sweep.write()
 
     def finish(
-        self,
-        number: int,
-        *,
-        record: PointRecord | None = None,
-        lr: float = 1e-4,
-        job: str | None = None,
-        **result: Any,
+        self, number: int, *, record: PointRecord | None = None, lr: float = 1e-4, job: str | None = None, **result: Any
     ) -> None:
         """Write the files of a started point, with this result.json or none."""
         point = self.sweep.points[number]
@@ -123,7 +117,7 @@ def test_points_of_different_curves_are_compared_by_what_they_learned(tmp_path: 
     files.finish_ok(0, 1000.0, 4.0, lr=1e-4, eval_loss=3.9, eval_accuracy=0.7)
     files.finish_ok(1, 2000.0, 4.5, lr=2e-4, eval_loss=4.1, eval_accuracy=0.8)
     files.finish_ok(2, 3000.0, 4.5, lr=3e-4, eval_loss=float("nan"), eval_accuracy=0.6)
-    assert read_report(files.sweep).criterion == _ACCURACY  # one point has no held-out loss
+    assert read_report(files.sweep).criterion == ACCURACY  # one point has no held-out loss
     files.result(2, eval_loss=4.0)
     report = read_report(files.sweep)
     assert [row.point.name for row in report.rows] == ["0_a", "2_c", "1_b"]
@@ -203,10 +197,10 @@ def test_markdown_and_csv_contain_the_same_values(tmp_path: Path) -> None:
     files.finish_ok(1, 900.25, 4.0)
     report = read_report(files.sweep)
     markdown = to_markdown(report).splitlines()
-    header = (
-        "| run | parallelism | mesh | processes | tokens/s | per process | MFU | peak GiB | reserved GiB | last loss |"
+    columns = (
+        "run | parallelism | mesh | processes | tokens/s | per process | MFU | peak GiB | reserved GiB | last loss"
     )
-    assert markdown[4].startswith(header)
+    assert markdown[4].startswith(f"| {columns} |")
     assert "| **0_ddp** |" in markdown[6]
     assert "| **40.0%** | **1.00** | **3.00** |" in markdown[6]
     assert "| 1.00 |  | 4.0000 |" in markdown[7]
@@ -391,30 +385,17 @@ def test_running_point_reports_its_progress(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "job", "state"),
     [
-        (None, "submitted", "submitted"),
-        (None, "running", "running"),
-        (None, "ended", "failed"),
-        (None, _GONE, "failed"),
-        (None, _UNKNOWN, "submitted"),
-        (None, "oom", "oom"),
-        (None, "timeout", "timeout"),
-        ("ok", "running", "ok"),
-        ("preempted", "submitted", "submitted"),
-        ("preempted", "running", "running"),
-        ("preempted", "timeout", "timeout"),
-        ("preempted", "cancelled", "cancelled"),
-        ("preempted", "ended", "preempted"),
-        ("preempted", _UNKNOWN, "preempted"),
-        ("failed", "submitted", "submitted"),
-        ("failed", "oom", "oom"),
-        ("failed", "failed", "failed"),
-        ("oom", "failed", "oom"),
-        ("hung", "failed", "hung"),
+        *((None, job, job) for job in ("submitted", "running", "oom", "timeout")),
+        *((None, "ended", "failed"), (None, GONE, "failed"), (None, UNKNOWN, "submitted"), ("ok", "running", "ok")),
+        *(("preempted", job, job) for job in ("submitted", "running", "timeout", "cancelled")),
+        *(("preempted", job, "preempted") for job in ("ended", UNKNOWN)),
+        *(("failed", job, job) for job in ("submitted", "oom", "failed")),
+        *((result, "failed", result) for result in ("oom", "hung")),
         ("cancelled", "cancelled", "cancelled"),
     ],
 )
 def test_state_combines_result_and_job_state(result: str | None, job: str, state: str) -> None:
-    assert _state_with_job(result, job) == state
+    assert state_with_job(result, job) == state
 
 
 def test_job_states_are_unknown_without_slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,11 +406,7 @@ def test_job_states_are_unknown_without_slurm_commands(tmp_path: Path, monkeypat
     files.finish(2, job="14", record=PointRecord(1.0, 2, 1.0, "sbatch rejects it"))  # resubmission failed
     files.finish(3, job="15", record=PointRecord(1.0, 1, 1.0, "OSError: disk full"))
     rows = files.rows()
-    assert [(row.state, row.seconds) for row in rows] == [
-        ("submitted", None),
-        ("ok", 8.0),
-        ("invalid", None),
-        ("failed", None),
-    ]
+    assert [row.state for row in rows] == ["submitted", "ok", "invalid", "failed"]
+    assert [row.seconds for row in rows] == [None, 8.0, None, None]
     assert rows[0].reason == "job 12; Slurm cannot be queried from here"
     assert exit_status(read_report(files.sweep)) == 1
