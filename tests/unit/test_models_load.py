@@ -193,14 +193,11 @@ def write_gguf(path: Path, architecture: str, tied: bool) -> None:
     shapes = {
         "token_embd.weight": (VOCAB, hidden),
         "output_norm.weight": (hidden,),
-        "blk.0.attn_norm.weight": (hidden,),
-        "blk.0.ffn_norm.weight": (hidden,),
+        **{f"blk.0.{name}_norm.weight": (hidden,) for name in ("attn", "ffn")},
         "blk.0.attn_q.weight": (heads * head_dim, hidden),
-        "blk.0.attn_k.weight": (kv_heads * head_dim, hidden),
-        "blk.0.attn_v.weight": (kv_heads * head_dim, hidden),
+        **{f"blk.0.attn_{name}.weight": (kv_heads * head_dim, hidden) for name in "kv"},
         "blk.0.attn_output.weight": (hidden, heads * head_dim),
-        "blk.0.ffn_gate.weight": (inner, hidden),
-        "blk.0.ffn_up.weight": (inner, hidden),
+        **{f"blk.0.ffn_{name}.weight": (inner, hidden) for name in ("gate", "up")},
         "blk.0.ffn_down.weight": (hidden, inner),
     }
     if architecture == "qwen2":

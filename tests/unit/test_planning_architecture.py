@@ -30,21 +30,10 @@ from tests.config.ready import HUB_MODELS, NOT_PLANNED
 from tests.unit.test_planning_time import workload
 
 SIZES = {
-    "hidden_size": 96,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 160,
-    "vocab_size": 1000,
-    "pad_token_id": 0,
-    "head_dim": 24,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 64,
-    "sliding_window": 8,
-}
+    "hidden_size": 96, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24,
+    "intermediate_size": 160, "vocab_size": 1000, "pad_token_id": 0, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64, "sliding_window": 8,
+}  # fmt: skip
 
 
 def build(family: str) -> nn.Module:
@@ -72,12 +61,8 @@ def test_weights_and_flops_equal_those_of_the_built_model(family: str, tmp_path:
     anatomy = read_anatomy(model)
 
     assert read.parameters == sum(each.numel() for each in model.parameters())
-    assert (read.layers, read.hidden, read.vocab, read.tied) == (
-        len(anatomy.layers),
-        anatomy.hidden_size,
-        anatomy.vocabulary,
-        anatomy.tied,
-    )
+    built = (len(anatomy.layers), anatomy.hidden_size, anatomy.vocabulary, anatomy.tied)
+    assert (read.layers, read.hidden, read.vocab, read.tied) == built
     assert (read.heads, read.kv_heads) == (anatomy.heads, anatomy.kv_heads)
     assert anatomy.widths is not None
     assert read.head_dim == anatomy.widths.keys
@@ -117,16 +102,9 @@ def test_family_defaults_are_those_of_transformers() -> None:
 def read_default(family: str) -> Architecture:
     """Read the architecture of a family's default sizes, without the values that a family may derive."""
     config = CONFIG_MAPPING[family]()
-    shape = ModelShape(
-        family=family,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        vocab=config.vocab_size,
-        mlp=64,
-        experts=4,
-        experts_per_token=2,
-    )
+    sizes = {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "heads": config.num_attention_heads}
+    experts = {"experts": 4, "experts_per_token": 2}
+    shape = ModelShape(family=family, vocab=config.vocab_size, mlp=64, **sizes, **experts)
     return read_architecture(shape, family)
 
 

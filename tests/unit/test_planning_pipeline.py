@@ -44,15 +44,10 @@ def torch_order(schedule: Schedule, pp: int, per_rank: int, micro_batches: int) 
     instance = object.__new__(torch_schedules.get_schedule_class(str(schedule)))
     rounds = max(1, micro_batches // pp)
     values = {
-        "pp_group_size": pp,
-        "n_local_stages": per_rank,
-        "_n_microbatches": micro_batches,
-        "_num_stages": pp * per_rank,
-        "num_stages": pp * per_rank,
-        "number_of_rounds": rounds,
-        "microbatches_per_round": micro_batches // rounds,
+        "pp_group_size": pp, "n_local_stages": per_rank, "_n_microbatches": micro_batches, "number_of_rounds": rounds,
+        "_num_stages": pp * per_rank, "num_stages": pp * per_rank, "microbatches_per_round": micro_batches // rounds,
         "_stages": [None] * per_rank,
-    }
+    }  # fmt: skip
     for name, value in values.items():
         setattr(instance, name, value)
     orders = []

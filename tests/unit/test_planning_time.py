@@ -66,18 +66,10 @@ def workload(model: str = "8b", *, mesh: dict[str, int] | None = None, **changes
         "architecture": read_architecture(MODELS[model], model),
         "mesh": MeshShape(**degrees),
         "parallelism": ParallelismConfig(**degrees, **options),
-        "seq_len": 4096,
-        "micro_batch": 2,
-        "micro_batches": 2,
-        "stored_bytes": 4,
-        "compute_bytes": 2,
-        "float8": Float8.none,
-        "compiled": True,
-        "fused": False,
-        "loss": LossMethod.logits,
-        "optimizer": AdamWConfig(),
-        "peft": PeftConfig(),
-    }
+        "seq_len": 4096, "micro_batch": 2, "micro_batches": 2, "stored_bytes": 4, "compute_bytes": 2,
+        "float8": Float8.none, "compiled": True, "fused": False, "loss": LossMethod.logits,
+        "optimizer": AdamWConfig(), "peft": PeftConfig(),
+    }  # fmt: skip
     return Workload(**{**values, **changes})
 
 

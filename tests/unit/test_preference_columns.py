@@ -26,57 +26,34 @@ def answered(prompt: str) -> list[list[str]]:
 HISTORY = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello\n\nyou<|im_end|>\n"
 TRANSCRIPT = "\n\nHuman: hi\n\nAssistant: hello\n\nyou\n\nHuman: why?\n\nAssistant:"
 CHAT = {"chosen": [user("why?"), assistant("yes")], "rejected": [user("why?"), assistant("no")]}
+TEXTS = {"chosen": "yes", "rejected": "no"}
 FORMS: dict[str, tuple[dict[str, Any], list[list[str]]]] = {
-    "Anthropic/hh-rlhf": (
-        {"chosen": f"{TRANSCRIPT} yes", "rejected": f"{TRANSCRIPT} no"},
-        answered(HISTORY + PROMPT),
-    ),
+    "Anthropic/hh-rlhf": ({"chosen": f"{TRANSCRIPT} yes", "rejected": f"{TRANSCRIPT} no"}, answered(HISTORY + PROMPT)),
     "HuggingFaceH4/ultrafeedback_binarized": (
-        {
-            "prompt": "why?",
-            "prompt_id": "0f",
-            **CHAT,
-            "messages": CHAT["chosen"],
-            "score_chosen": 8.5,
-            "score_rejected": 2.0,
-        },
-        answered(PROMPT),
+        {"prompt": "why?", "prompt_id": "0f", **CHAT, "messages": CHAT["chosen"], "score_chosen": 8.5,
+         "score_rejected": 2.0}, answered(PROMPT),
     ),
-    "Intel/orca_dpo_pairs": (
-        {"system": "be brief", "question": "why?", "chosen": "yes", "rejected": "no"},
-        answered(SYSTEM + PROMPT),
-    ),
-    "Intel/orca_dpo_pairs, no system message": (
-        {"system": "", "question": "why?", "chosen": "yes", "rejected": "no"},
-        answered(PROMPT),
-    ),
+    "Intel/orca_dpo_pairs": ({"system": "be brief", "question": "why?", **TEXTS}, answered(SYSTEM + PROMPT)),
+    "Intel/orca_dpo_pairs, no system message": ({"system": "", "question": "why?", **TEXTS}, answered(PROMPT)),
     "argilla/distilabel-intel-orca-dpo-pairs": (
-        {"system": "be brief", "input": "why?", "chosen": "yes", "rejected": "no", "generations": ["yes", "no"]},
-        answered(SYSTEM + PROMPT),
+        {"system": "be brief", "input": "why?", **TEXTS, "generations": ["yes", "no"]}, answered(SYSTEM + PROMPT),
     ),
     "trl-lib/hh-rlhf-helpful-base": (
-        {"prompt": [user("why?")], "chosen": [assistant("yes")], "rejected": [assistant("no")]},
-        answered(PROMPT),
+        {"prompt": [user("why?")], "chosen": [assistant("yes")], "rejected": [assistant("no")]}, answered(PROMPT),
     ),
     "trl-lib/ultrafeedback_binarized": ({**CHAT, "score_chosen": 8.0, "score_rejected": 2.0}, answered(PROMPT)),
-    "trl-lib/tldr-preference": ({"prompt": "why?", "chosen": "yes", "rejected": "no"}, answered(PROMPT)),
+    "trl-lib/tldr-preference": ({"prompt": "why?", **TEXTS}, answered(PROMPT)),
     "Skywork/Skywork-Reward-Preference-80K-v0.2": ({**CHAT, "source": "magpie"}, answered(PROMPT)),
     "metadata of messages": (
-        {
-            "chosen": [user("why?") | {"id": 1}, assistant("yes") | {"model": "a", "rating": 5.0}],
-            "rejected": [user("why?") | {"id": 2}, assistant("no") | {"model": "b", "rating": 1.0}],
-        },
-        answered(PROMPT),
+        {"chosen": [user("why?") | {"id": 1}, assistant("yes") | {"model": "a", "rating": 5.0}],
+         "rejected": [user("why?") | {"id": 2}, assistant("no") | {"model": "b", "rating": 1.0}]}, answered(PROMPT),
     ),
-    "mlabonne/orpo-dpo-mix-40k": (
-        {"source": "x", **CHAT, "prompt": "why?", "question": "why?"},
-        answered(PROMPT),
-    ),
+    "mlabonne/orpo-dpo-mix-40k": ({"source": "x", **CHAT, "prompt": "why?", "question": "why?"}, answered(PROMPT)),
     "argilla/ultrafeedback-binarized-preferences": (
         {"instruction": "why?", "chosen_response": "yes", "rejected_response": "no", "chosen_avg_rating": 5.0},
         answered(PROMPT),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -107,12 +84,10 @@ def test_labeled_answers_with_usual_columns_need_only_their_label(tmp_path: Path
 
 def test_both_samples_of_a_pair_have_the_prompt_of_the_chosen_one(tmp_path: Path) -> None:
     """Metadata in a shared message must not put the two samples of a pair into different splits."""
+    answers = {"chosen": (1, "yes"), "rejected": (-1, "no")}
     rows = [
-        {
-            "chosen": [user(f"why {number}?") | {"id": number}, assistant("yes")],
-            "rejected": [user(f"why {number}?") | {"id": -number}, assistant("no")],
-        }
-        for number in range(1, 21)
+        {key: [user(f"why {n}?") | {"id": sign * n}, assistant(text)] for key, (sign, text) in answers.items()}
+        for n in range(1, 21)
     ]
     file = write(tmp_path / "rows.jsonl", rows)
     cfg = PreferencesDataConfig(path=str(file), eval_fraction=0.5, cache=None)

@@ -44,18 +44,10 @@ from tests.distributed.contrast import alone, both_implementations, contrast
 from tests.harness import run_ranks
 
 STEP = {  # task 3 of a step of 4 on two nodes
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NTASKS": "4",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n3,n4",
-    "SLURM_JOB_NODELIST": "n[1-4]",
-}
+    "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n3,n4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_NODELIST": "n[1-4]",
+}  # fmt: skip
 CUDA = torch.device("cuda", 3)
 SOCKETS = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}
 ALL = frozenset(range(16))

@@ -306,15 +306,8 @@ def test_command_writes_the_manifest_of_shards_of_other_programs(
 def test_invalid_file_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_wrong(tmp_path)
     names = ("latin.txt", "line.jsonl", "empty.jsonl", "blank.jsonl", "good.jsonl")
-    given = [
-        *(tmp_path / name for name in names),
-        "--tokenizer",
-        "bytes",
-        "--bad-rows",
-        "drop",
-        "--out",
-        tmp_path / "out",
-    ]
+    options = ["--tokenizer", "bytes", "--bad-rows", "drop", "--out", tmp_path / "out"]
+    given = [*(tmp_path / name for name in names), *options]
     assert run(*given) == 2
     shown = capsys.readouterr()
     assert "3 bad rows left out" in shown.out
