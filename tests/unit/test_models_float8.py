@@ -20,11 +20,11 @@ from components.config.schema import ActivationCheckpointing, FinetuneConfig, Mo
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, Qat, WeightInit
 from components.config.schema.optimizer import AdamWConfig
-from components.models.quantization import float8_layers, quantized_config, without_float8
+from components.models.quantization import _quantized_config, float8_layers, without_float8
 from components.observability.result import render_model_card
-from components.parity.comparison import relative
 from components.planning.formulas.step_time import estimate_time
 from components.planning.formulas.workload import layer_activations
+from components.planning.parity import relative
 from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
 from tests.optional import need_torchao
@@ -189,7 +189,7 @@ def by_torchao(qat: Qat) -> PreTrainedModel:
     from torchao.quantization.qat import QATConfig
 
     model = initialized_model(qat_config())
-    quantize_(model, QATConfig(quantized_config(qat_config(qat)), step="prepare"), filter_fn=in_decoder)
+    quantize_(model, QATConfig(_quantized_config(qat_config(qat)), step="prepare"), filter_fn=in_decoder)
     return model
 
 
@@ -251,12 +251,12 @@ def test_export_is_quantized_to_the_model_that_was_trained(tmp_path: Path) -> No
     trained(model, training.StepSettings(device=torch.device("cpu")))
     models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, PeftConfig())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
-    quantize_(loaded, quantized_config(cfg), filter_fn=in_decoder)
+    quantize_(loaded, _quantized_config(cfg), filter_fn=in_decoder)
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         emulated = model.eval()(input_ids=ids).logits
         converted = copy.deepcopy(model)
-        quantize_(converted, QATConfig(quantized_config(cfg), step="convert"))
+        quantize_(converted, QATConfig(_quantized_config(cfg), step="convert"))
         expected, found = converted(input_ids=ids).logits, loaded(input_ids=ids).logits
         rounded = initialized_model(qat_config())(input_ids=ids).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -12,17 +12,17 @@ import pytest
 from components.config.schema.cluster import SlurmClusterConfig
 from components.launch.backend import CheckedRun, recorded_job
 from components.launch.clusters import job_of
-from components.launch.job.scheduler import QUERIES, UnknownSubmission
+from components.launch.job.scheduler import _QUERIES, UnknownSubmission
 from components.launch.slurm.submit import (
-    ENDED,
-    GONE,
+    _ENDED,
+    _GONE,
+    _SUBMITTED,
+    _UNKNOWN,
     RUNNING,
-    SUBMITTED,
-    UNKNOWN,
     SlurmScheduler,
-    describe_job,
-    job_states,
-    to_job_state,
+    _describe_job,
+    _job_states,
+    _to_job_state,
 )
 from components.protocol.errors import ConfigError
 
@@ -30,29 +30,29 @@ from components.protocol.errors import ConfigError
 @pytest.mark.parametrize(
     ("slurm", "state"),
     [
-        *((state, "submitted") for state in sorted(SUBMITTED)),
+        *((state, "submitted") for state in sorted(_SUBMITTED)),
         *((state, "running") for state in sorted(RUNNING)),
         *(("TIMEOUT", "timeout"), ("OUT_OF_MEMORY", "oom"), ("CANCELLED", "cancelled"), ("NODE_FAIL", "failed")),
-        *(("PREEMPTED", "preempted"), ("COMPLETED", "ended"), ("WHAT_IS_THIS", "failed"), (GONE, GONE)),
-        (UNKNOWN, UNKNOWN),
+        *(("PREEMPTED", "preempted"), ("COMPLETED", "ended"), ("WHAT_IS_THIS", "failed"), (_GONE, _GONE)),
+        (_UNKNOWN, _UNKNOWN),
     ],
 )
 def test_slurm_states_map_to_job_states(slurm: str, state: str) -> None:
-    assert to_job_state(slurm) == state
+    assert _to_job_state(slurm) == state
 
 
 def test_slurm_state_sets_are_disjoint() -> None:
-    assert not SUBMITTED & RUNNING
-    assert not (SUBMITTED | RUNNING) & ENDED.keys()
+    assert not _SUBMITTED & RUNNING
+    assert not (_SUBMITTED | RUNNING) & _ENDED.keys()
 
 
 def test_job_states_are_unknown_without_working_slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert job_states(["12", "; rm"]) == {"12": UNKNOWN}
+    assert _job_states(["12", "; rm"]) == {"12": _UNKNOWN}
     for name in ("squeue", "scontrol", "sacct"):
         (tmp_path / name).write_bytes(b"\0")  # not executable on this machine
         (tmp_path / name).chmod(0o755)
-    assert job_states(["12"]) == {"12": UNKNOWN}
+    assert _job_states(["12"]) == {"12": _UNKNOWN}
 
 
 def test_job_states_come_from_squeue_scontrol_and_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def test_job_states_come_from_squeue_scontrol_and_sacct(tmp_path: Path, monkeypa
     }
     _write_commands(tmp_path, **commands)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    states = {"12": "RUNNING", "13": "PENDING", "14": "TIMEOUT", "15": "CANCELLED", "16": GONE, "17": "CANCELLED"}
-    assert job_states([*states]) == states
+    states = {"12": "RUNNING", "13": "PENDING", "14": "TIMEOUT", "15": "CANCELLED", "16": _GONE, "17": "CANCELLED"}
+    assert _job_states([*states]) == states
 
 
 def test_controller_that_is_down_is_queried_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_controller_that_is_down_is_queried_only_once(tmp_path: Path, monkeypatc
     }
     _write_commands(tmp_path, **commands)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert job_states(["12", "13", "14"]) == {"12": UNKNOWN, "13": "COMPLETED", "14": UNKNOWN}
+    assert _job_states(["12", "13", "14"]) == {"12": _UNKNOWN, "13": "COMPLETED", "14": _UNKNOWN}
     assert (tmp_path / "asked").read_text().split() == ["squeue", "scontrol"]
 
 
@@ -92,8 +92,8 @@ def test_job_is_unknown_if_the_controller_only_responds_to_ping(
     _write_commands(tmp_path, squeue="exec sleep 60", scontrol=scontrol, sacct="exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("components.launch.slurm.submit._TIMEOUT", 0.3)
-    assert job_states(["12"]) == {"12": UNKNOWN}
-    assert not describe_job("12", UNKNOWN).over
+    assert _job_states(["12"]) == {"12": _UNKNOWN}
+    assert not _describe_job("12", _UNKNOWN).over
 
 
 def _write_commands(folder: Path, **scripts: str) -> None:
@@ -139,7 +139,7 @@ def test_submission_that_never_reached_slurm_is_rejected(script: Path) -> None:
     _write_commands(script.parent, sbatch=lost, squeue="echo x >> asked; echo '30 other'")
     with pytest.raises(ConfigError, match="sbatch failed: Socket timed out"):
         submit(script, [])
-    assert len(Path("asked").read_text().split()) == QUERIES
+    assert len(Path("asked").read_text().split()) == _QUERIES
     assert recorded_job(script.parent) == "7"
     assert not Path(".submission").exists()
 

@@ -26,11 +26,11 @@ from components.launch.job import scheduler
 from components.launch.slurm.script import (
     TEMPLATE,
     BatchScript,
+    _as_line,
+    _as_word,
+    _container_arguments,
+    _job_options,
     as_argument,
-    as_line,
-    as_word,
-    container_arguments,
-    job_options,
     render_script,
     resource_options,
     setup_problems,
@@ -112,7 +112,7 @@ def test_every_variable_of_the_script_is_reserved() -> None:
     ],
 )
 def test_bash_word_is_one_line_and_round_trips(text: str) -> None:
-    word = as_word(text)
+    word = _as_word(text)
     assert word.isprintable()
     for locale in ("C", "C.UTF-8"):
         printed = subprocess.check_output(["bash", "-c", f"printf %s {word}"], env={"LC_ALL": locale})
@@ -275,14 +275,14 @@ def test_every_cluster_key_becomes_its_sbatch_option() -> None:
     ],
 )
 def test_option_is_quoted_for_an_sbatch_line(option: tuple[str, str], line: str) -> None:
-    assert as_line(option) == line
+    assert _as_line(option) == line
 
 
 def test_sbatch_extra_rejects_options_that_config_keys_set() -> None:
     """sbatch_extra rejects every option that the config sets through a key of its own."""
     keys = ("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude")
     everything = cluster(**dict.fromkeys(keys, "1"), reservation="r", time="1-0", cpus_per_proc=1, exclusive=True)
-    names = {name for name, _ in job_options(everything, "name", Path("/run"), Path("/here"))}
+    names = {name for name, _ in _job_options(everything, "name", Path("/run"), Path("/here"))}
     assert len(names) == 20
     for name in names:
         assert name in NAMED_ELSEWHERE, name
@@ -318,15 +318,15 @@ def test_container_arguments_mount_each_folder_once() -> None:
     pyxis = ContainerConfig(
         runtime=ContainerRuntime.pyxis, image="a#b:c", mounts=mounts, args=["--no-container-mount-home"]
     )
-    assert container_arguments(cluster(container=pyxis), *folders) == [
+    assert _container_arguments(cluster(container=pyxis), *folders) == [
         "--container-image=a#b:c",
         "--container-mounts=/data:/data,/scratch:/tmp,/here:/here,/run:/run",
         "--container-workdir=/here",
         "--no-container-mount-home",
     ]
     apptainer = ContainerConfig(runtime=ContainerRuntime.apptainer, image="x.sif", mounts=mounts, args=["--nv"])
-    assert container_arguments(cluster(container=apptainer), *folders) == [
+    assert _container_arguments(cluster(container=apptainer), *folders) == [
         *("apptainer", "exec", "--bind=/data", "--bind=/scratch:/tmp", "--bind=/here", "--bind=/run", "--pwd=/here"),
         *("--nv", "x.sif"),
     ]
-    assert container_arguments(cluster(), *folders) == []
+    assert _container_arguments(cluster(), *folders) == []

@@ -15,18 +15,18 @@ from rich.console import Console
 
 from components.config.compose.sweep_keys import Goal
 from components.config.stored_run import MetricsLog
-from components.launch.slurm.submit import GONE, UNKNOWN
+from components.launch.slurm.submit import _GONE, _UNKNOWN
 from components.launch.sweep.plan import (
     Point,
     PointRecord,
     Sweep,
     SweepRow,
+    _state_with_job,
     locked,
     read_points,
-    state_with_job,
     write_record,
 )
-from components.launch.sweep.ranking import ACCURACY, print_table, read_report, to_csv, to_markdown
+from components.launch.sweep.ranking import _ACCURACY, print_table, read_report, to_csv, to_markdown
 from components.launch.sweep.report import exit_status, report_now
 from tests.unit.full_disk import full_disk
 
@@ -117,7 +117,7 @@ def test_points_of_different_curves_are_compared_by_what_they_learned(tmp_path: 
     files.finish_ok(0, 1000.0, 4.0, lr=1e-4, eval_loss=3.9, eval_accuracy=0.7)
     files.finish_ok(1, 2000.0, 4.5, lr=2e-4, eval_loss=4.1, eval_accuracy=0.8)
     files.finish_ok(2, 3000.0, 4.5, lr=3e-4, eval_loss=float("nan"), eval_accuracy=0.6)
-    assert read_report(files.sweep).criterion == ACCURACY  # one point has no held-out loss
+    assert read_report(files.sweep).criterion == _ACCURACY  # one point has no held-out loss
     files.result(2, eval_loss=4.0)
     report = read_report(files.sweep)
     assert [row.point.name for row in report.rows] == ["0_a", "2_c", "1_b"]
@@ -386,16 +386,16 @@ def test_running_point_reports_its_progress(tmp_path: Path) -> None:
     ("result", "job", "state"),
     [
         *((None, job, job) for job in ("submitted", "running", "oom", "timeout")),
-        *((None, "ended", "failed"), (None, GONE, "failed"), (None, UNKNOWN, "submitted"), ("ok", "running", "ok")),
+        *((None, "ended", "failed"), (None, _GONE, "failed"), (None, _UNKNOWN, "submitted"), ("ok", "running", "ok")),
         *(("preempted", job, job) for job in ("submitted", "running", "timeout", "cancelled")),
-        *(("preempted", job, "preempted") for job in ("ended", UNKNOWN)),
+        *(("preempted", job, "preempted") for job in ("ended", _UNKNOWN)),
         *(("failed", job, job) for job in ("submitted", "oom", "failed")),
         *((result, "failed", result) for result in ("oom", "hung")),
         ("cancelled", "cancelled", "cancelled"),
     ],
 )
 def test_state_combines_result_and_job_state(result: str | None, job: str, state: str) -> None:
-    assert state_with_job(result, job) == state
+    assert _state_with_job(result, job) == state
 
 
 def test_job_states_are_unknown_without_slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

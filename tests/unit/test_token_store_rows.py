@@ -20,7 +20,7 @@ from components.data.batches import BatchPlan, EvalBatches, TrainBatches, collat
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.loading import build_dataset
 from components.data.token_store.manifest import (
-    HASH_OF_BYTES,
+    _HASH_OF_BYTES,
     Manifest,
     Vocabulary,
     hash_of_tokenizer,
@@ -353,8 +353,8 @@ def test_mixture_of_stores_has_its_shares_and_reads_each_row_once_per_epoch(tmp_
 
 
 def test_ranks_reject_another_tokenizer_and_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
-    assert hash_of_tokenizer(TOKENIZER) == HASH_OF_BYTES
-    same = written(tmp_path / "a", vocabulary=Vocabulary("bytes", HASH_OF_BYTES))
+    assert hash_of_tokenizer(TOKENIZER) == _HASH_OF_BYTES
+    same = written(tmp_path / "a", vocabulary=Vocabulary("bytes", _HASH_OF_BYTES))
     build_dataset(config(same), TOKENIZER, seq_len=SEQ, split="train")
     other = config(written(tmp_path / "b", vocabulary=Vocabulary("some/model", "0")))
     with pytest.raises(
@@ -393,7 +393,7 @@ def test_shards_of_a_folder_are_indexed_from_anywhere(
     monkeypatch.chdir("/")
     manifest = read_manifest(str(tmp_path / "moved"))
     assert manifest.documents == sum(map(len, SHARDS))
-    assert manifest.vocabulary == Vocabulary(TOKENIZER.name_or_path, HASH_OF_BYTES)
+    assert manifest.vocabulary == Vocabulary(TOKENIZER.name_or_path, _HASH_OF_BYTES)
     rows = rows_of(manifest)
     assert rows[0].input_ids == flat(SHARDS[0])[:SEQ]
     with pytest.raises(ValueError, match="has no shards"):
