@@ -1,8 +1,5 @@
-"""Rank variables and the rendezvous address, compared with NeMo AutoModel's init_utils and KempnerForge's setup.
+"""Rank variables, rendezvous, network and seeds, compared with NeMo AutoModel's utils and KempnerForge's setup.
 
-Each docstring names the published function and the weakness that the test covers.
-
-Network variables, seeds and eval shards, compared with NeMo AutoModel's utils and KempnerForge's setup.
 Each docstring names the published function and the weakness that the test covers.
 """
 
@@ -51,22 +48,24 @@ STEP = {  # task 3 of a step of 4 on two nodes
 CUDA = torch.device("cuda", 3)
 SOCKETS = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}
 ALL = frozenset(range(16))
+NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
 def single(
-    implementation: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str
+    implementation: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str | None
 ) -> None:
-    """Run a check in one process whose only launcher variables are these."""
-    contrast(
-        implementation,
-        lambda rank, implementation: check(implementation),
-        ours,
-        published,
-        symptom=symptom,
-        world_size=1,
-        init=False,
-        env=alone(**variables),
-    )
+    """Run a check in one process whose only launcher variables are these; None removes a variable."""
+
+    def on_rank(rank: int, implementation: Any) -> None:
+        check(implementation)
+
+    env = {**alone()(0), **variables}
+    contrast(implementation, on_rank, ours, published, symptom=symptom, world_size=1, init=False, env=lambda rank: env)
+
+
+def in_one_process(check: Callable[[int], Any], **variables: str) -> Any:
+    """Return what a check of our implementation returns in a process whose only launcher variables are these."""
+    return run_ranks(1, check, init=False, env=alone(**variables))[0]
 
 
 @both_implementations
@@ -109,14 +108,8 @@ def test_contradictory_variables_are_reported_by_name(
         assert isinstance(caught.value, ConfigError)
         assert caught.value.problems
 
-    single(
-        implementation,
-        check,
-        init.get_world_info,
-        published.get_world_info,
-        "DID NOT RAISE|invalid literal",
-        **variables,
-    )
+    symptom = "DID NOT RAISE|invalid literal"
+    single(implementation, check, init.get_world_info, published.get_world_info, symptom, **variables)
 
 
 @both_implementations
@@ -129,9 +122,11 @@ def test_allocation_without_step_is_a_single_process(implementation: str) -> Non
 
     batch = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
     single(implementation, check, init.get_world_info, published.get_world_info, r"\(0, 0, 8\)", **batch)
-    if implementation == "ours":  # srun -n1, like srun --pty
-        step = {**batch, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    if implementation == "ours":
+        step = {**batch, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}  # srun -n1, like srun --pty
         single(implementation, check, init.get_world_info, None, "", **step)
+        shell = {**step, "SLURM_STEP_ID": "4294967290"}  # Slurm's interactive step
+        single(implementation, check, init.get_world_info, None, "", **shell)
 
 
 @pytest.mark.parametrize(
@@ -157,19 +152,8 @@ def test_slurm_ntasks_is_the_world_size_within_a_step(
         assert init.get_rank_safe() == expected[0]
         assert init.is_rank_zero() == (expected[0] == 0)
 
-    run_ranks(1, check, init=False, env=alone(**variables, **local))
-    run_ranks(1, check, init=False, env=alone(**variables, **local, **shape))
-
-
-def test_interactive_shell_of_allocation_is_a_single_process() -> None:
-    """Slurm's interactive step is one task with a step id and the job's SLURM_NTASKS."""
-    shell = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
-
-    def check(rank: int) -> None:
-        assert init.get_world_info() == (0, 0, 1)
-        assert "RANK" not in os.environ
-
-    run_ranks(1, check, init=False, env=alone(**shell, SLURM_LOCALID="0"))
+    in_one_process(check, **variables, **local)
+    in_one_process(check, **variables, **local, **shape)
 
 
 def test_slurm_task_without_task_count_is_rejected() -> None:
@@ -185,14 +169,11 @@ def test_local_variables_are_read_without_rank_and_world_size() -> None:
     def check(rank: int) -> tuple[int, int]:
         return init.get_local_rank_preinit(), init.get_local_world_size_preinit()
 
-    def found(**variables: str) -> tuple[int, int]:
-        return run_ranks(1, check, init=False, env=alone(**variables))[0]
-
-    assert found(LOCAL_RANK="3", LOCAL_WORLD_SIZE="4") == (3, 4)
-    assert found(LOCAL_RANK="3") == (3, 1)
-    assert found(LOCAL_WORLD_SIZE="4") == (0, 4)
-    assert found(LOCAL_RANK="3", SLURM_PROCID="0", SLURM_NTASKS="8") == (3, 1)  # a batch shell
-    assert found() == (0, 1)
+    assert in_one_process(check, LOCAL_RANK="3", LOCAL_WORLD_SIZE="4") == (3, 4)
+    assert in_one_process(check, LOCAL_RANK="3") == (3, 1)
+    assert in_one_process(check, LOCAL_WORLD_SIZE="4") == (0, 4)
+    assert in_one_process(check, LOCAL_RANK="3", SLURM_PROCID="0", SLURM_NTASKS="8") == (3, 1)  # a batch shell
+    assert in_one_process(check) == (0, 1)
     for wrong in ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_WORLD_SIZE": "0"}):
         with pytest.raises(RankEnvironmentError, match="LOCAL_.*: must be"):
             read_lone_local_variables(wrong)
@@ -209,19 +190,7 @@ def test_launcher_variables_are_never_mixed(implementation: str) -> None:
     single(implementation, check, init.get_world_info, published.get_world_info, "DID NOT RAISE", **STEP, RANK="1")
     if implementation == "ours":
         torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-        single(
-            implementation,
-            lambda module: _assert_equal(module.get_world_info(), (1, 1, 2)),
-            init,
-            None,
-            "",
-            **STEP,
-            **torchrun,
-        )
-
-
-def _assert_equal(value: Any, expected: Any) -> None:
-    assert value == expected
+        assert in_one_process(lambda rank: init.get_world_info(), **STEP, **torchrun) == (1, 1, 2)
 
 
 @both_implementations
@@ -237,12 +206,8 @@ def test_srun_task_gets_rank_and_local_rank(implementation: str) -> None:
         if module is init:
             assert module.get_local_world_size_preinit() == 2
             assert module.get_world_info() == (3, 1, 4)
-            assert {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
-                "RANK": "3",
-                "LOCAL_RANK": "1",
-                "WORLD_SIZE": "4",
-                "LOCAL_WORLD_SIZE": "2",
-            }
+            exported = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+            assert {name: os.environ[name] for name in exported} == exported
             assert read_rank_variables().node == "slurm node 1"  # the exported variables do not hide the Slurm source
 
     single(implementation, check, init, published, "is True on rank 3", **STEP)
@@ -291,13 +256,8 @@ def test_missing_local_rank_raises_instead_of_defaulting() -> None:
 @pytest.mark.parametrize(
     ("text", "node", "tasks"),
     [
-        ("2(x3),1", 0, 2),
-        ("2(x3),1", 2, 2),
-        ("2(x3),1", 3, 1),
-        ("4", 0, 4),
-        ("1,3(x2)", 1, 3),
-        ("2", 1, None),
-        ("", 0, None),
+        *(("2(x3),1", 0, 2), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1)),
+        *(("4", 0, 4), ("1,3(x2)", 1, 3), ("2", 1, None), ("", 0, None)),
     ],
 )
 def test_slurm_tasks_per_node_is_parsed(text: str, node: int, tasks: int | None) -> None:
@@ -370,9 +330,8 @@ def _fake_ip(folder: Path, output: str, status: int = 0) -> str:
 @both_implementations
 def test_ib_child_interface_is_returned_without_parent_suffix(implementation: str, tmp_path: Path) -> None:
     """KempnerForge _detect_ib_interface: ib0.8001@ib0 was returned with its suffix."""
-    path = _fake_ip(
-        tmp_path, "lo UNKNOWN 127.0.0.1/8\nib1 DOWN\nib2 UP\nib0.8001@ib0 UP 10.0.0.1/24\neth0 UP 10.1.0.1/24"
-    )
+    interfaces = ("lo UNKNOWN 127.0.0.1/8", "ib1 DOWN", "ib2 UP", "ib0.8001@ib0 UP 10.0.0.1/24", "eth0 UP 10.1.0.1/24")
+    path = _fake_ip(tmp_path, "\n".join(interfaces))
 
     def check(detect: Callable[[], Any]) -> None:
         assert detect() == "ib0.8001"
@@ -407,22 +366,9 @@ def test_nccl_interface_syntax_is_not_passed_to_gloo(implementation: str, interf
         assert os.environ["NCCL_SOCKET_IFNAME"] == interface
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    variables = {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": ""}
-    environment = alone(**variables)
-
-    def with_no_gloo_name(rank: int) -> dict[str, str | None]:
-        return {**environment(rank), "GLOO_SOCKET_IFNAME": None}
-
-    contrast(
-        implementation,
-        lambda rank, implementation: check(implementation),
-        init._set_nccl_env,
-        published._set_nccl_env,
-        symptom="(?i)unable to find address|interface",
-        world_size=1,
-        init=False,
-        env=with_no_gloo_name,
-    )
+    variables = {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": None}
+    symptom = "(?i)unable to find address|interface"
+    single(implementation, check, init._set_nccl_env, published._set_nccl_env, symptom, **variables)
 
 
 @both_implementations
@@ -435,8 +381,7 @@ def test_rdma_settings_require_an_rdma_interface(implementation: str, tmp_path: 
         assert not {"NCCL_NET_GDR_LEVEL", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME"} & set(os.environ)
         _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24")
         set_nccl_env()
-        names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-        assert [os.environ[name] for name in names] == ["ib0", "0", "2", "1"]
+        assert [os.environ[name] for name in NCCL] == ["ib0", "0", "2", "1"]
 
     single(implementation, check, init._set_nccl_env, published._set_nccl_env, "AssertionError", PATH=without_ib)
 
@@ -472,15 +417,14 @@ def test_recipe_ranks_get_nccl_settings_only_for_network_rendezvous(over_the_net
     if address is None:
         pytest.skip("this machine has only a loopback address")
     path = _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24")
-    names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
     def check(rank: int) -> list[str | None]:
         distributed.start_process_group("cpu")
         dist.barrier()
-        return [os.environ.get(name) for name in names]
+        return [os.environ.get(name) for name in NCCL]
 
     def environment(rank: int) -> dict[str, str | None]:
-        return {"MASTER_ADDR": address, "PATH": path, "NCCL_NET_GDR_LEVEL": "5", **dict.fromkeys(names[:2])}
+        return {"MASTER_ADDR": address, "PATH": path, "NCCL_NET_GDR_LEVEL": "5", **dict.fromkeys(NCCL[:2])}
 
     expected = ["ib0", "0", "5", "3"] if over_the_network else [None, None, "5", None]
     assert run_ranks(2, check, init=False, env=environment) == [expected] * 2
