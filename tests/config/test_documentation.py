@@ -15,14 +15,7 @@ import yaml
 
 from components.config.compose.composition import compose
 from components.config.compose.explain import written
-from components.config.compose.help_text import (
-    RECIPES,
-    _field_docs,
-    keys_of,
-    recipe_defaults,
-    sections,
-    variants_of,
-)
+from components.config.compose.help_text import RECIPES, _field_docs, keys_of, recipe_defaults, sections, variants_of
 from components.config.compose.typed import free_keys, known_keys, section_class
 from components.config.kinds import type_hints
 from scripts._docs import __main__ as docs
@@ -274,11 +267,7 @@ def test_links_of_a_built_site_are_checked(tmp_path: Path) -> None:
         '<a href="folder/page.html#one"></a><a href="#two"></a><img src="no.svg"><script src="https://x.y/z.js">'
     )
     (tmp_path / "folder/page.html").write_text('<h1 id="one"></h1><a href="../index.html"></a><a href="https://x.y/z">')
-    assert site.broken_links(tmp_path) == [
-        "index.html: no.svg",
-        "index.html: https://x.y/z.js",
-        "index.html: #two",
-    ]
+    assert site.broken_links(tmp_path) == ["index.html: no.svg", "index.html: https://x.y/z.js", "index.html: #two"]
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,7 @@ RUNS = (
             "parallelism=single",
         ),
     ),
-    Run(
-        "evaluate",
-        "evaluate",
-        "model.path=single/export evaluation.seq_len=64",
-        (f"{FSDP2} parallelism.dp_shard=2",),
-    ),
+    Run("evaluate", "evaluate", "model.path=single/export evaluation.seq_len=64", (f"{FSDP2} parallelism.dp_shard=2",)),
 )
 """Training runs, one of them started by older code, and an evaluation of the first run's export."""
 

@@ -29,9 +29,7 @@ STEPS = (1, 2, 4)
 def save_run(run_dir: Path, config: dict[str, Any], steps: tuple[int, ...] = STEPS, **changes: Any) -> Path:
     """Save random weights as the checkpoints of a run in one process, and export the last."""
     cfg = FinetuneConfig(
-        model=ModelConfig(init=WeightInit.random, config=config, tokenizer="bytes"),
-        data=DocsDataConfig(),
-        **changes,
+        model=ModelConfig(init=WeightInit.random, config=config, tokenizer="bytes"), data=DocsDataConfig(), **changes
     )
     cfg.run.dir = str(run_dir)
     run_dir.mkdir()
@@ -171,10 +169,7 @@ def test_invalid_command_lines_are_rejected(
     run_dir = tmp_path / "run"
     shutil.copytree(plain, run_dir)
     (tmp_path / "empty").mkdir()
-    changes: dict[str, dict[str, Any]] = {
-        "gpt2": FAMILIES["gpt2"],
-        "wide": {**LLAMA, "intermediate_size": 64},
-    }
+    changes: dict[str, dict[str, Any]] = {"gpt2": FAMILIES["gpt2"], "wide": {**LLAMA, "intermediate_size": 64}}
     for name, config in changes.items():
         if name in arguments:
             save_run(tmp_path / f"of_{name}", config, (1,))

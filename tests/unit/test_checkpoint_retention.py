@@ -50,11 +50,7 @@ TABLE = [
     ("15e 17e", {}, [17]),
     ("15e=1 20=3 30=2", {"keep": 1, **BEST}, [30]),  # an ephemeral checkpoint is never kept as the best
     ("20e 30", {"keep": 1, "every": 10, "keep_every": 20}, [30]),
-    (
-        "10 20 30 20 25",
-        {"keep": 2},
-        [20, 25],
-    ),  # a run resumed from an earlier step: sorted by serial, not by step
+    ("10 20 30 20 25", {"keep": 2}, [20, 25]),  # a run resumed from an earlier step: sorted by serial, not by step
 ]
 
 

@@ -34,10 +34,7 @@ def fast_tokenizer(model, special: list[str], template: str | None, eos: str | N
             single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
         )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=eos,
-        bos_token="<s>" if bos else None,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=backend, eos_token=eos, bos_token="<s>" if bos else None, clean_up_tokenization_spaces=False
     )
     tokenizer.chat_template = template
     return tokenizer

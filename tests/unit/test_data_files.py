@@ -14,13 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from components.config.schema.data import (
-    ChatDataConfig,
-    CustomDataConfig,
-    DataConfig,
-    DocsDataConfig,
-    SftDataConfig,
-)
+from components.config.schema.data import ChatDataConfig, CustomDataConfig, DataConfig, DocsDataConfig, SftDataConfig
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
 from components.data.sources.files import Location, is_local, read_rows
@@ -201,7 +195,7 @@ def test_unknown_columns_are_reported_with_all_columns_and_the_settings_that_fit
     file = write(tmp_path / name, ROWS)
     assert same_problems(sft_config(file, prompt_column="promt", response_column="answer")) == [
         f"data.prompt_column=promt: {file} has no such column, it has prompt, response; write "
-        "data.prompt_column=prompt data.response_column=response",
+        "data.prompt_column=prompt data.response_column=response"
     ]
 
 

@@ -16,13 +16,7 @@ from typing import Any
 import pytest
 
 from components.batch import Batch
-from components.config.schema.data import (
-    ChatDataConfig,
-    DataConfig,
-    MixtureDataConfig,
-    SftDataConfig,
-    TextDataConfig,
-)
+from components.config.schema.data import ChatDataConfig, DataConfig, MixtureDataConfig, SftDataConfig, TextDataConfig
 from components.data import cache
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches
 from components.data.dataset import Dataset, Facts

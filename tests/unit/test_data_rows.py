@@ -125,11 +125,7 @@ def test_input_column_and_system_prompt_are_part_of_the_prompt(tmp_path):
 
 def test_openai_and_sharegpt_conversations_give_the_same_text(tmp_path):
     openai = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    sharegpt = [
-        {"from": "human", "value": "a"},
-        {"from": "gpt", "value": "b"},
-        {"from": "human", "value": "c"},
-    ]
+    sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]
     write(tmp_path / "openai.jsonl", [{"messages": openai}])
     write(tmp_path / "sharegpt.parquet", [{"conversations": sharegpt}])
     first = ChatDataConfig(path=str(tmp_path / "openai.jsonl"), eval_fraction=0)

@@ -33,11 +33,7 @@ TOKENIZER = byte_tokenizer(eos="</s>")
 
 def build_in_subprocess(before: str = "", *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *flags, "-c", before + PRINT_ALL],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, *flags, "-c", before + PRINT_ALL], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 

@@ -52,11 +52,7 @@ def test_fractions_are_exact() -> None:
 def test_resumed_run_uses_the_remaining_rows_with_another_batch_size(
     before: BatchPlan, after: BatchPlan, step: int
 ) -> None:
-    state: dict[str, Any] = {
-        **batches(before).state_dict(),
-        "sample": before.samples_before(step),
-        "step": step,
-    }
+    state: dict[str, Any] = {**batches(before).state_dict(), "sample": before.samples_before(step), "step": step}
     resumed = batches(after)
     resumed.load_state_dict(state)
     steps = resumed.steps_for(3)

@@ -142,10 +142,7 @@ def test_requeue_limits_are_read_from_the_config_of_the_run(run_dir: Path) -> No
     assert conclude(run_dir, last, Ended(0)) == 1
 
 
-FAULTS = {
-    "hung": (HUNG, 137, 75),
-    "corrupted": (CORRUPT, 1, 76),
-}
+FAULTS = {"hung": (HUNG, 137, 75), "corrupted": (CORRUPT, 1, 76)}
 """Status of a result -> error of a rank, exit status of srun, and that of the job."""
 FAULTY = [
     # status of the result, attempts, how many of them ended so before, whether the job is requeued

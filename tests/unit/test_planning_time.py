@@ -24,12 +24,7 @@ from components.config.schema.parallelism import (
 )
 from components.config.schema.run import PeftConfig, PeftMethod
 from components.planning.formulas.architecture import read_architecture
-from components.planning.formulas.communication import (
-    _OVERLAP_LOSS,
-    communication_works,
-    exposed_seconds,
-    mesh_groups,
-)
+from components.planning.formulas.communication import _OVERLAP_LOSS, communication_works, exposed_seconds, mesh_groups
 from components.planning.formulas.hardware import (
     Hardware,
     LayerWork,

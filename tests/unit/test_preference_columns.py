@@ -132,7 +132,7 @@ def test_pairs_with_a_bad_answer_are_dropped_as_a_whole(tmp_path: Path) -> None:
             {},
             [
                 "data.chosen_column=null: FILE has no column chosen or chosen_response, it has text, better, worse; "
-                "write data.chosen_column=better data.rejected_column=worse",
+                "write data.chosen_column=better data.rejected_column=worse"
             ],
         ),
         (

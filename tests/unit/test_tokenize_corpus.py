@@ -85,10 +85,7 @@ def test_shards_hold_the_tokens_of_plain_tokenizers(tmp_path: Path, capsys: pyte
     texts = write_corpus(tmp_path / "corpus", "body")
     words = word_tokenizer(tmp_path / "words")
     plain = Tokenizer.from_file(str(words / "tokenizer.json"))
-    encoders = {
-        "bytes": lambda text: [*text.encode(), END],
-        str(words): lambda text: [*plain.encode(text).ids, 70_001],
-    }
+    encoders = {"bytes": lambda text: [*text.encode(), END], str(words): lambda text: [*plain.encode(text).ids, 70_001]}
     for name, encode in encoders.items():
         out = tmp_path / Path(name).name / "store"
         assert run(tmp_path / "corpus", "--tokenizer", name, "--out", out, "--text-column", "body", "--workers", 2) == 0

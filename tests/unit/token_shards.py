@@ -75,10 +75,7 @@ def store_of(folder: Path, shards: list[list[list[int]]], id_bytes: int = 2, **v
 
 
 def manifest_of(
-    entries: list[ShardEntry],
-    folder: Path,
-    vocabulary: Vocabulary | None = None,
-    document_end: int | None = EOS,
+    entries: list[ShardEntry], folder: Path, vocabulary: Vocabulary | None = None, document_end: int | None = EOS
 ) -> Manifest:
     return Manifest(entries, vocabulary, document_end, folder)
 
