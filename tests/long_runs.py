@@ -62,7 +62,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
             *("tests/config/test_random_wrong_lines.py", "tests/unit/test_no_pickle_is_read.py"),
             "tests/unit/test_models_layers.py",
             "tests/unit/test_models_compile.py",
-            *("tests/unit/test_benchmark_gates.py", "tests/unit/test_data_hub.py"),
+            *("tests/unit/test_benchmark_gates.py", "tests/unit/test_data_split_files.py"),
         ],
         "recipes": ["tests/recipes", "--deselect=tests/recipes/test_chaos.py"],
         "chaos": ["tests/recipes/test_chaos.py"],

@@ -269,7 +269,7 @@ def test_text_that_looks_like_another_type_is_restored_from_yaml(text: str) -> N
 
 
 OPTIONS = sorted(file for file in CONF.glob("**/*.yaml") if file.parent.name != "gpu")
-"""Option files. Those of conf/gpu are no part of the config: tests/unit/test_planning_hardware.py reads them."""
+"""Option files. Those of conf/gpu are no part of the config: tests/unit/test_planning_inputs.py reads them."""
 
 
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: str(file.relative_to(CONF)))

@@ -1,8 +1,12 @@
-"""Number of processes of a run, determined without initializing CUDA, and variables that they get by default."""
+"""Processes of a run: number, default variables, out-of-memory failures, and ranks that the user starts."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +22,16 @@ from components.config.schema import (
     WeightInit,
 )
 from components.config.schema.data import DocsDataConfig
+from components.launch.backend import Recipe
 from components.launch.local import allocator_defaults
 from components.launch.machine import device_problems, processes_of, usable_cores, visible_gpus
+from components.launch.rank import run_here
 from components.launch.run_checks import problems_before_start
+from components.launch.run_directory import RunDirectory
+from components.protocol.errors import EXIT_INVALID, ConfigError
+from components.protocol.failures import Kind, failure_status, is_out_of_memory
+from components.protocol.processes import killed_for_memory, usable_memory
+from components.protocol.run_files import attempt_logs
 from tests.config.composed import config_of
 
 
@@ -151,3 +162,172 @@ def test_node_counts_are_those_of_the_config_that_the_ranks_read() -> None:
     (problem,) = problems_before_start(cfg, 10, node_counts=counts)
     assert (requested, counts) == ([1, 3, 5], [5])
     assert problem.startswith("cluster.nodes=1-5: on 1 nodes: training.global_batch_size=15: leaves 15 micro-batches")
+
+
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:129] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error_type", "message"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        ("MemoryError", ""),
+        ("_ArrayMemoryError", "Unable to allocate 8.00 TiB"),
+        ("RuntimeError", ALLOCATOR),
+        ("RuntimeError", "CUDA error: out of memory"),
+        ("OSError", "[Errno 12] Cannot allocate memory"),
+        ("RuntimeError", "std::bad_alloc"),
+    ],
+)
+def test_out_of_memory_errors_are_recognized(error_type: str, message: str) -> None:
+    assert is_out_of_memory(error_type, message)
+    assert failure_status(Kind.exception, error_type, message) == "oom"
+
+
+@pytest.mark.parametrize(
+    ("error_type", "message"),
+    [
+        ("RuntimeError", "shape '[2, 3]' is invalid for input of size 5"),
+        ("ValueError", "this text is about programs that ran out of memory"),
+        ("PeerFailure", "rank 1 was ended by SIGKILL (out of memory, or killed by a person)"),
+        ("OSError", "[Errno 2] No such file or directory"),
+    ],
+)
+def test_other_errors_are_not_out_of_memory(error_type: str, message: str) -> None:
+    assert failure_status(Kind.exception, error_type, message) == "failed"
+
+
+def write_files(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        file = root / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("lines", "counter"),
+    [
+        ("0::/user/job_7\n", "sys/fs/cgroup/user/job_7/memory.events"),
+        ("0::/hidden/by/the/container\n", "sys/fs/cgroup/memory.events"),
+        ("5:cpu:/\n4:hugetlb,memory:/slurm/job_7\n0::/\n", "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control"),
+        ("4:memory:/hidden\n", "sys/fs/cgroup/memory/memory.oom_control"),
+    ],
+)
+def test_out_of_memory_kills_are_read_from_the_cgroup_of_the_process(tmp_path: Path, lines: str, counter: str) -> None:
+    write_files(tmp_path, proc__self__cgroup=lines, proc__vmstat="oom_kill 99\n")
+    assert killed_for_memory(tmp_path) == 99  # the cgroup has no counter yet
+    (tmp_path / counter).parent.mkdir(parents=True)
+    (tmp_path / counter).write_text("max 12\noom 4\noom_kill 3\n")
+    assert killed_for_memory(tmp_path) == 3
+
+
+def test_out_of_memory_kills_are_zero_without_any_counter(tmp_path: Path) -> None:
+    assert killed_for_memory(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc__self__cgroup": "0::/job\n", "sys__fs__cgroup__job__memory.max": "1073741824\n"}, 2**30),
+        ({"proc__self__cgroup": "0::/job\n", "sys__fs__cgroup__job__memory.max": "max\n"}, None),
+        ({"proc__self__cgroup": "4:memory:/j\n", "sys__fs__cgroup__memory__j__memory.limit_in_bytes": "4096"}, 4096),
+        ({"proc__self__cgroup": "4:memory:/j\n", "sys__fs__cgroup__memory__memory.limit_in_bytes": str(2**63)}, None),
+        (  # Slurm limits the job and the step, which are parents of the task
+            {
+                "proc__self__cgroup": "0::/job_7/step_0/user/task_0\n",
+                "sys__fs__cgroup__job_7__memory.max": "4096\n",
+                "sys__fs__cgroup__job_7__step_0__memory.max": "8192\n",
+                "sys__fs__cgroup__job_7__step_0__user__task_0__memory.max": "max\n",
+            },
+            4096,
+        ),
+        ({"proc__self__cgroup": "4:memory:/j/s\n", "sys__fs__cgroup__memory__j__memory.limit_in_bytes": "4096"}, 4096),
+    ],
+)
+def test_usable_memory_is_limited_by_the_cgroup(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert usable_memory(write_files(tmp_path, **files)) == (expected or total)
+
+
+RANKS, ROUNDS = 4, 25
+CONFIG = FinetuneConfig(model=ModelConfig(path="model"), data=DocsDataConfig())
+
+
+def reject_config(cfg: FinetuneConfig) -> None:
+    raise ConfigError("parallelism.tp: no plan")
+
+
+def run_rank(rank: int, folder: Path, barrier: Any) -> None:
+    os.environ["RANK"] = str(rank + 1)  # ranks start at 1, because rank 0 would take the lease
+    sys.stderr = (folder / f"stderr_{rank}").open("w", buffering=1)
+    recipe = Recipe("finetune", reject_config, FinetuneConfig, Path(__file__))
+    for number in range(ROUNDS):
+        run = folder / f"run_{number}"
+        directory = RunDirectory(run, fresh=True, created=[run], lock=None, attempt=0)
+        barrier.wait(20)
+        assert run_here(recipe, CONFIG, directory) == EXIT_INVALID
+
+
+def test_config_rejected_on_all_ranks_is_reported_once_and_leaves_no_directory(tmp_path: Path) -> None:
+    for number in range(ROUNDS):
+        attempt_logs(tmp_path / f"run_{number}", 0).mkdir(parents=True)
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(RANKS)
+    ranks = [context.Process(target=run_rank, args=(rank, tmp_path, barrier)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0] * RANKS
+    printed = "".join((tmp_path / f"stderr_{rank}").read_text() for rank in range(RANKS))
+    assert printed.count("parallelism.tp: no plan\n") == ROUNDS
+    assert not list(tmp_path.glob("run_*"))
+
+
+def lose_a_peer(cfg: FinetuneConfig) -> None:
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:4837")
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_ranks_that_lose_a_rejected_peer_exit_without_a_traceback(
+    fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only one pipeline stage rejects the config; the stage that waits for its hidden states is not the cause."""
+    run = tmp_path / "run"
+    attempt_logs(run, 0).mkdir(parents=True)
+    for rank, main in ((1, reject_config), (2, lose_a_peer)):
+        monkeypatch.setenv("RANK", str(rank))
+        directory = RunDirectory(run, fresh=fresh, created=[run], lock=None, attempt=0)
+        recipe = Recipe("finetune", main, FinetuneConfig, Path(__file__))
+        assert run_here(recipe, CONFIG, directory) == EXIT_INVALID
+    assert run.exists() != fresh
+    printed = capsys.readouterr().err
+    assert "parallelism.tp: no plan" in printed
+    assert "rank 2: another rank rejected the config" in printed
+
+
+def test_lost_peer_without_a_rejected_config_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    attempt_logs(run, 0).mkdir(parents=True)
+    monkeypatch.setenv("RANK", "2")
+    recipe = Recipe("finetune", lose_a_peer, FinetuneConfig, Path(__file__))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        run_here(recipe, CONFIG, RunDirectory(run, fresh=True, created=[run], lock=None, attempt=0))
+    assert "Connection closed" in (run / "result.json").read_text()
+
+
+def run_out_of_memory(cfg: FinetuneConfig) -> None:
+    raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes")
+
+
+def test_other_failure_besides_a_rejected_config_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the run directory is gone: only a lost peer can be a consequence of a rejected config."""
+    monkeypatch.setenv("RANK", "2")
+    directory = RunDirectory(tmp_path / "run", fresh=True, created=[], lock=None, attempt=0)
+    with pytest.raises(RuntimeError, match="allocate"):
+        run_here(Recipe("finetune", run_out_of_memory, FinetuneConfig, Path(__file__)), CONFIG, directory)

@@ -1,9 +1,11 @@
-"""Shards of every format against numpy: ids, document ends, counts, and files that are damaged or not supported."""
+"""Shards of every format against numpy and megatron-core, and files that are damaged or not supported."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from components.data.token_store.manifest import (
     write_manifest,
 )
 from components.data.token_store.shards import Shard, ShardFiles
-from components.data.token_store.writer import _densest_windows, layout_of, read_entry, write_shard
+from components.data.token_store.writer import _densest_windows, layout_of, read_entry, scan_shard, write_shard
 from components.protocol.errors import ConfigError
 from components.storage import tensor_files
 from tests.unit.token_shards import (
@@ -361,3 +363,38 @@ def test_only_a_limited_number_of_shards_is_open(tmp_path: Path) -> None:
 def test_layout_of_a_megatron_shard_is_that_of_its_index(tmp_path: Path) -> None:
     path, _ = write(tmp_path, "megatron_int32")
     assert layout_of(path, 2) == (ShardFormat.megatron, 0, 4, len(flat(DOCUMENTS)))
+
+
+MEGATRON = Path(sys.prefix) / "megatron"
+"""Folder of the package, apart from site-packages: accelerate imports it wherever it finds it."""
+WRITE_AND_READ = """
+import sys
+import numpy as np, torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+for name, dtype, largest in (("uint16", np.uint16, 50_000), ("int32", np.int32, 200_000)):
+    random, prefix = np.random.default_rng(0), f"{sys.argv[1]}/{name}"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sequences in random.integers(1, 4, 200):
+        for length in random.integers(1, 80, sequences):
+            builder.add_item(torch.from_numpy(random.integers(0, largest, length)))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    read = IndexedDataset(prefix)
+    np.savez(f"{prefix}.npz", ids=np.concatenate([read[index] for index in range(len(read))]),
+             ends=np.cumsum(read.sequence_lengths)[read.document_indices[1:] - 1])
+"""
+
+
+@pytest.mark.skipif(not MEGATRON.exists(), reason="needs megatron-core, which .ci/run installs")
+def test_ids_and_documents_equal_those_of_megatron(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(MEGATRON), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", WRITE_AND_READ, str(tmp_path)], env=environment, check=True, timeout=120)
+    for name in ("uint16", "int32"):
+        path, read = tmp_path / f"{name}.bin", np.load(tmp_path / f"{name}.npz")
+        entry = scan_shard(path, **layout_of(path)._asdict(), document_end=None)
+        shard = Shard(entry, path, None)
+        ids = shard.ids(0, entry.tokens)
+        assert np.array_equal(ids, read["ids"])
+        assert shard.ends(0, ids) == read["ends"].tolist()
+        assert (entry.documents, entry.max_id) == (200, read["ids"].max())

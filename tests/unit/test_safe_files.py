@@ -1,4 +1,4 @@
-"""YAML that expands without bound is rejected within seconds, in every file that is read as YAML."""
+"""YAML and JSON that others can change: what expands without bound is rejected within seconds, with a sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from components.config.compose.sources import CONF
-from components.protocol.safe_parsing import YamlLimitError, load_yaml
+from components.protocol.safe_parsing import DEEPEST, YamlLimitError, load_json, load_yaml, parse_json
 from tests.config.composed import problems_of
 from tests.frozen import frozen
 
@@ -129,3 +129,42 @@ def test_config_folder_with_a_file_that_never_ends_is_rejected(tmp_path: Path, k
     assert problem == f"{file}: {reason}; remove it from the folder of configs"
     (problem,) = problems_of("finetune", "optimizer=mien", folders=(tmp_path, CONF))
     assert problem.startswith("optimizer=mien: no such option; did you mean mine?")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 200_000, "nests more than"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nests more than"),
+        ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "nests more than"),
+        (b'{"path": "\\ud800"}', "UTF-8"),
+        (b'{"\\uDFFF": 1}', "UTF-8"),
+        ('{"path": "\ud800"}', "UTF-8"),
+        (b"\xff\xfe[\x001\x00]\x00", "UTF-8"),
+        (b"9" * 5000, "5000 digits"),
+        (b"", "Expecting value"),
+    ],
+)
+def test_texts_that_the_json_module_accepts_or_fails_on_are_refused(text: str | bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_json(text)
+
+
+def test_other_texts_give_the_values_of_the_json_module() -> None:
+    deepest: list[object] = []
+    for _ in range(DEEPEST - 1):
+        deepest = [deepest]
+    wide = [{"name": f"größe {index} 😀 {{[", "values": [1, None, 0.5]} for index in range(1000)]
+    for value in (deepest, wide):
+        for ascii_only in (True, False):
+            text = json.dumps(value, ensure_ascii=ascii_only)
+            assert parse_json(text) == parse_json(text.encode()) == parse_json(b"\xef\xbb\xbf" + text.encode()) == value
+
+
+def test_pipes_devices_and_files_without_an_end_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "large", "wb") as large:
+        large.truncate(1 << 40)  # sparse
+    for path in (tmp_path / "pipe", tmp_path / "large", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match="regular file|Larger than|directory"):
+            load_json(path)
