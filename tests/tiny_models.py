@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from components import models
+from components.config.schema.model import ModelConfig
+from components.config.schema.run import PeftConfig
+
 VOCAB = 272  # 256 byte tokens plus special tokens, rounded up to a multiple of 16
 
 SIZES: dict[str, Any] = {
@@ -64,6 +68,15 @@ def tiny_folder(folder: Path, family: str, seed: int = 0, **values: Any) -> Path
             parameter.copy_(torch.randn_like(parameter) * 0.3 + 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def filled(cfg: ModelConfig, peft: PeftConfig | None = None, seed: int = 0) -> PreTrainedModel:
+    """Build a model as a recipe does in one process, with adapters if any."""
+    model = models.build_on_meta(cfg)
+    models.add_adapters(model, peft or PeftConfig())
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, seed)
+    return model
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

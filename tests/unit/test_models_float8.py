@@ -28,7 +28,7 @@ from components.planning.parity import relative
 from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
 from tests.optional import need_torchao
-from tests.tiny_models import FAMILIES, logits
+from tests.tiny_models import FAMILIES, filled, logits
 from tests.unit.test_planning_time import H100, term, workload
 
 need_torchao()
@@ -47,10 +47,7 @@ def config(recipe: Float8 = Float8.tensorwise, **more: Any) -> ModelConfig:
 
 
 def initialized_model(cfg: ModelConfig) -> PreTrainedModel:
-    model = models.build_on_meta(cfg)
-    models.materialize(model, "cpu")
-    models.fill_weights(model, cfg, 0)
-    return model
+    return filled(cfg)
 
 
 def rounded(matrix: torch.Tensor, recipe: Float8, dim: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:

@@ -47,7 +47,7 @@ from components.models.compile import _is_truncated, remove_truncated_libraries
 from components.models.tokenizer import byte_tokenizer
 from components.models.weights.weight_files import NewFolder, WeightFiles
 from components.protocol.errors import ConfigError
-from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
+from tests.tiny_models import FAMILIES, filled, logits, reference, tiny_config, tiny_folder
 
 FULL, ALTERNATE = ActivationCheckpointing.full, ActivationCheckpointing.alternate
 SELECTIVE = ActivationCheckpointing.selective
@@ -56,10 +56,7 @@ SELECTIVE = ActivationCheckpointing.selective
 def from_scratch(family: str, seed: int = 0, dtype: DType = DType.float32) -> PreTrainedModel:
     config = dict(FAMILIES[family])
     cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=config, dtype=dtype)
-    model = build_on_meta(cfg)
-    materialize(model, "cpu")
-    fill_weights(model, cfg, seed)
-    return model
+    return filled(cfg, seed=seed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -275,9 +272,7 @@ def load_in_subprocess(folder: Path, scratch: Path) -> torch.Tensor:
 @pytest.mark.slow
 def test_exported_model_loads_in_another_process_with_equal_logits(tmp_path: Path) -> None:
     cfg = ModelConfig(path=str(tiny_folder(tmp_path / "saved", "llama")), tokenizer="bytes")
-    model = build_on_meta(cfg)
-    materialize(model, "cpu")
-    fill_weights(model, cfg, 0)
+    model = filled(cfg)
     folder = export_model(model, load_tokenizer(cfg), tmp_path / "export", shard_bytes=20_000, card="Made by a test.")
     assert torch.equal(load_in_subprocess(folder, tmp_path), logits(model.eval()))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -294,9 +289,7 @@ def test_exported_model_loads_in_another_process_with_equal_logits(tmp_path: Pat
 def test_export_has_the_tensor_names_that_transformers_writes(family: str, tmp_path: Path) -> None:
     saved = tiny_folder(tmp_path / "saved", family)
     cfg = ModelConfig(path=str(saved), tokenizer="bytes")
-    model = build_on_meta(cfg)
-    materialize(model, "cpu")
-    fill_weights(model, cfg, 0)
+    model = filled(cfg)
     (tmp_path / "export").mkdir()
     for name in ("model-00001-of-00002.safetensors", "chat_template.json", "notes"):
         (tmp_path / "export" / name).touch()
@@ -349,9 +342,7 @@ def test_exports_name_the_pad_token_of_the_pretrained_model(
 def test_a_pad_token_that_ends_texts_gets_the_gradient_of_rows_without_padding(tmp_path: Path) -> None:
     saved = tiny_folder(tmp_path, "llama3", pad_token_id=257)
     cfg = ModelConfig(path=str(saved), tokenizer="bytes")
-    model = build_on_meta(cfg)
-    materialize(model, "cpu")
-    fill_weights(model, cfg, 0)
+    model = filled(cfg)
     rows = [[5, 257, 9, 8, 257, 3], [7, 257, 2]]
     padded = torch.tensor([row + [257] * (6 - len(row)) for row in rows])
     targets = torch.tensor([row[1:] + [-100] * (7 - len(row)) for row in rows])

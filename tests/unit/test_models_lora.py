@@ -22,7 +22,7 @@ from components.config.schema.run import PeftExport
 from components.models.lora import adapted_layers
 from components.models.weights.weight_files import _base_name
 from components.protocol.errors import ConfigError
-from tests.tiny_models import FAMILIES, SIZES, logits, reference, tiny_folder
+from tests.tiny_models import FAMILIES, SIZES, filled, logits, reference, tiny_folder
 
 LORA = PeftConfig(method="lora", rank=4, alpha=6.0)
 
@@ -30,11 +30,7 @@ LORA = PeftConfig(method="lora", rank=4, alpha=6.0)
 def adapted(family: str, peft: PeftConfig = LORA, seed: int = 0, **more: object) -> PreTrainedModel:
     """Build a model from scratch with adapters, as the recipe does."""
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES[family], **more)
-    model = models.build_on_meta(cfg)
-    models.add_adapters(model, peft)
-    models.materialize(model, "cpu")
-    models.fill_weights(model, cfg, seed)
-    return model
+    return filled(cfg, peft, seed=seed)
 
 
 def perturb_adapters(model: PreTrainedModel) -> PreTrainedModel:
@@ -128,10 +124,7 @@ def test_peft_and_transformers_load_the_exported_adapter_and_merged_model(
     monkeypatch.setattr("components.models.weights.weight_files._BLOCK_BYTES", 1500)  # merge a few rows at a time
     folder = tiny_folder(tmp_path / "base", family)
     cfg = ModelConfig(path=str(folder), tokenizer="bytes", config={})
-    model = models.build_on_meta(cfg)
-    models.add_adapters(model, peft)
-    models.materialize(model, "cpu")
-    models.fill_weights(model, cfg, 0)
+    model = filled(cfg, peft)
     expected = logits(perturb_adapters(model))
     adapter, merged = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
     with safe_open(adapter / "adapter_model.safetensors", framework="pt") as stored:

@@ -23,7 +23,7 @@ from components.models.tokenizer import byte_tokenizer
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.workload import build_workload
 from components.training.preparation import prepare
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import FAMILIES, filled
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 LORA = PeftConfig(method="lora", rank=4)
@@ -139,10 +139,7 @@ def saved(folder: Path, family: str) -> Path:
 
 def loaded(folder: Path, dtype: DType) -> Any:
     cfg = ModelConfig(path=str(folder), tokenizer="bytes", dtype=dtype, attention=Attention.eager)
-    built = models.build_on_meta(cfg)
-    models.materialize(built, "cpu")
-    models.fill_weights(built, cfg, 0)
-    return built
+    return filled(cfg)
 
 
 @pytest.mark.parametrize("family", KEPT)

@@ -43,7 +43,7 @@ from components.protocol.errors import ConfigError
 from components.training import build_optimizer
 from components.training.step_cost import model_flops
 from scripts.average import main as average
-from tests.tiny_models import FAMILIES, SIZES, VOCAB, tiny_folder
+from tests.tiny_models import FAMILIES, SIZES, VOCAB, filled, tiny_folder
 
 TEXT = {**SIZES, "head_dim": 8, "pad_token_id": 0, "max_position_embeddings": 64}
 LINEAR = {
@@ -132,10 +132,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 def trained(cfg: ModelConfig, peft: PeftConfig | None = None) -> Any:
     """Load a model and take a step of AdamW, with weight decay and a gradient for all that has one in a run."""
-    model = build_on_meta(cfg)
-    add_adapters(model, peft or PeftConfig())
-    materialize(model, "cpu")
-    fill_weights(model, cfg, 0)
+    model = filled(cfg, peft)
     optimizer = build_optimizer(model, AdamWConfig(lr=0.1, weight_decay=0.5))
     for each in (each for group in optimizer.param_groups for each in group["params"]):
         each.grad = torch.ones_like(each)
@@ -179,9 +176,7 @@ def test_an_export_of_a_multimodal_checkpoint_holds_all_of_it(kind: str, tmp_pat
         for each in (whole.eval(), text):
             torch.testing.assert_close(each(input_ids=ids).logits, ours, rtol=1e-5, atol=1e-5)
     again = ModelConfig(path=str(export), tokenizer="bytes")
-    loaded = build_on_meta(again)
-    materialize(loaded, "cpu")
-    fill_weights(loaded, again, 0)
+    loaded = filled(again)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 

@@ -24,7 +24,7 @@ from components.config.schema.training import EvalWeights
 from components.training.prepared import WeightAverage
 from scripts._export import sources
 from scripts.average import main
-from tests.tiny_models import FAMILIES, SIZES
+from tests.tiny_models import FAMILIES, SIZES, filled
 from tests.unit.test_training_step import batch, tiny_model
 
 DECAY = 0.7
@@ -121,10 +121,7 @@ def save_run(run_dir: Path, config: dict[str, Any], steps: tuple[int, ...] = STE
     cfg.run.dir = str(run_dir)
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(frozen_text(cfg))
-    model = models.build_on_meta(cfg.model)
-    models.add_adapters(model, cfg.peft)
-    models.materialize(model, "cpu")
-    models.fill_weights(model, cfg.model, seed=cfg.run.seed)
+    model = filled(cfg.model, cfg.peft, seed=cfg.run.seed)
     optimizer = torch.optim.SGD(model.parameters())
     for step in steps:
         generator = torch.Generator().manual_seed(step)
