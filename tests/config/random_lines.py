@@ -223,16 +223,7 @@ ACROSS = (
     ("config-dir", "--config-dir=nowhere", "--config-dir=nowhere: no such folder"),
 )
 KINDS = (
-    _misspelled_key,
-    _misspelled_key,
-    _foreign_key,
-    _wrong_type,
-    _wrong_type,
-    _misspelled_option,
-    _garbage,
-    _misspelled_flag,
-    _of_table(RANGES),
-    _of_table(RANGES),
-    _of_table(ACROSS),
-    _of_table(ACROSS),
+    *(_misspelled_key, _misspelled_key, _foreign_key, _wrong_type, _wrong_type),
+    *(_misspelled_option, _garbage, _misspelled_flag),
+    *(_of_table(table) for table in (RANGES, RANGES, ACROSS, ACROSS)),
 )

@@ -36,25 +36,11 @@ SECTIONS = "|".join(sections())
 TEXTS = ("*.md", "docs/*.md", "docs/coming_from/*.md", "examples/*/*.md", "slurm/*.md", "k8s/*.md", "tests/*/*.md")
 SOURCES = ("components/**/*.py", "meshbook/*.py", "recipes/*.py", "scripts/**/*.py", "examples/*/*.py")
 OTHER_FILES = {
-    "nemo_automodel/components/distributed/init_utils.py",
-    "nemo_automodel/components/distributed/utils.py",
-    "distributed/setup.py",
-    "torch/numa/binding.py",
-    "torch/version.py",
-    "litgpt/pretrain.py",
-    "train_ft.py",
-    "lora_finetune_single_device.py",
-    "version.py",
-    "tokenize.py",
-    "mine.py",
-    "my_data.py",
-    "/my_project/mine.py",
-    "a/recipes/finetune.py",
-    "b/recipes/finetune.py",
-    "examples/own_data/train.py",
-    "examples/own_loss/train.py",
-    "examples/own_optimizer/train.py",
-    "examples/own_model_family/train.py",
+    *(f"nemo_automodel/components/distributed/{name}.py" for name in ("init_utils", "utils")),
+    *(f"examples/own_{name}/train.py" for name in ("data", "loss", "optimizer", "model_family")),
+    *("distributed/setup.py", "torch/numa/binding.py", "torch/version.py", "litgpt/pretrain.py", "train_ft.py"),
+    *("lora_finetune_single_device.py", "version.py", "tokenize.py", "mine.py", "my_data.py"),
+    *("/my_project/mine.py", "a/recipes/finetune.py", "b/recipes/finetune.py"),
 }
 """Files of other projects, of Python, of a reader and in the headers of patches that texts and sources name."""
 COMING_FROM = sorted(str(file.relative_to(DOCS)) for file in DOCS.glob("coming_from/*.md"))

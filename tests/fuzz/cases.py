@@ -81,17 +81,11 @@ def draw_case(seed: int, index: int) -> Case:
     attention = "eager" if family in EAGER else "sdpa"
     meshes = tuple(_draw_run(rng, layers, is_sparse, large) for _ in range(1 + resumes))
     seq_len = _draw_seq_len(rng, meshes, large)
+    optimizer = f"lr={LEARNING_RATE} betas=[{BETAS[0]},{BETAS[1]}] eps={EPS} weight_decay={WEIGHT_DECAY}"
+    training = f"eval_every=0 global_batch_size={ROWS} seq_len={seq_len} max_grad_norm={max_grad_norm}"
     common = [
-        "training.eval_every=0",
-        f"training.global_batch_size={ROWS}",
-        f"training.seq_len={seq_len}",
-        f"training.max_grad_norm={max_grad_norm}",
-        f"optimizer.lr={LEARNING_RATE}",
-        f"optimizer.betas=[{BETAS[0]},{BETAS[1]}]",
-        f"optimizer.eps={EPS}",
-        f"optimizer.weight_decay={WEIGHT_DECAY}",
-        "optimizer.schedule=constant",
-        "optimizer.warmup_steps=0",
+        *(f"training.{each}" for each in training.split()),
+        *(f"optimizer.{each}" for each in f"{optimizer} schedule=constant warmup_steps=0".split()),
         f"model.attention={attention}",
         f"model.router_aux={'sequence' if router_aux else 'none'}",
         *([f"model.router_aux_coef={router_aux}"] if router_aux else []),

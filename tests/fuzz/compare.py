@@ -158,20 +158,11 @@ def _recipe(case: Case, folder: Path) -> list[str]:
     data = "text" if case.recipe == "pretrain" else "jsonl"
     return [
         str(ROOT / "recipes" / f"{case.recipe}.py"),
-        "model=smollm2_135m",
-        f"model.path={folder / 'model'}",
-        f"model.tokenizer={folder / 'model/tokenizer'}",
-        "model.init=pretrained",
-        "model.dtype=float64",
-        f"data={data}",
-        f"data.path={folder / 'train.jsonl'}",
-        f"data.eval_path={folder / 'eval.jsonl'}",
-        "data.cache=null",
-        "cluster.device=cpu",
-        "generation.samples=0",
-        "logging.examples=0",
-        "training.log_every=1",
-        *case.common,
+        *("model=smollm2_135m", "model.init=pretrained", "model.dtype=float64"),
+        *(f"model.path={folder / 'model'}", f"model.tokenizer={folder / 'model/tokenizer'}"),
+        *(f"data={data}", f"data.path={folder / 'train.jsonl'}", f"data.eval_path={folder / 'eval.jsonl'}"),
+        *("data.cache=null", "cluster.device=cpu", "generation.samples=0", "logging.examples=0"),
+        *("training.log_every=1", *case.common),
     ]
 
 

@@ -38,12 +38,8 @@ class Run:
         size = max(size, 2 if mesh == "parallelism=ddp" else 1)
         return [
             str(ROOT / "recipes" / f"{self.recipe}.py"),
-            f"data={data}",
-            f"data.path={data}.{SUFFIXES[data]}",
-            "data.cache=null",
-            "cluster.device=cpu",
-            f"cluster.procs_per_node={size}",
-            "generation.samples=0",
+            *(f"data={data}", f"data.path={data}.{SUFFIXES[data]}", "data.cache=null", "generation.samples=0"),
+            *("cluster.device=cpu", f"cluster.procs_per_node={size}"),
             *(COMMON if self.recipe != "evaluate" else ()),
             f"run.dir={self.name}",
             *overrides,
@@ -53,21 +49,10 @@ class Run:
 DEGREES = [f"parallelism.{axis}" for axis in ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")]
 SUFFIXES = {"text": "txt", "jsonl": "jsonl"}
 COMMON = (
-    "model=tiny",
-    f"training.max_steps={STEPS}",
-    "training.global_batch_size=8",
-    "training.micro_batch_size=2",
-    "training.seq_len=64",
-    "training.eval_every=2",
-    "training.log_every=1",
-    "optimizer.lr=1e-2",
-    "optimizer.warmup_steps=1",
-    "checkpoint.every=1",
-    "checkpoint.keep=9",
-    "logging.comm=true",
-    "logging.examples=1",
-    "data.eval_fraction=0.1",
-)
+    f"model=tiny training.max_steps={STEPS} training.global_batch_size=8 training.micro_batch_size=2 "
+    "training.seq_len=64 training.eval_every=2 training.log_every=1 optimizer.lr=1e-2 optimizer.warmup_steps=1 "
+    "checkpoint.every=1 checkpoint.keep=9 logging.comm=true logging.examples=1 data.eval_fraction=0.1"
+).split()
 DOUBLE = "model.dtype=float64 model.compute_dtype=float64"
 SMALL = (
     "model.config.hidden_size=16 model.config.intermediate_size=24 model.config.num_attention_heads=2 "

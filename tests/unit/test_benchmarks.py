@@ -33,28 +33,13 @@ from scripts.benchmark.peers.make import config_of
 from scripts.benchmark.peers.workload import Shape, Workload
 
 SHAPE = Shape(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, vocabulary=10)
-ADAMW = {
-    "parameters": 7,
-    "dtypes": ["float32"],
-    "lr": [0.1],
-    "betas": [[0.9, 0.95]],
-    "eps": [1e-8],
-    "weight_decay": [0.0],
-}
+GROUP = {"lr": [0.1], "betas": [[0.9, 0.95]], "eps": [1e-8], "weight_decay": [0.0]}
+ADAMW = {"parameters": 7, "dtypes": ["float32"], **GROUP}
 
 
 def turn(cost: float, losses: list[float], targets: int = 100, **settings: Any) -> Turn:
-    return Turn(
-        losses=losses,
-        seconds=cost,
-        processor_seconds=cost,
-        memory={"resident": cost},
-        settings={**ADAMW, **settings},
-        versions={"torch": "9"},
-        cost=cost,
-        targets=targets,
-        flops=2e12,
-    )
+    values = {"memory": {"resident": cost}, "settings": {**ADAMW, **settings}, "versions": {"torch": "9"}}
+    return Turn(losses=losses, seconds=cost, processor_seconds=cost, cost=cost, targets=targets, flops=2e12, **values)
 
 
 def arm(name: str, *costs: float, losses: tuple[float, ...] = (2.0, 1.0), targets: int = 100) -> Arm:

@@ -53,16 +53,9 @@ TAKES_PARTS = ("idefics3", "llava_next", "smolvlm")
 
 USER = {"role": "user", "content": "Weather in Oslo?"}
 ANSWER = {"role": "assistant", "content": "Cold."}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "City"}}},
-        },
-    }
-]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "City"}}}
+WEATHER = {"name": "weather", "description": "The weather of a city.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": WEATHER}]
 
 
 def call(arguments: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatche
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.packing import SampleOrder
 from components.protocol.errors import ConfigError
+from tests.tiny_models import SIZES
 
 
 def numbered_samples(count: int) -> list[Example]:
@@ -193,15 +194,7 @@ def test_rows_are_padded_to_multiples_of_128_on_cuda_up_to_the_length_limit():
 
 
 def _models():
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
+    sizes = {**SIZES, "vocab_size": 64, "max_position_embeddings": 64}
     yield "llama", LlamaForCausalLM, LlamaConfig(**sizes)
     yield "sliding window", MistralForCausalLM, MistralConfig(**sizes, sliding_window=4)
 

@@ -35,16 +35,9 @@ from tests.tiny_models import tiny_folder
 from tests.unit.test_data_examples import fast_tokenizer, target_texts
 from tests.unit.test_data_files import problems, write
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "default": None}}},
-        },
-    }
-]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "default": None}}}
+WEATHER = {"name": "weather", "description": "The weather of a city.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": WEATHER}]
 CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 
 

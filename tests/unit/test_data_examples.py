@@ -121,23 +121,8 @@ def test_smollm2_every_answer_of_a_long_conversation_is_a_target(smollm2):
 
 
 def test_smollm2_loss_masks_equal_character_offsets_on_300_unusual_texts(smollm2):
-    pieces = [
-        "\n",
-        " ",
-        "\t",
-        "a",
-        "assistant",
-        "é",
-        "数学",
-        "🙂",
-        "1234",
-        "```py\n",
-        "<",
-        "|im",
-        "_end|>",
-        ".",
-        "\r\n",
-    ]
+    spaces = ["\n", " ", "\t", "\r\n", "```py\n"]
+    pieces = [*spaces, "a", "assistant", "é", "数学", "🙂", "1234", "<", "|im", "_end|>", "."]
     generator = random.Random(7)
     conversations, expected = [], []
     for _ in range(300):

@@ -386,45 +386,28 @@ def test_pairs_with_a_bad_answer_are_dropped_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "keys", "problems"),
+    ("columns", "keys", "problems"),
     [
-        (
-            {"text": "a", "better": "b", "worse": "c"},
-            {},
-            [
-                "data.chosen_column=null: FILE has no column chosen or chosen_response, it has text, better, worse; "
-                "write data.chosen_column=better data.rejected_column=worse"
-            ],
-        ),
-        (
-            {"prompt": "a", "completion": "b", "label": True},
-            {"rejected_column": "completion"},
-            [
-                "data.chosen_column=null: FILE has no column chosen or chosen_response, it has prompt, completion, "
-                "label; write objective=kto"
-            ],
-        ),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            {"label_column": "label"},
-            [
-                "data.label_column=label: FILE has no such column, it has prompt, chosen, rejected",
-                "data.completion_column=null: FILE has no column completion or response, it has prompt, chosen, "
-                "rejected; set data.completion_column to the column with these answers, or another objective than kto "
-                "for pairs of answers",
-            ],
-        ),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            {"system_column": "sytem"},
-            ["data.system_column=sytem: FILE has no such column, it has prompt, chosen, rejected"],
-        ),
+        ("text better worse", {},
+         ["data.chosen_column=null: FILE has no column chosen or chosen_response, it has text, better, worse; write "
+          "data.chosen_column=better data.rejected_column=worse"]),
+        ("prompt completion label", {"rejected_column": "completion"},
+         ["data.chosen_column=null: FILE has no column chosen or chosen_response, it has prompt, completion, label; "
+          "write objective=kto"]),
+        ("prompt chosen rejected", {"label_column": "label"},
+         ["data.label_column=label: FILE has no such column, it has prompt, chosen, rejected",
+          "data.completion_column=null: FILE has no column completion or response, it has prompt, chosen, rejected; "
+          "set data.completion_column to the column with these answers, or another objective than kto for pairs of "
+          "answers"]),
+        ("prompt chosen rejected", {"system_column": "sytem"},
+         ["data.system_column=sytem: FILE has no such column, it has prompt, chosen, rejected"]),
     ],
     ids=["other names", "labeled answers", "pairs", "system"],
-)
+)  # fmt: skip
 def test_columns_that_do_not_determine_the_form_are_named_with_the_keys_to_set(
-    tmp_path: Path, row: dict[str, Any], keys: dict[str, Any], problems: list[str]
+    tmp_path: Path, columns: str, keys: dict[str, Any], problems: list[str]
 ) -> None:
+    row = {name: name == "label" or f"a {name}" for name in columns.split()}
     file = tmp_path / "rows.jsonl"
     problems = [each.replace("FILE", str(file)) for each in problems]
     with pytest.raises(ConfigError) as caught:

@@ -164,16 +164,6 @@ def test_fsdp_gradients_match_those_of_one_process() -> None:
     assert max(run_ranks(2, max_error)) < 1e-5
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_float8_step_does_not_synchronize_with_the_device(recipe: Float8) -> None:
-    model = models.build_on_meta(config(recipe))
-    optimizer = training.build_optimizer(model, AdamWConfig())
-    rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")
-    settings = training.StepSettings(device=torch.device("meta"))
-    vector = training.train_step(training.Prepared(model, settings), [Batch.from_labels(rows, rows)], optimizer)
-    assert vector.vector.device.type == "meta"
-
-
 def qat_config(qat: Qat = Qat.none, **more: Any) -> ModelConfig:
     return ModelConfig(
         init=WeightInit.random, tokenizer="bytes", config=LLAMA, qat=qat, compute_dtype="float32", **more

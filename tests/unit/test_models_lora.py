@@ -13,11 +13,9 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from components import models, training
-from components.batch import Batch
+from components import models
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
-from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.run import PeftExport
 from components.models.lora import adapted_layers
 from components.models.weights.weight_files import _base_name
@@ -165,15 +163,3 @@ def test_adapters_are_float32_with_base_weights_in_bfloat16() -> None:
     output = model(input_ids=torch.arange(8)[None]).logits
     output.float().square().mean().backward()
     assert layer.lora_B.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("peft", [replace(LORA, dropout=0.1), replace(LORA, dropout=0.1, dora=True)])
-def test_lora_step_does_not_synchronize_with_the_device(peft: PeftConfig) -> None:
-    """On the meta device any synchronization raises."""
-    model = models.build_on_meta(ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"]))
-    models.add_adapters(model, peft)
-    optimizer = training.build_optimizer(model, AdamWConfig())
-    rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")
-    settings = training.StepSettings(device=torch.device("meta"))
-    vector = training.train_step(training.Prepared(model, settings), [Batch.from_labels(rows, rows)], optimizer)
-    assert vector.vector.device.type == "meta"

@@ -125,10 +125,8 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read"),
-        ("- 1\n", "must hold keys and values"),
-        ("a: [", "is not valid YAML"),
-        ("", "must hold"),
+        *((None, "cannot be read"), ("- 1\n", "must hold keys and values")),
+        *(("a: [", "is not valid YAML"), ("", "must hold")),
     ],
 )
 def test_a_file_that_is_no_mapping_is_a_config_error(tmp_path: Path, content: str | None, message: str) -> None:

@@ -68,6 +68,11 @@ def workload(model: str = "8b", *, mesh: dict[str, int] | None = None, **changes
     return Workload(**{**values, **changes})
 
 
+def estimated(model: str = "8b", **changes: Any) -> StepTime:
+    """Return the estimate of such a workload on H100s."""
+    return estimate_time(workload(model, **changes), H100)
+
+
 def term(estimate: StepTime, name: str) -> float:
     """Return the seconds of a term; 0 if it is left out."""
     return sum(each.value for each in estimate.terms if each.name == name)
@@ -94,7 +99,7 @@ def test_the_order_of_published_speeds_of_a_source(compared: list[Comparison]) -
 
 
 def test_the_terms_sum_to_the_seconds_and_state_their_numbers() -> None:
-    estimate = estimate_time(workload(mesh={"dp_shard": 8, "tp": 2}), H100)
+    estimate = estimated(mesh={"dp_shard": 8, "tp": 2})
     assert total(estimate.terms) == estimate.seconds
     assert all(each.formula and any(digit.isdigit() for digit in each.formula) for each in estimate.terms)
     assert estimate.tokens_per_second_per_gpu == pytest.approx(2 * 2 * 4096 / 2 / estimate.seconds)
@@ -145,7 +150,7 @@ def test_small_matmuls_are_slower_per_flop() -> None:
 
 
 def test_one_gpu_communicates_nothing() -> None:
-    names = {each.name for each in estimate_time(workload(), H100).terms}
+    names = {each.name for each in estimated().terms}
     assert names == {"matmuls", "attention", "elementwise", "LM head and loss", "gradient accumulation", "optimizer"}
 
 
@@ -200,7 +205,7 @@ def test_an_all_reduce_sends_the_bytes_of_a_ring() -> None:
 
 
 def test_fsdp_hides_gathers_behind_computation() -> None:
-    alone, sharded = (estimate_time(workload(mesh={"dp_shard": n}), H100) for n in (1, 8))
+    alone, sharded = (estimated(mesh={"dp_shard": n}) for n in (1, 8))
     exposed = term(sharded, "FSDP all-gathers (exposed)")
     bandwidth = mesh_groups(MeshShape(dp_shard=8), H100).fsdp.bandwidth
     sent = 2 * 2 * (7 / 8) * 2 * 7.5e9 / bandwidth  # 2 micro-batches, forward and backward, 2 bytes
@@ -210,8 +215,7 @@ def test_fsdp_hides_gathers_behind_computation() -> None:
 
 def test_keeping_parameters_gathers_half_as_often() -> None:
     reshard, keep = (
-        estimate_time(workload(mesh={"dp_shard": 8}, parallelism={"reshard_after_forward": value}), H100)
-        for value in (True, False)
+        estimated(mesh={"dp_shard": 8}, parallelism={"reshard_after_forward": value}) for value in (True, False)
     )
     assert term(keep, "FSDP all-gathers (exposed)") < 0.6 * term(reshard, "FSDP all-gathers (exposed)")
 
@@ -230,17 +234,14 @@ def test_a_head_that_is_not_tied_is_gathered_and_reduced_beside_layers() -> None
 
 def test_async_tp_overlaps_three_of_four_collectives() -> None:
     options = {"sequence_parallel": True}
-    together, apart = (
-        estimate_time(workload(mesh={"tp": 8}, parallelism={**options, "async_tp": value}), H100)
-        for value in (True, False)
-    )
+    together, apart = (estimated(mesh={"tp": 8}, parallelism={**options, "async_tp": value}) for value in (True, False))
     ratio = term(together, "tp communication") / term(apart, "tp communication")
     assert ratio == pytest.approx(1 / 4 + 3 / 4 * _OVERLAP_LOSS)
 
 
 def test_deferred_reduction_reduces_once() -> None:
     once, each = (
-        estimate_time(workload(mesh={"dp_shard": 8}, micro_batches=4, parallelism={"defer_grad_sync": value}), H100)
+        estimated(mesh={"dp_shard": 8}, micro_batches=4, parallelism={"defer_grad_sync": value})
         for value in (True, False)
     )
     name = "gradient reduction (exposed)"
@@ -250,12 +251,12 @@ def test_deferred_reduction_reduces_once() -> None:
 def test_recomputation_repeats_the_forward() -> None:
     seconds = {
         policy: term(
-            estimate_time(workload("1b", parallelism={"activation_checkpointing": policy}, compiled=False), H100),
+            estimated("1b", parallelism={"activation_checkpointing": policy}, compiled=False),
             "recomputation",
         )
         for policy in ActivationCheckpointing
     }
-    estimate = estimate_time(workload("1b", compiled=False), H100)
+    estimate = estimated("1b", compiled=False)
     forward = 16 * 2 * sum(each.forward for each in works(workload("1b", compiled=False)))
     assert seconds[ActivationCheckpointing.none] == 0
     assert seconds[ActivationCheckpointing.alternate] == pytest.approx(seconds[ActivationCheckpointing.full] / 2)
@@ -278,7 +279,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     )
     assert term(estimate_time(lora, H100), "adapters") > 0
     assert term(estimate_time(lora, H100), "optimizer") < 0.01 * term(estimate_time(full, H100), "optimizer")
-    qlora = estimate_time(workload(peft=PeftConfig(method=PeftMethod.qlora)), H100)
+    qlora = estimated(peft=PeftConfig(method=PeftMethod.qlora))
     assert term(qlora, "dequantization") > 0
 
 
@@ -294,20 +295,20 @@ def test_extra_forwards_and_a_frozen_model_cost_forwards() -> None:
 
 def test_replicas_reduce_whole_gradients() -> None:
     mesh = {"dp_replicate": 8, "dp_shard": 1}
-    estimate = estimate_time(workload("1b", mesh=mesh, parallelism={"strategy": Strategy.ddp}), H100)
+    estimate = estimated("1b", mesh=mesh, parallelism={"strategy": Strategy.ddp})
     assert term(estimate, "gradient reduction (exposed)") > 0
     assert term(estimate, "FSDP all-gathers (exposed)") == 0
-    assert term(estimate, "optimizer") == term(estimate_time(workload("1b"), H100), "optimizer")
+    assert term(estimate, "optimizer") == term(estimated("1b"), "optimizer")
 
 
 def test_small_models_wait_for_launches() -> None:
     small = workload("1b", seq_len=64, micro_batch=1, compiled=False)
     assert term(estimate_time(small, H100), "kernel launches (exposed)") > 0
-    assert term(estimate_time(workload("1b", compiled=False), H100), "kernel launches (exposed)") == 0
+    assert term(estimated("1b", compiled=False), "kernel launches (exposed)") == 0
 
 
 def test_float8_is_faster_on_hardware_that_supports_it() -> None:
-    bf16, float8 = (estimate_time(workload(float8=kind), H100).seconds for kind in (Float8.none, Float8.tensorwise))
+    bf16, float8 = (estimated(float8=kind).seconds for kind in (Float8.none, Float8.tensorwise))
     assert 0.6 * bf16 < float8 < 0.9 * bf16
 
 
@@ -356,7 +357,7 @@ def test_gathered_keys_cost_more_attention_than_exchanged_heads_only_with_masks(
 
 
 def test_context_parallel_splits_the_attention_of_a_row() -> None:
-    one, four = (estimate_time(workload(mesh={"cp": cp}), H100) for cp in (1, 4))
+    one, four = (estimated(mesh={"cp": cp}) for cp in (1, 4))
     assert term(four, "attention") == pytest.approx(term(one, "attention") / 4)
 
 
@@ -371,7 +372,7 @@ def test_experts_exchange_tokens_within_and_across_nodes() -> None:
 
 
 def test_expert_parallel_keeps_the_flops_of_a_rank() -> None:
-    one, eight = (estimate_time(workload("qwen3_moe_30b", mesh={"ep": ep}), H100) for ep in (1, 8))
+    one, eight = (estimated("qwen3_moe_30b", mesh={"ep": ep}) for ep in (1, 8))
     # As many routed tokens on the mean rank, in longer groups per expert.
     assert 0.7 < term(eight, "expert matmuls") / term(one, "expert matmuls") / MESHBOOK.expert_imbalance < 1.0
     assert term(eight, "routing waits") > 0
@@ -420,7 +421,7 @@ def test_pipelines_gather_when_a_forward_follows_a_forward_or_a_backward_a_forwa
     reshards: bool, gathers: int
 ) -> None:
     options = {"reshard_after_forward": reshards}
-    estimate = estimate_time(workload(mesh={"pp": 2, "dp_shard": 4}, parallelism=options, micro_batches=8), H100)
+    estimate = estimated(mesh={"pp": 2, "dp_shard": 4}, parallelism=options, micro_batches=8)
     formula = next(each.formula for each in estimate.terms if each.name == "FSDP all-gathers (exposed)")
     assert formula.startswith(f"{gathers} rounds x 16 layers x ")  # FF BF BF ... BF BB: 2 + 7 of 16 passes
 
@@ -433,10 +434,10 @@ def test_pipelines_reduce_gradients_after_the_last_backward() -> None:
 
 
 def test_the_last_stage_has_the_head() -> None:
-    estimate = estimate_time(workload("8b", mesh={"pp": 4}, micro_batches=8), H100)
+    estimate = estimated("8b", mesh={"pp": 4}, micro_batches=8)
     assert estimate.stages[-1].forward > 1.05 * estimate.stages[0].forward
     assert estimate.stages[1].forward == estimate.stages[2].forward
-    deep = estimate_time(workload("8b", mesh={"pp": 4}, micro_batches=64), H100)
+    deep = estimated("8b", mesh={"pp": 4}, micro_batches=64)
     assert term(deep, "pipeline bubble") == pytest.approx(term(estimate, "pipeline bubble"), rel=1e-6)
 
 
@@ -480,10 +481,8 @@ def test_the_report_names_rows_sources_and_skipped_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read"),
-        ("a,b\n1,2\n", "has no column id"),
-        (b"\xff\xfe\x00", "is not a CSV file"),
-        ("", "has no"),
+        *((None, "cannot be read"), ("a,b\n1,2\n", "has no column id")),
+        *((b"\xff\xfe\x00", "is not a CSV file"), ("", "has no")),
     ],
 )
 def test_a_wrong_file_is_one_message_and_exit_status_2(

@@ -23,7 +23,7 @@ from components.models.quantization import float8_layers
 from components.models.weights.shards import local_part
 from components.protocol.errors import ConfigError
 from components.training.prepared import deterministic_kernels
-from tests.distributed.adapted import DORA, QLORA
+from tests.distributed.adapted import DORA, LORA, QLORA
 from tests.distributed.packed import SEQ_LEN, batches_of, packed
 from tests.distributed.tiny_runs import build, cell_named, start
 from tests.harness import run_ranks
@@ -48,10 +48,14 @@ class StepOptions:
         return " ".join(str(part) for part in parts if part not in ("", "none"))
 
 
+PLAIN = StepOptions(changed(LORA, dropout=0.1), ActivationCheckpointing.none)
 ADAPTED = StepOptions(changed(DORA, dropout=0.1), ActivationCheckpointing.selective)
 QUANTIZED = StepOptions(changed(QLORA, dropout=0.1), ActivationCheckpointing.selective)
 COMPILED = StepOptions(changed(QLORA, dropout=0.1), ActivationCheckpointing.full, compile=True)
-FLOAT8 = StepOptions(PeftConfig(), ActivationCheckpointing.selective, float8=Float8.rowwise)
+FLOAT8 = [
+    StepOptions(PeftConfig(), ActivationCheckpointing.selective, float8=recipe)
+    for recipe in (Float8.tensorwise, Float8.rowwise)
+]
 
 
 def build_model(
@@ -80,7 +84,7 @@ def build_model(
     return model, loss, cfg.model
 
 
-@pytest.mark.parametrize("options", [ADAPTED, QUANTIZED, COMPILED, FLOAT8], ids=str)
+@pytest.mark.parametrize("options", [PLAIN, ADAPTED, QUANTIZED, COMPILED, *FLOAT8], ids=str)
 def test_step_with_combined_options_has_no_host_sync(options: StepOptions) -> None:
     """On the meta device every host sync raises. Rows come from the host, as in a recipe."""
     if options.float8 != Float8.none:

@@ -396,17 +396,3 @@ def test_running_point_reports_its_progress(tmp_path: Path) -> None:
 )
 def test_state_combines_result_and_job_state(result: str | None, job: str, state: str) -> None:
     assert _state_with_job(result, job) == state
-
-
-def test_job_states_are_unknown_without_slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
-    files.finish(0, job="12")
-    files.finish(1, job="13", status="ok", wall_seconds=8.0)
-    files.finish(2, job="14", record=PointRecord(1.0, 2, 1.0, "sbatch rejects it"))  # resubmission failed
-    files.finish(3, job="15", record=PointRecord(1.0, 1, 1.0, "OSError: disk full"))
-    rows = files.rows()
-    assert [row.state for row in rows] == ["submitted", "ok", "invalid", "failed"]
-    assert [row.seconds for row in rows] == [None, 8.0, None, None]
-    assert rows[0].reason == "job 12; Slurm cannot be queried from here"
-    assert exit_status(read_report(files.sweep)) == 1
