@@ -1,15 +1,183 @@
-"""Lazy packages: each imports a module when one of its names is first used."""
+"""`make install` and `make install-dev`: what they pick and print; lazy packages import when a name is first used."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from components.launch.slurm.submit import torch_built_for_cpus
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("bash", "dirname", "uname", "env", "tail")
+FAKE_PYTHON = (
+    '#!/bin/sh\ncase "$*" in *urlopen*) exit {reachable};; *failing*) exit 1;; esac\n'
+    'case "$*" in *version.py*) echo 2.13.0 for CPUs; exit;; esac\n'
+    'echo "$0 $*" >> {log}\ncase "$*" in *install*) echo Collecting numpy; echo WARNING: of pip >&2;; esac\n'
+)
+"""Interpreter that accepts and logs every command but those with `failing`, and prints as pip does."""
+
+
+class Machine:
+    """A PATH with only the given programs, and a virtual environment whose Python logs its commands."""
+
+    def __init__(self, folder: Path, *, reachable: bool = True) -> None:
+        self.folder, self.log, self.path = folder, folder / "log", folder / "bin"
+        self.python = FAKE_PYTHON.format(reachable=0 if reachable else 1, log=self.log)
+        self.path.mkdir()
+        for name in PROGRAMS:
+            (self.path / name).symlink_to(str(shutil.which(name)))
+        self.add("python", self.python, folder / "venv" / "bin")
+
+    def add(self, name: str, text: str = "#!/bin/sh\n", folder: Path | None = None) -> None:
+        program = (folder or self.path) / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(text)
+        program.chmod(0o755)
+
+    def install(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(self.path), "VENV": str(self.folder / "venv"), **variables}
+        return subprocess.run(
+            ["bash", str(ROOT / "scripts" / "install.sh")], env=environment, capture_output=True, text=True, check=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("program", "setting", "build"),
+    [(None, "auto", "CPUs"), ("nvidia-smi", "auto", "GPUs"), ("sbatch", "auto", "GPUs"), ("sbatch", "cpu", "CPUs")],
+)
+def test_torch_build_defaults_to_cpu_without_nvidia_smi_or_sbatch(
+    tmp_path: Path, program: str | None, setting: str, build: str
+) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11")
+    if program:
+        machine.add(program)
+    result = machine.install(TORCH=setting)
+    assert result.returncode == 0, result.stderr
+    assert f"torch for {build}" in result.stdout.splitlines()[0]
+    assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in machine.log.read_text()) is (build == "CPUs")
+
+
+def test_unreachable_wheel_index_is_reported_and_not_used(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, reachable=False)
+    machine.add("python3.11")
+    result = machine.install()
+    assert result.returncode == 0, result.stderr
+    assert "cannot be reached: torch comes from the configured index" in result.stdout
+    assert "--extra-index-url" not in machine.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("installer", "extras"), [("pip", "plot"), ("pip", "plot,dev"), ("uv", "plot"), ("uv", "plot,dev")]
+)
+def test_a_run_gets_its_packages_and_a_developer_those_of_tests(tmp_path: Path, installer: str, extras: str) -> None:
+    """Each phase prints one line; the output of pip is in a file."""
+    machine = Machine(tmp_path)
+    machine.add("python3.11")
+    machine.add("uv", machine.python, tmp_path / "venv" / "bin")
+    result = machine.install(INSTALLER=installer, EXTRAS=extras)
+    assert (result.returncode, result.stderr) == (0, "")
+    commands = machine.log.read_text().splitlines()
+    (command,) = (line for line in commands if ".[" in line)
+    assert command.endswith(f".[{extras}]")
+    assert command.startswith(f"{tmp_path}/venv/bin/uv pip install") is (installer == "uv")
+    assert any("torchao" in line or "megatron" in line for line in commands) is ("dev" in extras)
+    assert [line[:4] for line in result.stdout.splitlines()] == ["Inst", "1/4 ", "2/4 ", "3/4 ", "4/4 ", "Inst"]
+    assert "WARNING: of pip" in (tmp_path / "venv" / "install.log").read_text()
+
+
+def test_failure_of_pip_ends_with_its_output_and_the_file(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11")
+    result = machine.install(EXTRAS="failing")
+    assert result.returncode == 2
+    *output, last = result.stderr.splitlines()
+    assert "Collecting numpy" in output
+    assert last.startswith("make install: '")
+    assert last.endswith(f".[failing]' failed; all of its output is in {tmp_path}/venv/install.log")
+
+
+@pytest.mark.parametrize(
+    ("changed", "installed"), [(None, ""), ("pyproject.toml", "plot plot,dev"), ("constraints.txt", "plot plot,dev")]
+)
+def test_a_change_of_the_packages_is_installed_again(tmp_path: Path, changed: str | None, installed: str) -> None:
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "install.sh"
+    script.write_text(f'#!/bin/sh\necho "$EXTRAS" >> {tmp_path}/log\nmkdir -p "$VENV"\n')
+    script.chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt", "setup.py", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path / name)
+        os.utime(tmp_path / name, (1, 1))
+    os.utime(script, (1, 1))
+
+    def make() -> str:
+        for target in ("install", "install-dev", "install"):
+            subprocess.run(["make", target, "VENV=.venv"], cwd=tmp_path, capture_output=True, check=True)
+        text = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""
+        (tmp_path / "log").unlink(missing_ok=True)
+        return " ".join(text.split())
+
+    assert make() == "plot plot,dev"
+    if changed:
+        for stamp in tmp_path.glob(".venv/.meshbook-*"):
+            os.utime(stamp, (2, 2))
+        os.utime(tmp_path / changed, (3, 3))
+    assert make() == installed
+
+
+def test_unknown_installer_is_rejected(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11")
+    result = machine.install(INSTALLER="conda")
+    assert (result.returncode, result.stderr) == (2, "make install: INSTALLER=conda: must be pip or uv\n")
+
+
+def test_broken_python_is_skipped(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11", "#!/bin/sh\necho 'pyenv: command not found' >&2; exit 127\n")
+    machine.add("python3.13", machine.python)
+    result = machine.install(VENV=str(tmp_path / "new"))
+    assert f"{machine.path}/python3.13 -m venv {tmp_path}/new" in machine.log.read_text(), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({}, "no Python 3.11, 3.12 or 3.13 with venv on PATH; install one"),
+        ({"PYTHON": "python2"}, "PYTHON=python2: must be a Python 3.11, 3.12 or 3.13"),
+        ({"TORCH": "rocm", "PYTHON": sys.executable}, "TORCH=rocm: must be auto, cpu or cuda"),
+    ],
+)
+def test_invalid_install_settings_are_rejected_in_one_line(
+    tmp_path: Path, variables: dict[str, str], problem: str
+) -> None:
+    result = Machine(tmp_path).install(**variables)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert problem in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", "2.13.0+cpu"),
+        ("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", None),
+        ("__version__ = '2.13.0+rocm7'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n", None),
+        ("", None),
+    ],
+)
+def test_cpu_build_of_torch_is_detected_without_importing_it(tmp_path: Path, text: str, version: str | None) -> None:
+    (tmp_path / "version.py").write_text(text)
+    assert torch_built_for_cpus(tmp_path / "version.py") == version
+
 
 COMPONENTS = Path(__file__).resolve().parents[2] / "components"
 LAZY = sorted(

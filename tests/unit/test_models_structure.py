@@ -1,7 +1,8 @@
-"""Structure of models of many families, which does not depend on when it is read."""
+"""Fused layers against transformers and plain PyTorch, and the structure of models of many families."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from dataclasses import fields, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,9 +19,109 @@ from components.config.schema import PeftConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.distributed.tp_plan import read_heads
 from components.models.anatomy import _LAYER_COUNTS, Anatomy, _passes_window, read_anatomy
+from components.models.fused_layers import FusedNorm, fuse_layers, rms_norm, rotate, swiglu
+from components.models.lora_linear import add_low_rank
 from components.protocol.errors import ConfigError
 from components.training.step_cost import model_flops
+from tests.distributed.parity import SMALL, build
 from tests.fuzz.families import DENSE, SPARSE, draw_config
+
+FUSED = {
+    "llama": (5, 2, 2), "qwen3": (9, 2, 2), "phi3": (5, 2, 2), "gemma": (0, 2, 0), "gpt2": (0, 0, 0),
+    "nemotron": (0, 2, 0), "gpt_neox": (0, 2, 0), "phi3 in part": (5, 2, 2), "gpt_oss": (5, 0, 0), "bitnet": (9, 2, 0),
+}  # fmt: skip
+"""Model -> fused norms, rotary embeddings and SwiGLUs. Gemma's norms multiply by 1 + weight and its MLPs have a GELU:
+they keep their own forward, as other MLPs and experts do. Nemotron, GPT-NeoX and some Phi-3 models rotate a part of
+each head."""
+MORE_MODELS = {
+    "nemotron": {**SMALL, "model_type": "nemotron"},
+    "gpt_neox": {**SMALL, "model_type": "gpt_neox", "rotary_pct": 0.5, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "phi3 in part": {**SMALL, "model_type": "phi3", "partial_rotary_factor": 0.5},
+    "gpt_oss": {**SMALL, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8},
+    "bitnet": {**SMALL, "model_type": "bitnet"},
+}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_give_the_loss_and_gradients_of_transformers(name: str) -> None:
+    own: Any = build(name, torch.float64, MORE_MODELS.get(name))
+    fused = copy.deepcopy(own)
+    counts = fuse_layers(fused)
+    assert (counts.norms, counts.rotary, counts.swiglus) == FUSED[name]
+    copied = copy.deepcopy(fused)  # copies keep the fused forwards
+    ids = torch.randint(0, 97, (2, 16))
+    losses = []
+    for model in (own, fused, copied):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == losses[1]
+    names = dict(own.named_parameters())
+    assert dict(fused.named_parameters()).keys() == names.keys()
+    for name, parameter in fused.named_parameters():
+        assert torch.allclose(parameter.grad, names[name].grad, rtol=1e-4, atol=1e-7), name
+
+
+def test_gradients_equal_finite_differences() -> None:
+    torch.manual_seed(0)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (drawn(2, 3, 8), drawn(8)))
+    cos, sin = drawn(2, 3, 8).detach(), drawn(2, 3, 8).detach()
+    assert torch.autograd.gradcheck(lambda q, k: rotate(q, k, cos, sin), (drawn(2, 4, 3, 8), drawn(2, 1, 3, 8)))
+    cos, sin = cos[..., :4], sin[..., :4]  # half of each head is rotated
+    assert torch.autograd.gradcheck(lambda q, k: rotate(q, k, cos, sin), (drawn(2, 4, 3, 8), drawn(2, 1, 3, 8)))
+    assert torch.autograd.gradcheck(swiglu, (drawn(2, 3, 8), drawn(2, 3, 8)))
+    factors = (drawn(2, 3, 5), drawn(2, 3, 8), drawn(2, 8), drawn(5, 2))
+    assert torch.autograd.gradcheck(lambda *each: add_low_rank(*each, 1.5), factors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_swiglu_on_a_cpu_has_the_bits_of_transformers_and_saves_less(dtype: torch.dtype) -> None:
+    gate, up, grad = (drawn(4, 32, dtype=dtype) for _ in range(3))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        product = swiglu(gate, up)
+    assert len(saved) == 2  # gate and up, but not silu(gate)
+    own = F.silu(gate) * up
+    assert torch.equal(product, own)
+    expected = torch.autograd.grad(own, (gate, up), grad)
+    assert all(map(torch.equal, torch.autograd.grad(product, (gate, up), grad), expected))
+
+
+def test_a_norm_in_bfloat16_is_rounded_once() -> None:
+    hidden, weight = drawn(64, 256, dtype=torch.bfloat16), drawn(256, dtype=torch.bfloat16)
+    exact = F.rms_norm(hidden.double(), (256,), weight.double(), 1e-6)
+    error = (rms_norm(hidden, weight, 1e-6) - exact) / exact
+    assert error.abs().max() < 1.001 * 2**-8  # half a unit in the last of 8 bits
+
+
+def test_a_norm_whose_dtype_differs_from_its_input_computes_as_before() -> None:
+    own: Any = build("llama", torch.float32)
+    fused = copy.deepcopy(own)
+    fuse_layers(fused)
+    hidden = torch.randn(2, 3, own.config.hidden_size).bfloat16()
+    assert isinstance(fused.model.norm, FusedNorm)
+    result = fused.model.norm(hidden)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, own.model.norm(hidden))
+
+
+def test_a_low_rank_product_equals_two_linear_layers() -> None:
+    torch.manual_seed(0)
+    base, hidden, first, second = drawn(2, 3, 5), drawn(2, 3, 8), drawn(2, 8), drawn(5, 2)
+    tensors = (base, hidden, first, second)
+    expected = base + 0.5 * F.linear(F.linear(hidden, first), second)
+    weights = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, tensors, weights)
+    result = add_low_rank(*tensors, 0.5)
+    assert torch.allclose(result, expected, rtol=1e-12)
+    for one, two in zip(torch.autograd.grad(result, tensors, weights), gradients, strict=True):
+        assert torch.allclose(one, two, rtol=1e-12)
+
 
 LAYERS = 3
 FAMILIES = {family: draw_config(random.Random(0), family, 64, LAYERS, 64) for family in (DENSE | SPARSE)}
@@ -28,7 +130,7 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def build(values: dict[str, Any]) -> Any:
+def built_family(values: dict[str, Any]) -> Any:
     """Build a model on the meta device from config values."""
     config = AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
     with torch.device("meta"):
@@ -37,7 +139,7 @@ def build(values: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_anatomy_of_every_family_matches_the_model(family: str) -> None:
-    model = build(FAMILIES[family])
+    model = built_family(FAMILIES[family])
     anatomy = read_anatomy(model)
     assert len(anatomy.layers) == len(anatomy.kinds) == LAYERS
     layers = anatomy.decoder_layers(model)
@@ -53,7 +155,7 @@ def test_anatomy_of_every_family_matches_the_model(family: str) -> None:
 
 
 def test_anatomy_is_the_same_after_patches_adapters_and_activation_checkpointing() -> None:
-    model = build(FAMILIES["mixtral"])
+    model = built_family(FAMILIES["mixtral"])
     before = read_anatomy(model)
     models.use_causal_sdpa(model, anatomy=before)
     models.add_adapters(model, PeftConfig(method="lora", targets=["q_proj", "v_proj"]))
@@ -62,7 +164,7 @@ def test_anatomy_is_the_same_after_patches_adapters_and_activation_checkpointing
 
 
 def test_anatomy_is_picklable_and_holds_no_modules() -> None:
-    anatomy = read_anatomy(build(FAMILIES["qwen3_moe"]))
+    anatomy = read_anatomy(built_family(FAMILIES["qwen3_moe"]))
     assert pickle.loads(pickle.dumps(anatomy)) == anatomy
     assert not any(isinstance(getattr(anatomy, each.name), nn.Module) for each in fields(Anatomy))
 
@@ -78,7 +180,7 @@ def test_layers_are_found_where_num_hidden_layers_does_not_count_them(model_type
                           "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8},
     }  # fmt: skip
     sizes["blenderbot-small"] = sizes["blenderbot"]
-    model = build({"model_type": model_type, "vocab_size": 64, **sizes[model_type]})
+    model = built_family({"model_type": model_type, "vocab_size": 64, **sizes[model_type]})
     decoder = model.get_decoder()
     decoder.probes = nn.ModuleList(nn.Identity() for _ in range(5))
     assert list(read_anatomy(model).decoder_layers(model).values()) == list(decoder.layers)
@@ -100,7 +202,7 @@ def test_layers_are_found_where_num_hidden_layers_does_not_count_them(model_type
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_models_that_need_masks_report_why(values: dict[str, Any], reason: str) -> None:
-    anatomy = read_anatomy(build({**TINY, **values}))
+    anatomy = read_anatomy(built_family({**TINY, **values}))
     assert anatomy.needs_masks.startswith(reason)
     assert bool(anatomy.needs_masks) == bool(reason)
 
@@ -108,20 +210,22 @@ def test_models_that_need_masks_report_why(values: dict[str, Any], reason: str) 
 @pytest.mark.parametrize("family", [name for name, values in FAMILIES.items() if values.get("sliding_window")])
 def test_attention_modules_that_pass_their_window_are_detected(family: str) -> None:
     """Detection reads the installed Python's bytecode: it must match the attention modules and no others."""
-    found = {type(module).__name__ for module in build(FAMILIES[family]).modules() if _passes_window(module)}
+    found = {type(module).__name__ for module in built_family(FAMILIES[family]).modules() if _passes_window(module)}
     assert len(found) == 1
     assert found.pop().endswith("Attention")
-    assert not any(map(_passes_window, build(FAMILIES["llama"]).modules()))
+    assert not any(map(_passes_window, built_family(FAMILIES["llama"]).modules()))
 
 
 def test_layers_with_different_numbers_of_heads_are_rejected() -> None:
-    anatomy = read_anatomy(build(FAMILIES["llama"]))
+    anatomy = read_anatomy(built_family(FAMILIES["llama"]))
     heads = read_heads(anatomy, 2)
     assert heads is not None
     assert (heads.heads, heads.kv_heads) == (4, 2)
     with pytest.raises(ConfigError, match=r"parallelism.tp=2: the layers .* different numbers of heads"):
         read_heads(replace(anatomy, heads_differ=True), 2)
-    model = build({**TINY, "model_type": "gemma4_text", "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16})
+    model = built_family(
+        {**TINY, "model_type": "gemma4_text", "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
+    )
     assert read_anatomy(model).widths is None
     with pytest.raises(NotImplementedError, match="one number and size of heads for all layers"):
         model_flops(model)
