@@ -117,12 +117,16 @@ def masked_folder(folder: Path, form: str) -> tuple[list[list[int]], np.ndarray]
     return documents, mask
 
 
+def indexed(folder: Path) -> Manifest:
+    index_folder(folder, TOKENIZER, document_end=EOS)
+    return read_manifest(str(folder))
+
+
 @pytest.mark.parametrize("form", ["olmo", "numpy", "datatrove", "meshbook"])
 def test_loss_mask_selects_the_targets(form: str, tmp_path: Path) -> None:
     """The reference is OLMo-core's rule: the label of a token is ignored unless its mask is set, then labels shift."""
     documents, mask = masked_folder(tmp_path / "store", form)
-    index_folder(tmp_path / "store", TOKENIZER, document_end=EOS)
-    manifest = read_manifest(str(tmp_path / "store"))
+    manifest = indexed(tmp_path / "store")
     assert len(manifest.shards) == 1
     assert shard_problems(manifest, "data.path=x") == []
     rows = rows_of(manifest, seq_len=16)
@@ -147,8 +151,7 @@ def test_store_of_links_finds_the_files_next_to_the_links(form: str, tmp_path: P
     for number, file in enumerate(sorted((tmp_path / "store").iterdir())):
         file.rename(tmp_path / "blobs" / str(number))
         file.symlink_to(tmp_path / "blobs" / str(number))
-    index_folder(tmp_path / "store", TOKENIZER, document_end=EOS)
-    manifest = read_manifest(str(tmp_path / "store"))
+    manifest = indexed(tmp_path / "store")
     assert shard_problems(manifest, "data.path=x") == []
     assert len(rows_of(manifest, seq_len=16)[0].input_ids) == 16
 
@@ -161,9 +164,7 @@ def test_store_with_another_loss_mask_has_another_fingerprint(tmp_path: Path) ->
         if flip is not None:
             mask[flip] ^= True
         mask.tofile(file)
-        index_folder(tmp_path / name, TOKENIZER, document_end=EOS)
-        manifest = read_manifest(str(tmp_path / name))
-        return rows_of(manifest, seq_len=16).fingerprint
+        return rows_of(indexed(tmp_path / name), seq_len=16).fingerprint
 
     assert fingerprint("a", None) == fingerprint("b", None) != fingerprint("c", 3)
 
@@ -171,8 +172,7 @@ def test_store_with_another_loss_mask_has_another_fingerprint(tmp_path: Path) ->
 @pytest.mark.parametrize("form", ["olmo", "numpy", "datatrove"])
 def test_loss_mask_that_is_lost_or_changed_is_reported(form: str, tmp_path: Path) -> None:
     masked_folder(tmp_path / "store", form)
-    index_folder(tmp_path / "store", TOKENIZER, document_end=EOS)
-    manifest = read_manifest(str(tmp_path / "store"))
+    manifest = indexed(tmp_path / "store")
     (file,) = (each for each in (tmp_path / "store").iterdir() if "mask" in each.name or each.suffix == ".loss")
     content = bytearray(file.read_bytes())
     content[-7] ^= 1
@@ -310,6 +310,10 @@ def config(folder: Path, **values: Any) -> TokensDataConfig:
     return TokensDataConfig(**{"path": str(folder), "pack": True, "eval_fraction": 0.1, **values})
 
 
+def selected(cfg: TokensDataConfig | MixtureDataConfig, split: str = "train") -> Any:
+    return build_dataset(cfg, TOKENIZER, seq_len=SEQ, split=split)
+
+
 def written(folder: Path, seed: int = 1, **values: Any) -> Path:
     write_manifest(store_of(folder, [documents_of(seed, 200), documents_of(seed + 1, 100)], **values))
     return folder
@@ -317,7 +321,7 @@ def written(folder: Path, seed: int = 1, **values: Any) -> Path:
 
 def test_config_selects_train_and_held_out_rows(tmp_path: Path) -> None:
     cfg = config(written(tmp_path / "a"), max_samples=50, max_eval_samples=3)
-    train, held_out = (build_dataset(cfg, TOKENIZER, seq_len=SEQ, split=split) for split in ("train", "eval"))
+    train, held_out = (selected(cfg, split) for split in ("train", "eval"))
     assert (len(train), len(held_out)) == (50, 3)
     assert not {tuple(row.input_ids) for row in train} & {tuple(row.input_ids) for row in held_out}
     assert "2 shards" in str(train.facts)
@@ -326,11 +330,9 @@ def test_config_selects_train_and_held_out_rows(tmp_path: Path) -> None:
     assert train.show(0).count("[[") >= 1
     other = written(tmp_path / "b", 7)
     separate = config(tmp_path / "a", eval_path=str(other))
-    whole = build_dataset(separate, TOKENIZER, seq_len=SEQ, split="train")
+    whole = selected(separate)
     assert len(whole) == len(rows_of(read_manifest(str(tmp_path / "a"))))
-    assert list(build_dataset(separate, TOKENIZER, seq_len=SEQ, split="eval")) == list(
-        rows_of(read_manifest(str(other)))
-    )
+    assert list(selected(separate, "eval")) == list(rows_of(read_manifest(str(other))))
 
 
 def test_mixture_of_stores_has_its_shares_and_reads_each_row_once_per_epoch(tmp_path: Path) -> None:
@@ -339,8 +341,8 @@ def test_mixture_of_stores_has_its_shares_and_reads_each_row_once_per_epoch(tmp_
         for name, seed, weight in (("a", 1, 0.25), ("b", 5, 0.75))
     }
     cfg = MixtureDataConfig(sources=sources, pack=True)
-    mixture = build_dataset(cfg, TOKENIZER, seq_len=SEQ, split="train")
-    sizes = [len(build_dataset(each, TOKENIZER, seq_len=SEQ, split="train")) for each in sources.values()]
+    mixture = selected(cfg)
+    sizes = [len(selected(each)) for each in sources.values()]
     assert len(mixture) == sum(sizes)
     batches = TrainBatches(mixture, BatchPlan(global_batch_size=4, micro_batch_size=4), seed=1)
     rows = [index for step in range(sizes[1] // 3) for index in batches.global_batch(step)]
@@ -348,36 +350,36 @@ def test_mixture_of_stores_has_its_shares_and_reads_each_row_once_per_epoch(tmp_
     assert abs(len(second) - 0.75 * len(rows)) <= 1
     assert len(set(second)) == len(second)
     assert next(batches)[0].document_bounds is not None
-    held_out = build_dataset(cfg, TOKENIZER, seq_len=SEQ, split="eval")
+    held_out = selected(cfg, "eval")
     assert len(list(EvalBatches(held_out, BatchPlan(global_batch_size=1, micro_batch_size=1)))) == len(held_out)
 
 
 def test_ranks_reject_another_tokenizer_and_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
     assert hash_of_tokenizer(TOKENIZER) == _HASH_OF_BYTES
     same = written(tmp_path / "a", vocabulary=Vocabulary("bytes", _HASH_OF_BYTES))
-    build_dataset(config(same), TOKENIZER, seq_len=SEQ, split="train")
+    selected(config(same))
     other = config(written(tmp_path / "b", vocabulary=Vocabulary("some/model", "0")))
     with pytest.raises(
         ConfigError, match=r"data.path=.*b: was written with the tokenizer some/model.*set model.tokenizer=some/model"
     ):
-        build_dataset(other, TOKENIZER, seq_len=SEQ, split="train")
+        selected(other)
     write_datatrove(tmp_path / "c.ds", [[1, 2, 300] * 200], 2)
     (tmp_path / "c").mkdir()
     write_manifest(manifest_of([scanned(tmp_path / "c.ds")], tmp_path / "c"))
     with pytest.raises(ConfigError, match="holds the id 300 .*but the vocabulary has 260 tokens"):
-        build_dataset(config(tmp_path / "c"), TOKENIZER, seq_len=SEQ, split="eval")
+        selected(config(tmp_path / "c"), "eval")
 
 
 def test_store_without_enough_rows_is_rejected(tmp_path: Path) -> None:
     write_manifest(store_of(tmp_path / "a", [[[1, 2, 3]]]))
     with pytest.raises(ConfigError, match="its 3 tokens are too few for a train and a held-out row"):
-        build_dataset(config(tmp_path / "a"), TOKENIZER, seq_len=SEQ, split="train")
+        selected(config(tmp_path / "a"))
     with pytest.raises(ConfigError, match=r"data.path=.*: there is no manifest.json; .*docs/data.md shows how"):
-        build_dataset(config(tmp_path / "none"), TOKENIZER, seq_len=SEQ, split="train")
+        selected(config(tmp_path / "none"))
     file = tmp_path / "a" / "manifest.json"
     file.write_text(file.read_text().replace('"tokens": 3', '"tokens": 4'))
     with pytest.raises(ConfigError, match="is damaged or was edited: it does not match its checksum"):
-        build_dataset(config(tmp_path / "a"), TOKENIZER, seq_len=SEQ, split="train")
+        selected(config(tmp_path / "a"))
 
 
 def test_shards_of_a_folder_are_indexed_from_anywhere(

@@ -175,9 +175,8 @@ def test_an_export_of_a_multimodal_checkpoint_holds_all_of_it(kind: str, tmp_pat
         ours = model.eval()(input_ids=ids, use_cache=False).logits
         for each in (whole.eval(), text):
             torch.testing.assert_close(each(input_ids=ids).logits, ours, rtol=1e-5, atol=1e-5)
-    again = ModelConfig(path=str(export), tokenizer="bytes")
-    loaded = filled(again)
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+    loaded = filled(ModelConfig(path=str(export), tokenizer="bytes")).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("stored_dtype", [torch.bfloat16, torch.float32])
@@ -213,9 +212,8 @@ def test_an_export_has_the_older_names_of_its_base(tmp_path: Path) -> None:
     save_file(older, folder / "model.safetensors", {"format": "pt"})
     after = stored(export_model(trained(ModelConfig(path=str(folder))), byte_tokenizer(), tmp_path / "export"))
     assert after.keys() == older.keys()
-    assert not AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)[1][
-        "missing_keys"
-    ]
+    _, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not report["missing_keys"]
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
@@ -302,11 +300,7 @@ MTP_NAMES: dict[str, tuple[str, ...]] = {
     "deepseek_v4": ("mtp.0.attn.wq_a", "mtp.0.e_proj", "mtp.0.enorm", "mtp.0.ffn.experts.0.w1", "mtp.0.norm"),
 }  # fmt: skip
 """Model type, and where its layers that predict further tokens are -> their modules, as in published files."""
-PROMISES: dict[str, Any] = {
-    "num_nextn_predict_layers": 1,
-    "mtp_num_hidden_layers": 1,
-    "mtp_hybrid_override_pattern": "*E",
-}
+PROMISES = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1, "mtp_hybrid_override_pattern": "*E"}
 
 
 def contents(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
