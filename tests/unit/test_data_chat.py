@@ -482,9 +482,8 @@ def test_unused_keys_can_be_rejected(name: str, tmp_path: Path, monkeypatch: pyt
     rows = rows_of([user("a", name="Ann"), assistant("b")])
     values = {"cache": str(tmp_path / "cache"), "unused_keys": UnusedKeys.refuse}
     for _ in range(2):  # the second time, it is read from the cache
-        with pytest.raises(
-            ConfigError, match=r"data.unused_keys=refuse: .* has keys .*: name \(role user\); remove them"
-        ):
+        message = r"data.unused_keys=refuse: .* has keys .*: name \(role user\); remove them"
+        with pytest.raises(ConfigError, match=message):
             dataset(tmp_path, rows, unmarked(HERMES), name, **values)
     assert dataset(tmp_path, rows, unmarked(HERMES), name, cache=values["cache"]).facts.unused == ["name (role user)"]
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -110,9 +110,8 @@ def test_holding_out_samples_requires_two_different_prompts(tmp_path):
 def test_evaluation_without_held_out_samples_is_rejected(tmp_path):
     cfg = SftDataConfig(path=write(tmp_path / "x.jsonl", [("p", "a"), ("q", "a")]), eval_fraction=0)
     assert len(build(cfg)) == 2
-    with pytest.raises(
-        ConfigError, match=r"data.eval_fraction=0: there are no held-out samples; to evaluate, set it, data"
-    ):
+    message = r"data.eval_fraction=0: there are no held-out samples; to evaluate, set it, data"
+    with pytest.raises(ConfigError, match=message):
         build(cfg, "eval")
 
 

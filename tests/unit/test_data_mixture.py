@@ -316,9 +316,8 @@ def test_mixture_without_any_held_out_samples_is_rejected(tmp_path: Path) -> Non
     assert list(build(cfg, "eval").parts) == ["chats", "maths"]
     assert len(build(cfg).parts["web"].prompts) == 40
     cfg = MixtureDataConfig(sources={"web": cfg.sources["web"]})
-    with pytest.raises(
-        ConfigError, match=r"data.sources: no source has held-out samples; .* set data.sources.NAME.eval"
-    ):
+    message = r"data.sources: no source has held-out samples; .* set data.sources.NAME.eval"
+    with pytest.raises(ConfigError, match=message):
         build(cfg, "eval")
 
 

@@ -159,9 +159,8 @@ def test_held_out_end_of_a_document_with_long_lines_is_near_its_share(tmp_path: 
         held_out = build(file, "eval", 1 << 20, eval_fraction=fraction)
         assert TOKENIZER.decode(held_out[0].input_ids) == "".join(texts[-count:]) + "</s>"
     file.write_text("a" * 69 + "\n" + "b" * 29 + "\n" + "c")
-    with pytest.raises(
-        ConfigError, match=r"book.txt: data.eval_fraction=0.1 .*; set data.eval_fraction=0.009901 or 0.3"
-    ):
+    message = r"book.txt: data.eval_fraction=0.1 .*; set data.eval_fraction=0.009901 or 0.3"
+    with pytest.raises(ConfigError, match=message):
         build(file, eval_fraction=0.1)
     for share, end in ((0.009901, "c"), (0.3069, "b" * 29 + "\nc")):
         assert TOKENIZER.decode(build(file, "eval", 99, eval_fraction=share)[0].input_ids) == f"{end}</s>"

@@ -69,9 +69,8 @@ def test_job_without_a_run_or_beside_another_job_is_refused(run_dir: Path) -> No
     assert begin(run_dir, "7", nodes=["n1"], counts=[1], ended="6") == 0
     assert begin(run_dir, "7", nodes=["n1"], counts=[1], ended="6") == 1
     (run_dir / "job_id").write_text("queue:Queue/8\n")
-    with pytest.raises(
-        ConfigError, match="--job 8: RUN_DIR/job_id has queue:Queue/8; pass this id, with its beginning"
-    ):
+    message = "--job 8: RUN_DIR/job_id has queue:Queue/8; pass this id, with its beginning"
+    with pytest.raises(ConfigError, match=message):
         begin(run_dir, "8")
     (run_dir / "config.yaml").unlink()
     with pytest.raises(ConfigError, match="no longer contains a run; submit the command again"):

@@ -114,9 +114,8 @@ def test_run_directory_of_a_live_job_is_rejected_on_any_backend(
     end(directory)
     assert job_of(directory.path) is None
     (directory.path / "job_id").write_text(JOB)
-    with pytest.raises(
-        ConfigError, match=f"belongs to job {JOB}, which is Active; .* end the job with pods delete pod-1"
-    ):
+    message = f"belongs to job {JOB}, which is Active; .* end the job with pods delete pod-1"
+    with pytest.raises(ConfigError, match=message):
         open_run_directory(config("mine"), "finetune")
     pods.current_job = Job("pod-1", "Pods", JobState.unknown, "", over=False, doubt="no pods here")
     with pytest.raises(ConfigError, match="which may still run: no pods here; retry on a login node"):

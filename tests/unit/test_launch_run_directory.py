@@ -249,9 +249,8 @@ def test_checkpoint_of_another_run_is_compared_with_its_saved_config(
     other = config("here")
     other.run.resume = str(checkpoint)
     change(other, "training.global_batch_size", 32)
-    with pytest.raises(
-        ConfigError, match=rf"training.global_batch_size=32: the run in run.resume={checkpoint} began with"
-    ):
+    message = rf"training.global_batch_size=32: the run in run.resume={checkpoint} began with"
+    with pytest.raises(ConfigError, match=message):
         open_run_directory(other, "finetune")
     assert not (tmp_path / "here").exists()
     other.run.accept_changes = ["training.global_batch_size"]

@@ -147,9 +147,8 @@ def test_sdpa_flash_equals_the_kernel_that_torch_chooses() -> None:
 
 
 def test_sdpa_flash_without_a_flash_kernel_is_rejected_and_never_falls_back() -> None:
-    with pytest.raises(
-        ConfigError, match=r"sdpa_flash: torch has no flash kernel for heads of 8 .* dropout 0.1; set mo"
-    ):
+    message = r"sdpa_flash: torch has no flash kernel for heads of 8 .* dropout 0.1; set mo"
+    with pytest.raises(ConfigError, match=message):
         kernel_report("sdpa_flash", attention_dropout=0.1)
     model = initialized_model(config("sdpa_flash", attention_dropout=0.1))
     with pytest.raises(RuntimeError, match="No available kernel"):
@@ -159,17 +158,15 @@ def test_sdpa_flash_without_a_flash_kernel_is_rejected_and_never_falls_back() ->
 def test_sdpa_flash_is_rejected_for_a_model_that_needs_masks() -> None:
     cfg = config("sdpa_flash")
     cfg.config = {"model_type": "gemma3_text", **SIZES, "head_dim": 8, "use_bidirectional_attention": True}
-    with pytest.raises(
-        ConfigError, match=r"sdpa_flash: Gemma3ForCausalLM uses bidirectional attention; set model.attention=s"
-    ):
+    message = r"sdpa_flash: Gemma3ForCausalLM uses bidirectional attention; set model.attention=s"
+    with pytest.raises(ConfigError, match=message):
         models.build_on_meta(cfg)
 
 
 def test_flex_attention_is_rejected_on_cpu() -> None:
     """The rule, and the missing backward in torch that is its reason."""
-    with pytest.raises(
-        ConfigError, match=r"flex_attention: torch has no backward for it on CPUs; set model.attention=sd"
-    ):
+    message = r"flex_attention: torch has no backward for it on CPUs; set model.attention=sd"
+    with pytest.raises(ConfigError, match=message):
         kernel_report("flex_attention")
     query = torch.randn(1, 2, 16, 8, requires_grad=True)
     with pytest.raises(NotImplementedError):

@@ -202,9 +202,8 @@ def test_unavailable_attention_implementation_is_rejected() -> None:
 def test_unreachable_hub_is_a_config_error() -> None:
     cfg = ModelConfig(path="nobody/no-such-model-of-anyone")
     for attempt in (lambda: build_on_meta(cfg), lambda: load_tokenizer(cfg)):
-        with pytest.raises(
-            ConfigError, match=r"not in the local cache .* cannot be reached; set model.path to a local"
-        ):
+        message = r"not in the local cache .* cannot be reached; set model.path to a local"
+        with pytest.raises(ConfigError, match=message):
             attempt()
 
 

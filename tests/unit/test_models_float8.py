@@ -92,9 +92,8 @@ def test_lm_head_and_layers_of_unsupported_sizes_are_not_converted() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may support float8 matmuls")
 def test_device_without_float8_matmuls_is_rejected() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model.float8=tensorwise: needs a CUDA device of .*8.9 or higher, but this is"
-    ):
+    message = r"model.float8=tensorwise: needs a CUDA device of .*8.9 or higher, but this is"
+    with pytest.raises(ConfigError, match=message):
         models.build_on_meta(replace(config(), float8_emulate=False, compute_dtype=DType.auto))
 
 
@@ -267,7 +266,6 @@ def test_planned_memory_and_time_count_the_rounded_weights() -> None:
 
 
 def test_group_size_must_divide_the_inputs() -> None:
-    with pytest.raises(
-        ConfigError, match="qat_group_size=64: does not divide the 96 inputs of model.layers.0.mlp.down"
-    ):
+    message = "qat_group_size=64: does not divide the 96 inputs of model.layers.0.mlp.down"
+    with pytest.raises(ConfigError, match=message):
         models.build_on_meta(qat_config(Qat.int8_int4, qat_group_size=64))

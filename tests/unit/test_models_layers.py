@@ -309,12 +309,8 @@ def test_export_has_the_tensor_names_that_transformers_writes(family: str, tmp_p
 
 def pad_tokens(folder: Path) -> list[object]:
     """Return the pad tokens that a folder names: in its configs, by id, and in its tokenizer's, by text."""
-    names = {
-        "config.json": "pad_token_id",
-        "generation_config.json": "pad_token_id",
-        "tokenizer_config.json": "pad_token",
-    }
-    return [json.loads((folder / file).read_text()).get(key) for file, key in names.items()]
+    names = {"config": "pad_token_id", "generation_config": "pad_token_id", "tokenizer_config": "pad_token"}
+    return [json.loads((folder / f"{file}.json").read_text()).get(key) for file, key in names.items()]
 
 
 @pytest.mark.parametrize(

@@ -359,9 +359,8 @@ def test_ranks_reject_another_tokenizer_and_ids_beyond_the_vocabulary(tmp_path: 
     same = written(tmp_path / "a", vocabulary=Vocabulary("bytes", _HASH_OF_BYTES))
     selected(config(same))
     other = config(written(tmp_path / "b", vocabulary=Vocabulary("some/model", "0")))
-    with pytest.raises(
-        ConfigError, match=r"data.path=.*b: was written with the tokenizer some/model.*set model.tokenizer=some/model"
-    ):
+    message = r"data.path=.*b: was written with the tokenizer some/model.*set model.tokenizer=some/model"
+    with pytest.raises(ConfigError, match=message):
         selected(other)
     write_datatrove(tmp_path / "c.ds", [[1, 2, 300] * 200], 2)
     (tmp_path / "c").mkdir()

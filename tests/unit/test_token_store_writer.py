@@ -136,52 +136,43 @@ def test_hash_depends_on_ids_and_document_ends(tmp_path: Path) -> None:
     assert len(hashes) == 3
 
 
+def cut(path: Path) -> Path:
+    os.truncate(path, path.stat().st_size - 4)
+    return path
+
+
+ARRAYS = {"float_npy": np.zeros(4, np.float32), "npy_2d": np.zeros((2, 2), np.int32), "npy_int64": np.zeros(4, int)}
+
+
 def damage(folder: Path, kind: str) -> tuple[Path, int | None]:
     """Write a shard that is damaged or not supported."""
-    path, id_bytes = write(folder, "megatron_int32")
-    index = path.with_suffix(".idx").read_bytes()
     if kind == "odd":
         np.arange(3, dtype=np.uint8).tofile(folder / "odd.bin")
         return folder / "odd.bin", None
     if kind == "bare_npy":
         return write(folder, "olmo")[0], None
-    if kind in ("float_npy", "npy_2d", "npy_int64"):
-        arrays = {
-            "float_npy": np.zeros(4, np.float32),
-            "npy_2d": np.zeros((2, 2), np.int32),
-            "npy_int64": np.zeros(4, int),
-        }
-        np.save(folder / "a.npy", arrays[kind])
+    if kind in ARRAYS:
+        np.save(folder / "a.npy", ARRAYS[kind])
         return folder / "a.npy", None
-    if kind == "cut_npy":
-        path, _ = write(folder, "npy_int32")
-        os.truncate(path, path.stat().st_size - 4)
-        return path, None
-    if kind == "cut_llmc":
-        path.with_suffix(".idx").unlink()
-        path, _ = write(folder, "llmc")
-        os.truncate(path, path.stat().st_size - 4)
-        return path, None
-    if kind == "loss_mask":
+    if kind in ("cut_npy", "cut_llmc"):
+        return cut(write(folder, {"cut_npy": "npy_int32", "cut_llmc": "llmc"}[kind])[0]), None
+    if kind in ("loss_mask", "ds_without_metadata", "ends_beyond"):
         path, _ = write(folder, "datatrove2")
-        Path(f"{path}.loss").write_bytes(b"\0")
+        if kind == "loss_mask":
+            Path(f"{path}.loss").write_bytes(b"\0")
+        elif kind == "ds_without_metadata":
+            Path(f"{path}.metadata").unlink()
+        else:
+            np.asarray([10**9], "<u8").tofile(f"{path}.index")
         return path, None
-    if kind == "ds_without_metadata":
-        path, _ = write(folder, "datatrove2")
-        Path(f"{path}.metadata").unlink()
-        return path, None
-    if kind == "ends_beyond":
-        path, _ = write(folder, "datatrove2")
-        np.asarray([10**9], "<u8").tofile(f"{path}.index")
-        return path, None
+    path, id_bytes = write(folder, "megatron_int32")
+    index = path.with_suffix(".idx").read_bytes()
     changed = {
         "magic": b"X" + index[1:], "int64_ids": index[:17] + b"\x05" + index[18:], "cut_index": index[:-8],
         "cut_bin": index, "empty_index": b"",
     }[kind]  # fmt: skip
     path.with_suffix(".idx").write_bytes(changed)
-    if kind == "cut_bin":
-        os.truncate(path, path.stat().st_size - 4)
-    return path, id_bytes
+    return cut(path) if kind == "cut_bin" else path, id_bytes
 
 
 @pytest.mark.parametrize(

@@ -206,12 +206,8 @@ def test_fused_experts_and_merged_adapters(tmp_path: Path) -> None:
 
 def test_blocks_are_summed_in_float64() -> None:
     values = [torch.tensor([1.0]), torch.tensor([1e-8]), torch.tensor([-1.0])]
-    found = sources.read_average(
-        [sources.Source(Path(), None, None, {"w": value}, lambda *_, value=value: value) for value in values],
-        [1.0, 1.0, 1.0],
-        "w",
-        (),
-    )
+    parts = [sources.Source(Path(), None, None, {"w": value}, lambda *_, value=value: value) for value in values]
+    found = sources.read_average(parts, [1.0, 1.0, 1.0], "w", ())
     assert found.dtype == torch.float64
     assert found.item() == pytest.approx(1e-8, rel=1e-6)
     assert [value.item() for value in values] == pytest.approx([1.0, 1e-8, -1.0])  # sources are not changed
