@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from components.config.compose.command_line import compose_from_command_line
-from components.config.compose.explain import nearest_key
 from components.config.compose.frozen import from_yaml, frozen_text, read_frozen, to_yaml
 from components.config.compose.sources import CONF, option_groups
 from components.config.compose.typed import free_keys, known_keys, typed
@@ -388,24 +387,6 @@ def test_misspelled_keys_are_rejected_with_a_suggestion(name: str) -> None:
     assert len(right) >= 0.9 * len(misspelled), {
         key: message[wrong] for key, wrong in misspelled.items() if key not in right
     }
-
-
-@pytest.mark.parametrize(
-    ("typed_key", "meant"),
-    [
-        ("model.head", "model.heads"),
-        ("training.max_step", "training.max_steps"),
-        ("parallelism.tpp", "parallelism.tp"),
-        ("paralelism", "parallelism"),
-        ("trainin.max_steps", "training.max_steps"),
-        ("max_steps", "training.max_steps"),
-        ("training.lr", "optimizer.lr"),
-        ("wandb.mode", "logging.wandb.mode"),
-        ("qqq.zzz", None),
-    ],
-)
-def test_nearest_key_is_suggested(typed_key: str, meant: str | None) -> None:
-    assert nearest_key(typed_key, known_keys(FinetuneConfig)) == meant
 
 
 def test_all_problems_of_a_frozen_config_are_reported() -> None:

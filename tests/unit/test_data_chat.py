@@ -5,9 +5,7 @@ Text and masks are compared with `apply_chat_template` of transformers, and with
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import re
 import resource
 import time
 from pathlib import Path
@@ -304,18 +302,9 @@ def test_function_calls_of_the_old_openai_form_are_tool_calls(name: str, tmp_pat
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     function = {"name": "weather", "description": "d", "parameters": parameters}
     call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    old = [
-        user("a"),
-        {"role": "assistant", "content": None, "function_call": call},
-        {"role": "function", "name": "weather", "content": "cold"},
-        assistant("It is cold."),
-    ]
-    new = [
-        user("a"),
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "name": "weather", "content": "cold"},
-        assistant("It is cold."),
-    ]
+    result, calls = {"name": "weather", "content": "cold"}, [{"type": "function", "function": call}]
+    old = [user("a"), assistant(None, function_call=call), {"role": "function", **result}, assistant("It is cold.")]
+    new = [user("a"), assistant("", tool_calls=calls), {"role": "tool", **result}, assistant("It is cold.")]
     template = unmarked(QWEN3)
     of_old = dataset(tmp_path, [{"messages": old, "functions": [function]}], template, name)
     tools = [{"type": "function", "function": function}]
@@ -432,9 +421,8 @@ def test_prompts_of_samples_are_those_that_answers_are_trained_after(tmp_path: P
 
 
 def test_error_of_a_template_names_the_message_and_its_key(tmp_path: Path) -> None:
-    template = unmarked(HERMES).replace(
-        "{{- '<|im_start|>' + message.role", "{{- '<|im_start|>' + message.role + message.get('x', '')"
-    )
+    start = "{{- '<|im_start|>' + message.role"
+    template = unmarked(HERMES).replace(start, f"{start} + message.get('x', '')")
     rows = rows_of([user("a"), assistant("b"), user("c", x=5), assistant("d")])
     with pytest.raises(
         ConfigError, match=r"x.jsonl:1: message 3 \(role user\), key x: the chat template fails .* TypeError"
@@ -581,37 +569,3 @@ def test_nonterminating_template_is_rejected_during_generation(tmp_path: Path, m
             parameter.zero_()
     with pytest.raises(ConfigError, match="the chat template did not finish within 0.5 s"):
         generate(model, byte_tokenizer(ENDLESS[0]), ["hi"], 1)
-
-
-# Comparison with TRL, if it is installed
-
-
-def trl_templates() -> list[str]:
-    spec = importlib.util.find_spec("trl")
-    folders = spec.submodule_search_locations if spec else None
-    return sorted(map(str, Path(folders[0]).glob("chat_templates/*_training.jinja"))) if folders else []
-
-
-@pytest.mark.skipif(not trl_templates(), reason="needs TRL, for its training templates")
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_masks_equal_those_of_trl_under_its_training_templates(conversation: str) -> None:
-    """Templates that drop past reasoning or end the last answer differently are skipped.
-
-    They give one example per answer here.
-    """
-    messages, tools = CONVERSATIONS[conversation]
-    compared = 0
-    for file in trl_templates():
-        source = Path(file).read_text()
-        tokenizer = byte_tokenizer(source)
-        tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<\|\w+\|>", source)))})
-        try:
-            expected = reference(tokenizer, messages, tools)
-        except Exception:
-            continue
-        examples = encode_conversations(tokenizer, [Conversation("x.jsonl:1", messages, tools)])
-        takes_parts = re.search("idefics|llava|smolvlm", file)  # the reference omits content that is text
-        if len(examples) == 1 and "strftime_now" not in source and not takes_parts:
-            assert examples == [expected], file
-            compared += 1
-    assert compared >= 10
