@@ -387,9 +387,3 @@ def test_final_decay_must_begin_after_the_warmup() -> None:
     (problem,) = decay_problems(wsd, training, 14)
     assert "after optimizer.warmup_steps=5, into the 14 steps of training.epochs=1.5; set it to at most 9" in problem
     assert decay_problems(dataclasses.replace(wsd, schedule=Schedule.cosine), training, 14) == []
-
-
-def test_exactly_one_of_epochs_and_max_steps() -> None:
-    assert TrainingConfig().max_steps == 100
-    with pytest.raises(ConfigError, match=r"training\.epochs=3: the run also has training\.max_steps=7"):
-        TrainingConfig(epochs=3, max_steps=7)
