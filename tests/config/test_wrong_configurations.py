@@ -90,9 +90,13 @@ def model_files(folder: Path) -> None:
     (folder / "fake.gguf").write_bytes(b"not a model at all, really not")
 
 
-def rows_of_answers(folder: Path) -> None:
-    row = {"text": "a", "label": 0, "prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "good": True}
+def rows_of_answers(folder: Path, **more: object) -> None:
+    row = {**more, "prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "good": True}
     write_rows(folder / "rows.jsonl", row)
+
+
+def labeled_rows(folder: Path) -> None:
+    rows_of_answers(folder, text="a", label=0)
 
 
 def teacher_files(folder: Path) -> None:
@@ -138,7 +142,7 @@ SETUPS = {
     "preferences": Setup("dpo", rows_of_answers, ("model=tiny", "data.path=rows.jsonl")),
     "distillation": Setup("distill", teacher_files, (*STUDENT, "objective.temperature=2")),
     "stored_teacher": Setup("teacher", teacher_files, STUDENT),
-    "labels": Setup("classify", rows_of_answers, ("model=tiny", "data.path=rows.jsonl")),
+    "labels": Setup("classify", labeled_rows, ("model=tiny", "data.path=rows.jsonl")),
     "evaluation": Setup("evaluate"),
 }
 """Groups of wrong lines that need another recipe or files than the rest."""
@@ -353,7 +357,7 @@ def test_without_a_cluster_the_message_names_the_key_that_renders(
     [
         *((name, name, f"logging.{name}.enabled=true") for name in ("mlflow", "trackio")),
         ("tensorboard", "tensorboard", "logging.tensorboard=true"),
-        ("gcsfs", "gcs", "data.path=gs://bucket/x.jsonl"),
+        ("gcsfs", "gcs", "data=jsonl data.path=gs://bucket/x.jsonl"),
         ("adlfs", "azure", "checkpoint.remote=az://box/run"),
     ],
 )
@@ -363,10 +367,9 @@ def test_missing_package_is_reported_with_the_extra_to_install(
     """Of trackers and of object stores."""
     if PathFinder.find_spec(package, sys.path) is not None:
         pytest.skip(f"{package} is installed")
-    ended = commands.run(finetune, ["model=tiny", "data=jsonl", f"data.path={__file__}", setting], tmp_path)
-    assert_rejected(
-        ended, [f"{setting}: {package} is not installed; run pip install 'meshbook[{extra}]', or"], tmp_path
-    )
+    ended = commands.run(finetune, ["model=tiny", *setting.split()], tmp_path)
+    message = f"{setting.split()[-1]}: {package} is not installed; run pip install 'meshbook[{extra}]', or"
+    assert_rejected(ended, [message], tmp_path)
 
 
 def test_missing_lm_eval_is_reported_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
