@@ -434,3 +434,9 @@ def test_an_empty_dataset_has_no_order():
     for order in (lambda: SampleOrder(0, 1), lambda: BlockOrder(0, 1, 8, 8)):
         with pytest.raises(ConfigError, match="a dataset of 0 samples cannot be shuffled"):
             order()
+
+
+def test_objects_of_a_source_need_a_cache_folder() -> None:
+    message = "data.cache=null: objects of s3://b/x.jsonl, which data.sources.a reads, are copied to it; set"
+    with pytest.raises(ConfigError, match=message):
+        MixtureDataConfig(sources={"a": TextDataConfig(path="s3://b/x.jsonl")}, cache=None)
