@@ -37,13 +37,17 @@ def composed_with(folder: Path, text: str) -> str:
 
 
 CASES: list[tuple[str, Callable[[Path], str], dict[str, str]]] = [
-    ("IN_FILE", lambda folder: composed_with(folder, "defaults: [/model/nope]\n"), {"file": "experiment/mine"}),
-    ("IN_FILE", lambda folder: composed_with(folder, "defaults: [{override /nope: a}]\n"), {"file": "experiment/mine"}),
-    ("NO_GROUP", lambda folder: composed_with(folder, "defaults: [{override /nope: a}]\n"), {"group": "nope"}),
-    ("NO_GROUP", lambda _: composed("data@data.sources.x=gsm8k"), {"group": "data"}),
-    ("SECOND_OPTION", lambda _: composed("+model=tiny"), {"group": "model", "option": "tiny"}),
+    ("_IN_FILE", lambda folder: composed_with(folder, "defaults: [/model/nope]\n"), {"file": "experiment/mine"}),
     (
-        "SECOND_OPTION",
+        "_IN_FILE",
+        lambda folder: composed_with(folder, "defaults: [{override /nope: a}]\n"),
+        {"file": "experiment/mine"},
+    ),
+    ("_NO_GROUP", lambda folder: composed_with(folder, "defaults: [{override /nope: a}]\n"), {"group": "nope"}),
+    ("_NO_GROUP", lambda _: composed("data@data.sources.x=gsm8k"), {"group": "data"}),
+    ("_SECOND_OPTION", lambda _: composed("+model=tiny"), {"group": "model", "option": "tiny"}),
+    (
+        "_SECOND_OPTION",
         lambda tmp: composed_with(tmp, "# @package _global_\ndefaults:\n  - /peft: lora\n"),
         {"group": "peft", "option": "lora"},
     ),

@@ -188,7 +188,7 @@ def test_code_without_snapshot_is_mounted() -> None:
 def test_invalid_custom_template_is_rejected(
     tmp_path: Path, text: str | bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "CPU_SECONDS", 1)
+    monkeypatch.setattr(scheduler, "_CPU_SECONDS", 1)
     file = tmp_path / "mine.j2"
     if text == "fifo":
         os.mkfifo(file)
