@@ -5,7 +5,9 @@ Text and masks are compared with `apply_chat_template` of transformers, and with
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import resource
 import time
 from pathlib import Path
@@ -569,3 +571,37 @@ def test_nonterminating_template_is_rejected_during_generation(tmp_path: Path, m
             parameter.zero_()
     with pytest.raises(ConfigError, match="the chat template did not finish within 0.5 s"):
         generate(model, byte_tokenizer(ENDLESS[0]), ["hi"], 1)
+
+
+# Comparison with TRL, if it is installed
+
+
+def trl_templates() -> list[str]:
+    spec = importlib.util.find_spec("trl")
+    folders = spec.submodule_search_locations if spec else None
+    return sorted(map(str, Path(folders[0]).glob("chat_templates/*_training.jinja"))) if folders else []
+
+
+@pytest.mark.skipif(not trl_templates(), reason="needs TRL, for its training templates")
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_masks_equal_those_of_trl_under_its_training_templates(conversation: str) -> None:
+    """Templates that drop past reasoning or end the last answer differently are skipped.
+
+    They give one example per answer here.
+    """
+    messages, tools = CONVERSATIONS[conversation]
+    compared = 0
+    for file in trl_templates():
+        source = Path(file).read_text()
+        tokenizer = byte_tokenizer(source)
+        tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<\|\w+\|>", source)))})
+        try:
+            expected = reference(tokenizer, messages, tools)
+        except Exception:
+            continue
+        examples = encode_conversations(tokenizer, [Conversation("x.jsonl:1", messages, tools)])
+        takes_parts = re.search("idefics|llava|smolvlm", file)  # the reference omits content that is text
+        if len(examples) == 1 and "strftime_now" not in source and not takes_parts:
+            assert examples == [expected], file
+            compared += 1
+    assert compared >= 10
