@@ -49,13 +49,13 @@ def test_average_is_that_of_the_weights_after_applied_steps(dtype: torch.dtype) 
     prepared_model = prepared(model)
     optimizer = training.build_optimizer(model, AdamWConfig(lr=0.05))
     history: list[dict[str, torch.Tensor]] = []
-    for step in range(4):
-        poison = model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan) if step == 1 else None
+    for step in range(4):  # skipped in the third, as one update alone leaves the average at the weights
+        poison = model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan) if step == 2 else None
         numbers = training.train_step(prepared_model, [batch(2, 12)], optimizer)
         if poison is not None:
             poison.remove()
-        assert numbers["skipped"].item() == (step == 1)
-        if step != 1:
+        assert numbers["skipped"].item() == (step == 2)
+        if step != 2:
             history.append({name: each.detach().clone() for name, each in model.named_parameters()})
     found = prepared_model.average.tensors
     assert found.pop("average_updates") == 3
