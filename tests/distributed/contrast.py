@@ -6,6 +6,7 @@ re-creation of the published code does not count as its weakness.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -48,6 +49,27 @@ def contrast(
     report = "\n".join(map(str, outcomes))
     assert not all(outcome.ok for outcome in outcomes), "the published behavior passes: the check proves nothing"
     assert re.search(symptom, report), f"the published behavior fails in another way:\n{report}"
+
+
+def against_published(ours: Any, published: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Turn a check `(rank, functions, *fixtures)` into a test of both implementations.
+
+    Args:
+        options: those of `contrast`.
+    """
+
+    def decorate(check: Callable[..., Any]) -> Callable[..., None]:
+        def test(implementation: str, **fixtures: Any) -> None:
+            contrast(implementation, lambda *args: check(*args, **fixtures), ours, published, **options)
+
+        parameters = list(inspect.signature(check).parameters.values())[2:]
+        names = [inspect.Parameter("implementation", inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters]
+        test.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+        for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+            setattr(test, name, getattr(check, name))
+        return both_implementations(test)
+
+    return decorate
 
 
 def signal_event(event: str) -> None:

@@ -1,6 +1,6 @@
 """Barriers, compared with the published behavior of NeMo AutoModel, OLMo-core and KempnerForge.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+Each docstring names the published function and the weakness that the test covers. Tests under `against_published`
 also run their check against a re-creation of the published behavior, which must fail.
 """
 
@@ -21,49 +21,34 @@ from components.distributed import init, utils
 from components.distributed.process.barriers import BarrierTimeoutError
 from components.distributed.process.groups import NotInGroupError
 from tests.distributed import published
-from tests.distributed.contrast import both_implementations, contrast, signal_event, wait_for_event
+from tests.distributed.contrast import against_published, both_implementations, signal_event, wait_for_event
 from tests.harness import join_world, run_ranks, start_ranks
 
 SECOND = timedelta(seconds=1)
 
 
-@both_implementations
 @pytest.mark.parametrize("with_group", [False, True], ids=["world", "group"])
-def test_barrier_returns_false_after_its_timeout(implementation: str, with_group: bool) -> None:
+@against_published(
+    utils._barrier_with_timeout, published._barrier_with_timeout, symptom="rank 0: still running", published_timeout=2
+)
+def test_barrier_returns_false_after_its_timeout(rank: int, barrier: Callable[..., bool], with_group: bool) -> None:
     """NeMo AutoModel _barrier_with_timeout: peers wait 30 minutes in new_group, and forever if group= is given."""
-
-    def check(rank: int, barrier: Callable[..., bool]) -> None:
-        group = dist.new_group([0, 1]) if with_group else None
-        if rank == 1:
-            wait_for_event("rank 0 has given up")
-        assert barrier(timedelta(seconds=0.3), group) is False
-        signal_event("rank 0 has given up")
-        value = torch.ones(1)
-        dist.all_reduce(value)  # the process group still works
-        assert value.item() == 2
-
-    contrast(
-        implementation,
-        check,
-        utils._barrier_with_timeout,
-        published._barrier_with_timeout,
-        symptom="rank 0: still running",
-        published_timeout=2,
-    )
+    group = dist.new_group([0, 1]) if with_group else None
+    if rank == 1:
+        wait_for_event("rank 0 has given up")
+    assert barrier(timedelta(seconds=0.3), group) is False
+    signal_event("rank 0 has given up")
+    value = torch.ones(1)
+    dist.all_reduce(value)  # the process group still works
+    assert value.item() == 2
 
 
-@both_implementations
-def test_barrier_creates_no_process_groups(implementation: str) -> None:
+@against_published(utils._barrier_with_timeout, published._barrier_with_timeout, symptom="assert 6 == 1")
+def test_barrier_creates_no_process_groups(rank: int, barrier: Callable[..., bool]) -> None:
     """NeMo AutoModel _barrier_with_timeout: creates a world-sized group per call, with O(world^2) sockets each time."""
-
-    def check(rank: int, barrier: Callable[..., bool]) -> None:
-        before = dist.distributed_c10d._world.group_count
-        assert all(barrier(10 * SECOND) for _ in range(5))
-        assert dist.distributed_c10d._world.group_count == before
-
-    contrast(
-        implementation, check, utils._barrier_with_timeout, published._barrier_with_timeout, symptom="assert 6 == 1"
-    )
+    before = dist.distributed_c10d._world.group_count
+    assert all(barrier(10 * SECOND) for _ in range(5))
+    assert dist.distributed_c10d._world.group_count == before
 
 
 def test_subgroup_barrier_waits_for_members_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,30 +73,24 @@ def test_single_process_barrier_returns_immediately() -> None:
     assert run_ranks(1, lambda rank: utils._barrier_with_timeout(timedelta(0))) == [True]
 
 
-@both_implementations
-def test_gloo_group_uses_the_timeout_of_the_default_group(implementation: str) -> None:
+@against_published(
+    utils._create_gloo_group,
+    published._create_gloo_group,
+    symptom="rank 0: still running",
+    published_timeout=2,
+    init=False,
+)
+def test_gloo_group_uses_the_timeout_of_the_default_group(rank: int, create: Callable[[], Any]) -> None:
     """NeMo AutoModel _create_gloo_group: uses the default of 30 minutes, whatever the timeout of the run."""
-
-    def check(rank: int, create: Callable[[], Any]) -> None:
-        join_world(SECOND)
-        group = create()
+    join_world(SECOND)
+    group = create()
+    dist.barrier(group)
+    if rank == 1:
+        wait_for_event("rank 0 has given up")
+        return
+    with pytest.raises(RuntimeError):
         dist.barrier(group)
-        if rank == 1:
-            wait_for_event("rank 0 has given up")
-            return
-        with pytest.raises(RuntimeError):
-            dist.barrier(group)
-        signal_event("rank 0 has given up")
-
-    contrast(
-        implementation,
-        check,
-        utils._create_gloo_group,
-        published._create_gloo_group,
-        symptom="rank 0: still running",
-        published_timeout=2,
-        init=False,
-    )
+    signal_event("rank 0 has given up")
 
 
 class Lines(logging.Handler):
@@ -132,63 +111,40 @@ def _published_barrier_and_log(string: str) -> None:
     published.barrier_and_log(string, logging.getLogger("published"))
 
 
-@both_implementations
-def test_barrier_and_log_logs_on_rank_zero_only(implementation: str) -> None:
+@against_published(utils.barrier_and_log, _published_barrier_and_log, symptom=r"rank 1: \['\[before")
+def test_barrier_and_log_logs_on_rank_zero_only(rank: int, barrier_and_log: Callable[..., None]) -> None:
     """NeMo AutoModel barrier_and_log: logs on every rank, although it documents rank 0 only."""
-
-    def check(rank: int, barrier_and_log: Callable[..., None]) -> None:
-        log = Lines()
-        barrier_and_log("before training")
-        assert bool(log.lines) == (rank == 0), f"rank {rank}: {log.lines}"
-        if rank == 0:
-            assert log.lines[-1].startswith("[before training] datetime: ")
-
-    contrast(implementation, check, utils.barrier_and_log, _published_barrier_and_log, symptom=r"rank 1: \['\[before")
+    log = Lines()
+    barrier_and_log("before training")
+    assert bool(log.lines) == (rank == 0), f"rank {rank}: {log.lines}"
+    if rank == 0:
+        assert log.lines[-1].startswith("[before training] datetime: ")
 
 
-@both_implementations
-def test_barrier_and_log_logs_before_it_waits(implementation: str) -> None:
+@against_published(
+    utils.barrier_and_log, _published_barrier_and_log, symptom="rank 0: still running", published_timeout=2
+)
+def test_barrier_and_log_logs_before_it_waits(rank: int, barrier_and_log: Callable[..., None]) -> None:
     """NeMo AutoModel barrier_and_log: logs only after the barrier, so a hanging barrier leaves no trace in the log."""
-
-    def check(rank: int, barrier_and_log: Callable[..., None]) -> None:
-        if rank == 0:
-            Lines()
-        else:
-            wait_for_event("line 1")  # before this rank enters the barrier
-        barrier_and_log("before training")
-
-    contrast(
-        implementation,
-        check,
-        utils.barrier_and_log,
-        _published_barrier_and_log,
-        symptom="rank 0: still running",
-        published_timeout=2,
-    )
+    if rank == 0:
+        Lines()
+    else:
+        wait_for_event("line 1")  # before this rank enters the barrier
+    barrier_and_log("before training")
 
 
-@both_implementations
-def test_group_still_works_after_a_barrier_timeout(implementation: str) -> None:
+@against_published(init._barrier_with_timeout, published.barrier_with_reason, symptom=r"AssertionError|DID NOT RAISE")
+def test_group_still_works_after_a_barrier_timeout(rank: int, barrier: Callable[[float, str], None]) -> None:
     """KempnerForge _barrier_with_timeout: a gloo group is unusable after a timeout. The missing rank is named here."""
-
-    def check(rank: int, barrier: Callable[[float, str], None]) -> None:
-        if rank == 1:
-            wait_for_event("rank 0 has given up")
-        with pytest.raises(RuntimeError, match=r"timed out after 0.3s during mesh") as caught:
-            barrier(0.3, "mesh")
-        signal_event("rank 0 has given up")
-        assert "rank(s) 1 did not arrive" in str(caught.value)
-        value = torch.ones(1)
-        dist.all_reduce(value)
-        assert value.item() == 2
-
-    contrast(
-        implementation,
-        check,
-        init._barrier_with_timeout,
-        published.barrier_with_reason,
-        symptom=r"AssertionError|DID NOT RAISE",
-    )
+    if rank == 1:
+        wait_for_event("rank 0 has given up")
+    with pytest.raises(RuntimeError, match=r"timed out after 0.3s during mesh") as caught:
+        barrier(0.3, "mesh")
+    signal_event("rank 0 has given up")
+    assert "rank(s) 1 did not arrive" in str(caught.value)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 2
 
 
 @both_implementations

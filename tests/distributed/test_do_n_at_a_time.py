@@ -1,6 +1,6 @@
 """Running a function on a few ranks at a time, compared with the published behavior of OLMo-core.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+Each docstring names the published function and the weakness that the test covers. Tests under `against_published`
 also run their check against a re-creation of the published behavior, which must fail.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from components.distributed import utils
 from components.distributed.process.groups import NotInGroupError, index_on_node
 from components.distributed.process.store_sync import PeerFailure
 from tests.distributed import published
-from tests.distributed.contrast import both_implementations, contrast, nodes_of_two, without
+from tests.distributed.contrast import against_published, nodes_of_two, without
 from tests.harness import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
+do_n_check = partial(against_published, utils.do_n_at_a_time, published.do_n_at_a_time)
 
 
 def _timed_span() -> tuple[float, float]:
@@ -47,108 +49,66 @@ def test_at_most_n_ranks_run_concurrently(n: int) -> None:
     assert _max_concurrent(run_ranks(4, check)) <= n
 
 
-@both_implementations
-def test_exception_on_one_rank_is_raised_on_all_ranks(implementation: str) -> None:
+@do_n_check(symptom="RuntimeError|still running", world_size=3, published_timeout=1.5)
+def test_exception_on_one_rank_is_raised_on_all_ranks(rank: int, do_n: Callable[..., Any]) -> None:
     """OLMo-core do_n_at_a_time: if f raises on one rank, the others stay in a barrier."""
+    called = []
 
-    def check(rank: int, do_n: Callable[..., Any]) -> None:
-        called = []
+    def f() -> None:
+        called.append(rank)
+        if rank == 1:
+            raise KeyError("broken")
 
-        def f() -> None:
-            called.append(rank)
-            if rank == 1:
-                raise KeyError("broken")
-
-        with pytest.raises(KeyError if rank == 1 else PeerFailure, match="broken"):
-            do_n(f, n=1)
-        assert called == ([rank] if rank < 2 else []), "its turn came after the failure"
-
-    contrast(
-        implementation,
-        check,
-        utils.do_n_at_a_time,
-        published.do_n_at_a_time,
-        symptom="RuntimeError|still running",
-        world_size=3,
-        published_timeout=1.5,
-    )
+    with pytest.raises(KeyError if rank == 1 else PeerFailure, match="broken"):
+        do_n(f, n=1)
+    assert called == ([rank] if rank < 2 else []), "its turn came after the failure"
 
 
-@both_implementations
-def test_rank_outside_the_group_raises(implementation: str) -> None:
+@do_n_check(symptom="never called")
+def test_rank_outside_the_group_raises(rank: int, do_n: Callable[..., Any]) -> None:
     """OLMo-core do_n_at_a_time: in a group without rank 0, f is never called and None is returned."""
-
-    def check(rank: int, do_n: Callable[..., Any]) -> None:
-        group = dist.new_group([1])
-        try:
-            assert do_n(lambda: "result", n=1, process_group=group) == "result", "never called"
-        except NotInGroupError:
-            assert rank == 0
-
-    contrast(implementation, check, utils.do_n_at_a_time, published.do_n_at_a_time, symptom="never called")
+    group = dist.new_group([1])
+    try:
+        assert do_n(lambda: "result", n=1, process_group=group) == "result", "never called"
+    except NotInGroupError:
+        assert rank == 0
 
 
-@both_implementations
-def test_n_of_zero_raises_value_error(implementation: str) -> None:
+@do_n_check(symptom="ZeroDivisionError")
+def test_n_of_zero_raises_value_error(rank: int, do_n: Callable[..., Any]) -> None:
     """OLMo-core do_n_at_a_time: n=0 raises ZeroDivisionError."""
-
-    def check(rank: int, do_n: Callable[..., Any]) -> None:
-        with pytest.raises(ValueError, match="n=0: must be at least 1"):
-            do_n(lambda: None, n=0)
-
-    contrast(implementation, check, utils.do_n_at_a_time, published.do_n_at_a_time, symptom="ZeroDivisionError")
+    with pytest.raises(ValueError, match="n=0: must be at least 1"):
+        do_n(lambda: None, n=0)
 
 
-@both_implementations
-def test_default_is_one_rank_per_node_in_a_subgroup(implementation: str) -> None:
+@do_n_check(symptom="two ranks of one node at once", world_size=4, env=nodes_of_two)
+def test_default_is_one_rank_per_node_in_a_subgroup(rank: int, do_n: Callable[..., Any]) -> None:
     """OLMo-core do_n_at_a_time: the default n counts all nodes, even for a group on one node."""
-
-    def check(rank: int, do_n: Callable[..., Any]) -> None:
-        group = dist.new_group([0, 1])  # both on the first of two nodes
-        spans: list[Any] = [None] * 4
-        local = do_n(_timed_span, process_group=group) if rank < 2 else None
-        dist.all_gather_object(spans, local)
-        assert _max_concurrent([span for span in spans if span]) == 1, "two ranks of one node at once"
-
-    contrast(
-        implementation,
-        check,
-        utils.do_n_at_a_time,
-        published.do_n_at_a_time,
-        symptom="two ranks of one node at once",
-        world_size=4,
-        env=nodes_of_two,
-    )
+    group = dist.new_group([0, 1])  # both on the first of two nodes
+    spans: list[Any] = [None] * 4
+    local = do_n(_timed_span, process_group=group) if rank < 2 else None
+    dist.all_gather_object(spans, local)
+    assert _max_concurrent([span for span in spans if span]) == 1, "two ranks of one node at once"
 
 
-@both_implementations
-def test_default_is_one_rank_per_node_on_nodes_of_unequal_size(implementation: str) -> None:
+def _three_ranks_and_one(rank: int) -> dict[str, str | None]:
+    """Environment of nodes of three ranks and of one."""
+    local = {"LOCAL_RANK": str(rank % 3), "LOCAL_WORLD_SIZE": "3" if rank < 3 else "1"}
+    return {**local, "NUM_NODES": "2"}
+
+
+@do_n_check(symptom="two ranks of one node at once", world_size=4, env=_three_ranks_and_one)
+def test_default_is_one_rank_per_node_on_nodes_of_unequal_size(rank: int, do_n: Callable[..., Any]) -> None:
     """OLMo-core do_n_at_a_time: one rank per node only on contiguous nodes of equal size. Here 3 ranks and 1."""
+    first_turn = dist.new_group([0, 3])
+    spans: list[Any] = [None] * 4
+    dist.all_gather_object(spans, do_n(_timed_span))
+    assert _max_concurrent(spans[:3]) == 1, "two ranks of one node at once"
 
-    def unequal(rank: int) -> dict[str, str | None]:
-        local = {"LOCAL_RANK": str(rank % 3), "LOCAL_WORLD_SIZE": "3" if rank < 3 else "1"}
-        return {**local, "NUM_NODES": "2"}
+    def meets_peer() -> bool:
+        return rank in (1, 2) or utils._barrier_with_timeout(TIMEOUT, first_turn)
 
-    def check(rank: int, do_n: Callable[..., Any]) -> None:
-        first_turn = dist.new_group([0, 3])
-        spans: list[Any] = [None] * 4
-        dist.all_gather_object(spans, do_n(_timed_span))
-        assert _max_concurrent(spans[:3]) == 1, "two ranks of one node at once"
-
-        def meets_peer() -> bool:
-            return rank in (1, 2) or utils._barrier_with_timeout(TIMEOUT, first_turn)
-
-        assert do_n(meets_peer), "the second node waited for the first"
-
-    contrast(
-        implementation,
-        check,
-        utils.do_n_at_a_time,
-        published.do_n_at_a_time,
-        symptom="two ranks of one node at once",
-        world_size=4,
-        env=unequal,
-    )
+    assert do_n(meets_peer), "the second node waited for the first"
 
 
 def test_explicit_world_size_and_local_rank_set_the_order() -> None:

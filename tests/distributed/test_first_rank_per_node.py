@@ -1,6 +1,6 @@
 """FirstRankPerNode, compared with the published behavior of NeMo AutoModel.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+Each docstring names the published function and the weakness that the test covers. Tests under `against_published`
 also run their check against a re-creation of the published behavior, which must fail.
 """
 
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from components.distributed.process import process_group
 from components.distributed.process.groups import NotInGroupError
 from components.distributed.process.store_sync import PeerFailure
 from tests.distributed import published
-from tests.distributed.contrast import both_implementations, contrast, nodes_of_two, signal_event, wait_for_event
+from tests.distributed.contrast import against_published, nodes_of_two, signal_event, wait_for_event
 from tests.harness import run_ranks, start_ranks
+
+section_check = partial(against_published, utils.FirstRankPerNode, published.FirstRankPerNode)
 
 
 def _enter(section: Any, body: Callable[[], object]) -> tuple[bool | None, BaseException | None]:
@@ -44,135 +47,78 @@ def _fail() -> None:
     raise KeyError("disk full")
 
 
-@both_implementations
-def test_first_rank_of_every_node_enters_first(implementation: str) -> None:
+@section_check(symptom="rank 2 of nodes of two", world_size=4, env=nodes_of_two)
+def test_first_rank_of_every_node_enters_first(rank: int, section: Callable[[], Any]) -> None:
     """NeMo AutoModel FirstRankPerNode: only global rank 0 is first, but each node must prepare its node-local files."""
-
-    def check(rank: int, section: Callable[[], Any]) -> None:
-        first, error = _enter(section(), _pass)
-        assert error is None
-        assert first == (rank % 2 == 0), f"rank {rank} of nodes of two"
-
-    contrast(
-        implementation,
-        check,
-        utils.FirstRankPerNode,
-        published.FirstRankPerNode,
-        symptom="rank 2 of nodes of two",
-        world_size=4,
-        env=nodes_of_two,
-    )
+    first, error = _enter(section(), _pass)
+    assert error is None
+    assert first == (rank % 2 == 0), f"rank {rank} of nodes of two"
 
 
-@both_implementations
 @pytest.mark.parametrize("failing", [0, 2])
-def test_failure_of_a_first_rank_keeps_other_ranks_out(implementation: str, failing: int) -> None:
+@section_check(symptom=r"rank 1 entered|repr\(None\)|assert False", world_size=4, env=nodes_of_two)
+def test_failure_of_a_first_rank_keeps_other_ranks_out(rank: int, section: Callable[[], Any], failing: int) -> None:
     """NeMo AutoModel FirstRankPerNode: releases the peers although it failed, and loses the exception type."""
-
-    def check(rank: int, section: Callable[[], Any]) -> None:
-        first, error = _enter(section(), _fail if rank == failing else _pass)
-        if rank == failing:
-            assert isinstance(error, KeyError), repr(error)
-            return
-        assert rank % 2 == 0 or first is None, f"rank {rank} entered"
-        assert isinstance(error, PeerFailure), repr(error)
-        assert f"rank {failing} " in str(error)
-        assert "KeyError: 'disk full'" in str(error)
-
-    contrast(
-        implementation,
-        check,
-        utils.FirstRankPerNode,
-        published.FirstRankPerNode,
-        symptom=r"rank 1 entered|repr\(None\)|assert False",
-        world_size=4,
-        env=nodes_of_two,
-    )
-
-
-@both_implementations
-def test_exception_keeps_its_type_in_a_world_of_one(implementation: str) -> None:
-    """NeMo AutoModel FirstRankPerNode: raises SystemExit in place of the original exception."""
-
-    def check(rank: int, section: Callable[[], Any]) -> None:
-        first, error = _enter(section(), _fail)
-        assert first is True
+    first, error = _enter(section(), _fail if rank == failing else _pass)
+    if rank == failing:
         assert isinstance(error, KeyError), repr(error)
+        return
+    assert rank % 2 == 0 or first is None, f"rank {rank} entered"
+    assert isinstance(error, PeerFailure), repr(error)
+    assert f"rank {failing} " in str(error)
+    assert "KeyError: 'disk full'" in str(error)
 
-    contrast(
-        implementation, check, utils.FirstRankPerNode, published.FirstRankPerNode, symptom="SystemExit", world_size=1
-    )
+
+@section_check(symptom="SystemExit", world_size=1)
+def test_exception_keeps_its_type_in_a_world_of_one(rank: int, section: Callable[[], Any]) -> None:
+    """NeMo AutoModel FirstRankPerNode: raises SystemExit in place of the original exception."""
+    first, error = _enter(section(), _fail)
+    assert first is True
+    assert isinstance(error, KeyError), repr(error)
 
 
-@both_implementations
-def test_failure_of_another_rank_ends_the_next_section(implementation: str) -> None:
+@section_check(symptom="SystemExit|went on|still running", published_timeout=1.5)
+def test_failure_of_another_rank_ends_the_next_section(rank: int, section: Callable[[], Any]) -> None:
     """NeMo AutoModel FirstRankPerNode: does not signal the failure of a rank that is not first."""
-
-    def check(rank: int, section: Callable[[], Any]) -> None:
-        _, error = _enter(section(), _fail if rank == 1 else _pass)
-        if rank == 1:
-            assert isinstance(error, KeyError), repr(error)
-            signal_event("rank 1 has failed")
-            return
-        wait_for_event("rank 1 has failed")
-        _, error = _enter(section(), _pass)
-        assert isinstance(error, PeerFailure), f"{error!r}: the next section went on"
-        assert "rank 1 " in str(error)
-
-    contrast(
-        implementation,
-        check,
-        utils.FirstRankPerNode,
-        published.FirstRankPerNode,
-        symptom="SystemExit|went on|still running",
-        published_timeout=1.5,
-    )
+    _, error = _enter(section(), _fail if rank == 1 else _pass)
+    if rank == 1:
+        assert isinstance(error, KeyError), repr(error)
+        signal_event("rank 1 has failed")
+        return
+    wait_for_event("rank 1 has failed")
+    _, error = _enter(section(), _pass)
+    assert isinstance(error, PeerFailure), f"{error!r}: the next section went on"
+    assert "rank 1 " in str(error)
 
 
-@both_implementations
-def test_slow_first_rank_raises_timeout_error_on_other_ranks(implementation: str) -> None:
+@section_check(symptom="rank 1 entered")
+def test_slow_first_rank_raises_timeout_error_on_other_ranks(rank: int, section: Callable[..., Any]) -> None:
     """NeMo AutoModel FirstRankPerNode: continues after a timeout, which cannot be set in a `with` statement."""
+    _enter(section(), _pass)  # synchronizes the ranks
 
-    def check(rank: int, section: Callable[..., Any]) -> None:
-        _enter(section(), _pass)  # synchronizes the ranks
+    def body() -> None:
+        with contextlib.suppress(RuntimeError):  # the published rank 1 never gives up
+            wait_for_event("rank 1 has given up", seconds=0.8 if rank == 0 else 0.01)
 
-        def body() -> None:
-            with contextlib.suppress(RuntimeError):  # the published rank 1 never gives up
-                wait_for_event("rank 1 has given up", seconds=0.8 if rank == 0 else 0.01)
-
-        first, error = _enter(section(timeout=timedelta(seconds=0.3)), body)
-        assert first is (True if rank == 0 else None), f"rank {rank} entered"
-        assert isinstance(error, TimeoutError)
-        assert "did not finish within 0.3 s" in str(error)
-        signal_event("rank 1 has given up")
-
-    contrast(implementation, check, utils.FirstRankPerNode, published.FirstRankPerNode, symptom="rank 1 entered")
+    first, error = _enter(section(timeout=timedelta(seconds=0.3)), body)
+    assert first is (True if rank == 0 else None), f"rank {rank} entered"
+    assert isinstance(error, TimeoutError)
+    assert "did not finish within 0.3 s" in str(error)
+    signal_event("rank 1 has given up")
 
 
-@both_implementations
+@section_check(symptom="(?i)rank 1: raised.*(did not wait|timeout|timed out)", init=False, published_timeout=5.5)
 def test_section_may_run_longer_than_process_group_timeouts(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
+    rank: int, section: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NeMo AutoModel FirstRankPerNode: documents 10 hours, but waits for the gloo timeout of 30 minutes (here 1 s)."""
-
-    def check(rank: int, section: Callable[[], Any]) -> None:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=1))
-        began = time.monotonic()
-        with section() as first:
-            if first:
-                time.sleep(4)
-        assert time.monotonic() - began > 3.9, "did not wait for the first rank"
-
     monkeypatch.setattr(published, "GLOO_DEFAULT", timedelta(seconds=1))
-    contrast(
-        implementation,
-        check,
-        utils.FirstRankPerNode,
-        published.FirstRankPerNode,
-        symptom="(?i)rank 1: raised.*(did not wait|timeout|timed out)",
-        init=False,
-        published_timeout=5.5,
-    )
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    began = time.monotonic()
+    with section() as first:
+        if first:
+            time.sleep(2.5)
+    assert time.monotonic() - began > 2.4, "did not wait for the first rank"
 
 
 def test_sections_nest_and_decorated_functions_recurse() -> None:

@@ -1,10 +1,6 @@
-"""Initializing a distributed run, compared with the published behavior of NeMo AutoModel and KempnerForge.
+"""Starting and ending a distributed run, compared with the published behavior of NeMo AutoModel and KempnerForge.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
-also run their check against a re-creation of the published behavior, which must fail.
-
-Shutting down a distributed run, compared with the published behavior of NeMo AutoModel and KempnerForge.
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+Each docstring names the published function and the weakness that the test covers. Tests under `against_published`
 also run their check against a re-creation of the published behavior, which must fail.
 """
 
@@ -21,6 +17,7 @@ import types
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,50 +36,29 @@ from components.distributed.process.process_group import (
 from components.distributed.process.rendezvous import RendezvousError
 from components.protocol.errors import ConfigError
 from tests.distributed import published
-from tests.distributed.contrast import alone, both_implementations, contrast, srun, without
+from tests.distributed.contrast import against_published, alone, both_implementations, contrast, srun, without
 from tests.harness import join_world, run_ranks, start_ranks
 
+initialize_check = partial(against_published, init.initialize_distributed, published.initialize_distributed, init=False)
+destroy_check = partial(against_published, init.destroy_global_state, published.destroy_global_state, world_size=1)
 
-@both_implementations
-def test_init_timeout_does_not_limit_later_collectives(implementation: str) -> None:
+
+@initialize_check(symptom="(?i)timed out|timeout")
+def test_init_timeout_does_not_limit_later_collectives(rank: int, initialize: Callable[..., Any]) -> None:
     """NeMo AutoModel initialize_distributed: a barrier that waits longer than `timeout_minutes` ends the run."""
-
-    def check(rank: int, initialize: Callable[..., Any]) -> None:
-        initialize("gloo", timeout_minutes=2 / 60)
-        if rank == 1:
-            time.sleep(2.8)
-        dist.barrier()
-
-    contrast(
-        implementation,
-        check,
-        init.initialize_distributed,
-        published.initialize_distributed,
-        symptom="(?i)timed out|timeout",
-        init=False,
-    )
+    initialize("gloo", timeout_minutes=2 / 60)
+    if rank == 1:
+        time.sleep(2.8)
+    dist.barrier()
 
 
-@both_implementations
-def test_dist_info_reports_the_actual_backend_and_device(implementation: str) -> None:
+@initialize_check(symptom="AssertionError", world_size=1, env=alone())
+def test_dist_info_reports_the_actual_backend_and_device(rank: int, initialize: Callable[..., Any]) -> None:
     """NeMo AutoModel initialize_distributed: reports the requested nccl although the group runs on gloo."""
-
-    def check(rank: int, initialize: Callable[..., Any]) -> None:
-        for info in (initialize("nccl"), initialize("nccl")):
-            assert info.backend == dist.get_backend() == "gloo"
-            assert info.device == torch.device("cpu")
-            assert (info.rank, info.world_size, info.is_main) == (0, 1, True)
-
-    contrast(
-        implementation,
-        check,
-        init.initialize_distributed,
-        published.initialize_distributed,
-        symptom="AssertionError",
-        world_size=1,
-        init=False,
-        env=alone(),
-    )
+    for info in (initialize("nccl"), initialize("nccl")):
+        assert info.backend == dist.get_backend() == "gloo"
+        assert info.device == torch.device("cpu")
+        assert (info.rank, info.world_size, info.is_main) == (0, 1, True)
 
 
 def test_dist_info_is_frozen_and_describes_an_existing_group() -> None:
@@ -131,24 +107,11 @@ def test_local_rank_wraps_around_the_visible_devices(monkeypatch: pytest.MonkeyP
     assert devices == [0, 1]
 
 
-@both_implementations
-def test_rank_without_world_size_is_rejected(implementation: str) -> None:
+@initialize_check(symptom="DID NOT RAISE", world_size=1, env=alone(RANK="3"))
+def test_rank_without_world_size_is_rejected(rank: int, initialize: Callable[..., Any]) -> None:
     """NeMo AutoModel initialize_distributed: treats RANK=3 without WORLD_SIZE as a single process."""
-
-    def check(rank: int, initialize: Callable[..., Any]) -> None:
-        with pytest.raises(ValueError, match="WORLD_SIZE is not set although RANK=3 is"):
-            initialize("gloo")
-
-    contrast(
-        implementation,
-        check,
-        init.initialize_distributed,
-        published.initialize_distributed,
-        symptom="DID NOT RAISE",
-        world_size=1,
-        init=False,
-        env=alone(RANK="3"),
-    )
+    with pytest.raises(ValueError, match="WORLD_SIZE is not set although RANK=3 is"):
+        initialize("gloo")
 
 
 def test_process_group_can_be_started_again_after_destruction() -> None:
@@ -214,24 +177,18 @@ def _listening_addresses() -> set[str]:
     return addresses
 
 
-@both_implementations
-def test_missing_master_address_is_rejected(implementation: str) -> None:
+@against_published(
+    start_process_group,
+    published.start_on_own_port,
+    symptom="(?i)timeout|timed out|still running",
+    init=False,
+    env=without("MASTER_ADDR", "MASTER_PORT"),
+    published_timeout=2.5,
+)
+def test_missing_master_address_is_rejected(rank: int, start: Callable[[], Any]) -> None:
     """KempnerForge init_distributed: each rank picks localhost and its own port, so the ranks never meet."""
-
-    def check(rank: int, start: Callable[[], Any]) -> None:
-        with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT not set"):
-            start()
-
-    contrast(
-        implementation,
-        check,
-        start_process_group,
-        published.start_on_own_port,
-        symptom="(?i)timeout|timed out|still running",
-        init=False,
-        env=without("MASTER_ADDR", "MASTER_PORT"),
-        published_timeout=2.5,
-    )
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT not set"):
+        start()
 
 
 @both_implementations
@@ -278,107 +235,74 @@ def test_srun_step_initializes_without_a_master_address(step: bool) -> None:
     assert run_ranks(2, check, init=False, env=lambda rank: srun(rank, **more)) == [(0, 2, None), (1, 2, None)]
 
 
-@both_implementations
-def test_atexit_cleanup_is_registered_once(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@against_published(
+    (init.initialize_distributed, init.destroy_global_state),
+    (published.initialize_distributed, published.destroy_global_state),
+    symptom="AssertionError",
+    world_size=1,
+    init=False,
+    env=alone(),
+)
+def test_atexit_cleanup_is_registered_once(
+    rank: int, functions: tuple[Callable[..., Any], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NeMo AutoModel initialize_distributed: registers another exit handler on every start."""
-
-    def check(rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]) -> None:
-        initialize, destroy = functions
-        for _ in range(3):
-            initialize("gloo")
-            destroy()
-        calls = []
-        monkeypatch.setattr(dist, "is_initialized", lambda: bool(calls.append(1)))
-        atexit._run_exitfuncs()
-        assert len(calls) == 1
-
-    contrast(
-        implementation,
-        check,
-        (init.initialize_distributed, init.destroy_global_state),
-        (published.initialize_distributed, published.destroy_global_state),
-        symptom="AssertionError",
-        world_size=1,
-        init=False,
-        env=alone(),
-    )
+    initialize, destroy = functions
+    for _ in range(3):
+        initialize("gloo")
+        destroy()
+    calls = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: bool(calls.append(1)))
+    atexit._run_exitfuncs()
+    assert len(calls) == 1
 
 
-@both_implementations
-def test_sigint_handler_is_restored_after_destruction(implementation: str) -> None:
+@destroy_check(symptom="AssertionError")
+def test_sigint_handler_is_restored_after_destruction(rank: int, destroy: Callable[[], None]) -> None:
     """NeMo AutoModel destroy_global_state: resets SIGINT to its default action."""
 
-    def check(rank: int, destroy: Callable[[], None]) -> None:
-        def handler(number: int, frame: Any) -> None:
-            raise KeyboardInterrupt("mine")
+    def handler(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt("mine")
 
-        signal.signal(signal.SIGINT, handler)
-        destroy()
-        assert signal.getsignal(signal.SIGINT) is handler
-        assert not dist.is_initialized()
-
-    contrast(
-        implementation,
-        check,
-        init.destroy_global_state,
-        published.destroy_global_state,
-        symptom="AssertionError",
-        world_size=1,
-    )
+    signal.signal(signal.SIGINT, handler)
+    destroy()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not dist.is_initialized()
 
 
-@both_implementations
-def test_sigint_handler_is_restored_if_destruction_fails(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@destroy_check(symptom="AssertionError")
+def test_sigint_handler_is_restored_if_destruction_fails(
+    rank: int, destroy: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NeMo AutoModel destroy_global_state: leaves SIGINT ignored if the destruction raises."""
 
     def fail() -> None:
         raise OSError("cannot")
 
-    def check(rank: int, destroy: Callable[[], None]) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIG_IGN
-        monkeypatch.setattr(dist, "destroy_process_group", fail)
-        with pytest.raises(OSError, match="cannot"):
-            destroy()
-        monkeypatch.undo()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    contrast(
-        implementation,
-        check,
-        init.destroy_global_state,
-        published.destroy_global_state,
-        symptom="AssertionError",
-        world_size=1,
-    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIG_IGN
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
+    with pytest.raises(OSError, match="cannot"):
+        destroy()
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@both_implementations
-def test_group_can_be_destroyed_from_any_thread(implementation: str) -> None:
+@destroy_check(symptom="signal only works in main thread")
+def test_group_can_be_destroyed_from_any_thread(rank: int, destroy: Callable[[], None]) -> None:
     """NeMo AutoModel destroy_global_state: calls signal.signal, which raises outside the main thread."""
+    errors: list[BaseException] = []
 
-    def check(rank: int, destroy: Callable[[], None]) -> None:
-        errors: list[BaseException] = []
+    def body() -> None:
+        try:
+            destroy()
+        except BaseException as error:
+            errors.append(error)
 
-        def body() -> None:
-            try:
-                destroy()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-        assert not errors, repr(errors)
-        assert not dist.is_initialized()
-
-    contrast(
-        implementation,
-        check,
-        init.destroy_global_state,
-        published.destroy_global_state,
-        symptom="signal only works in main thread",
-        world_size=1,
-    )
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert not errors, repr(errors)
+    assert not dist.is_initialized()
 
 
 def test_deep_ep_buffers_are_freed_before_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,30 +352,26 @@ def test_deep_ep_buffers_are_freed_before_the_process_group(monkeypatch: pytest.
     assert run_ranks(1, check)[0] in (["explicit", "elastic", "group"], ["elastic", "explicit", "group"])
 
 
-@both_implementations
-def test_destruction_restores_the_environment(implementation: str) -> None:
+@against_published(
+    (init.get_world_info, init.destroy_distributed),
+    (published.get_world_info, published.destroy_distributed),
+    symptom="AssertionError",
+    init=False,
+    env=srun,
+)
+def test_destruction_restores_the_environment(
+    rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]
+) -> None:
     """KempnerForge destroy_distributed: leaves the exported variables, which later calls read as the current world."""
-
-    def check(rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]) -> None:
-        get_world_info, destroy = functions
-        before = dict(os.environ)
-        assert get_world_info() == (rank, rank, 2)
-        assert os.environ["RANK"] == str(rank)  # as KempnerForge documents
-        assert os.environ.get("LOCAL_WORLD_SIZE", "2") == "2"
-        join_world()  # reads RANK and WORLD_SIZE
-        dist.barrier()  # a rank that leaves first would end a peer's connecting
-        destroy()
-        assert dict(os.environ) == before
-
-    contrast(
-        implementation,
-        check,
-        (init.get_world_info, init.destroy_distributed),
-        (published.get_world_info, published.destroy_distributed),
-        symptom="AssertionError",
-        init=False,
-        env=srun,
-    )
+    get_world_info, destroy = functions
+    before = dict(os.environ)
+    assert get_world_info() == (rank, rank, 2)
+    assert os.environ["RANK"] == str(rank)  # as KempnerForge documents
+    assert os.environ.get("LOCAL_WORLD_SIZE", "2") == "2"
+    join_world()  # reads RANK and WORLD_SIZE
+    dist.barrier()  # a rank that leaves first would end a peer's connecting
+    destroy()
+    assert dict(os.environ) == before
 
 
 def test_destruction_returns_if_a_peer_is_dead() -> None:

@@ -1,6 +1,6 @@
 """The public parallelizer functions, compared with the published behavior of NeMo AutoModel's `parallelizer` module.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+Each docstring names the published function and the weakness that the test covers. Tests under `against_published`
 also run their check against a re-creation of the published behavior, which must fail.
 """
 
@@ -30,7 +30,7 @@ from components.models import read_anatomy
 from components.protocol.errors import ConfigError
 from components.training import gradient_norm
 from tests.distributed import published_parallelizer as published
-from tests.distributed.contrast import both_implementations, contrast
+from tests.distributed.contrast import against_published
 from tests.distributed.parity import SMALL, build, pad, samples_of_step
 from tests.harness import run_ranks
 
@@ -58,19 +58,14 @@ def mesh_1d(name: str = "data_parallel") -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
 
 
-def check_containers(rank: int, apply: Any) -> None:
+@against_published(parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp, symptom="ModuleList|units are")
+def test_fsdp_wraps_blocks_inside_nested_lists_and_dicts(rank: int, apply: Any) -> None:
+    """apply_fsdp_sharding_recursively: the published version skips nested ModuleLists and ModuleDicts."""
     model = Towers()
     apply(model, mesh_1d(), None)
     units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     blocks = {name for name, module in model.named_modules() if isinstance(module, Block)}
     assert units == blocks, f"units are {sorted(units)}"
-
-
-@both_implementations
-def test_fsdp_wraps_blocks_inside_nested_lists_and_dicts(implementation: str) -> None:
-    """apply_fsdp_sharding_recursively: the published version skips nested ModuleLists and ModuleDicts."""
-    ours, theirs = parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp
-    contrast(implementation, check_containers, ours=ours, published=theirs, symptom="ModuleList|units are")
 
 
 def test_top_level_module_list_is_sharded_like_a_child_list() -> None:
@@ -85,7 +80,11 @@ def test_top_level_module_list_is_sharded_like_a_child_list() -> None:
     run_ranks(2, on_rank)
 
 
-def check_only_the_last_unit_stays_unsharded(rank: int, apply: Any) -> None:
+@against_published(
+    parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp, symptom="gathered after the forward"
+)
+def test_only_the_last_fsdp_unit_skips_reshard_after_forward(rank: int, apply: Any) -> None:
+    """apply_fsdp_sharding_recursively: the published version skips resharding for the last unit of every list."""
     model = nn.Module()
     model.first, model.second = nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])
     apply(model, mesh_1d(), None)
@@ -96,36 +95,12 @@ def check_only_the_last_unit_stays_unsharded(rank: int, apply: Any) -> None:
     assert stays == [False, False, False, True], f"gathered after the forward: {stays}"
 
 
-@both_implementations
-def test_only_the_last_fsdp_unit_skips_reshard_after_forward(implementation: str) -> None:
-    """apply_fsdp_sharding_recursively: the published version skips resharding for the last unit of every list."""
-    ours, theirs = parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp
-    contrast(
-        implementation,
-        check_only_the_last_unit_stays_unsharded,
-        ours=ours,
-        published=theirs,
-        symptom="gathered after the forward",
-    )
-
-
-def check_plan_of_transformers_5(rank: int, plan_of: Any) -> None:
+@against_published(get_hf_tp_shard_plan, published.hf_plan, symptom="Unknown parallel style", world_size=1)
+def test_tp_styles_of_transformers_5_are_translated(rank: int, plan_of: Any) -> None:
+    """get_hf_tp_shard_plan: published, Llama, Mistral and Qwen3 of transformers 5 raise ValueError."""
     plan = plan_of(build("qwen3", torch.float32))
     assert "model.layers.*.self_attn.q_norm" in plan
     assert plan["lm_head"].output_layouts[0].is_replicate()
-
-
-@both_implementations
-def test_tp_styles_of_transformers_5_are_translated(implementation: str) -> None:
-    """get_hf_tp_shard_plan: published, Llama, Mistral and Qwen3 of transformers 5 raise ValueError."""
-    contrast(
-        implementation,
-        check_plan_of_transformers_5,
-        ours=get_hf_tp_shard_plan,
-        published=published.hf_plan,
-        symptom="Unknown parallel style",
-        world_size=1,
-    )
 
 
 TP_STYLES = [
@@ -198,18 +173,11 @@ def test_failed_imports_are_all_reported() -> None:
     assert parallelizer.import_classes_from_paths(None) == []  # type: ignore[arg-type]
 
 
-def check_gpt2_without_tp(rank: int, parallelize: Any) -> None:
+@against_published(parallelizer.fsdp2_strategy_parallelize, published.fsdp2, symptom="no attribute 'model'")
+def test_model_without_llama_attributes_is_parallelized(rank: int, parallelize: Any) -> None:
+    """fsdp2_strategy_parallelize: published, GPT-2 fails even with tp=1."""
     model = parallelize(build("gpt2", torch.float32), mesh_1d())
     model(input_ids=torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
-
-
-@both_implementations
-def test_model_without_llama_attributes_is_parallelized(implementation: str) -> None:
-    """fsdp2_strategy_parallelize: published, GPT-2 fails even with tp=1."""
-    ours = parallelizer.fsdp2_strategy_parallelize
-    contrast(
-        implementation, check_gpt2_without_tp, ours=ours, published=published.fsdp2, symptom="no attribute 'model'"
-    )
 
 
 def user_plan(model: nn.Module) -> dict[str, Any]:
@@ -493,33 +461,21 @@ def test_every_axis_of_the_initialized_mesh_is_usable() -> None:
     run_ranks(4, on_rank, init=False)
 
 
-def check_default_policy(rank: int, parallelize: Any) -> None:
+@against_published(parallelizer.fsdp2_strategy_parallelize, published.fsdp2, symptom="same dtype")
+def test_default_mixed_precision_policy_trains(rank: int, parallelize: Any) -> None:
+    """fsdp2_strategy_parallelize: published, blocks return float32, which the next bfloat16 weights reject."""
     model = parallelize(build("llama", torch.float32), mesh_1d())
     logits = model(input_ids=torch.ones(1, 8, dtype=torch.int64)).logits
     assert logits.dtype == torch.float32
     logits.sum().backward()
 
 
-@both_implementations
-def test_default_mixed_precision_policy_trains(implementation: str) -> None:
-    """fsdp2_strategy_parallelize: published, blocks return float32, which the next bfloat16 weights reject."""
-    ours = parallelizer.fsdp2_strategy_parallelize
-    contrast(implementation, check_default_policy, ours=ours, published=published.fsdp2, symptom="same dtype")
-
-
-def check_few_kv_heads(rank: int, parallelize: Any) -> None:
+@against_published(parallelizer.fsdp2_strategy_parallelize, published.fsdp2, symptom="divisible by the TP size")
+def test_fewer_kv_heads_than_tp_ranks_are_supported(rank: int, parallelize: Any) -> None:
+    """fsdp2_strategy_parallelize: the published version rejects kv_heads < tp instead of replicating."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = parallelize(build("llama_one_kv_head", torch.float32), mesh)
     model(input_ids=torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
-
-
-@both_implementations
-def test_fewer_kv_heads_than_tp_ranks_are_supported(implementation: str) -> None:
-    """fsdp2_strategy_parallelize: the published version rejects kv_heads < tp instead of replicating."""
-    ours = parallelizer.fsdp2_strategy_parallelize
-    contrast(
-        implementation, check_few_kv_heads, ours=ours, published=published.fsdp2, symptom="divisible by the TP size"
-    )
 
 
 def test_hybrid_sharding_replicates_and_shards_without_printing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -575,31 +531,22 @@ def ours_tp(model: nn.Module, mesh: DeviceMesh) -> None:
     apply_tensor_parallel(model, mesh, plan, anatomy, sequence_parallel=False, strict=False)
 
 
-def check_q_norm(rank: int, apply: Any) -> None:
+@against_published(ours_tp, published.parallelize_tp, symptom="norm.weight is off by [01]\\.[1-9]")
+def test_gradients_of_q_and_k_norms_are_all_reduced_over_tp(rank: int, apply: Any) -> None:
+    """Published TP: q_norm and k_norm keep partial gradients, so replicas drift apart while the loss looks fine."""
     expected, got = gradients_under_tp("qwen3", apply)
     for name in [name for name in expected if "q_norm" in name or "k_norm" in name]:
         error = ((got[name] - expected[name]).norm() / expected[name].norm()).item()
         assert error < 1e-6, f"gradient of {name} is off by {error:.2f}"
 
 
-@both_implementations
-def test_gradients_of_q_and_k_norms_are_all_reduced_over_tp(implementation: str) -> None:
-    """Published TP: q_norm and k_norm keep partial gradients, so replicas drift apart while the loss looks fine."""
-    symptom = "norm.weight is off by [01]\\.[1-9]"
-    contrast(implementation, check_q_norm, ours=ours_tp, published=published.parallelize_tp, symptom=symptom)
-
-
-def check_tied(rank: int, apply: Any) -> None:
+@against_published(ours_tp, published.parallelize_tp, symptom="is off by")
+def test_tied_embeddings_stay_tied_under_tp(rank: int, apply: Any) -> None:
+    """Published TP: parallelize_module re-registers parameters, which unties lm_head and embed_tokens."""
     expected, got = gradients_under_tp("llama_tied", apply)
     name = "model.embed_tokens.weight"
     error = ((got[name] - expected[name]).norm() / expected[name].norm()).item()
     assert error < 1e-10, f"gradient of {name} is off by {error:.2f}"
-
-
-@both_implementations
-def test_tied_embeddings_stay_tied_under_tp(implementation: str) -> None:
-    """Published TP: parallelize_module re-registers parameters, which unties lm_head and embed_tokens."""
-    contrast(implementation, check_tied, ours=ours_tp, published=published.parallelize_tp, symptom="is off by")
 
 
 def test_sequence_parallel_shards_the_decoder_layers_of_any_model() -> None:
@@ -619,8 +566,12 @@ def test_sequence_parallel_shards_the_decoder_layers_of_any_model() -> None:
     assert run_ranks(2, on_rank) == [[4, 4]] * 2
 
 
-def check_norm(rank: int, norm: Any) -> None:
-    """Compare with torch's norm of the full gradients; under tp 2, the weights of norm layers are replicated."""
+@against_published(gradient_norm, published.gradient_norm, symptom="the norm is")
+def test_gradient_norm_counts_replicated_parameters_once(rank: int, norm: Any) -> None:
+    """Published TP: replicated gradients are counted tp times, and mixed meshes break clip_grad_norm_.
+
+    Compared with torch's norm of the full gradients; under tp 2, the weights of norm layers are replicated.
+    """
     expected_gradients, _ = gradients_under_tp("llama", ours_tp)
     expected = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in expected_gradients.values()]))
     model = build("llama", torch.float64)
@@ -632,13 +583,9 @@ def check_norm(rank: int, norm: Any) -> None:
     assert abs(actual / expected - 1) < 1e-12, f"the norm is {actual.item()}, not {expected.item()}"
 
 
-@both_implementations
-def test_gradient_norm_counts_replicated_parameters_once(implementation: str) -> None:
-    """Published TP: replicated gradients are counted tp times, and mixed meshes break clip_grad_norm_."""
-    contrast(implementation, check_norm, ours=gradient_norm, published=published.gradient_norm, symptom="the norm is")
-
-
-def check_unshard(rank: int, context: Any) -> None:
+@against_published(parallelizer.unshard_fsdp2_model, published.unshard, symptom="sharded again after a forward")
+def test_unshard_context_keeps_parameters_gathered_across_forwards(rank: int, context: Any) -> None:
+    """unshard_fsdp2_model: published, the first forward reshards the parameters."""
     model = build("llama", torch.float32)
     parallelizer.shard_with_fsdp2(model, mesh_1d())
     tokens = torch.ones(1, 8, dtype=torch.int64)
@@ -650,15 +597,6 @@ def check_unshard(rank: int, context: Any) -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
     model(input_ids=tokens, use_cache=False)
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor), "resharding is not back on"
-
-
-@both_implementations
-def test_unshard_context_keeps_parameters_gathered_across_forwards(implementation: str) -> None:
-    """unshard_fsdp2_model: published, the first forward reshards the parameters."""
-    ours = parallelizer.unshard_fsdp2_model
-    contrast(
-        implementation, check_unshard, ours=ours, published=published.unshard, symptom="sharded again after a forward"
-    )
 
 
 def test_flattened_mesh_axis_is_found_by_name() -> None:
