@@ -27,11 +27,14 @@ pytestmark = pytest.mark.timeout(3600)
 RESUMES, AFTER = (20, 20) if TORTURE else (1, 4)
 """Number of resumes on each mesh, and of steps that are compared after each."""
 DROPOUT = 0.1
-DEFAULT_CASES = {2: [("gpt2", "dp_shard2"), ("qwen3_moe", "ep2"), ("llama", "pp2")]}
+DEFAULT_CASES = {
+    2: [("gpt2", "dp_shard2"), ("qwen3_moe", "ep2"), ("llama", "pp2")],
+    4: [("llama", "dp_shard2_tp2")],
+}
 ALL_CASES = {
     1: [("llama", "fsdp2")],
     2: [*DEFAULT_CASES[2], ("llama", "ddp2"), ("llama", "cp2"), ("phi3", "tp2")],
-    4: [("llama", "dp_shard2_tp2"), ("qwen3_moe", "dp_shard2_ep2"), ("llama", "dp_replicate2_dp_shard2")],
+    4: [*DEFAULT_CASES[4], ("qwen3_moe", "dp_shard2_ep2"), ("llama", "dp_replicate2_dp_shard2")],
 }
 """World size -> models and meshes."""
 CASES = [(world, *each) for world, cases in (ALL_CASES if TORTURE else DEFAULT_CASES).items() for each in cases]

@@ -1,17 +1,14 @@
-"""Loading a checkpoint restores every bit on the same mesh, and every value on another one."""
+"""Loading a checkpoint restores every value on any mesh; test_checkpoint_exact.py compares resumed runs bitwise."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import pickle
 import pkgutil
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -22,7 +19,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint, tensors
-from components.checkpoint.save import random_state
 from components.config.schema.run import CheckpointConfig
 from components.protocol.errors import ConfigError
 from tests.distributed.test_models_sharded import shard
@@ -32,52 +28,23 @@ from tests.tiny_models import VOCAB, tiny_config
 Run = tuple[PreTrainedModel, torch.optim.Optimizer]
 
 
-def start(layout: str | None, seed: int, family: str = "llama") -> Run:
-    """Build a model with dropout on a mesh (None: a single process), and its AdamW."""
+def start(layout: str | None, seed: int) -> Run:
+    """Build a model on a mesh (None: a single process), and its AdamW."""
     torch.manual_seed(seed)
-    config = tiny_config(family)
-    if family == "llama":
-        config.attention_dropout = 0.1  # GPT-2's defaults include dropout
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     if layout is not None:
         shard(model, layout)
     # Under plain torch TP norm weights are plain tensors, and the fused kernel cannot mix those with DTensors.
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=layout != "tp2")
 
 
-def train(run: Run, steps: int) -> list[float]:
-    """Train on data drawn from torch, random and numpy; dropout in Hugging Face's attention uses torch's generator."""
+def train(run: Run, steps: int) -> None:
     model, optimizer = run
-    model.train()
-    losses = []
     for _ in range(steps):
         ids = torch.randint(VOCAB, (2, 12))
-        ids[0, 0], ids[0, 1] = random.randrange(VOCAB), int(np.random.randint(VOCAB))
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def seed_rank(rank: int) -> None:
-    torch.manual_seed(100 + rank)
-    random.seed(200 + rank)
-    np.random.seed(300 + rank)
-
-
-def bits(run: Run) -> str:
-    """Hash of this rank's state: parameters, optimizer state, RNG states."""
-    model, optimizer = run
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        for key, value in [("value", parameter), *sorted(optimizer.state[parameter].items())]:
-            local = value.to_local() if isinstance(value, DTensor) else value
-            digest.update(f"{name} {key} {local.dtype} {tuple(local.shape)} {local.device}".encode())
-            digest.update(local.detach().contiguous().numpy().tobytes())
-    digest.update(json.dumps(random_state()).encode())
-    return digest.hexdigest()
 
 
 def full_tensors(run: Run) -> dict[str, torch.Tensor]:
@@ -89,39 +56,6 @@ def full_tensors(run: Run) -> dict[str, torch.Tensor]:
             value = value.detach()
             tensors[f"{name} {key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
     return tensors
-
-
-LAYOUTS = [(None, 1, "gpt2"), ("fsdp2", 2, "gpt2"), ("fsdp4", 4, "llama"), ("fsdp2_tp2", 4, "llama")]
-
-
-@pytest.mark.parametrize(("layout", "world", "family"), LAYOUTS, ids=str)
-def test_resumed_run_equals_the_uninterrupted_run_bitwise(
-    layout: str | None, world: int, family: str, tmp_path: Path
-) -> None:
-    extra = {"state": {"step": 3, "loss": 0.1 + 0.2}, "data": {"epoch": 0, "index": 2**60 + 1}}
-
-    def uninterrupted(rank: int) -> Any:
-        run = start(layout, 0, family)
-        seed_rank(rank)
-        train(run, 3)
-        save_checkpoint(tmp_path, 3, *run, extra, CheckpointConfig(keep=2))
-        return bits(run), train(run, 3), bits(run)
-
-    def resumed(rank: int) -> Any:
-        run = start(layout, 1, family)  # different weights: loading must replace all of them
-        seed_rank(rank + 50)
-        train(run, 1)
-        found = find_checkpoint(tmp_path, "auto")
-        assert found == tmp_path / "checkpoints" / "step_3"
-        assert load_checkpoint(found, *run) == extra
-        return bits(run), train(run, 3), bits(run)
-
-    if layout is None:
-        first, second = uninterrupted(0), resumed(0)
-    else:
-        first, second = run_ranks(world, uninterrupted), run_ranks(world, resumed)
-        assert len({digest for digest, _, _ in first}) == world  # the ranks have different states
-    assert first == second
 
 
 READERS: dict[str | None, list[tuple[int, str]]] = {
@@ -173,12 +107,13 @@ def test_ddp_checkpoint_has_the_names_of_the_inner_model(tmp_path: Path) -> None
         replica = torch.nn.parallel.DistributedDataParallel(model)
         run = replica, torch.optim.AdamW(replica.parameters(), lr=1e-2, fused=True)
         train(run, 1)
-        save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
+        save_checkpoint(tmp_path, 1, *run, extra, CheckpointConfig(keep=1))
         return model.model.norm.weight.sum().item()
 
+    extra = {"state": {"step": 3, "loss": 0.1 + 0.2}, "data": {"epoch": 0, "index": 2**60 + 1}}
     expected = run_ranks(2, body)[0]
     run = start(None, 1)
-    load_checkpoint(find_checkpoint(tmp_path, "auto"), *run)
+    assert load_checkpoint(find_checkpoint(tmp_path, "auto"), *run) == extra
     assert run[0].model.norm.weight.sum().item() == expected != 32.0
 
 
