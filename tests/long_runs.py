@@ -47,7 +47,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
             *("tests/distributed/test_checkpoint_crash.py", "tests/distributed/test_checkpoint_async.py"),
             *("tests/distributed/test_checkpoint_damage.py", "tests/distributed/test_checkpoint_disks.py"),
             *("tests/distributed/test_checkpoint_disk_runs.py", "tests/distributed/test_checkpoint_retention.py"),
-            *("tests/distributed/test_checkpoint_samples.py", "tests/distributed/test_stage_state.py"),
+            "tests/distributed/test_checkpoint_samples.py",
         ],
         "resume": [
             *("tests/distributed/test_checkpoint_exact.py", "tests/distributed/test_checkpoint_resume.py"),

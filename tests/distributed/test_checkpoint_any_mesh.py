@@ -17,7 +17,7 @@ import safetensors
 import torch
 from safetensors import safe_open
 
-from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint, stored_tensors
 from components.checkpoint.manifest import Manifest
 from components.checkpoint.stored_tensors import find_checkpoint_tensors
 from components.config.schema.run import CheckpointConfig
@@ -55,7 +55,10 @@ ALL_MESHES = {
 
 
 @pytest.mark.parametrize("model", ALL_MESHES if TORTURE else ["qwen3_moe"])
-def test_every_mesh_resumes_the_checkpoint_of_every_mesh(model: str, tmp_path: Path) -> None:
+def test_every_mesh_resumes_the_checkpoint_of_every_mesh(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_tensors, "FILE_BYTES", 20_000)  # several files per rank
     meshes = {world: runnable(names) for world, names in (ALL_MESHES if TORTURE else DEFAULT_MESHES)[model].items()}
     pairs = check_every_pair(model, meshes, tmp_path)
     assert pairs == sum(map(len, meshes.values())) ** 2
@@ -99,12 +102,19 @@ def check_every_pair(model: str, meshes: dict[int, list[str]], folder: Path) -> 
         expected_run = json.loads((folder / f"{saved}.json").read_text())
         assert global_order(run, read) == expected_run["order"], case
         assert losses == pytest.approx(expected_run["losses"], rel=1e-5, abs=0), case
+        load_model_weights(found, run.model)  # without the optimizer, after more steps
+        tensors = whole(run)
+        assert all(torch.equal(tensors[key], value) for key, value in expected.items() if key.endswith(" value")), case
 
     names = [name for world_names in meshes.values() for name in world_names]
     for world, world_names in meshes.items():  # ranks are forked in the loop body, with its variables
         run_ranks(
             world, lambda rank, names_of_world: [write(rank, name) for name in names_of_world], world_names, timeout=300
         )
+        for name in world_names:
+            path = find_checkpoint(folder / name, "auto")
+            assert Manifest.read(path).mesh.get("pp", 1) == (2 if name.startswith("pp2") else 4 if name == "pp4" else 1)
+            assert len(list(path.glob("*.safetensors"))) > world
     total = 0
     for world, world_names in meshes.items():
         counts = run_ranks(

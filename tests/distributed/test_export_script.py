@@ -36,14 +36,20 @@ LLAMA = {"model_type": "llama", **SIZES, "vocab_size": 264}
 TINY: dict[str, dict[str, Any]] = {
     "tied": {**LLAMA, "tie_word_embeddings": True},
     "untied": {**LLAMA, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
+    "deep": {**LLAMA, "tie_word_embeddings": False, "num_hidden_layers": 4},
     "mixtral": FAMILIES["mixtral"],
+    "gpt2": FAMILIES["gpt2"],
 }
 PP2_TP2 = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "tp": 2}
 EP2 = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}
 FSDP2 = {"strategy": "fsdp2", "dp_shard": 2}
+FSDP4 = {"strategy": "fsdp2", "dp_shard": 4}
+HSDP = {"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": 2}
+TP2 = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
+INTERLEAVED = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "pp_schedule": "Interleaved1F1B"}
 CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    4: [("tied", PP2_TP2), ("untied", PP2_TP2)],
-    2: [("mixtral", EP2), ("tied", FSDP2)],
+    4: [("tied", PP2_TP2), ("untied", PP2_TP2), ("tied", HSDP), ("mixtral", FSDP4)],
+    2: [("mixtral", EP2), ("tied", FSDP2), ("gpt2", FSDP2), ("deep", INTERLEAVED), ("untied", TP2)],
 }
 SHARD = 30_000
 STATE = {"step": 3, "optimizer": "SGD", "tokens": 12345, "skipped": 0, "first_loss": 5.5, "last_loss": 4.25}
@@ -129,6 +135,9 @@ def test_export_of_any_mesh_equals_the_export_of_the_run(
         loaded = AutoModelForCausalLM.from_pretrained(script_export, dtype="auto")
         for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter, expected[name]), name
+        index = json.loads((run_export / "model.safetensors.index.json").read_text())["weight_map"]
+        assert list(index) == [name for name in loaded.state_dict() if name in index]  # independent of the stages
+        assert len(index) == len(list(loaded.parameters()))  # a tied head is not stored
         assert AutoTokenizer.from_pretrained(script_export)("ab").input_ids == [97, 98]
         sizes = [file.stat().st_size for file in script_export.glob("*.safetensors")]
         largest = max(value.numel() * value.element_size() for value in weights(script_export).values())

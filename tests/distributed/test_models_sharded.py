@@ -1,22 +1,21 @@
-"""Loading, initialization, generation and export on gloo ranks, compared with transformers in one process."""
+"""Loading, initialization and errors of an export on gloo ranks, compared with transformers in one process."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -27,7 +26,6 @@ from components.models import (
     decoder_layers,
     export_model,
     fill_weights,
-    generate,
     load_tokenizer,
     materialize,
 )
@@ -97,42 +95,25 @@ def assert_equal_parameters(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(model.get_buffer(name), value), name
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_family_loads_into_fsdp_shards_bitwise(world: int, tmp_path: Path) -> None:
+def test_every_family_loads_into_fsdp_shards_bitwise(tmp_path: Path) -> None:
     folders = {family: tiny_folder(tmp_path / family, family) for family in FAMILIES}
 
     def body(rank: int) -> None:
         for folder in folders.values():
             expected = reference(folder)
-            model = sharded(ModelConfig(path=str(folder)), f"fsdp{world}")
+            model = sharded(ModelConfig(path=str(folder)), "fsdp4")
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
             assert_equal_parameters(model, expected)
             assert torch.equal(logits(model), logits(expected))
 
-    run_ranks(world, body)
+    run_ranks(4, body)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, "tp2"), (4, "fsdp2_tp2"), (4, "hsdp2x2")])
-def test_llama_families_load_into_every_layout(world: int, layout: str, tmp_path: Path) -> None:
-    folders = [tiny_folder(tmp_path / family, family) for family in ("llama", "llama3", "mistral")]
-
-    def body(rank: int) -> None:
-        for folder in folders:
-            expected = reference(folder)
-            model = sharded(ModelConfig(path=str(folder)), layout)
-            tied = expected.lm_head.weight is expected.model.embed_tokens.weight
-            assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-            assert_equal_parameters(model, expected)
-            torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-4)
-
-    run_ranks(world, body)
-
-
-@pytest.mark.parametrize(("world", "layout"), [(4, "fsdp4"), (4, "fsdp2_tp2"), (2, "tp2")])
-def test_rank_reads_only_the_values_of_its_shards(
+@pytest.mark.parametrize(("world", "layout"), [(2, "tp2"), (4, "fsdp2_tp2"), (4, "hsdp2x2"), (4, "fsdp4")])
+def test_llama_families_load_into_every_layout_and_ranks_read_their_shards_only(
     world: int, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny_folder(tmp_path, "llama3")
+    folders = [tiny_folder(tmp_path / family, family) for family in ("llama", "llama3", "mistral")]
     read, read_sizes = SafetensorsTensors.read, []
 
     def counted_read(self: SafetensorsTensors, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -142,12 +123,18 @@ def test_rank_reads_only_the_values_of_its_shards(
 
     monkeypatch.setattr(SafetensorsTensors, "read", counted_read)
 
-    def body(rank: int) -> tuple[int, int]:
-        model = sharded(ModelConfig(path=str(folder)), layout)
-        return sum(read_sizes), count_parameters(model).local_bytes // 4
+    def body(rank: int) -> None:
+        for folder in folders:
+            expected = reference(folder)
+            read_sizes.clear()
+            model = sharded(ModelConfig(path=str(folder)), layout)
+            assert sum(read_sizes) == count_parameters(model).local_bytes // 4
+            tied = expected.lm_head.weight is expected.model.embed_tokens.weight
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+            assert_equal_parameters(model, expected)
+            torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-4)
 
-    for values, kept in run_ranks(world, body):
-        assert values == kept
+    run_ranks(world, body)
 
 
 def test_random_weights_are_identical_on_every_mesh() -> None:
@@ -175,34 +162,6 @@ def test_missing_tensor_on_disk_is_reported_on_every_rank(tmp_path: Path) -> Non
     messages = run_ranks(2, body)
     assert messages[0] == messages[1]
     assert "lack tensors of LlamaForCausalLM: model.layers.2.self_attn.q_proj.weight" in messages[0]
-
-
-@pytest.mark.parametrize(
-    ("world", "layout", "family"),
-    [
-        (4, "fsdp4", "gpt2"),
-        (4, "fsdp4", "mixtral"),
-        (4, "hsdp2x2", "llama"),
-        (4, "fsdp2_tp2", "llama3"),
-        (2, "tp2", "llama"),
-    ],
-)
-def test_exported_tensors_equal_the_loaded_files(world: int, layout: str, family: str, tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path / "saved", family)
-
-    def body(rank: int) -> None:
-        cfg = ModelConfig(path=str(folder), tokenizer="bytes")
-        model = sharded(cfg, layout)
-        logits(model)  # FSDP keeps the root's parameters gathered after a forward
-        export_model(model, load_tokenizer(cfg), tmp_path / "export", shard_bytes=30_000)
-
-    run_ranks(world, body)
-    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())["weight_map"]
-    files = {name: load_file(tmp_path / "export" / name) for name in set(index.values())}
-    expected = load_file(folder / "model.safetensors")
-    assert index.keys() == expected.keys()
-    assert all(torch.equal(files[index[name]][name], value) for name, value in expected.items())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "saved"]
 
 
 def test_export_opens_no_communicator_per_pair_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,21 +217,39 @@ def test_export_write_error_is_raised_on_every_rank(tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp2"), (4, "fsdp2_tp2")])
-def test_generation_on_shards_matches_one_process(world: int, layout: str, tmp_path: Path) -> None:
-    cfg = ModelConfig(path=str(tiny_folder(tmp_path, "llama")), tokenizer="bytes")
-    prompts = ["*7 1,", "the longer of the two prompts"]
-    tokenizer = load_tokenizer(cfg)
-    expected = generate(reference(tmp_path), tokenizer, prompts, 8)
+def partial_sum(norm: nn.Module) -> None:
+    value = DTensor.from_local(torch.ones(32), norm.weight.device_mesh, [Partial()], run_check=False)
+    norm.weight = nn.Parameter(value)
 
-    def body(rank: int) -> None:
-        model = sharded(cfg, layout)
-        assert generate(model, tokenizer, prompts, 8) == expected
-        unsharded_rows = SimpleNamespace(call=model, multiple=4, keeps_cache=False)
-        assert generate(model, tokenizer, prompts, 8, unsharded_rows) == expected
 
-    run_ranks(world, body)
-    assert len(set(expected)) == 2
+def unsharded(norm: nn.Module) -> None:
+    norm.weight = nn.Parameter(torch.ones(32))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (partial_sum, "model.norm.weight: holds a partial sum"),
+        (unsharded, "model.norm.weight: the ranks hold 48 of the 32 values of (32,)"),
+    ],
+)
+def test_export_error_of_one_rank_is_raised_on_every_rank(
+    damage: Callable[[nn.Module], None], message: str, tmp_path: Path
+) -> None:
+    cfg = ModelConfig(path=str(tiny_folder(tmp_path / "saved", "llama3")), tokenizer="bytes")
+
+    def body(rank: int) -> str:
+        model = sharded(cfg, "fsdp2")
+        if rank == 1:
+            damage(model.model.norm)
+        with pytest.raises(NotImplementedError) as caught:
+            export_model(model, load_tokenizer(cfg), tmp_path / "export")
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert message in first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
 MEASURE_PEAKS = """

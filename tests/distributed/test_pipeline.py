@@ -6,6 +6,7 @@ The reference is the transformers model in one process, trained with plain PyTor
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
 from components.batch import Batch
+from components.checkpoint import load_checkpoint, save_checkpoint
 from components.config.schema.data import DocsDataConfig
-from components.config.schema.model import ModelConfig
-from components.config.schema.parallelism import ParallelismConfig
+from components.config.schema.model import ModelConfig, WeightInit
+from components.config.schema.parallelism import ActivationCheckpointing, ParallelismConfig
+from components.config.schema.run import CheckpointConfig
 from components.config.shape import stage_layers
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
@@ -119,7 +122,11 @@ def test_pipeline_stage_holds_only_its_own_parameters(
         stages = run.layout.stages
         assert stages is not None
         copies = [] if stages.tied_head is None else [stages.tied_head.weight]
+        counts = models.count_parameters(run.model)
+        models.checkpoint_activations(run.model, ActivationCheckpointing.alternate)
         return {
+            "counts": (counts.total, counts.trainable, counts.local_bytes),
+            "recomputed": [isinstance(layer.forward, partial) for layer in models.decoder_layers(run.model)],
             "names": [name for name, _ in run.model.named_parameters()],
             "copied_bytes": local_bytes(copies),
             "model_bytes": local_bytes([*run.model.parameters(), *copies, *run.model.buffers()]),
@@ -129,10 +136,14 @@ def test_pipeline_stage_holds_only_its_own_parameters(
 
     reports = run_ranks(pp, body, timeout=120)
     names = [name for each in reports for name in each["names"]]
+    total = sum(parameter.numel() for parameter in expected_model.parameters())
     # The stages partition the parameters of the model.
     assert sorted(names) == sorted(name for name, _ in expected_model.named_parameters())
     for rank, each in enumerate(reports):
         held = {layer for index, stage_rank in enumerate(stage_ranks) if stage_rank == rank for layer in ranges[index]}
+        assert each["recomputed"] == [layer in held and layer % 2 == 0 for layer in range(LAYERS)]
+        buffers = local_bytes(expected_model.buffers())
+        assert each["counts"] == (total, total, each["model_bytes"] - each["copied_bytes"] - buffers)
         expected = {name for name in names if name.startswith(tuple(f"{PREFIX[family]}.{layer}." for layer in held))}
         expected |= FIRST[family] if stage_ranks[0] == rank else set()
         expected |= LAST[family] if stage_ranks[-1] == rank else set()
@@ -297,3 +308,36 @@ def test_config_error_of_one_stage_is_raised_on_all_ranks() -> None:
     assert len(first) == 1
     assert "data.pack=true: NemotronForCausalLM does not pass keywords on" in first[0]
     assert second == first
+
+
+def test_checkpoint_error_of_one_stage_is_raised_on_all_stages(saved: dict[str, ModelConfig], tmp_path: Path) -> None:
+    """The checkpoint lacks a layer of the second stage, or holds optimizer state that only this stage does not use."""
+    for name, layers in (("shorter", LAYERS - 1), ("same", LAYERS)):
+        config = {"num_hidden_layers": layers}
+        cfg = ModelConfig(path=saved["llama3"].path, tokenizer="bytes", init=WeightInit.random, config=config)
+        model = models.build_on_meta(cfg)
+        models.materialize(model, "cpu")
+        models.fill_weights(model, cfg, seed=5)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        save_checkpoint(tmp_path / name, 2, model, optimizer, {}, CheckpointConfig(keep=1))
+
+    def body(rank: int) -> list[str]:
+        messages = []
+        for written in ("shorter", "same"):
+            model = start(saved["llama3"], {"pp": 2}).model
+            if rank == 1:
+                model.model.norm.weight.requires_grad_(False)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.AdamW(trained, fused=True)
+            with pytest.raises(ConfigError) as caught:
+                load_checkpoint(tmp_path / written / "checkpoints" / "step_2", model, optimizer)
+            messages.append(str(caught.value))
+        return messages
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert f"lacks tensors of this model: model.layers.{LAYERS - 1}.self_attn.q_proj.weight" in first[0]
+    assert first[1].startswith("the checkpoint holds optimizer state of model.norm.weight")
