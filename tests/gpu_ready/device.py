@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -137,19 +135,8 @@ class _Silu(torch.autograd.Function):
         return _silu_backward(grad, ctx.saved_tensors[0])
 
 
-_torch_silu = torch.nn.functional.silu
-
-
 def _silu(values: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     return _Silu.apply(values)
-
-
-@contextmanager
-def decomposed_silu() -> Iterator[None]:
-    """Let torch decompose SiLU's backward into six operators, as it does for fake tensors only."""
-    torch.nn.functional.silu = _torch_silu
-    yield
-    torch.nn.functional.silu = _silu
 
 
 def install() -> None:

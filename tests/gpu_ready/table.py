@@ -1,9 +1,10 @@
 """The tables of docs/gpu_counts.md, and their excerpt in RESULTS.md.
 
 MESHBOOK_ALL_PARITY=1 python -m pytest tests/gpu_ready/test_matrix.py   # counts now, for outputs/gpu_ready
-python -m tests.gpu_ready.before                                        # counts of commit 0a6a30f: before.json
 python -m tests.gpu_ready.roofline                                      # predicted speeds: speeds.json
 python -m tests.gpu_ready.table                                         # counts.json, and the pages from all three
+
+before.json has the counts of commit 0a6a30f, the code before it was prepared for GPUs.
 """
 
 from __future__ import annotations
