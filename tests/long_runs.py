@@ -27,7 +27,7 @@ RECORD = Path(__file__).with_suffix(".csv")
 LIMIT_MINUTES = 120
 SWITCH = {"torture": "MESHBOOK_TORTURE", "parity": "MESHBOOK_ALL_PARITY"}
 """Environment variable that makes the tests of a suite run all their cases."""
-GRID = "tests/distributed/test_parity.py"
+GRID, OBJECTIVES = "tests/distributed/test_parity.py", "tests/distributed/test_objective_grid.py"
 
 
 def _grid(world: int, *models: str) -> list[str]:
@@ -89,14 +89,17 @@ PARTS: dict[str, dict[str, list[str]]] = {
             *("tests/recipes/test_mixture.py", "tests/recipes/test_guard.py"),
         ],
         "adapters": ["tests/distributed/test_lora.py", "tests/distributed/test_lora_experts.py"],
-        "preferences": ["tests/distributed/test_preference_grid.py"],
+        "preferences": [f"{OBJECTIVES}::test_preference_grid_matches_one_process"],
         "scores": ["tests/distributed/test_classify.py"],
         "tasks": ["tests/distributed/test_tasks.py", "tests/distributed/test_library_tasks.py"],
         "planning": [
             *("tests/distributed/test_simulated_steps.py", "tests/distributed/test_plan_dry_run.py"),
             "tests/distributed/test_memory.py",
         ],
-        "distillation": ["tests/distributed/test_distillation.py", "tests/distributed/test_distillation_grid.py"],
+        "distillation": [
+            "tests/distributed/test_distillation.py",
+            f"{OBJECTIVES}::test_distillation_grid_matches_one_process",
+        ],
         "gpu_ready": ["tests/gpu_ready"],
         "oldest": [
             *("tests/gpu_ready", "tests/unit", "tests/config", "tests/distributed", "tests/recipes"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from components import data
+from components import data, training
+from components.config.schema import AdamWConfig
 from components.planning.parity_reference import balance_loss
+
+CLIP = 1.0
 
 DDP2: dict[str, Any] = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}
 FSDP2: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": -1}
@@ -18,6 +23,81 @@ TP: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
 CP: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
 PP: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
 EP: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}
+
+
+class PadOnlyTokenizer:
+    """The only attribute of a tokenizer that a dataset reads."""
+
+    pad_token_id = 0
+
+
+@dataclass
+class Curve:
+    """Results of each step, full gradients of the first, and held-out results at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    metrics: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    """On a mesh only; not compared."""
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    held_out: tuple[float, ...] = ()
+
+
+LossOf = Callable[[int], tuple[torch.Tensor, float | None]]
+"""Step -> loss and metric."""
+
+
+def plain_curve(model: Any, loss_of: LossOf, steps: int, lr: float) -> Curve:
+    """Train in plain PyTorch, in place."""
+    curve, trained = Curve(), {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for p in trained.values() if p.dim() >= 2]
+    others = [p for p in trained.values() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95)
+    )
+    for step in range(steps):
+        loss, metric = loss_of(step)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            curve.gradients = {name: p.grad.clone() for name, p in trained.items()}
+        norm = torch.stack([p.grad.double().square().sum() for p in trained.values()]).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(trained.values(), CLIP, norm.to(loss.dtype))
+        optimizer.step()
+        curve.losses.append(loss.item())
+        curve.norms.append(float(norm))
+        curve.metrics += [] if metric is None else [metric]
+    return curve
+
+
+def curve_on_mesh(
+    prepared: training.Prepared, objective: Any, batches: data.TrainBatches, steps: int, lr: float, metric: str = ""
+) -> Curve:
+    """Train a prepared model, with the metric of this name in the results of a step. A collective."""
+    curve = Curve()
+    optimizer = training.build_optimizer(prepared, AdamWConfig(lr=lr, weight_decay=0.1, betas=[0.9, 0.95]))
+    gradients = keep_first_gradients(optimizer, prepared.module)
+    for step in range(steps):
+        numbers = training.train_step(prepared, batches.at(step), optimizer, objective)
+        curve.losses.append(numbers["loss"].item())
+        curve.norms.append(numbers["grad_norm"].item())
+        curve.metrics += [numbers[metric].item()] if metric else []
+        curve.tokens.append(numbers["tokens"].item())
+    curve.gradients = unclipped(gradients, curve.norms[0], CLIP)
+    return curve
+
+
+def differences(got: Curve, reference: Curve, bound: float = 1e-10) -> list[str]:
+    problems = []
+    for name in ("losses", "norms", "metrics", "held_out"):
+        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=bound):
+            problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
+    for name, gradient in got.gradients.items():
+        error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
+        if not error < bound:
+            problems.append(f"gradient of {name} is off by {error:.1e}")
+    return problems
 
 
 def plan_of(mesh: Any, global_batch: int, micro_batch: int) -> data.BatchPlan:

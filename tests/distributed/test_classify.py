@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,26 +11,20 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from components import data, distributed, models, training
-from components.config.schema import AdamWConfig, RewardConfig
+from components.config.schema import RewardConfig
 from components.data.dataset import Facts
 from components.models.classifier import return_token_scores, set_labels
 from components.training.objectives.cross_entropy import Classification, Reward
-from tests.distributed import grid
-from tests.distributed.curves import CP, DDP2, EP, FSDP2, HSDP, PP, TP, keep_first_gradients, plan_of, unclipped
+from tests.distributed import curves, grid
+from tests.distributed.curves import CP, DDP2, EP, FSDP2, HSDP, PP, TP, Curve
 from tests.distributed.parity import Case, compute_in_float64, recipe_config
 from tests.harness import run_ranks
 from tests.optional import runnable
 from tests.suites import PARITY
 
-GLOBAL_BATCH, STEPS, LR, CLIP, CENTER = 8, 5, 5e-3, 1.0, 0.05
+GLOBAL_BATCH, STEPS, LR, CENTER = 8, 5, 5e-3, 0.05
 CPU = torch.device("cpu")
 LABELS = {"classification": 3, "reward": 1}
-
-
-class PadOnlyTokenizer:
-    """The only attribute of a tokenizer that a dataset reads."""
-
-    pad_token_id = 0
 
 
 def reference_model(objective: str, name: str, dtype: torch.dtype, layers: int = 2) -> Any:
@@ -61,19 +54,10 @@ def texts() -> list[tuple[list[int], int]]:
 def dataset(objective: str) -> Any:
     examples = [data.Example([*ids, 0], [*ids, 0]) for ids, _ in texts()]
     labels = [label for _, label in texts()]
-    everything = data.Dataset(examples, PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
+    everything = data.Dataset(examples, curves.PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
     if objective == "reward":
         return data.ScoredPairs(everything, everything, [(2 * i, 2 * i + 1) for i in range(len(examples) // 2)])
     return data.LabeledTexts(everything, torch.tensor(labels).numpy(), ["a", "b", "c"])
-
-
-@dataclass
-class Curve:
-    losses: list[float] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    held_out: tuple[float, ...] = ()
 
 
 def losses_of(model: Any, objective: str, indices: Any) -> tuple[torch.Tensor, float]:
@@ -91,25 +75,11 @@ def losses_of(model: Any, objective: str, indices: Any) -> tuple[torch.Tensor, f
 
 
 def expected(objective: str, plain: Any, steps: int) -> Curve:
-    model, curve, count = copy.deepcopy(plain).train(), Curve(), len(dataset(objective))
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
-    )
+    model, count = copy.deepcopy(plain).train(), len(dataset(objective))
     order = data.SampleOrder(count, 5)
-    for step in range(steps):
-        loss, accuracy = losses_of(model, objective, order.indices(step * GLOBAL_BATCH, GLOBAL_BATCH))
-        optimizer.zero_grad()
-        loss.backward()
-        if step == 0:
-            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm.to(loss.dtype))
-        optimizer.step()
-        curve.losses.append(loss.item())
-        curve.accuracies.append(accuracy)
-        curve.norms.append(float(norm))
+    curve = curves.plain_curve(
+        model, lambda step: losses_of(model, objective, order.indices(step * GLOBAL_BATCH, GLOBAL_BATCH)), steps, LR
+    )
     with torch.no_grad():
         loss, accuracy = losses_of(model, objective, range(count))
     curve.held_out = (loss.item(), accuracy)
@@ -126,23 +96,15 @@ def train(objective: str, plain: Any, axes: dict[str, Any], steps: int, micro_ba
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     prepared = training.Prepared(
-        model, training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh), called, compute_dtype=dtype
+        model, training.StepSettings(device=CPU, max_grad_norm=curves.CLIP, mesh=mesh), called, compute_dtype=dtype
     )
-    plan = plan_of(mesh, GLOBAL_BATCH, micro_batch)
+    plan = curves.plan_of(mesh, GLOBAL_BATCH, micro_batch)
     loss = Reward(RewardConfig(center_weight=CENTER), mesh) if objective == "reward" else Classification()
-    optimizer = training.build_optimizer(prepared, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
-    curve, everything = Curve(), dataset(objective)
-    gradients = keep_first_gradients(optimizer, model)
-    batches = data.TrainBatches(everything, plan, seed=5)
-    for step in range(steps):
-        numbers = training.train_step(prepared, batches.at(step), optimizer, loss)
-        curve.losses.append(numbers["loss"].item())
-        assert numbers["tokens"].item() == GLOBAL_BATCH * (2 if objective == "reward" else 1)  # scored tokens
-        curve.accuracies.append(numbers["accuracy"].item())
-        curve.norms.append(numbers["grad_norm"].item())
+    everything = dataset(objective)
+    curve = curves.curve_on_mesh(prepared, loss, data.TrainBatches(everything, plan, seed=5), steps, LR, "accuracy")
     held_out = training.evaluate(prepared, data.EvalBatches(everything, plan), loss)
+    assert curve.tokens == [GLOBAL_BATCH * (2 if objective == "reward" else 1)] * steps  # scored tokens
     curve.held_out = (held_out.loss, held_out.metrics["accuracy"])
-    curve.gradients = unclipped(gradients, curve.norms[0], CLIP)
     return curve
 
 
@@ -169,7 +131,7 @@ if PARITY:
 def test_every_mesh_has_the_gradients_of_transformers(world: int, model: str) -> None:
     layers = 4 if PARITY else 2  # ZBVZeroBubble has two stages on each of two ranks
     plain = {objective: reference_model(objective, model, torch.float64, layers) for objective in LABELS}
-    curves = {objective: expected(objective, plain[objective], 1) for objective in LABELS}
+    expected_curves = {objective: expected(objective, plain[objective], 1) for objective in LABELS}
     meshes = [*runnable(CASES[world]), *(WITH_EXPERTS.get(world, []) if model in ("mixtral", "qwen3_moe") else [])]
 
     def body(rank: int) -> list[str]:
@@ -177,7 +139,9 @@ def test_every_mesh_has_the_gradients_of_transformers(world: int, model: str) ->
         for number, axes in enumerate(meshes):
             for objective in LABELS if PARITY else [list(LABELS)[number % len(LABELS)]]:
                 got = train(objective, plain[objective], axes, 1, micro_batch=1 + number % 2)
-                problems += [f"{objective} {axes}: {each}" for each in differences(got, curves[objective], 1e-10)]
+                problems += [
+                    f"{objective} {axes}: {each}" for each in curves.differences(got, expected_curves[objective], 1e-10)
+                ]
         return problems
 
     problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
@@ -189,19 +153,7 @@ def test_five_steps_in_float32() -> None:
     curve = expected("classification", plain, STEPS)
 
     def body(rank: int) -> list[str]:
-        return differences(train("classification", plain, FSDP2, STEPS, micro_batch=2), curve, 1e-5)
+        return curves.differences(train("classification", plain, FSDP2, STEPS, micro_batch=2), curve, 1e-5)
 
     problems = [line for lines in run_ranks(2, body) for line in lines]
     assert not problems, "\n".join(problems)
-
-
-def differences(got: Curve, reference: Curve, tolerance: float) -> list[str]:
-    problems = []
-    for name in ("losses", "accuracies", "norms", "held_out"):
-        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=tolerance):
-            problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
-    for name, gradient in got.gradients.items():
-        error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
-        if not error < tolerance:
-            problems.append(f"gradient of {name} is off by {error:.1e}")
-    return problems

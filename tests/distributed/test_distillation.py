@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from components import data, distributed, models, training
-from components.config.schema import AdamWConfig
 from components.config.schema.objective import DistillationConfig, Divergence
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS, TeacherHeader, teacher_file
 from components.data.dataset import Facts
@@ -22,35 +20,19 @@ from components.json_collectives import all_gather_json, this_rank
 from components.training.objectives.distillation import Distillation
 from components.training.objectives.teacher import StoredTeacher, hidden_states_of
 from components.training.objectives.teacher_store import TeacherStore
-from tests.distributed.curves import (
-    CP,
-    DDP2,
-    FSDP2,
-    HSDP,
-    PP,
-    TP,
-    keep_first_gradients,
-    mean_balance,
-    plan_of,
-    unclipped,
-)
+from tests.distributed import curves
+from tests.distributed.curves import CP, DDP2, FSDP2, HSDP, PP, TP, Curve
 from tests.distributed.parity import MODELS, SMALL, Case, build, recipe_config
 from tests.harness import run_ranks
 from tests.optional import runnable
 from tests.suites import PARITY
 
-GLOBAL_BATCH, STEPS, LR, CLIP = 8, 3, 5e-3, 1.0
+GLOBAL_BATCH, STEPS, LR = 8, 3, 5e-3
 CPU = torch.device("cpu")
 STUDENT = {**MODELS["llama"], "num_hidden_layers": 4}
 TEACHER = {**SMALL, "model_type": "gemma3_text", "hidden_size": 40, "head_dim": 10, "num_hidden_layers": 6,
            "final_logit_softcapping": 5.0, "sliding_window": 8, "query_pre_attn_scalar": 10}  # fmt: skip
 """Another family, hidden size and number of layers, tied embeddings and a transform of the logits."""
-
-
-class PadOnlyTokenizer:
-    """The only attribute of a tokenizer that a dataset reads."""
-
-    pad_token_id = 0
 
 
 def samples() -> data.Dataset:
@@ -61,7 +43,7 @@ def samples() -> data.Dataset:
         tokens = torch.randint(3, 97, (6 + 5 * index % 17,), generator=generator).tolist()
         prompt = 1 + index % 4
         examples.append(data.Example(tokens, [-100] * prompt + tokens[prompt:]))
-    return data.Dataset(examples, PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
+    return data.Dataset(examples, curves.PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
 
 
 class PlainTopK:
@@ -129,15 +111,6 @@ def divergence_of(kind: Divergence, p: torch.Tensor, q: torch.Tensor) -> torch.T
     return ((p * (p / middle).log()).sum() + (q * (q / middle).log()).sum()) / 2
 
 
-@dataclass
-class Curve:
-    losses: list[float]
-    norms: list[float]
-    divergences: list[float]
-    gradients: dict[str, torch.Tensor]
-    held_out: tuple[float, ...]
-
-
 def mean_losses(
     student: Any, teacher: Any, cfg: DistillationConfig, indices: Iterable[int], stored: PlainTopK | None = None
 ) -> torch.Tensor:
@@ -183,27 +156,15 @@ def expected(
 ) -> Curve:
     """Curve of plain transformers in one process."""
     model, everything = copy.deepcopy(student).train(), samples()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for p in trained.values() if p.dim() >= 2]
-    others = [p for p in trained.values() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95)
-    )
-    curve = Curve([], [], [], {}, ())
-    for step, indices in enumerate(sample_order(everything, packed, steps)):
-        loss, apart, *_ = mean_losses(model, teacher, cfg, indices, stored)
+    order = sample_order(everything, packed, steps)
+
+    def loss_of(step: int) -> tuple[torch.Tensor, float]:
+        loss, apart, *_ = mean_losses(model, teacher, cfg, order[step], stored)
         if router_aux:
-            loss = loss + router_aux * mean_balance(model, [everything[index] for index in indices])
-        optimizer.zero_grad()
-        loss.backward()
-        if step == 0:
-            curve.gradients = {name: p.grad.clone() for name, p in trained.items()}
-        norm = torch.stack([p.grad.double().square().sum() for p in trained.values()]).sum().sqrt()
-        torch.nn.utils.clip_grads_with_norm_(trained.values(), CLIP, norm)
-        optimizer.step()
-        curve.losses.append(loss.item())
-        curve.norms.append(float(norm))
-        curve.divergences.append(apart.item())
+            loss = loss + router_aux * curves.mean_balance(model, [everything[index] for index in order[step]])
+        return loss, apart.item()
+
+    curve = curves.plain_curve(model, loss_of, steps, lr)
     with torch.no_grad():
         _, divergence, *entropies = mean_losses(model, teacher, cfg, range(len(everything)), stored).tolist()
         curve.held_out = (entropies[0], divergence, entropies[1])  # eval_loss is the cross-entropy of the data
@@ -230,7 +191,9 @@ def prepared(
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout) if trains or axes.get("pp") else None
     if not trains:
         model.requires_grad_(False)
-    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head, router_loss=router_loss)
+    settings = training.StepSettings(
+        device=CPU, max_grad_norm=curves.CLIP, mesh=mesh, loss_head=head, router_loss=router_loss
+    )
     return training.Prepared(model, settings, called, compute_dtype=dtype)
 
 
@@ -255,19 +218,11 @@ def train(
     else:
         stored = None
         objective = Distillation(cfg, hidden_states_of(prepared(teacher, axes, trains=False, mesh=mesh), 97))
-    plan = plan_of(mesh, GLOBAL_BATCH, micro_batch)
-    optimizer = training.build_optimizer(model, AdamWConfig(lr=lr, weight_decay=0.1, betas=[0.9, 0.95]))
-    curve = Curve([], [], [], {}, ())
-    gradients = keep_first_gradients(optimizer, model.module)
+    plan = curves.plan_of(mesh, GLOBAL_BATCH, micro_batch)
     batches = data.TrainBatches(rows, plan, seed=5, token_values=stored)
-    for step in range(steps):
-        numbers = training.train_step(model, batches.at(step), optimizer, objective)
-        curve.losses.append(numbers["loss"].item())
-        curve.norms.append(numbers["grad_norm"].item())
-        curve.divergences.append(numbers["divergence"].item())
+    curve = curves.curve_on_mesh(model, objective, batches, steps, lr, "divergence")
     held_out = training.evaluate(model, data.EvalBatches(rows, plan, stored), objective)
     curve.held_out = (held_out.loss, *held_out.metrics.values())
-    curve.gradients = unclipped(gradients, curve.norms[0], CLIP)
     return curve
 
 
@@ -295,21 +250,34 @@ OBJECTIVES = [
 ]
 
 
+def chosen(world: int, first: int = 0, meshes: Sequence[dict[str, Any]] = ()) -> list[tuple[int, dict[str, Any], int]]:
+    """Return (number, mesh, index of the objective): every objective on every mesh, or one of them in turn.
+
+    Args:
+        meshes: At each commit only these; empty: all.
+    """
+    return [
+        (number, axes, index)
+        for number, axes in enumerate(runnable(CASES[world]))
+        for index in range(len(OBJECTIVES))
+        if PARITY or (index == (number + first) % len(OBJECTIVES) and (not meshes or axes in meshes))
+    ]
+
+
 @pytest.mark.parametrize("world", [1, 2, 4] if PARITY else [4])
 def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
     student = build("llama", torch.float64, STUDENT)
     sizes = [97, 101, 97]  # the second teacher's vocabulary is padded to more entries than the student's
     teachers = [build("gemma3", torch.float64, {**TEACHER, "vocab_size": size}).eval() for size in sizes]
-    curves = [expected(student, teacher, cfg) for teacher, cfg in zip(teachers, OBJECTIVES, strict=True)]
+    work = chosen(world, first=1)
+    expected_curves = {index: expected(student, teachers[index], OBJECTIVES[index]) for _, _, index in work}
 
     def body(rank: int) -> list[str]:
         problems = []
-        for number, axes in enumerate(runnable(CASES[world])):
-            for index, cfg in enumerate(OBJECTIVES):
-                if PARITY or index == (number + 1) % len(OBJECTIVES):
-                    got = train(student, teachers[index], axes, cfg, micro_batch=1 + number % 2)
-                    where = f"{cfg.divergence} {axes}"
-                    problems += [f"{where}: {problem}" for problem in differences(got, curves[index])]
+        for number, axes, index in work:
+            got = train(student, teachers[index], axes, OBJECTIVES[index], micro_batch=1 + number % 2)
+            where = f"{OBJECTIVES[index].divergence} {axes}"
+            problems += [f"{where}: {problem}" for problem in curves.differences(got, expected_curves[index])]
         return problems
 
     problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
@@ -320,21 +288,19 @@ def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
 def test_stored_teacher_has_the_curve_of_the_formulas_on_every_mesh(world: int, tmp_path: Path) -> None:
     student = build("llama", torch.float64, STUDENT)
     teacher = build("gemma3", torch.float64, {**TEACHER, "vocab_size": 101}).eval()
-    plain = [PlainTopK(teacher, 9, cfg.temperature) for cfg in OBJECTIVES]
-    curves = [expected(student, teacher, cfg, stored) for stored, cfg in zip(plain, OBJECTIVES, strict=True)]
+    work = chosen(world, meshes=(TP, PP))
+    plain = {index: PlainTopK(teacher, 9, OBJECTIVES[index].temperature) for _, _, index in work}
+    expected_curves = {index: expected(student, teacher, OBJECTIVES[index], stored) for index, stored in plain.items()}
 
     def body(rank: int) -> list[str]:
         problems = []
-        for number, axes in enumerate(runnable(CASES[world])):
-            if not PARITY and axes not in (TP, PP):
-                continue
-            for index, cfg in enumerate(OBJECTIVES):
-                if PARITY or index == number % len(OBJECTIVES):
-                    where, micro_batch = f"{cfg.divergence} {axes}", 1 + (number + 1) % 2
-                    got = train(student, plain[index], axes, cfg, micro_batch)
-                    problems += [f"{where}: {problem}" for problem in differences(got, curves[index])]
-                    stored = store(teacher, axes, cfg.temperature, micro_batch, tmp_path / f"{number}_{index}")
-                    problems += [f"{where}: {problem}" for problem in other_values(stored, plain[index])]
+        for number, axes, index in work:
+            cfg, micro_batch = OBJECTIVES[index], 1 + (number + 1) % 2
+            got = train(student, plain[index], axes, cfg, micro_batch)
+            found = curves.differences(got, expected_curves[index])
+            stored = store(teacher, axes, cfg.temperature, micro_batch, tmp_path / f"{number}_{index}")
+            found += other_values(stored, plain[index])
+            problems += [f"{cfg.divergence} {axes}: {problem}" for problem in found]
         return problems
 
     problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
@@ -346,7 +312,7 @@ def store(teacher: Any, axes: dict[str, Any], temperature: float, micro_batch: i
     folder.mkdir(exist_ok=True)
     known = prepared(teacher, axes, trains=False)
     mesh = known.settings.mesh
-    run = training.RunContext(mesh, CPU, this_rank(), str(folder), plan_of(mesh, GLOBAL_BATCH, micro_batch))
+    run = training.RunContext(mesh, CPU, this_rank(), str(folder), curves.plan_of(mesh, GLOBAL_BATCH, micro_batch))
     header = TeacherHeader(samples="", tokenizer="", vocabulary=97, top_k=9, temperature=temperature, teacher="")
     TeacherStore(known, header, run).store(samples(), "train")
     all_gather_json(None)  # rank 0 has written the file
@@ -362,16 +328,4 @@ def other_values(stored: StoredTeacher, plain: PlainTopK) -> list[str]:
         for name in (LOG_PROBS, TARGET_LOG_PROB):
             if got[name] != pytest.approx(row[name], rel=1e-6):
                 problems.append(f"{name} of row {index}")
-    return problems
-
-
-def differences(got: Curve, reference: Curve, bound: float = 1e-10) -> list[str]:
-    problems = []
-    for name in ("losses", "norms", "divergences", "held_out"):
-        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=bound):
-            problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
-    for name, gradient in got.gradients.items():
-        error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
-        if not error < bound:
-            problems.append(f"gradient of {name} is off by {error:.1e}")
     return problems

@@ -12,36 +12,20 @@ import torch
 import torch.nn.functional as F
 
 from components import data, distributed, models, training
-from components.config.schema import AdamWConfig
 from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig, PairLoss, PreferenceConfig, SimPOConfig
 from components.data.dataset import Facts
 from components.data.pairs import DESIRABLE
 from components.training.objectives.preference import REFERENCE
 from components.training.objectives.reference_model import score_pairs
-from tests.distributed.curves import (
-    CP,
-    DDP2,
-    FSDP2,
-    PP,
-    TP,
-    keep_first_gradients,
-    mean_balance,
-    plan_of,
-    unclipped,
-)
+from tests.distributed import curves
+from tests.distributed.curves import CP, DDP2, FSDP2, PP, TP, Curve
 from tests.distributed.parity import MODELS, Case, build, recipe_config
 from tests.harness import run_ranks
 from tests.optional import runnable
 from tests.suites import PARITY
 
-PAIRS, ROWS, STEPS, LR, CLIP = 4, 4, 3, 5e-3, 1.0
+PAIRS, ROWS, STEPS, LR = 4, 4, 3, 5e-3
 CPU = torch.device("cpu")
-
-
-class PadOnlyTokenizer:
-    """The only attribute of a tokenizer that a dataset reads."""
-
-    pad_token_id = 0
 
 
 def pairs() -> data.PairDataset:
@@ -54,7 +38,7 @@ def pairs() -> data.PairDataset:
             answer = torch.randint(3, 97, (length,), generator=generator).tolist()
             answers.append(data.Example(prompt + answer, [-100] * len(prompt) + answer))
     sets = [
-        data.Dataset(each, PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
+        data.Dataset(each, curves.PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
         for each in (chosen, rejected)
     ]
     numbers = range(len(chosen))
@@ -140,14 +124,6 @@ def build_objective(cfg: PreferenceConfig, reference: Any = None) -> training.Pr
     raise TypeError(cfg)
 
 
-@dataclass
-class Curve:
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    held_out: float
-
-
 def log_prob(model: Any, example: data.Example) -> torch.Tensor:
     """Sum of the log-probabilities of an answer, computed for one row without padding."""
     logits = model(input_ids=torch.tensor([example.input_ids]), use_cache=False).logits[0, :-1]
@@ -190,30 +166,20 @@ def expected(
     model, everything = copy.deepcopy(plain).train(), pairs()
     with torch.no_grad():
         reference = score(base or model, everything, torch.zeros(len(everything), 2)).policy
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for p in trained.values() if p.dim() >= 2]
-    others = [p for p in trained.values() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95)
-    )
-    curve = Curve([], [], {}, 0.0)
-    for step, indices in enumerate(pair_order(everything, packed, steps)):
+    order = pair_order(everything, packed, steps)
+
+    def loss_of(step: int) -> tuple[torch.Tensor, None]:
+        indices = order[step]
         loss = formula(score(model, [everything[i] for i in indices], reference[indices])).mean()
         if router_aux:
             answers = 1 if formula is kto else 2
             trained_on = [row for index in indices for row in everything[index][:answers]]
-            loss = loss + router_aux * mean_balance(model, trained_on)
-        optimizer.zero_grad()
-        loss.backward()
-        if step == 0:
-            curve.gradients = {name: p.grad.clone() for name, p in trained.items()}
-        norm = torch.stack([p.grad.double().square().sum() for p in trained.values()]).sum().sqrt()
-        torch.nn.utils.clip_grads_with_norm_(trained.values(), CLIP, norm)
-        optimizer.step()
-        curve.losses.append(loss.item())
-        curve.norms.append(float(norm))
+            loss = loss + router_aux * curves.mean_balance(model, trained_on)
+        return loss, None
+
+    curve = curves.plain_curve(model, loss_of, steps, lr)
     with torch.no_grad():
-        curve.held_out = float(formula(score(model, everything, reference)).mean())
+        curve.held_out = (float(formula(score(model, everything, reference)).mean()),)
     return curve
 
 
@@ -237,26 +203,20 @@ def train(
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
     head = training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
-    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head, router_loss=router_loss)
+    settings = training.StepSettings(
+        device=CPU, max_grad_norm=curves.CLIP, mesh=mesh, loss_head=head, router_loss=router_loss
+    )
     prepared = training.Prepared(model, settings, called)
-    plan = plan_of(mesh, ROWS if packed else PAIRS, 1)
+    plan = curves.plan_of(mesh, ROWS if packed else PAIRS, 1)
     scored = pairs()
     with models.adapters_off(model):
         scored = scored.with_values(REFERENCE, score_pairs(prepared, scored, plan))
     dataset = packed_pairs(scored) if packed else scored
     objective = build_objective(objective_cfg)
-    optimizer = training.build_optimizer(model, AdamWConfig(lr=lr, weight_decay=0.1, betas=[0.9, 0.95]))
-    curve = Curve([], [], {}, 0.0)
-    gradients = keep_first_gradients(optimizer, model)
-    batches = data.TrainBatches(dataset, plan, seed=5)
-    for step in range(steps):
-        numbers = training.train_step(prepared, batches.at(step), optimizer, objective)
-        curve.losses.append(numbers["loss"].item())
-        curve.norms.append(numbers["grad_norm"].item())
+    curve = curves.curve_on_mesh(prepared, objective, data.TrainBatches(dataset, plan, seed=5), steps, lr)
     held_out = training.evaluate(prepared, data.EvalBatches(dataset, plan), objective)
     assert (held_out.count, held_out.unit) == (len(scored), objective.unit)
-    curve.held_out = held_out.loss
-    curve.gradients = unclipped(gradients, curve.norms[0], CLIP)
+    curve.held_out = (held_out.loss,)
     return curve
 
 
@@ -297,15 +257,16 @@ def objectives_on(axes: dict[str, Any], number: int) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2, 4] if PARITY else [4])
 def test_every_mesh_has_the_curve_of_the_papers_formulas(world: int) -> None:
     plain = build("llama", torch.float64, {**MODELS["llama"], "num_hidden_layers": 4})
-    curves = {name: expected(plain, formula) for name, (_, formula) in OBJECTIVES.items()}
+    meshes = enumerate(runnable(CASES[world]), start=world)
+    work = [(axes, name) for number, axes in meshes for name in objectives_on(axes, number)]
+    expected_curves = {name: expected(plain, OBJECTIVES[name][1]) for _, name in work}
 
     def body(rank: int) -> list[str]:
         problems = []
-        for number, axes in enumerate(runnable(CASES[world])):
-            for name in objectives_on(axes, number + world):
-                for loss in loss_methods(axes):
-                    got, where = train(plain, axes, loss, OBJECTIVES[name][0]), f"{name} {axes} {loss}"
-                    problems += [f"{where}: {problem}" for problem in differences(got, curves[name])]
+        for axes, name in work:
+            for loss in loss_methods(axes):
+                got, where = train(plain, axes, loss, OBJECTIVES[name][0]), f"{name} {axes} {loss}"
+                problems += [f"{where}: {problem}" for problem in curves.differences(got, expected_curves[name])]
         return problems
 
     problems = [line for lines in run_ranks(world, body, timeout=1500 if PARITY else 400) for line in lines]
@@ -323,7 +284,7 @@ PACKED: dict[int, list[tuple[dict[str, Any], str]]] = {
 def test_packed_pairs_have_the_curve_of_single_rows(world: int) -> None:
     plain = build("llama", torch.float64, {**MODELS["llama"], "num_hidden_layers": 2})
     used = {name for _, name in PACKED[world]}
-    curves = {name: expected(plain, OBJECTIVES[name][1], packed=True) for name in used}
+    expected_curves = {name: expected(plain, OBJECTIVES[name][1], packed=True) for name in used}
     assert max(map(len, pair_order(pairs(), packed=True))) > ROWS
 
     def body(rank: int) -> list[str]:
@@ -331,20 +292,10 @@ def test_packed_pairs_have_the_curve_of_single_rows(world: int) -> None:
         for axes, name in PACKED[world]:
             for loss in loss_methods(axes) if PARITY else ["chunked"]:
                 got = train(plain, axes, loss, OBJECTIVES[name][0], packed=True)
-                problems += [f"packed {name} {axes} {loss}: {each}" for each in differences(got, curves[name])]
+                problems += [
+                    f"packed {name} {axes} {loss}: {each}" for each in curves.differences(got, expected_curves[name])
+                ]
         return problems
 
     problems = [line for lines in run_ranks(world, body, timeout=200) for line in lines]
     assert not problems, "\n".join(sorted(set(problems)))
-
-
-def differences(got: Curve, reference: Curve, bound: float = 1e-10) -> list[str]:
-    problems = []
-    for name in ("losses", "norms", "held_out"):
-        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=bound):
-            problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
-    for name, gradient in got.gradients.items():
-        error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
-        if not error < bound:
-            problems.append(f"gradient of {name} is off by {error:.1e}")
-    return problems
