@@ -18,8 +18,8 @@ from components.config.schema.optimizer import AdamW8bitConfig
 from components.config.schema.run import CheckpointConfig
 from components.models.weights.shards import fill, local_blocks, local_part
 from components.training.optimizers.gradients import step_if_finite
-from tests.distributed.parity import MODELS, MOE_MODELS, Case, build, micro_batches, recipe_config
-from tests.distributed.test_muon import state_of
+from tests.distributed.parity import MODELS, MOE_MODELS, Case, build, recipe_config
+from tests.distributed.test_muon import changed_by_a_non_finite_step
 from tests.harness import run_ranks
 from tests.optional import need_torchao
 from tests.suites import PARITY, in_parity
@@ -264,20 +264,5 @@ def test_moments_stay_the_same_bits_if_shards_split_blocks(family: str, tmp_path
 
 
 def test_step_with_non_finite_gradients_changes_nothing() -> None:
-    def body(rank: int) -> list[str]:
-        case = Case("llama", FSDP2)
-        mesh = distributed.build_mesh(recipe_config(case).parallelism, "cpu")
-        model = build("llama", torch.float32, FAMILIES["llama"])
-        distributed.parallelize(model, mesh, recipe_config(case).parallelism, torch.float32)
-        prepared = training.Prepared(model, training.StepSettings(device=torch.device("cpu"), mesh=mesh))
-        optimizer = training.build_optimizer(prepared, CONFIG)
-        (batch, *_) = micro_batches(case, mesh, 0)
-        training.train_step(prepared, [batch], optimizer)
-        before = state_of(model, optimizer)
-        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *args: args[2] * torch.inf)
-        numbers = training.train_step(prepared, [batch], optimizer)
-        assert numbers["skipped"].item() == 1
-        assert any("exp_avg_sq_codes" in key for key in before)
-        return [key for key, value in state_of(model, optimizer).items() if not torch.equal(value, before[key])]
-
-    assert run_ranks(2, body) == [[], []]
+    arguments = CONFIG, FAMILIES["llama"], "exp_avg_sq_codes"
+    assert run_ranks(2, changed_by_a_non_finite_step, *arguments) == [[], []]

@@ -336,24 +336,29 @@ def test_scale_follows_the_inputs_and_outputs_of_transposed_matrices(family: str
             assert (our - their).norm() < 0.03 * (their - start).norm(), name
 
 
-def test_step_with_non_finite_gradients_changes_nothing() -> None:
-    def body(rank: int) -> list[str]:
-        mesh = distributed.build_mesh(recipe_config(Case("llama", FSDP2)).parallelism, "cpu")
-        model = build("llama", torch.float32)
-        anatomy = models.read_anatomy(model)
-        parallelism = recipe_config(Case("llama", FSDP2)).parallelism
-        distributed.parallelize(model, mesh, parallelism, torch.float32, anatomy)
-        prepared = training.Prepared(model, training.StepSettings(device=CPU, mesh=mesh), anatomy=anatomy)
-        optimizer = training.build_optimizer(prepared, MuonConfig(lr=0.02))
-        (batch, *_) = micro_batches(Case("llama", FSDP2), mesh, 0)
-        training.train_step(prepared, [batch], optimizer)
-        before = state_of(model, optimizer)
-        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *args: args[2] * torch.inf)
-        numbers = training.train_step(prepared, [batch], optimizer)
-        assert numbers["skipped"].item() == 1
-        return [key for key, value in state_of(model, optimizer).items() if not torch.equal(value, before[key])]
+def changed_by_a_non_finite_step(rank: int, cfg: Any, values: dict[str, Any], state: str) -> list[str]:
+    """Return what a step with non-finite gradients changes on a rank; the optimizer has a state of this name."""
+    case = Case("llama", FSDP2)
+    parallelism = recipe_config(case).parallelism
+    mesh = distributed.build_mesh(parallelism, "cpu")
+    model = build("llama", torch.float32, values)
+    anatomy = models.read_anatomy(model)
+    distributed.parallelize(model, mesh, parallelism, torch.float32, anatomy)
+    prepared = training.Prepared(model, training.StepSettings(device=CPU, mesh=mesh), anatomy=anatomy)
+    optimizer = training.build_optimizer(prepared, cfg)
+    (batch, *_) = micro_batches(case, mesh, 0)
+    training.train_step(prepared, [batch], optimizer)
+    before = state_of(model, optimizer)
+    assert any(state in key for key in before)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *args: args[2] * torch.inf)
+    numbers = training.train_step(prepared, [batch], optimizer)
+    assert numbers["skipped"].item() == 1
+    return [key for key, value in state_of(model, optimizer).items() if not torch.equal(value, before[key])]
 
-    assert run_ranks(2, body) == [[], []]
+
+def test_step_with_non_finite_gradients_changes_nothing() -> None:
+    arguments = MuonConfig(lr=0.02), MODELS["llama"], "momentum"
+    assert run_ranks(2, changed_by_a_non_finite_step, *arguments) == [[], []]
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
