@@ -12,7 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SAVE = "                run.save(step)\n"
+EXIT_AFTER_SAVE = (SAVE, f"{SAVE}                raise SystemExit(9)\n")
+"""Change of a recipe: it exits 9 after its first save."""
 HEADER = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -107,6 +112,25 @@ class Bench:
     def run(self, *arguments: str, **options: dict[str, str]) -> Done:
         """Start the recipe and wait for its end."""
         return self.start(*arguments, **options).wait()
+
+    def complete(self, *arguments: str, **options: Any) -> Done:
+        """Start the recipe, wait for its end, and check that it exits 0."""
+        done = self.start(*arguments, **options).wait()
+        assert done.status == 0, done.output + done.errors
+        return done
+
+    def copy(self, recipe: str, *changes: tuple[str, str]) -> None:
+        """Copy a file of recipes/ with texts, each of which it has once, replaced."""
+        text = (RECIPES / recipe).read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        self.recipe.write_text(text)
+
+    def lines(self, run: str = "mine", key: str = "") -> list[dict[str, Any]]:
+        """Return the lines of a run's metrics.jsonl, all or those that have this key."""
+        text = (self.folder / run / "metrics.jsonl").read_text()
+        return [line for line in map(json.loads, text.splitlines()) if not key or key in line]
 
     def notes(self, name: str) -> list[str]:
         """Return the values that the ranks wrote with `note(name, value)`, in rank order."""

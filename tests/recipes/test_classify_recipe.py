@@ -16,35 +16,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from components.models.tokenizer import byte_tokenizer
 from scripts.score import main as score
-from tests.recipes.launching import TWO, Bench
+from tests.recipes.launching import EXIT_AFTER_SAVE, RECIPES, TWO, Bench
+from tests.recipes.small_jobs import write_rows
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "classify.py"
 BASE = "smollm2_135m_hub"
 """Option without a shape of its own; its path is replaced by that of the base model."""
 SHORT = (
-    *(
-        "model.path=base",
-        "model.revision=null",
-        "model.dtype=float32",
-        "model.compute_dtype=float32",
-        "training.max_steps=4",
-        "training.global_batch_size=4",
-        "training.micro_batch_size=2",
-    ),
+    *("model.path=base", "model.revision=null", "model.dtype=float32", "model.compute_dtype=float32"),
+    *("training.max_steps=4", "training.global_batch_size=4", "training.micro_batch_size=2"),
     *("training.seq_len=64", "training.eval_every=2", "checkpoint.every=2", "logging.plot=false"),
     *("cluster.device=cpu", "optimizer.lr=1e-2"),
 )
 
 
-def write_rows(file: Path, rows: list[dict[str, object]]) -> None:
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
 @pytest.fixture
 def classify(bench: Bench) -> Bench:
     """A folder with a copy of the recipe, labeled texts, pairs, and a causal LM whose LM head the recipe replaces."""
-    bench.recipe.write_text(RECIPE.read_text())
+    bench.copy("classify.py")
     rows = [
         {"text": f"{('ham', 'spam')[i % 2]} {i} " + "abc " * (i % 5), "label": ("a", "b")[i % 2]} for i in range(40)
     ]
@@ -60,22 +48,14 @@ def classify(bench: Bench) -> Bench:
     return bench
 
 
-def lines_of(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @torch.no_grad()
 def test_run_resumes_on_another_mesh_and_transformers_loads_its_export(classify: Bench) -> None:
-    interrupted = RECIPE.read_text().replace(
-        "                run.save(step)\n", "                run.save(step)\n                raise SystemExit(9)\n"
-    )
-    classify.recipe.write_text(interrupted)
+    classify.copy("classify.py", EXIT_AFTER_SAVE)
     labels = ("data.path=train.jsonl", "data.eval_path=test.jsonl", "data.label_names=[a,b]", "run.dir=run")
     begun = classify.start(*SHORT, *labels, "parallelism=single", model=BASE).wait()
     assert begun.status == 9, begun.errors
-    classify.recipe.write_text(RECIPE.read_text())
-    resumed = classify.start(*SHORT, *labels, "parallelism=tp2", TWO, model=BASE).wait()
-    assert resumed.status == 0, resumed.errors
+    classify.copy("classify.py")
+    resumed = classify.complete(*SHORT, *labels, "parallelism=tp2", TWO, model=BASE)
     assert "resumed from" in resumed.output
 
     export = classify.folder / "run" / "export"
@@ -87,7 +67,7 @@ def test_run_resumes_on_another_mesh_and_transformers_loads_its_export(classify:
     batch = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     targets = torch.tensor([model.config.label2id[row["label"]] for row in rows])
-    last = [line for line in lines_of(classify.folder / "run") if "eval_loss" in line][-1]
+    last = classify.lines("run", "eval_loss")[-1]
     assert last["eval_loss"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-5)
     assert last["eval_accuracy"] == pytest.approx((logits.argmax(1) == targets).double().mean().item())
 
@@ -131,15 +111,14 @@ def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(
 ) -> None:
     pairs = ("objective=reward", "data=preferences", "data.path=pairs.jsonl", "data.eval_path=pairs.jsonl")
     adapters = ("peft=lora", "peft.export=both", "parallelism=single", "run.dir=run")
-    done = classify.start(*SHORT, *pairs, *adapters, model=BASE).wait()
-    assert done.status == 0, done.errors
+    done = classify.complete(*SHORT, *pairs, *adapters, model=BASE)
     run = classify.folder / "run"
-    last = [line for line in lines_of(run) if "eval_loss" in line][-1]
-    counted = next(line["tokens"] for line in lines_of(run) if "loss" in line)
+    last = classify.lines("run", "eval_loss")[-1]
+    counted = classify.lines("run", "loss")[0]["tokens"]
     assert counted > 2 * 8 * 4  # all tokens of the answers of a step, not one of each
     assert "input tokens/s" in done.output
 
-    command = [sys.executable, str(ROOT / "scripts" / "score.py"), str(run / "export"), "pairs.jsonl"]
+    command = [sys.executable, str(RECIPES.parent / "scripts" / "score.py"), str(run / "export"), "pairs.jsonl"]
     scored = subprocess.run(command, cwd=classify.folder, capture_output=True, text=True, check=False)
     assert scored.returncode == 0, scored.stderr
     assert f"30 pairs, accuracy {last['eval_accuracy']:.2%}" in scored.stdout
@@ -151,7 +130,7 @@ def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(
 
     check_rejected_by_score(str(run / "export"), classify.folder, capsys)
 
-    again = [sys.executable, str(ROOT / "scripts" / "export.py"), "run", "--out", "again"]
+    again = [sys.executable, str(RECIPES.parent / "scripts" / "export.py"), "run", "--out", "again"]
     exported = subprocess.run(again, cwd=classify.folder, capture_output=True, text=True, check=False)
     assert exported.returncode == 0, exported.stderr
     ours, theirs = (load_file(each / "model.safetensors") for each in (run / "export", classify.folder / "again"))

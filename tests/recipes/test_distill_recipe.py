@@ -3,19 +3,16 @@ tokenizers, data and settings are rejected."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from components.models.tokenizer import byte_tokenizer
-from tests.recipes.launching import TWO, Bench, Done
-from tests.recipes.small_jobs import lines_of, write_teacher
+from tests.recipes.launching import EXIT_AFTER_SAVE, RECIPES, TWO, Bench, Done
+from tests.recipes.small_jobs import lines_of, write_rows, write_teacher
 from tests.suites import in_torture
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "distill.py"
-SCRIPT = RECIPE.parents[1] / "scripts" / "teacher.py"
+SCRIPT = RECIPES.parent / "scripts" / "teacher.py"
 COMMON = (
     *("data=text", "data.path=texts.jsonl", "training.global_batch_size=4"),
     *("training.micro_batch_size=1", "training.seq_len=64", "training.eval_every=2", "generation.samples=0"),
@@ -23,25 +20,20 @@ COMMON = (
     *("optimizer.lr=1e-2", "objective.temperature=2", "objective.cross_entropy_weight=0.2"),
 )
 SHORT = ("teacher.path=teacher", *COMMON)
-INTERRUPTED = (
-    "                run.save(step)\n",
-    "                run.save(step)\n                raise SystemExit(9)\n",
-)
 
 
 @pytest.fixture
 def distill(bench: Bench) -> Bench:
     """A folder with a copy of the recipe, texts, and a teacher of another hidden size with the byte tokenizer."""
-    bench.recipe.write_text(RECIPE.read_text())
+    bench.copy("distill.py")
     rows = [{"text": f"text {number} " + "abcdefg " * (number % 7)} for number in range(60)]
-    (bench.folder / "texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(bench.folder / "texts.jsonl", rows)
     write_teacher(bench.folder / "teacher")
     return bench
 
 
 def test_logged_loss_is_the_mix_of_its_terms_and_falls(distill: Bench) -> None:
-    done = distill.start(*SHORT, "training.max_steps=4", "run.dir=run", "parallelism=single").wait()
-    assert done.status == 0, done.errors
+    done = distill.complete(*SHORT, "training.max_steps=4", "run.dir=run", "parallelism=single")
     lines = lines_of(distill.folder / "run")
     assert lines[-1]["divergence"] < lines[0]["divergence"]
     mixed = 0.8 * 4 * lines[0]["divergence"] + 0.2 * lines[0]["cross_entropy"]
@@ -66,7 +58,7 @@ def test_teacher_with_another_tokenizer_is_rejected(distill: Bench) -> None:
 def run_script(bench: Bench, *arguments: str) -> Done:
     bench.recipe.write_text(SCRIPT.read_text())
     done = bench.start(*SHORT, *arguments).wait()
-    bench.recipe.write_text(RECIPE.read_text())
+    bench.copy("distill.py")
     return done
 
 
@@ -78,16 +70,14 @@ def test_stored_teacher_has_the_curve_of_the_teacher_on_the_mesh_and_resumes_on_
     assert "the 264 most likely tokens hold 100.00% of the probability" in done.output
     assert "next: recipes/distill.py with teacher.stored=" in done.output
     limit = ("data.pack=true", "training.max_steps=4")
-    whole = distill.start(*SHORT, *limit, "run.dir=whole", "parallelism=single").wait()
-    assert whole.status == 0, whole.errors
+    distill.complete(*SHORT, *limit, "run.dir=whole", "parallelism=single")
     expected = lines_of(distill.folder / "whole")
 
-    distill.recipe.write_text(RECIPE.read_text().replace(*INTERRUPTED))
+    distill.copy("distill.py", EXIT_AFTER_SAVE)
     again = (*COMMON, *limit, "teacher.stored=stored", "run.dir=again")
-    assert distill.start(*again, "parallelism=single").wait().status == 9
-    distill.recipe.write_text(RECIPE.read_text())
-    resumed = distill.start(*again, "parallelism=fsdp2", TWO).wait()
-    assert resumed.status == 0, resumed.errors
+    assert distill.run(*again, "parallelism=single").status == 9
+    distill.copy("distill.py")
+    resumed = distill.complete(*again, "parallelism=fsdp2", TWO)
     assert "resumed from" in resumed.output
     for line, other in zip(lines_of(distill.folder / "again"), expected, strict=True):
         assert line == pytest.approx(other, rel=1e-4, abs=1e-5)

@@ -8,17 +8,16 @@ import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.recipes.launching import Bench
+from tests.recipes.launching import EXIT_AFTER_SAVE, RECIPES, Bench
+from tests.recipes.small_jobs import lines_of, write_rows
 from tests.suites import TORTURE
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "dpo.py"
-EXPORT = RECIPE.parents[1] / "scripts" / "export.py"
+EXPORT = RECIPES.parent / "scripts" / "export.py"
 SHORT = (
     *("data.path=pairs.jsonl", "training.global_batch_size=4", "training.micro_batch_size=2"),
     *("training.seq_len=64", "training.eval_every=2", "generation.samples=0", "checkpoint.every=2"),
@@ -29,31 +28,23 @@ SHORT = (
 @pytest.fixture
 def dpo(bench: Bench) -> Bench:
     """A folder with a copy of the recipe and 40 pairs of unequal answers."""
-    bench.recipe.write_text(RECIPE.read_text())
+    bench.copy("dpo.py")
     rng = random.Random(3)
     rows = []
     for number in range(40):
         answers = ["".join(rng.choices("abcdefgh ", k=rng.randint(3, 25))) for _ in range(2)]
         rows.append({"prompt": f"question {number}?", "chosen": answers[0], "rejected": answers[1], "source": "here"})
-    (bench.folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(bench.folder / "pairs.jsonl", rows)
     return bench
-
-
-def lines_of(run: Path) -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl without throughput and checksums."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    excluded = ("tokens_per_second", "check")
-    return [{key: value for key, value in line.items() if key not in excluded} for line in lines]
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"] if TORTURE else ["lora"])
 def test_resumed_run_logs_the_metrics_of_an_uninterrupted_run(dpo: Bench, peft: str) -> None:
     packed = "data.pack=true" if peft == "lora" else "data.pack=false"
     common = (*SHORT, f"peft={peft}", packed, "training.max_steps=4")
-    uninterrupted = dpo.start(*common, "run.dir=uninterrupted", "parallelism=single").wait()
-    assert uninterrupted.status == 0, uninterrupted.errors
+    uninterrupted = dpo.complete(*common, "run.dir=uninterrupted", "parallelism=single")
     expected = lines_of(dpo.folder / "uninterrupted")
-    first = next(line for line in expected if "loss" in line)
+    first = expected[0]
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5)  # log 2: the policy still equals the reference
     assert {"margin", "accuracy", "reward_chosen", "log_prob_rejected"} <= first.keys()
     assert "column source" in uninterrupted.output  # reported as unused
@@ -64,17 +55,12 @@ def test_resumed_run_logs_the_metrics_of_an_uninterrupted_run(dpo: Bench, peft: 
     )
     assert exported.returncode == 0, exported.stderr
 
-    interrupted = RECIPE.read_text().replace(
-        "                run.save(step)\n", "                run.save(step)\n                raise SystemExit(9)\n"
-    )
-    dpo.recipe.write_text(interrupted)
-    assert dpo.start(*common, "run.dir=again", "parallelism=single").wait().status == 9
-    dpo.recipe.write_text(RECIPE.read_text())
-    again = dpo.start(*common, "run.dir=again", "parallelism=single").wait()
-    assert again.status == 0, again.errors
+    dpo.copy("dpo.py", EXIT_AFTER_SAVE)
+    assert dpo.run(*common, "run.dir=again", "parallelism=single").status == 9
+    dpo.copy("dpo.py")
+    again = dpo.complete(*common, "run.dir=again", "parallelism=single")
     assert "resumed from" in again.output
-    resumed = [line for line in lines_of(dpo.folder / "again") if "loss" in line]
-    assert resumed == [line for line in expected if "loss" in line]
+    assert lines_of(dpo.folder / "again") == expected
 
 
 @pytest.mark.skipif(not TORTURE, reason="four runs, as test_preferences.py compares in float64: make torture")
@@ -85,9 +71,8 @@ def test_every_way_to_score_the_reference_logs_the_same_metrics(dpo: Bench) -> N
         for method in methods:
             run = f"{adapters}-{method}"
             arguments = (f"peft={adapters}", f"objective.reference={method}", "training.max_steps=3", f"run.dir={run}")
-            done = dpo.start(*SHORT, *arguments, "parallelism=single").wait()
-            assert done.status == 0, done.errors
-            logged.append(lines_of(dpo.folder / run))
+            dpo.complete(*SHORT, *arguments, "parallelism=single")
+            logged.append(lines_of(dpo.folder / run, "step"))
             assert bool([*(dpo.folder / run).glob("reference-*")]) == (method == "precomputed")
         for one, other in zip(*logged, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6), adapters
@@ -95,20 +80,19 @@ def test_every_way_to_score_the_reference_logs_the_same_metrics(dpo: Bench) -> N
 
 def test_reference_log_probs_are_read_by_a_resume_only_and_computed_again_without_their_file(dpo: Bench) -> None:
     common = (*SHORT, "run.dir=mine", "parallelism=single")
-    assert dpo.start(*common, "training.max_steps=2").wait().status == 0
+    dpo.complete(*common, "training.max_steps=2")
     files = [*(dpo.folder / "mine").glob("reference-*.safetensors")]
     for file in files:  # as if another model had been at model.path
         save_file({name: each - 5 for name, each in load_file(file).items()}, file)
     shutil.rmtree(dpo.folder / "mine" / "checkpoints")
-    assert dpo.start(*common, "training.max_steps=2").wait().status == 0
-    begun = [line for line in lines_of(dpo.folder / "mine") if line.get("step") == 1 and "loss" in line]
+    dpo.complete(*common, "training.max_steps=2")
+    begun = [line for line in lines_of(dpo.folder / "mine") if line["step"] == 1]
     assert [line["loss"] for line in begun] == pytest.approx([0.693147], abs=1e-5)
     assert begun[0]["reward_chosen"] == pytest.approx(0, abs=1e-5)
     before = {file: load_file(file) for file in files}
     for file in files:  # as in another run directory
         file.unlink()
-    done = dpo.start(*common, "training.max_steps=4").wait()
-    assert done.status == 0, done.errors
+    done = dpo.complete(*common, "training.max_steps=4")
     for file, tensors in before.items():
         assert f"{file.name}: missing; the log-probabilities under" in done.output + done.errors
         for name, each in load_file(file).items():
@@ -117,8 +101,7 @@ def test_reference_log_probs_are_read_by_a_resume_only_and_computed_again_withou
 
 def test_sweep_over_beta_is_compared_by_held_out_accuracy(dpo: Bench) -> None:
     common = (*SHORT, "training.max_steps=2", "checkpoint.every=0", "parallelism=single")
-    done = dpo.start(*common, "-m", "objective.beta=0.05,0.5", "run.dir=sweep").wait()
-    assert done.status == 0, done.errors
+    done = dpo.complete(*common, "-m", "objective.beta=0.05,0.5", "run.dir=sweep")
     assert "best: by held-out accuracy, since the points train different curves" in done.output
     with (dpo.folder / "sweep" / "report.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -126,7 +109,7 @@ def test_sweep_over_beta_is_compared_by_held_out_accuracy(dpo: Bench) -> None:
     accuracies = []
     for row in rows:
         run = json.loads((dpo.folder / "sweep" / row["run"] / "result.json").read_text())
-        evaluated = [line for line in lines_of(dpo.folder / "sweep" / row["run"]) if "eval_accuracy" in line]
+        evaluated = lines_of(dpo.folder / "sweep" / row["run"], "eval_accuracy")
         assert float(row["eval_accuracy"]) == run["eval_accuracy"] == evaluated[-1]["eval_accuracy"]
         accuracies.append(run["eval_accuracy"])
     assert accuracies == sorted(accuracies, reverse=True)

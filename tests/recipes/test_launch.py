@@ -123,8 +123,7 @@ def test_thread_that_uses_the_store_at_exit_does_not_abort_the_rank(bench: Bench
         threading.Thread(target=lambda: (time.sleep(1), note("other_thread"))).start()
         sys.stdout.write("no newline")
     """)
-    done = bench.start(TWO).wait()
-    assert done.status == 0, done.errors
+    done = bench.complete(TWO)
     assert done.output == "no newline"
     assert bench.notes("exit_function") == bench.notes("other_thread") == ["", ""]
 
@@ -155,8 +154,7 @@ def test_copied_recipe_runs_from_any_folder(bench: Bench, tmp_path: Path) -> Non
     elsewhere.folder.mkdir()
     folder.mkdir()
     shutil.copy(bench.recipe, elsewhere.recipe)
-    done = elsewhere.start(TWO, cwd=folder).wait()
-    assert done.status == 0, done.errors
+    elsewhere.complete(TWO, cwd=folder)
     (run,) = (folder / "outputs" / "finetune").glob("*")
     assert json.loads(elsewhere.notes("cfg")[0])[0] == str(run)
     assert sorted(entry.name for entry in folder.iterdir()) == ["outputs"]
@@ -183,8 +181,7 @@ def test_private_run_has_owner_only_modes_and_others_follow_the_umask(private: b
         'open(os.path.join(cfg.run.dir, f"by_{RANK}"), "w").close()\nos.makedirs(cfg.run.dir + "/d", exist_ok=True)'
     )
     command = ("sh", "-c", 'umask 000; exec "$0" "$@"', sys.executable)
-    done = bench.start(TWO, f"run.private={private}", command=command).wait()
-    assert done.status == 0, done.errors
+    bench.complete(TWO, f"run.private={private}", command=command)
     (run,) = bench.run_directories()
     entries = [bench.folder / "outputs", run.parent, run, *run.rglob("*")]
     assert {entry.name for entry in entries} >= {"by_0", "by_1", "d", "rank_1.log", "config.yaml", "environment.json"}

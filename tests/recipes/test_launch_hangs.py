@@ -76,13 +76,9 @@ class Hung:
 
 def inject_fault(bench: Bench, rank: int, moment: str, action: str) -> None:
     """Copy the recipe with the fault injected."""
-    text = RECIPE.read_text()
-    for anchor in (MODEL, OPTIMIZER, SAVE):
-        assert text.count(anchor) == 1
-    action = action.format(rank=rank)
-    planted = PLANTED.format(rank=rank, moment=moment, after=AFTER[moment], action=action)
-    text = text.replace(MODEL, planted + MODEL).replace(OPTIMIZER, HOOKS + OPTIMIZER)
-    bench.recipe.write_text(text.replace(SAVE, f'                fault_point("save")\n{SAVE}'))
+    planted = PLANTED.format(rank=rank, moment=moment, after=AFTER[moment], action=action.format(rank=rank))
+    saving = SAVE, f'                fault_point("save")\n{SAVE}'
+    bench.copy("finetune.py", (MODEL, planted + MODEL), (OPTIMIZER, HOOKS + OPTIMIZER), saving)
 
 
 def hang(bench: Bench, rank: int, moment: str, action: str, *arguments: str) -> Hung:
@@ -153,11 +149,8 @@ def test_single_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
 @pytest.mark.skipif(not TORTURE, reason="takes half a minute: make torture")
 def test_hanging_evaluation_is_ended(bench: Bench) -> None:
     """recipes/evaluate.py runs the watchdog too."""
-    text = RECIPE.with_name("evaluate.py").read_text()
-    before = "        measured = training.evaluate("
-    assert text.count(before) == 1
-    late = "        if run.rank == 1: import time; time.sleep(1e6)\n"
-    bench.recipe.write_text(text.replace(before, late + before))
+    before, late = "        measured = training.evaluate(", "        if run.rank == 1: import time; time.sleep(1e6)\n"
+    bench.copy("evaluate.py", (before, late + before))
     small = ("data.max_samples=64", "data.max_eval_samples=8", "generation.samples=0", "cluster.device=cpu")
     done = bench.start(TWO, *small, f"evaluation.step_timeout_seconds={TIMEOUT}").wait()
     assert done.status == EXIT_HUNG, done.errors
@@ -181,11 +174,10 @@ def test_slow_run_that_makes_progress_is_not_ended(bench: Bench) -> None:
     text = text.replace('fault_point("save")\n', f"{writes} if run.rank == 1 else None\n")
     assert text.count(LOOP) == 1
     bench.recipe.write_text(text.replace(LOOP, f"        if run.rank == 1: time.sleep(6)\n{LOOP}"))
-    done = bench.start(
+    bench.complete(
         *(TWO, *SHORT, "training.step_timeout_seconds=3", "training.max_steps=3", "training.global_batch_size=16"),
         *("data.max_eval_samples=16", "checkpoint.every=0", "checkpoint.export=false"),
-    ).wait()
-    assert done.status == 0, done.errors
+    )
     assert bench.result()["status"] == "ok"
 
 

@@ -31,8 +31,7 @@ def test_preempted_run_resumes_on_another_mesh_with_the_same_curve(bench: Bench,
         f"training.eval_every={STEPS}",
         "optimizer.lr=1e-3",
     )
-    undisturbed = bench.start(*command, "run.dir=undisturbed", "parallelism=single").wait()
-    assert undisturbed.status == 0, undisturbed.errors
+    bench.complete(*command, "run.dir=undisturbed", "parallelism=single")
 
     started = bench.start(*command, "run.dir=run", "parallelism=fsdp2", TWO)
     metrics = bench.folder / "run" / "metrics.jsonl"
@@ -44,8 +43,7 @@ def test_preempted_run_resumes_on_another_mesh_with_the_same_curve(bench: Bench,
     assert result["status"] == "preempted"
     assert 1 <= result["steps"] < STEPS
 
-    resumed = bench.start(*command, "run.dir=run", "parallelism=tp2", TWO).wait()
-    assert resumed.status == 0, resumed.errors
+    resumed = bench.complete(*command, "run.dir=run", "parallelism=tp2", TWO)
     assert f"/step_{result['steps']}" in resumed.output.partition("resumed from ")[2].partition("\n")[0]
     curves = [lines_of(bench.folder / name) for name in ("run", "undisturbed")]
     assert len(curves[0]) == STEPS
@@ -62,8 +60,7 @@ def test_preempted_run_resumes_on_another_mesh_with_the_same_curve(bench: Bench,
 def test_sweep_is_judged_by_held_out_results(bench: Bench, name: str, key: str, values: str, judged_by: str) -> None:
     """Losses of two objectives are not comparable: reward models are judged by their accuracy on held-out pairs."""
     command = (*prepared(bench, name), "parallelism=single", "training.max_steps=3", "checkpoint.last=false")
-    done = bench.start("-m", f"{key}={values}", *command, "run.dir=sweep").wait()
-    assert done.status == 0, done.errors
+    done = bench.complete("-m", f"{key}={values}", *command, "run.dir=sweep")
     assert f"best: by held-out {judged_by.removeprefix('eval_')}" in done.output
     with (bench.folder / "sweep" / "report.csv").open() as file:
         rows = list(csv.DictReader(file))

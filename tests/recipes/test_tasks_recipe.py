@@ -11,10 +11,9 @@ from components.models.tokenizer import byte_tokenizer
 from tests.harness import run_ranks
 from tests.lm_eval_tasks import write_tasks
 from tests.recipes.launching import TWO, Bench
-from tests.recipes.small_jobs import write_teacher
+from tests.recipes.small_jobs import lines_of, write_rows, write_teacher
 
 pytest.importorskip("lm_eval.evaluator", reason="the extra `evaluation` is not installed; make install-dev installs it")
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 SHORT = (
     *("data=jsonl", "data.path=train.jsonl", "data.eval_path=train.jsonl", "generation.samples=0"),
@@ -26,20 +25,18 @@ TASKS = ("evaluation.tasks=[pick,last_word]", "evaluation.task_path=tasks", "eva
 @pytest.fixture
 def bench(bench: Bench) -> Bench:
     rows = [{"prompt": f"what is {number}?", "response": " one" * (1 + number % 3)} for number in range(8)]
-    (bench.folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(bench.folder / "train.jsonl", rows)
     write_tasks(bench.folder / "tasks")
-    bench.recipe.write_text((RECIPES / "finetune.py").read_text())
+    bench.copy("finetune.py")
     return bench
 
 
 def test_tasks_are_logged_during_training_and_equal_those_of_the_checkpoint(bench: Bench) -> None:
     training = ("training.max_steps=3", "training.global_batch_size=4", "training.seq_len=64", "optimizer.lr=1e-2")
     every = ("evaluation.every=2", "training.eval_every=0", "optimizer.warmup_steps=0")
-    ended = bench.start(*SHORT, *TASKS, *training, *every, "parallelism=fsdp2", TWO, environment=OFFLINE).wait()
-    assert ended.status == 0, ended.errors
+    ended = bench.complete(*SHORT, *TASKS, *training, *every, "parallelism=fsdp2", TWO, environment=OFFLINE)
     run = bench.folder / "run"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scores = [{key: value for key, value in line.items() if key != "check"} for line in lines if "pick/acc" in line]
+    scores = lines_of(run, "pick/acc")
     assert [line.pop("step") for line in scores] == [2, 3]
     assert set(scores[0]) == {"pick/acc", "pick/acc_norm", "last_word/acc"}
     result = json.loads((run / "result.json").read_text())
@@ -48,9 +45,8 @@ def test_tasks_are_logged_during_training_and_equal_those_of_the_checkpoint(benc
     assert "over 5 documents" in ended.output
     assert not {"it/s]", "examples/s]"} & set(ended.errors.split())
 
-    bench.recipe.write_text((RECIPES / "evaluate.py").read_text())
-    again = bench.start("run=run", *TASKS, *SHORT[3:5], "run.dir=evaluated", model="tiny", environment=OFFLINE).wait()
-    assert again.status == 0, again.errors
+    bench.copy("evaluate.py")
+    bench.complete("run=run", *TASKS, *SHORT[3:5], "run.dir=evaluated", model="tiny", environment=OFFLINE)
     assert json.loads((bench.folder / "evaluated" / "result.json").read_text())["tasks"] == scores[-1]
 
 
@@ -82,18 +78,16 @@ def scores_of_hflm(export: Path, tasks: Path) -> dict[str, float]:
 def test_scores_of_other_recipes_equal_those_of_hflm_on_the_export(bench: Bench, name: str) -> None:
     """Of the trained model, and of the student: not of a reference or a teacher."""
     rows = [{"prompt": f"{number}?", "chosen": " yes" * (1 + number % 3), "rejected": " no"} for number in range(1, 9)]
-    (bench.folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(bench.folder / "pairs.jsonl", rows)
     write_teacher(bench.folder / "teacher")
-    bench.recipe.write_text((RECIPES / f"{name}.py").read_text())
+    bench.copy(f"{name}.py")
     training = ("training.max_steps=2", "training.global_batch_size=4", "training.seq_len=64", "optimizer.lr=1e-2")
     every = ("evaluation.every=1", "training.eval_every=0", "optimizer.warmup_steps=0", "data.max_eval_samples=2")
     tasks = ("evaluation.tasks=[pick,texts]", "evaluation.task_path=tasks")
     given = (*SHORT[3:], *OTHERS[name], *tasks, *training, *every)
-    ended = bench.start(*given, environment=OFFLINE).wait()
-    assert ended.status == 0, ended.errors
+    bench.complete(*given, environment=OFFLINE)
     run = bench.folder / "run"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first, last = [line for line in lines if "pick/acc" in line]
+    first, last = bench.lines("run", "pick/acc")
     assert (first["step"], last["step"]) == (1, 2)
     scores = json.loads((run / "result.json").read_text())["tasks"]
     assert first["texts/byte_perplexity"] != scores["texts/byte_perplexity"] == last["texts/byte_perplexity"]

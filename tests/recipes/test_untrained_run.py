@@ -31,8 +31,7 @@ def test_mtp_layers_are_in_exports_and_a_lost_base_costs_no_trained_weights(benc
     base = text_folder(bench.folder / "base", "glm4_moe", further)
     byte_tokenizer().save_pretrained(base)
     short = (*SHORT, f"model.path={base}")
-    done = bench.start(*short, "run.dir=run", model="smollm2_135m_hub").wait()
-    assert done.status == 0, done.errors
+    done = bench.complete(*short, "run.dir=run", model="smollm2_135m_hub")
     assert f"copied to exports from {base}: model.layers.2.* ({len(further)} tensors)" in done.output
     assert export([str(bench.folder / "run"), "--out", str(bench.folder / "out"), "--shard-size", "60KB"]) == 0
     before, whole = contents(base), contents(bench.folder / "run" / "export")
@@ -46,8 +45,7 @@ def test_mtp_layers_are_in_exports_and_a_lost_base_costs_no_trained_weights(benc
     for file in base.glob("*.safetensors"):
         file.unlink()
     resume = f"run.resume={bench.folder}/run/checkpoints/step_1"
-    done = bench.start(*short, resume, "run.dir=resumed", model="smollm2_135m_hub").wait()
-    assert done.status == 0, done.errors
+    done = bench.complete(*short, resume, "run.dir=resumed", model="smollm2_135m_hub")
     assert "not trained are unknown: model.path=" in done.output
     assert "make them readable, and export a checkpoint of the run with scripts/export.py" in done.output + done.errors
     alone = bench.folder / "resumed" / "export"

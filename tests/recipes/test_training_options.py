@@ -1,0 +1,195 @@
+"""Runs with options that change what a step trains on or when the run ends, most of them resumed on another mesh."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from scripts import export
+from tests.recipes.launching import EXIT_AFTER_SAVE, TWO, Bench
+from tests.recipes.small_jobs import write_rows
+from tests.recipes.test_run import SHORT as DETERMINISTIC
+from tests.recipes.test_run import STEP
+
+SMALL = (
+    *("training.global_batch_size=4", "training.micro_batch_size=1", "training.seq_len=64", "training.eval_every=0"),
+    *("generation.samples=0", "checkpoint.export=false", "logging.plot=false", "cluster.device=cpu"),
+)
+TEXTS = (*SMALL, "data=text", "data.path=texts.jsonl")
+SINGLE = "parallelism=single"
+MEASURE = "training.evaluate(model, held_out, run=run)"
+IMPROVES_ON_RANK_1 = f"replace(each := {MEASURE}, loss=each.loss - 2000 * run.rank * run.state.step)"
+FINISH = "        run.finish()\n"
+RECORDS_END = f"{FINISH}        Path(f'ended_{{run.rank}}').write_text(str(run.state.step))\n"
+IMPORTS = "from __future__ import annotations\n"
+LOOP = "        for step in run.steps():\n"
+RECORD_ROWS = """            for batch in step.batches:
+                for row in batch.input_ids.tolist():
+                    with open(f'rows_{run.mesh.rank("dp")}', 'a') as file:
+                        print([each for each in row if each < 256], file=file)
+"""
+RECORD_FLAGS = """            import json, os, pathlib, torch
+            rank, names = os.environ["RANK"], ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC")
+            flags = [torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory]
+            flags += [torch.backends.cudnn.deterministic, *(os.environ[name] for name in names)]
+            pathlib.Path(__file__).with_name(f"flags_{rank}").write_text(json.dumps(flags))
+"""
+OPERATOR = "            if step.number == 2:\n                torch.ones(2).put_(torch.tensor([0]), torch.ones(1))\n"
+
+
+@pytest.fixture
+def texts(bench: Bench) -> Bench:
+    """A folder with 80 texts of unequal lengths."""
+    rows = [{"text": f"text {number} " + "abcdefg " * (3 + number % 7)} for number in range(80)]
+    write_rows(bench.folder / "texts.jsonl", rows)
+    return bench
+
+
+def test_all_ranks_stop_after_the_same_step(texts: Bench) -> None:
+    """On rank 1 every held-out loss is 4,000 lower than the last; on rank 0 those of steps 2 and 4 are not."""
+    more = f"{IMPORTS}\nfrom dataclasses import replace\nfrom pathlib import Path\n"
+    texts.copy("finetune.py", (MEASURE, IMPROVES_ON_RANK_1), (FINISH, RECORDS_END), (IMPORTS, more))
+    stopping = (
+        *("training.max_steps=40", "training.eval_every=2", "checkpoint.every=4", "training.early_stop_patience=2"),
+        *("training.early_stop_min_delta=1000", "parallelism=fsdp2", TWO, "cluster.collective_timeout_minutes=0.5"),
+    )
+    run = texts.folder / "run"
+    for attempt in ("first", "resumed"):
+        done = texts.complete(*TEXTS, *stopping, "run.dir=run")
+        assert "stopped early: no improvement in 2 evaluations" in done.output
+        result = json.loads((run / "result.json").read_text())
+        assert (result["status"], result["stopped_early"], result["steps"]) == ("ok", True, 4), attempt
+        assert texts.notes("ended") == ["4", "4"]
+        assert [line["step"] for line in texts.lines("run", "eval_loss")] == [0, 2, 4]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_4"]
+
+
+def test_run_resumed_within_the_ramp_on_another_mesh_equals_an_uninterrupted_one(texts: Bench) -> None:
+    ramps = (
+        *("training.global_batch_size=8", "training.max_steps=6", "training.log_every=1", "data.max_eval_samples=4"),
+        "training.batch_size_ramp=[{until_step:1,global_batch_size:2},{until_step:4,global_batch_size:4}]",
+        *("training.seq_len_ramp=[{until_step:3,seq_len:16}]", "checkpoint.every=2"),
+    )
+    texts.copy("pretrain.py")
+    whole = texts.complete(*TEXTS, *ramps, SINGLE, "run.dir=whole")
+    assert "2 up to step 1, 4 up to step 4, rows of 16 tokens up to step 3" in " ".join(whole.output.split())
+    texts.copy("pretrain.py", EXIT_AFTER_SAVE)
+    assert texts.run(*TEXTS, *ramps, SINGLE, "run.dir=again").status == 9
+    texts.copy("pretrain.py")
+    again = texts.complete(*TEXTS, *ramps, "parallelism=fsdp2", TWO, "run.dir=again")
+    assert "resumed from" in again.output
+
+    expected, found = texts.lines("whole", "grad_norm"), texts.lines("again", "grad_norm")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
+    steps = [later - earlier for earlier, later in pairwise([0, *(line["tokens"] for line in expected)])]
+    assert steps[0] < 0.7 * steps[1]
+    assert steps[3] < 0.7 * steps[4]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-4)
+
+
+def test_every_row_is_used_once_per_epoch_also_by_a_resumed_run(bench: Bench) -> None:
+    for name, count in (("train", 10), ("eval", 2)):
+        rows = [{"prompt": f"{name} {number}?", "response": "x" * (1 + number)} for number in range(count)]
+        write_rows(bench.folder / f"{name}.jsonl", rows)
+    command = (
+        *(*SMALL, "data=jsonl", "data.path=train.jsonl", "data.eval_path=eval.jsonl", "training.epochs=2"),
+        "training.batch_size_ramp=[{until_step:2,global_batch_size:2}]",  # 2 x 2 rows, then 4 x 4: 6 steps
+        *("checkpoint.every=3", "run.dir=run", "optimizer.warmup_steps=0"),
+    )
+    bench.copy("finetune.py", (LOOP, LOOP + RECORD_ROWS), EXIT_AFTER_SAVE)
+    first = bench.run(*command, SINGLE)
+    assert first.status == 9, first.errors
+    bench.copy("finetune.py", (LOOP, LOOP + RECORD_ROWS))
+    again = bench.complete(*command, "parallelism=fsdp2", TWO)
+    for done in (first, again):
+        assert "epochs=2: 6 steps" in " ".join(done.output.split())
+    assert [line["step"] for line in bench.lines("run", "grad_norm")] == [1, 2, 3, 4, 5, 6]
+    assert bench.lines("run")[-1]["step"] == 6
+    used = Counter(row for rows in bench.notes("rows") for row in rows.splitlines())
+    assert set(used.values()) == {2}
+    assert len(used) == 10
+
+
+def test_average_of_the_weights_is_evaluated_and_exported(texts: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also by scripts/export.py --averaged."""
+    averaging = (
+        *(*TEXTS, "training.micro_batch_size=2", "training.eval_every=2", "checkpoint.export=true"),
+        *("logging.examples=0", SINGLE, "run.dir=run", "optimizer.lr=1e-2", "training.ema_decay=0.5"),
+    )
+    texts.copy("finetune.py")
+    done = texts.complete(*averaging, "training.max_steps=4", "training.eval_weights=both")
+    assert "weight average  exponential, decay 0.5" in done.output
+    run = texts.folder / "run"
+    losses = [(line["eval_loss"], line["eval_loss_trained"]) for line in texts.lines("run", "eval_loss")]
+    assert len(losses) == 3
+    assert losses[0][0] == losses[0][1]
+    assert losses[-1][0] != losses[-1][1]
+    assert json.loads((run / "result.json").read_text())["eval_loss"] == losses[-1][0]
+
+    assert export.main([str(run), "--averaged"]) == 0
+    assert export.main([str(run)]) == 0
+    exported = load_file(run / "export" / "model.safetensors")
+    averaged = load_file(run / "export-averaged-step_4" / "model.safetensors")
+    trained = load_file(run / "export-step_4" / "model.safetensors")
+    assert exported.keys() == averaged.keys() == trained.keys()
+    assert all(torch.equal(exported[name], each) for name, each in averaged.items())
+    assert not any(torch.equal(trained[name], each) for name, each in averaged.items())
+    loaded = AutoModelForCausalLM.from_pretrained(run / "export-averaged-step_4").state_dict()
+    assert all(torch.equal(loaded[name], each) for name, each in averaged.items())
+    assert "exponential moving average, decay 0.5" in (run / "export-averaged-step_4" / "README.md").read_text()
+
+    without = ("training.ema_decay=null", "training.eval_weights=average", "training.max_steps=5")
+    done = texts.complete(*averaging, *without)
+    assert "the average of the weights in the checkpoint is not continued" in done.output
+    capsys.readouterr()
+    assert export.main([str(run / "checkpoints" / "step_5"), "--averaged"]) == 2
+    assert "holds no moving average of the weights" in capsys.readouterr().err
+
+
+def test_ranks_are_deterministic_and_an_operator_that_is_not_ends_the_run(bench: Bench) -> None:
+    bench.copy("finetune.py", (STEP, RECORD_FLAGS + STEP + OPERATOR))
+    more = (TWO, "parallelism=fsdp2", "training.eval_every=0", "run.deterministic=true")
+    done = bench.run(*DETERMINISTIC, *more)
+    assert done.status == 1
+    assert [json.loads(each) for each in bench.notes("flags")] == [[True, False, True, ":4096:8", "1"]] * 2
+    assert "deterministic torch selects deterministic kernels" in " ".join(done.output.split())
+    assert "run.deterministic=true: put_ has no deterministic kernel; set run.deterministic=false" in done.errors
+
+
+def write_answers(folder: Path, answer: str) -> None:
+    write_rows(folder / "mine.jsonl", [{"prompt": f"question {i}", "response": f"{answer} {i}"} for i in range(40)])
+
+
+def test_resume_with_changed_data_or_settings_is_rejected_unless_accepted(bench: Bench) -> None:
+    """Changes that do not affect the results are logged."""
+    bench.copy("finetune.py")
+    command = (*SMALL, "experiment=smoke", "data=jsonl", "data.path=mine.jsonl", "data.eval_fraction=0.5")
+    command = (*command, SINGLE, "run.dir=run")
+    write_answers(bench.folder, "answer")
+    bench.complete(*command, "training.max_steps=2")
+    run = bench.folder / "run"
+    stored = json.loads((run / "checkpoints" / "step_2" / "state.json").read_text())
+    assert stored["config"] == (run / "config.yaml").read_text()
+
+    done = bench.run(*command, "training.max_steps=3", "training.global_batch_size=8", "run.seed=1")
+    assert done.status == 2
+    assert "run.accept_changes=[run.seed]" in done.errors
+    assert "run.accept_changes=[training.global_batch_size]" in done.errors
+
+    write_answers(bench.folder, "another")  # the config is unchanged
+    done = bench.run(*command, "training.max_steps=3")
+    assert done.status == 2, done.errors
+    assert "samples differ from the" in done.errors
+    assert "run.accept_changes=[data]" in done.errors
+    assert "training.max_steps: 2 -> 3" in done.output + done.errors
+    bench.complete(*command, "training.max_steps=3", "run.accept_changes=[data]")
+    assert json.loads((run / "result.json").read_text())["steps"] == 3
