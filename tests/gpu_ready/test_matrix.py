@@ -17,6 +17,7 @@ from components.torch_kernels import has_grouped_queries
 from tests.gpu_ready.conftest import Run
 from tests.gpu_ready.matrix import (
     ATTENTION,
+    LEVERS,
     PAIRS,
     arguments,
     difference,
@@ -55,6 +56,7 @@ def test_step_neither_waits_nor_holds_all_token_pairs(fake_cuda: Run, lever: str
         _write({"lever": lever, "layout": layout, **found, "waits": longer[0]["waits"], "peaks": peaks})
     for rank, record in zip(ranks(layout), longer, strict=True):
         _check_step(record)
+        assert record["evaluation_reads"] == (2 if "objective" in LEVERS[lever] else 1)  # once for all batches
         planned = planned_memory(lever, layout, rank)
         assert planned.peak == pytest.approx(record["peak"], rel=peak_tolerance(lever, layout)), planned
     limit = recorded(COUNTS).get((lever, layout))
