@@ -1,8 +1,7 @@
-"""Activation checkpointing on meshes: gradients do not change, and `auto` selects the same policy on all ranks."""
+"""Activation checkpointing and deferred gradients on meshes: `auto` selects the same on all ranks."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from components import distributed, models, training
+from components import distributed, training
 from components.config.schema import ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig, WeightInit
@@ -18,61 +17,15 @@ from components.config.schema.parallelism import ActivationCheckpointing, MeshSh
 from components.config.schema.recipes import FinetuneConfig
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
-from components.models.activation_offload import _SavedTensor
 from components.planning.formulas.memory_check import RESERVED_BYTES, grad_sync_peaks, policy_peaks
 from components.planning.formulas.workload import build_workload
 from components.training import preparation as prepare_file
 from components.training.preparation import RecomputePolicy
 from tests.distributed import parity
-from tests.distributed.parity import Case, build, run_case
-from tests.distributed.test_parity import FSDP2, SP, TP
+from tests.distributed.parity import build
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("world", "axes"), [(2, FSDP2), (2, {**TP, **SP})])
-def test_selective_gives_the_gradients_of_no_recompute(world: int, axes: dict[str, object]) -> None:
-    expected = parity.reference(Case("llama", axes, 2, steps=1))
-    model = build("llama", torch.float64)
-
-    def on_rank(rank: int) -> parity.Curve:
-        recomputed = {**axes, "activation_checkpointing": "selective"}
-        models.checkpoint_activations(model, ActivationCheckpointing.selective)
-        return run_case(Case("llama", recomputed, 2, steps=1), model)[0]
-
-    for curve in run_ranks(world, on_rank):
-        assert curve.gradients.keys() == expected.gradients.keys()
-        for name, gradient in curve.gradients.items():
-            assert parity.relative(gradient, expected.gradients[name]) < 1e-10, name
-
-
-OFFLOADED = [(FSDP2, "none"), ({**TP, **SP}, "none"), ({"strategy": "fsdp2", "dp_shard": 1, "pp": 2}, "full")]
-
-
-@pytest.mark.parametrize(("axes", "policy"), OFFLOADED)
-def test_offloaded_activations_give_the_gradients_of_one_process(axes: dict[str, object], policy: str) -> None:
-    """On CPUs, copies within host memory replace the transfers."""
-    values = {**parity.MODELS["llama"], "num_hidden_layers": 4}
-    model = build("llama", torch.float64, values)
-    expected = parity.reference(Case("llama", axes, 4, steps=1), copy.deepcopy(model))
-    checkpoint_activations = models.checkpoint_activations
-
-    def offload(sharded: nn.Module, _: ActivationCheckpointing) -> None:
-        checkpoint_activations(sharded, ActivationCheckpointing(policy))
-        models.offload_activations(sharded, CPU, smallest=1)
-
-    def on_rank(rank: int) -> tuple[parity.Curve, int]:
-        models.checkpoint_activations = offload  # what `run_case` calls
-        packed = []
-        create = _SavedTensor.__init__
-        _SavedTensor.__init__ = lambda *args: (packed.append(1), create(*args))[1]
-        return run_case(Case("llama", axes, 4, steps=1), model)[0], len(packed)
-
-    for curve, packed in run_ranks(2, on_rank):
-        assert packed
-        for name, gradient in curve.gradients.items():
-            assert parity.relative(gradient, expected.gradients[name]) < 1e-10, name
 
 
 def test_auto_selects_the_least_recompute_that_fits_on_all_ranks() -> None:
