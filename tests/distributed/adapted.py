@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,15 +156,24 @@ def expected_curve(case: Adapted) -> Curve:
 
 
 def run_adapted(
-    world: int, cases: list[Adapted], timeout: float = 120, sabotage: Callable[[], Any] | None = None
+    world: int,
+    cases: list[Adapted],
+    timeout: float = 120,
+    bugs: Sequence[Callable[[], Any]] = (),
+    owners: Sequence[Any] = (),
 ) -> list[grid.Finding]:
-    """Run the cases one after the other on the same ranks, and compare each with the peft library in one process."""
+    """Run the cases one after the other on the same ranks, and compare each with the peft library in one process.
+
+    bugs and owners: as of `grid.run_cells`.
+    """
     built = {case.key: (ours(case), expected_curve(case)) for case in cases}
 
     def on_rank(rank: int) -> list[grid.Finding]:
-        if sabotage is not None:
-            sabotage()
-        return [grid.run_cell(world, case.cell(world), case.dtype, *built[case.key]) for case in cases]
+        findings = []
+        for case, plant in zip(cases, bugs or [None] * len(cases), strict=True):
+            with grid.planted(plant, owners):
+                findings.append(grid.run_cell(world, case.cell(world), case.dtype, *built[case.key]))
+        return findings
 
     return [grid.merge(each) for each in zip(*run_ranks(world, on_rank, timeout=timeout), strict=True)]
 

@@ -7,7 +7,8 @@ counts are chosen so that over all models tp and cp divide the heads, share them
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -146,26 +147,43 @@ def cell(model: str, world: int, layout: ParallelismConfig, layers: int | None =
     return Cell(model, plan.name, layout, used, layers, plan.problems)
 
 
+@contextmanager
+def planted(plant: Callable[[], Any] | None, owners: Sequence[Any]) -> Iterator[None]:
+    """Plant a bug, if any, by a function that replaces attributes of `owners`; restore them afterwards."""
+    before = [dict(vars(owner)) for owner in owners]
+    if plant is not None:
+        plant()
+    yield
+    for owner, attributes in zip(owners, before, strict=True):
+        for name, value in attributes.items():
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+
+
 def run_cells(
-    world: int, planned: list[tuple[Cell, torch.dtype]], timeout: float, sabotage: Callable[[], Any] | None = None
+    world: int,
+    chosen: list[tuple[Cell, torch.dtype]],
+    timeout: float,
+    bugs: Sequence[Callable[[], Any] | None] = (),
+    owners: Sequence[Any] = (),
 ) -> list[Finding]:
     """Run cells one after the other on the same ranks, and return one finding for each.
 
     Args:
-        sabotage: Called on every rank before the first cell, to plant a bug.
+        bugs: The bug that is planted on every rank for each cell; empty: none.
+        owners: Modules and classes that the bugs change.
     """
-    needed = {(cell.model, cell.layers, dtype) for cell, dtype in planned if not cell.rejected}
+    needed = {(cell.model, cell.layers, dtype) for cell, dtype in chosen if not cell.rejected}
     models = {key: build_model(*key) for key in needed}
     expected = {key: expected_curve(*key) for key in needed}
 
     def on_rank(rank: int) -> list[Finding]:
         warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP.* returned a view")
-        if sabotage is not None:
-            sabotage()
         findings = []
-        for cell, dtype in planned:
+        for (cell, dtype), plant in zip(chosen, bugs or [None] * len(chosen), strict=True):
             key = (cell.model, cell.layers, dtype)
-            findings.append(run_cell(world, cell, dtype, models.get(key), expected.get(key)))
+            with planted(plant, owners):
+                findings.append(run_cell(world, cell, dtype, models.get(key), expected.get(key)))
         return findings
 
     return [merge(each) for each in zip(*run_ranks(world, on_rank, timeout=timeout), strict=True)]

@@ -171,10 +171,11 @@ BUGS: list[tuple[Callable[[], None], Adapted, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sabotage", "case", "pattern"), BUGS, ids=lambda value: getattr(value, "__name__", None))
-def test_planted_bug_is_detected(sabotage: Callable[[], None], case: Adapted, pattern: str) -> None:
-    (finding,) = run_adapted(2, [case], sabotage=sabotage)
-    assert re.search(pattern, "\n".join(finding.problems)), finding
+def test_planted_bugs_are_detected() -> None:
+    bugs, cases, patterns = zip(*BUGS, strict=True)
+    findings = run_adapted(2, [*cases], bugs=bugs, owners=(apply_tp, apply_tp._InputShard))
+    for finding, pattern in zip(findings, patterns, strict=True):
+        assert re.search(pattern, "\n".join(finding.problems)), finding
 
 
 def place_on_mesh(model: torch.nn.Module, mesh_name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
