@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.commands import Commands, served
 from tests.slurm.cluster import Cluster
 from tests.slurm.login import Login
 from tests.slurm.requirements import missing_requirement
@@ -27,6 +28,13 @@ def cluster(slurm: None) -> Iterator[Cluster]:
     started = Cluster.started()
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    """A server that runs each command in a fraction of a second."""
+    with served() as server:
+        yield server
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from components.config.compose import read_frozen
 from components.config.schema import FinetuneConfig
-from tests.config.commands import Commands, served
+from tests.config.commands import Commands
 from tests.slurm.login import CPU, PROJECT, QUICK, CommandResult, Login, result_of
 from tests.slurm.strings import CANARY, HOSTILE, UNSTORABLE, quoted
 from tests.suites import TORTURE, in_torture
@@ -35,13 +35,6 @@ report = {
 }
 (HERE / "report.json").write_text(json.dumps(report))
 """
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    """A server that runs each command in a fraction of a second."""
-    with served() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import until
+from tests.config.commands import Commands
+from tests.slurm.cluster import Cluster, until
 from tests.slurm.login import CPU, FINETUNE, QUICK, Login, log_of, result_of, steps_of
 from tests.suites import TORTURE, in_torture
 
@@ -172,6 +174,28 @@ def test_script_rendered_without_slurm_is_the_one_that_is_submitted(login: Login
     login.cluster.cancel(submission.job)
 
 
+@dataclass(frozen=True)
+class Refused:
+    """Runs commands that are refused before anything is submitted, so that they share an idle cluster."""
+
+    login: Login
+    commands: Commands
+
+    def errors(self, *overrides: str, **environment: str) -> str:
+        """Return the message of a command that exits 2 and prints nothing else."""
+        before = self.login.jobs_ever()
+        environment = {"SLURM_CONF": self.login.cluster.environment["SLURM_CONF"], **environment}
+        ended = self.commands.run(FINETUNE, (*VALID, *overrides), self.login.folder, **environment)
+        assert (ended.status, ended.output) == (2, "")
+        assert self.login.jobs_ever() == before
+        return ended.errors
+
+
+@pytest.fixture
+def refused(cluster: Cluster, commands: Commands, tmp_path: Path) -> Refused:
+    return Refused(Login(cluster, tmp_path), commands)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -195,32 +219,24 @@ def test_script_rendered_without_slurm_is_the_one_that_is_submitted(login: Login
         (("model.path=owner/absent", "cluster.env.HF_HUB_OFFLINE=1"), "is not in the hub's cache"),
     ],
 )
-def test_config_error_is_rejected_before_submission(login: Login, overrides: tuple[str, ...], message: str) -> None:
-    (login.folder / "file").write_text("in the way")
-    before = login.jobs_ever()
-    refused = login.run(*VALID, *overrides)
-    assert (refused.status, refused.output) == (2, "")
-    assert len(refused.errors.splitlines()) == 1, refused.errors
-    assert message in refused.errors
-    assert [entry.name for entry in login.folder.iterdir()] == ["file"]
-    assert login.jobs_ever() == before
+def test_config_error_is_rejected_before_submission(refused: Refused, overrides: tuple[str, ...], message: str) -> None:
+    (refused.login.folder / "file").write_text("in the way")
+    errors = refused.errors(*overrides)
+    assert len(errors.splitlines()) == 1, errors
+    assert message in errors
+    assert [entry.name for entry in refused.login.folder.iterdir()] == ["file"]
 
 
-def test_missing_slurm_is_reported_in_one_message(login: Login) -> None:
-    refused = login.run(*VALID, environment={"PATH": "/nowhere"})
-    assert refused.status == 2
-    assert "there is no sbatch on PATH" in refused.errors
-    refused = login.run(*VALID, environment={"SLURM_CONF": "/nowhere"})
-    assert (refused.status, refused.output) == (2, "")
-    assert refused.errors == "SLURM_CONF=/nowhere: no such file; unset it, or set it to the cluster's slurm.conf\n"
+def test_missing_slurm_is_reported_in_one_message(refused: Refused) -> None:
+    assert "there is no sbatch on PATH" in refused.errors(PATH="/nowhere")
+    errors = refused.errors(SLURM_CONF="/nowhere")
+    assert errors == "SLURM_CONF=/nowhere: no such file; unset it, or set it to the cluster's slurm.conf\n"
 
 
-def test_all_problems_are_reported_at_once(login: Login) -> None:
-    overrides = ("cluster.partition=nosuch", "training.global_batch_size=7", "run.resume=nowhere")
-    refused = login.run(*VALID, *overrides)
-    assert refused.status == 2
+def test_all_problems_are_reported_at_once(refused: Refused) -> None:
+    errors = refused.errors("cluster.partition=nosuch", "training.global_batch_size=7", "run.resume=nowhere")
     for message in ("nosuch", "training.global_batch_size=7", "run.resume=nowhere"):
-        assert message in refused.errors
+        assert message in errors
 
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
