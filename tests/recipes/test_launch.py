@@ -97,8 +97,7 @@ def test_two_processes_are_children_and_get_the_same_config(bench: Bench, monkey
 def test_ranks_connect_through_the_store_of_the_launcher(bench: Bench, start: str, loopback_only: bool) -> None:
     """Our start-up listens on loopback only; a recipe that only calls torch.distributed works too."""
     bench.write(ALL_REDUCE.format(start=start))
-    done = bench.run(TWO)
-    assert done.status == 0, done.errors
+    bench.complete(TWO)
     assert bench.notes("sum") == ["3.0", "3.0"]
     listening = set(" ".join(bench.notes("listens")).split())
     assert LOOPBACK in listening
@@ -137,8 +136,7 @@ def test_stale_rank_variables_do_not_leak(bench: Bench) -> None:
         **dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "MESHBOOK_RUN_DIR"), "77"),
     }
     for processes in ("1", "2"):
-        done = bench.run(f"cluster.procs_per_node={processes}", environment=stale)
-        assert done.status == 0, done.errors
+        bench.complete(f"cluster.procs_per_node={processes}", environment=stale)
         for environ in map(json.loads, bench.notes("environ")):
             assert not {"GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"} & set(environ)
             assert not [name for name in environ if name.startswith("TORCHELASTIC_")]
@@ -209,8 +207,7 @@ def test_run_directory_in_use_is_rejected(bench: Bench) -> None:
     assert re.fullmatch(r"run.dir=.*/mine: is in use by another run; .*\n", refused.errors)
     (bench.folder / "go").touch()
     assert first.wait().status == 0
-    again = bench.run("run.dir=mine")
-    assert again.status == 0
+    bench.complete("run.dir=mine")
     assert sorted(entry.name for entry in (bench.folder / "mine" / "logs").iterdir()) == [
         "attempt_0",
         "attempt_1",
@@ -231,8 +228,7 @@ def test_changed_config_in_an_existing_run_directory_is_rejected_before_start(be
 
 def test_dry_run_starts_and_writes_nothing(bench: Bench) -> None:
     bench.write("note('ran')")
-    done = bench.run("cluster.dry_run=true", "parallelism=tp2")
-    assert done.status == 0
+    done = bench.complete("cluster.dry_run=true", "parallelism=tp2")
     assert "would start 2 x" in done.output
     assert "tp=2" in done.output
     assert os.listdir(bench.folder) == ["tried.py"]

@@ -295,8 +295,7 @@ def test_dry_run_lists_the_points_and_writes_nothing(bench: Bench) -> None:
 
 def test_cfg_job_prints_the_config_of_each_point(bench: Bench) -> None:
     bench.write("note('ran')")
-    done = bench.run("-m", "run.seed=7,8", "--cfg", "job")
-    assert done.status == 0
+    done = bench.complete("-m", "run.seed=7,8", "--cfg", "job")
     shown = done.output.splitlines()
     assert [line for line in shown if line.startswith(("# ", "  seed: "))] == [
         "# 0_7", "  seed: 7", "  seed: 0", "# 1_8", "  seed: 8", "  seed: 0",

@@ -162,8 +162,7 @@ end(status=stop[0] if stop else "ok", eval_loss=lr)
 """
     )
     command = ("-m", "run.dir=mine", "cluster.procs_per_node=1", "optimizer.lr=1,2,3,4,0.5,9", "sweep.parallel=2")
-    done = bench.run(*command, "sweep.early_stop=median")
-    assert done.status == 0, done.output + done.errors
+    done = bench.complete(*command, "sweep.early_stop=median")
     assert states(bench.folder / "mine") == {
         **dict.fromkeys(("0_1", "1_2", "2_3", "3_4", "4_0.5"), "ok"),
         "5_9": "stopped early",
@@ -197,8 +196,7 @@ def test_study_of_20_trained_points_is_killed_half_way(bench: Bench) -> None:
     killed.process.wait()
     bench.assert_no_process_left()
     finished = {file: file.stat().st_mtime_ns for file in sweep.glob("*/result.json")}
-    done = bench.run(*command)
-    assert done.status == 0, done.output + done.errors
+    bench.complete(*command)
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
     losses = {number: float(loss) for number, loss in column(bench, "eval_loss").items()}
     assert sorted(losses) == list(range(20))
