@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -127,21 +128,26 @@ if PARITY:
     RUNS = [(world, model) for world in CASES for model in ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe")]
 
 
+@functools.cache
+def reference_step(objective: str, model: str, layers: int) -> tuple[Any, Curve]:
+    """Return a model and its curve of one step in one process."""
+    plain = reference_model(objective, model, torch.float64, layers)
+    return plain, expected(objective, plain, 1)
+
+
 @pytest.mark.parametrize(("world", "model"), RUNS)
 def test_every_mesh_has_the_gradients_of_transformers(world: int, model: str) -> None:
     layers = 4 if PARITY else 2  # ZBVZeroBubble has two stages on each of two ranks
-    plain = {objective: reference_model(objective, model, torch.float64, layers) for objective in LABELS}
-    expected_curves = {objective: expected(objective, plain[objective], 1) for objective in LABELS}
+    known = {objective: reference_step(objective, model, layers) for objective in LABELS}
     meshes = [*runnable(CASES[world]), *(WITH_EXPERTS.get(world, []) if model in ("mixtral", "qwen3_moe") else [])]
 
     def body(rank: int) -> list[str]:
         problems = []
         for number, axes in enumerate(meshes):
             for objective in LABELS if PARITY else [list(LABELS)[number % len(LABELS)]]:
-                got = train(objective, plain[objective], axes, 1, micro_batch=1 + number % 2)
-                problems += [
-                    f"{objective} {axes}: {each}" for each in curves.differences(got, expected_curves[objective], 1e-10)
-                ]
+                plain, curve = known[objective]
+                got = train(objective, plain, axes, 1, micro_batch=1 + number % 2)
+                problems += [f"{objective} {axes}: {each}" for each in curves.differences(got, curve, 1e-10)]
         return problems
 
     problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]

@@ -215,7 +215,11 @@ def test_parameters_equal_those_of_one_process(world: int) -> None:
     dtypes = [NewtonSchulzDtype.float64, NewtonSchulzDtype.bfloat16]
     plain = {name: build(name, torch.float64, FAMILIES[name]) for name, _ in MESHES[world]}
     configs = {dtype: MuonConfig(**{**fields_of(CONFIG), "ns_dtype": dtype}) for dtype in dtypes}
-    curves = {(name, dtype): expected(plain[name], configs[dtype]) for name in plain for dtype in dtypes}
+    curves = {
+        (name, dtype): expected(plain[name], configs[dtype])
+        for name in plain
+        for dtype in (dtypes if name == "llama" or PARITY else dtypes[:1])
+    }
 
     def body(rank: int) -> list[str]:
         problems = []

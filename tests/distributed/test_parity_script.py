@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from components.config.schema.objective import NextTokenConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.config.schema.training import TrainingConfig
 from components.planning.parity import Comparison, _hyperparameters
+from tests.config.commands import Commands, served
 from tests.preloaded import run_preloaded
 from tests.suites import PARITY, in_parity
 
@@ -30,6 +32,12 @@ def run(*arguments: str, cwd: Path, preloaded: bool = False) -> subprocess.Compl
     if preloaded:
         return run_preloaded(command, cwd, environ)
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with served() as server:
+        yield server
 
 
 def test_tiny_model_passes_and_writes_table_files(tmp_path: Path) -> None:
@@ -94,13 +102,13 @@ def test_deviating_and_crashing_meshes_fail(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_options_are_rejected_before_torch_is_imported(
-    arguments: list[str], message: str, tmp_path: Path
+    arguments: list[str], message: str, tmp_path: Path, commands: Commands
 ) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")  # shadows the real torch
-    completed = run(*JOB, *arguments, cwd=tmp_path)
-    assert completed.returncode == 2, completed.stdout + completed.stderr
-    assert message in completed.stderr
-    assert "Traceback" not in completed.stderr
+    ended = commands.run(ROOT / "scripts" / "parity.py", [*JOB, *arguments], tmp_path)
+    assert ended.status == 2, ended.output + ended.errors
+    assert message in ended.errors
+    assert "Traceback" not in ended.errors
+    assert not ended.imported_torch
     assert not (tmp_path / "outputs").exists()
 
 

@@ -1,6 +1,6 @@
 """Loss curves of pretrained SmolLM2-135M (9 heads, 3 kv heads) in float32 on several meshes, compared with one process.
 
-Uses the first 4 layers and the full embeddings; `make parity` uses all 30 layers.
+Uses the first 2 layers and the full embeddings; `make parity` uses all 30 layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES: dict[int, list[dict[str, Any]]] = {
         *([{"strategy": "fsdp2", "dp_shard": 1, "tp": 4}] if PARITY else []),
     ],
 }
-LAYERS = 30 if PARITY else 4
+LAYERS = 30 if PARITY else 2
 SAMPLES = {3: 2, 4: 4}
 """World size -> samples per step; each data-parallel rank needs at least one."""
 

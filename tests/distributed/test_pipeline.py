@@ -32,7 +32,7 @@ from tests.distributed.packed import batches_of, packed
 from tests.distributed.parity import SMALL, Case, Sample, build, pad, recipe_config, samples_of_step
 from tests.harness import run_ranks
 from tests.optional import runnable
-from tests.suites import PARITY
+from tests.suites import PARITY, select
 from tests.tiny_models import tiny_config
 
 LAYERS, LR = 8, 0.5
@@ -100,8 +100,12 @@ def reference(cfg: ModelConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(str(cfg.path), dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3", "gpt2"])
-@pytest.mark.parametrize(("pp", "axes"), [(2, {}), (4, {}), (2, {"pp_schedule": "Interleaved1F1B"})])
+INTERLEAVED = {"pp_schedule": "Interleaved1F1B"}
+STAGES = [(family, *of_mesh) for family in PREFIX for of_mesh in ((2, {}), (4, {}), (2, INTERLEAVED))]
+STAGES_AT_EACH_COMMIT = [("llama3", 2, {}), ("gpt2", 4, {}), ("llama", 2, INTERLEAVED)]
+
+
+@pytest.mark.parametrize(("family", "pp", "axes"), select(STAGES, STAGES_AT_EACH_COMMIT, PARITY))
 def test_pipeline_stage_holds_only_its_own_parameters(
     family: str, pp: int, axes: dict[str, Any], saved: dict[str, ModelConfig]
 ) -> None:

@@ -47,15 +47,11 @@ class _RecordReductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("axes", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["pure", "mixed"])
-def test_state_keeps_storage_dtype_and_gradients_are_reduced_in_float32(
-    axes: dict[str, Any], stored: torch.dtype
-) -> None:
+def test_state_keeps_storage_dtype_and_gradients_are_reduced_in_float32() -> None:
     tokens = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(0))
     batch = Batch.from_labels(tokens, tokens)
 
-    def on_rank(rank: int) -> tuple[set[str], set[str], list[float]]:
+    def trained(axes: dict[str, Any], stored: torch.dtype) -> tuple[set[str], set[str], list[float]]:
         model: Any = build("llama", stored)
         models.use_causal_sdpa(model)
         config = ParallelismConfig(**axes)
@@ -74,10 +70,12 @@ def test_state_keeps_storage_dtype_and_gradients_are_reduced_in_float32(
         moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
         return {str(each.dtype)[6:] for each in [*model.parameters(), *moments]}, reduced.types, losses
 
-    for state_dtypes, reduced, losses in run_ranks(2, on_rank):
-        assert state_dtypes == {str(stored)[6:]}
-        assert reduced == {"float32"}
-        assert losses[-1] < losses[0]
+    cases = [(axes, stored) for axes in (FSDP2, DDP) for stored in (torch.bfloat16, torch.float32)]
+    for results in run_ranks(2, lambda _: [trained(*case) for case in cases]):
+        for (_, stored), (state_dtypes, reduced, losses) in zip(cases, results, strict=True):
+            assert state_dtypes == {str(stored)[6:]}
+            assert reduced == {"float32"}
+            assert losses[-1] < losses[0]
 
 
 ROUTERS = {**SMALL, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0,

@@ -47,8 +47,10 @@ SHAPES: dict[str, tuple[int, dict[str, int]]] = {
 }
 """Number of ranks and degrees of each mesh; without dp_shard the strategy is ddp."""
 COMPARED = [*SHAPES] if TORTURE else ["hsdp", "tp pair"]
-NAMES_THE_RANK = {"ddp": True, "hsdp": False, "tp pair": False} | (
-    {"tp": True, "fsdp2 tp": False, "replicas tp": None, "wide hsdp": True, "hsdp tp": None} if TORTURE else {}
+NAMES_THE_RANK = {"ddp": True, "hsdp": False} | (
+    {"tp pair": False, "tp": True, "fsdp2 tp": False, "replicas tp": None, "wide hsdp": True, "hsdp tp": None}
+    if TORTURE
+    else {}
 )
 """Mesh with flipped bits -> whether a majority of the replicas names the rank; None: of some tensors only."""
 

@@ -80,7 +80,7 @@ torch.set_num_threads(1)
 one = torch.ones(2000, 2000, dtype=torch.float64)
 with training.StopRequest() as stop:
     print("up", flush=True)
-    out = torch.linalg.multi_dot([one] * 9)  # a single call, during which Python runs no signal handler
+    out = torch.linalg.multi_dot([one] * 5)  # a single call, during which Python runs no signal handler
     print(time.monotonic(), stop.flags.tolist(), flush=True)
 """
 
