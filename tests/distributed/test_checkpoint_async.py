@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -29,7 +28,7 @@ from components.config.schema import ParallelismConfig
 from components.config.schema.run import CheckpointConfig
 from components.protocol.processes import reserve_loopback_port
 from tests.distributed import parity
-from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
+from tests.distributed.test_checkpoint_crash import assert_resumes_from, below, is_killed_at, set_all, start
 from tests.harness import run_ranks, start_ranks
 from tests.suites import TORTURE
 
@@ -245,34 +244,24 @@ def test_rank_killed_during_a_background_write_loses_only_that_checkpoint(tmp_pa
 
 @pytest.mark.parametrize("event", range(0, 60, 4))
 def test_process_killed_at_any_file_operation_keeps_a_complete_checkpoint(event: int, tmp_path: Path) -> None:
-    def child() -> None:
-        torch.set_num_threads(1)
-        run, operations = start(1.0), 0
-
-        def count(name: str, args: tuple[Any, ...]) -> None:
-            nonlocal operations
-            if any(str(arg).startswith(str(tmp_path)) for arg in args):
-                if operations == event:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                operations += 1
-
+    def begin() -> Callable[[], None]:
+        run = start(1.0)
         saver = Saver(tmp_path, *run, CheckpointConfig(keep=1, async_save=True))
         saver.save(1, {"step": 1})
         saver.wait()
-        sys.addaudithook(count)
-        for step in (2, 3):
-            set_all(run, float(step))
-            saver.save(step, {"step": step})
-        set_all(run, 4.0)
-        saver.wait()
-        os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    assert process.exitcode in (0, -signal.SIGKILL)
+        def save_twice() -> None:
+            for step in (2, 3):
+                set_all(run, float(step))
+                saver.save(step, {"step": step})
+            set_all(run, 4.0)
+            saver.wait()
+
+        return save_twice
+
+    killed = is_killed_at(event, begin, below(tmp_path))
     assert_resumes_from(tmp_path, {1, 2, 3})
-    assert process.exitcode or saved_names(tmp_path) == {"step_3"}
+    assert killed or saved_names(tmp_path) == {"step_3"}
 
 
 def test_failed_write_raises_on_every_rank(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +72,27 @@ def assert_resumes_from(run_dir: Path, steps: set[int]) -> Path:
     return found
 
 
-def is_killed_at(event: int, run_dir: Path, step: int, keep: int) -> bool:
-    """Save in a forked process that is killed at its `event`-th file operation below `run_dir`; return if it was."""
+def is_killed_at(event: int, begin: Callable[[], Callable[[], object]], counts: Callable[[str, Any], bool]) -> bool:
+    """Return whether a function, run in a forked process, was killed at its `event`-th operation on files.
+
+    Args:
+        begin: Prepares, and returns the function.
+        counts: Whether an audit event (open, mkdir, rename, listdir, ...: everything that touches a file) counts.
+    """
 
     def child() -> None:
         torch.set_num_threads(1)
-        run = start(float(step))
-        operations = 0
+        function, operations = begin(), 0
 
         def count(name: str, args: tuple[Any, ...]) -> None:
             nonlocal operations
-            if any(str(arg).startswith(str(run_dir)) for arg in args):
-                if operations == event:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if counts(name, args):
                 operations += 1
+                if operations == event + 1:  # not >=: os.kill raises an audit event itself
+                    os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.addaudithook(count)  # open, mkdir, rename, remove, rmdir, listdir, ...: everything that touches a file
-        save_checkpoint(run_dir, step, *run, {"step": step}, CheckpointConfig(keep=keep))
+        sys.addaudithook(count)
+        function()
         os._exit(0)
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -97,6 +102,19 @@ def is_killed_at(event: int, run_dir: Path, step: int, keep: int) -> bool:
     return process.exitcode != 0
 
 
+def below(folder: Path) -> Callable[[str, Any], bool]:
+    """Return a function that counts the operations on paths below a folder."""
+    return lambda name, args: any(str(arg).startswith(str(folder)) for arg in args)
+
+
+def is_save_killed_at(event: int, run_dir: Path, step: int) -> bool:
+    def begin() -> Callable[[], object]:
+        run = start(float(step))
+        return lambda: save_checkpoint(run_dir, step, *run, {"step": step}, CheckpointConfig(keep=1))
+
+    return is_killed_at(event, begin, below(run_dir))
+
+
 def test_save_killed_at_any_operation_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     """A save that also prunes is killed once at each of its file operations; every time the run can be resumed."""
     save(tmp_path / "before", 1)
@@ -104,7 +122,7 @@ def test_save_killed_at_any_operation_leaves_a_complete_checkpoint(tmp_path: Pat
     while True:
         run_dir = tmp_path / f"run_{event}"
         shutil.copytree(tmp_path / "before", run_dir)
-        killed = is_killed_at(event, run_dir, step=2, keep=1)
+        killed = is_save_killed_at(event, run_dir, step=2)
         outcomes.append(assert_resumes_from(run_dir, {1, 2}).name)
         for path in (run_dir / "checkpoints").glob("step_?"):
             assert verify(path) == []  # published checkpoints are complete
@@ -124,7 +142,7 @@ def test_save_killed_at_any_operation_leaves_a_complete_checkpoint(tmp_path: Pat
 
 def test_first_save_killed_at_any_operation_leaves_a_run_that_starts_over(tmp_path: Path) -> None:
     event = 0
-    while is_killed_at(event, tmp_path / str(event), step=1, keep=1):
+    while is_save_killed_at(event, tmp_path / str(event), step=1):
         if find_checkpoint(tmp_path / str(event), "auto") is not None:
             assert_resumes_from(tmp_path / str(event), {1})
         event += 3

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +23,7 @@ from components.checkpoint import Mark, Saver, find_checkpoint, save_checkpoint,
 from components.checkpoint.manifest import Manifest, remove
 from components.config.schema.run import CheckpointConfig
 from scripts import checkpoints
+from tests.distributed.test_checkpoint_crash import is_killed_at
 from tests.frozen import frozen
 from tests.harness import run_ranks
 from tests.tiny_models import tiny_config
@@ -118,29 +116,9 @@ def test_nan_eval_loss_is_stored_as_none(tmp_path: Path) -> None:
     assert Manifest.read(path).eval_loss is None
 
 
-def is_killed_while_pruning(event: int, folder: Path, paths: list[Path]) -> bool:
-    """Remove in a forked process that is killed at its `event`-th operation on files below `folder`."""
-
-    def child() -> None:
-        events = 0
-
-        def count(name: str, args: tuple[Any, ...]) -> None:
-            nonlocal events
-            # Inside the top folder rmtree passes bare file names with a dir_fd, so paths cannot be filtered by prefix.
-            if name.split(".")[0] in ("os", "shutil", "open"):
-                events += 1
-                if events == event + 1:  # not >=: os.kill raises an audit event itself
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
-        remove(paths)
-        os._exit(0)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode != 0
+def is_file_operation(name: str, _: object) -> bool:
+    """Inside the top folder rmtree passes bare file names with a dir_fd, so paths cannot be filtered by prefix."""
+    return name.split(".")[0] in ("os", "shutil", "open")
 
 
 def test_pruning_killed_at_any_operation_is_finished_by_the_next_save(tmp_path: Path) -> None:
@@ -150,7 +128,8 @@ def test_pruning_killed_at_any_operation_is_finished_by_the_next_save(tmp_path: 
         run_dir = tmp_path / str(event)
         shutil.copytree(tmp_path / "before", run_dir)
         folder = run_dir / "checkpoints"
-        killed = is_killed_while_pruning(event, folder, [folder / "step_4", folder / "step_6"])
+        pruned = [folder / "step_4", folder / "step_6"]
+        killed = is_killed_at(event, lambda pruned=pruned: lambda: remove(pruned), is_file_operation)
         assert saved_names(run_dir) >= {"step_2", "step_8", "step_9"}
         for path in folder.glob("step_?"):
             assert verify(path) == []
