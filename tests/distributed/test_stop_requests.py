@@ -48,12 +48,13 @@ def wait_for_result(attempt: Attempt, command: Command) -> dict[str, object]:
 
 
 def test_ctrl_c_is_acknowledged_immediately_and_ends_evaluation(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{number} + 1", "response": str(number + 1)} for number in range(8_000)]
+    rows = [{"prompt": f"{number} + 1", "response": str(number + 1)} for number in range(2_400)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = small_run(tmp_path, "run", "data.eval_fraction=0.9", "data.max_eval_samples=7200", "logging.examples=1")
+    long = ("data.eval_fraction=0.9", "data.max_eval_samples=2160", "training.micro_batch_size=1")
+    command = small_run(tmp_path, "run", *long, "logging.examples=1")
     with started(command) as attempt:
         until(lambda: "example 0" in attempt.output(), 120, attempt.output)
-        time.sleep(1)
+        time.sleep(0.5)
         os.kill(attempt.pid, signal.SIGINT)
         until(lambda: ACKNOWLEDGMENT in attempt.output(), 10, attempt.output)
         result = wait_for_result(attempt, command)
