@@ -59,7 +59,7 @@ TRAINED = {
         least=(operators_with("_varlen_attn"), 1),
     ),
     # Moments are on the device, and so is the decision to skip an update.
-    "adamw8bit": Trained(OPTIMIZERS, ["single", "pp"], {"optimizer": "adamw8bit"}, None, (operators_with("amax"), 10)),
+    "adamw8bit": Trained(OPTIMIZERS, ["pp"], {"optimizer": "adamw8bit"}, None, (operators_with("amax"), 10)),
     # Newton-Schulz iterations run on the device, and the exchange with owner ranks does not wait.
     "muon": Trained(OPTIMIZERS, ["hsdp", OPTIMIZERS[2]], {"optimizer": "muon"}, None, (operators_with("addmm"), 11)),
 }
