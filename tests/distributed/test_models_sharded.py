@@ -76,7 +76,8 @@ def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 def sharded(cfg: ModelConfig, layout: str) -> PreTrainedModel:
     model = build_on_meta(cfg)
-    shard(model, layout)
+    if layout:
+        shard(model, layout)
     materialize(model, "cpu")
     fill_weights(model, cfg, seed=5)
     return model.eval()
@@ -217,31 +218,30 @@ def test_export_write_error_is_raised_on_every_rank(tmp_path: Path) -> None:
     assert first == second
 
 
-def partial_sum(norm: nn.Module) -> None:
-    value = DTensor.from_local(torch.ones(32), norm.weight.device_mesh, [Partial()], run_check=False)
-    norm.weight = nn.Parameter(value)
+def partial_sum(mesh: DeviceMesh) -> torch.Tensor:
+    return DTensor.from_local(torch.ones(32), mesh, [Partial()], run_check=False)
 
 
-def unsharded(norm: nn.Module) -> None:
-    norm.weight = nn.Parameter(torch.ones(32))
+def unsharded(_: DeviceMesh) -> torch.Tensor:
+    return torch.ones(32)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("layout", "wrong", "message"),
     [
-        (partial_sum, "model.norm.weight: holds a partial sum"),
-        (unsharded, "model.norm.weight: the ranks hold 48 of the 32 values of (32,)"),
+        ("", partial_sum, "model.norm.weight: holds a partial sum"),
+        ("fsdp2", unsharded, "model.norm.weight: the ranks hold 48 of the 32 values of (32,)"),
     ],
 )
 def test_export_error_of_one_rank_is_raised_on_every_rank(
-    damage: Callable[[nn.Module], None], message: str, tmp_path: Path
+    layout: str, wrong: Callable[[DeviceMesh], torch.Tensor], message: str, tmp_path: Path
 ) -> None:
     cfg = ModelConfig(path=str(tiny_folder(tmp_path / "saved", "llama3")), tokenizer="bytes")
 
     def body(rank: int) -> str:
-        model = sharded(cfg, "fsdp2")
+        model, mesh = sharded(cfg, layout), init_device_mesh("cpu", (2,))
         if rank == 1:
-            damage(model.model.norm)
+            model.model.norm.weight = nn.Parameter(wrong(mesh))
         with pytest.raises(NotImplementedError) as caught:
             export_model(model, load_tokenizer(cfg), tmp_path / "export")
         return str(caught.value)
