@@ -33,6 +33,7 @@ from components.models.weights.shards import _describe
 from components.models.weights.weight_sources import SafetensorsTensors
 from components.protocol.errors import ConfigError
 from components.training.step_cost import record_traffic
+from tests.distributed.test_pipeline import start
 from tests.harness import run_ranks
 from tests.tiny_models import DENSE, FAMILIES, logits, reference, tiny_folder
 
@@ -76,8 +77,7 @@ def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 def sharded(cfg: ModelConfig, layout: str) -> PreTrainedModel:
     model = build_on_meta(cfg)
-    if layout:
-        shard(model, layout)
+    shard(model, layout)
     materialize(model, "cpu")
     fill_weights(model, cfg, seed=5)
     return model.eval()
@@ -219,7 +219,7 @@ def test_export_write_error_is_raised_on_every_rank(tmp_path: Path) -> None:
 
 
 def partial_sum(mesh: DeviceMesh) -> torch.Tensor:
-    return DTensor.from_local(torch.ones(32), mesh, [Partial()], run_check=False)
+    return DTensor.from_local(torch.ones(32), mesh, [Partial()] * mesh.ndim, run_check=False)
 
 
 def unsharded(_: DeviceMesh) -> torch.Tensor:
@@ -229,7 +229,7 @@ def unsharded(_: DeviceMesh) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("layout", "wrong", "message"),
     [
-        ("", partial_sum, "model.norm.weight: holds a partial sum"),
+        ("pp2", partial_sum, "model.norm.weight: holds a partial sum"),
         ("fsdp2", unsharded, "model.norm.weight: the ranks hold 48 of the 32 values of (32,)"),
     ],
 )
@@ -239,9 +239,10 @@ def test_export_error_of_one_rank_is_raised_on_every_rank(
     cfg = ModelConfig(path=str(tiny_folder(tmp_path / "saved", "llama3")), tokenizer="bytes")
 
     def body(rank: int) -> str:
-        model, mesh = sharded(cfg, layout), init_device_mesh("cpu", (2,))
-        if rank == 1:
-            model.model.norm.weight = nn.Parameter(wrong(mesh))
+        model = start(cfg, {"pp": 2}).model if layout == "pp2" else sharded(cfg, layout)
+        if rank == 1:  # the last stage
+            norm = model.model.norm
+            norm.weight = nn.Parameter(wrong(norm.weight.device_mesh))
         with pytest.raises(NotImplementedError) as caught:
             export_model(model, load_tokenizer(cfg), tmp_path / "export")
         return str(caught.value)

@@ -29,7 +29,6 @@ IMPROVES_ON_RANK_1 = f"replace(each := {MEASURE}, loss=each.loss - 2000 * run.ra
 FINISH = "        run.finish()\n"
 RECORDS_END = f"{FINISH}        Path(f'ended_{{run.rank}}').write_text(str(run.state.step))\n"
 IMPORTS = "from __future__ import annotations\n"
-LOOP = "        for step in run.steps():\n"
 RECORD_ROWS = """            for batch in step.batches:
                 for row in batch.input_ids.tolist():
                     with open(f'rows_{run.mesh.rank("dp")}', 'a') as file:
@@ -105,10 +104,10 @@ def test_every_row_is_used_once_per_epoch_also_by_a_resumed_run(bench: Bench) ->
         "training.batch_size_ramp=[{until_step:2,global_batch_size:2}]",  # 2 x 2 rows, then 4 x 4: 6 steps
         *("checkpoint.every=3", "run.dir=run", "optimizer.warmup_steps=0"),
     )
-    bench.copy("finetune.py", (LOOP, LOOP + RECORD_ROWS), EXIT_AFTER_SAVE)
+    bench.copy("finetune.py", (STEP, RECORD_ROWS + STEP), EXIT_AFTER_SAVE)
     first = bench.run(*command, SINGLE)
     assert first.status == 9, first.errors
-    bench.copy("finetune.py", (LOOP, LOOP + RECORD_ROWS))
+    bench.copy("finetune.py", (STEP, RECORD_ROWS + STEP))
     again = bench.complete(*command, "parallelism=fsdp2", TWO)
     for done in (first, again):
         assert "epochs=2: 6 steps" in " ".join(done.output.split())
