@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -203,19 +204,27 @@ def test_shards_of_a_gpu_travel_through_gloo_if_it_is_there(
     assert _describe(torch.empty(2, 3, device="meta"), "weight").device == device
 
 
-def test_export_write_error_is_raised_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["folder", "tensor"])
+def test_export_write_error_is_raised_on_every_rank(tmp_path: Path, of: str) -> None:
+    """After an error in the middle the writer still receives the tensors that the other ranks send."""
     folder = tiny_folder(tmp_path / "saved", "llama")
     (tmp_path / "file").touch()
+    target = tmp_path / ("file/export" if of == "folder" else "export")
 
     def body(rank: int) -> str:
         cfg = ModelConfig(path=str(folder), tokenizer="bytes")
         model = sharded(cfg, "fsdp2")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 0 and of == "tensor":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         with pytest.raises(OSError, match="could not be written") as caught:
-            export_model(model, load_tokenizer(cfg), tmp_path / "file" / "export")
+            export_model(model, load_tokenizer(cfg), target)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         return str(caught.value)
 
     first, second = run_ranks(2, body)
     assert first == second
+    assert not target.exists()
 
 
 def partial_sum(mesh: DeviceMesh) -> torch.Tensor:
