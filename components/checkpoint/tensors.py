@@ -40,7 +40,7 @@ _OURS = "components.training.optimizers"
 _ADAM, _MOMENTUM = ("step", "exp_avg", "max_exp_avg"), ("momentum_buffer",)
 _USED_STATE = {
     **dict.fromkeys(("torch.optim.adam.Adam", "torch.optim.adamw.AdamW"), _ADAM),
-    **dict.fromkeys((f"{_OURS}.optim.AdamW", f"{_OURS}.adamw8bit.AdamW8bit"), _ADAM),
+    **dict.fromkeys((f"{_OURS}.optim.AdamW", f"{_OURS}.optim.AdamW8bit"), _ADAM),
     **dict.fromkeys(("torch.optim.sgd.SGD", f"{_OURS}.muon.Muon"), _MOMENTUM),
 }
 """Optimizer, with its module since a user's own may have the same name -> first characters of the names of its state,
