@@ -58,7 +58,7 @@ ALL_MESHES = {
 def test_every_mesh_resumes_the_checkpoint_of_every_mesh(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_tensors, "FILE_BYTES", 20_000)  # several files per rank
+    monkeypatch.setattr(stored_tensors, "_FILE_BYTES", 20_000)  # several files per rank
     meshes = {world: runnable(names) for world, names in (ALL_MESHES if TORTURE else DEFAULT_MESHES)[model].items()}
     pairs = check_every_pair(model, meshes, tmp_path)
     assert pairs == sum(map(len, meshes.values())) ** 2
