@@ -32,7 +32,7 @@ from components.config.compose.sources import CONF, Request
 from components.protocol.errors import ConfigError
 from components.config.schema import FinetuneConfig, PretrainConfig
 from components.config.schema.model import CausalLMConfig
-from components.launch.overrides import plan_run
+from components.launch.overrides import _plan_run
 from components.planning.formulas.workload import architecture_of
 
 recipe, overrides, names = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:]
@@ -56,7 +56,7 @@ for name in names:
     answers[name] = {"values": {key: getattr(model, key) for key in KEYS}}
     try:
         large = architecture_of(model).parameters > LARGEST_FULL
-        plan = plan_run(replace(adapted if large else base, model=model), overrides, 64, 1)[0]
+        plan = _plan_run(replace(adapted if large else base, model=model), overrides, 64, 1)[0]
         answers[name] |= {"peak": plan.memory.peak, "world": plan.candidate.mesh.world}
     except ConfigError as error:
         answers[name] |= {"problems": error.problems}

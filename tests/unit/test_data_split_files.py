@@ -287,14 +287,14 @@ HUB_SCRIPT = """
 import sys
 from components.protocol.errors import ConfigError
 from components.data.sources.files import Location
-from components.data.sources.split import hub_files, hub_rows
+from components.data.sources.split import _hub_files, _hub_rows
 columns = {"prompt_column": sys.argv[2], "response_column": "response"}
 try:
     location = Location("data.path", sys.argv[1], sys.argv[3])
-    for row in hub_rows(location, None, None, columns):
+    for row in _hub_rows(location, None, None, columns):
         print(row.where.split("/")[-1], sorted(row.values), row.values["response"])
         mapped = open("/proc/self/maps").read()
-    print("mapped:", [file.name for file in hub_files(location, None, None) if str(file) in mapped])
+    print("mapped:", [file.name for file in _hub_files(location, None, None) if str(file) in mapped])
 except ConfigError as error:
     print("ConfigError", error)
 """
