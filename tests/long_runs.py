@@ -53,7 +53,10 @@ PARTS: dict[str, dict[str, list[str]]] = {
             *("tests/distributed/test_checkpoint_exact.py", "tests/distributed/test_checkpoint_resume.py"),
             *("tests/distributed/test_checkpoint_any_mesh.py", "tests/distributed/test_lora_checkpoint.py"),
         ],
-        "replicas": ["tests/distributed/test_replica_check.py", "tests/recipes/test_wrong_numbers.py"],
+        "replicas": [
+            *("tests/distributed/test_replica_check.py", "tests/recipes/test_wrong_numbers.py"),
+            *("tests/distributed/test_stop_requests.py", "tests/unit/test_masked_output.py"),
+        ],
         "damage": [
             *("tests/distributed/test_run_directory_damage.py", "tests/unit/test_run_files.py"),
             "tests/unit/test_damaged_files.py",
