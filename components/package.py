@@ -1,4 +1,6 @@
-"""Lazy packages: `from components import models` imports no module of the package until one of its names is used.
+"""The folders of Meshbook, in a checkout or in a wheel, and lazy packages.
+
+`from components import models` imports no module of the package until one of its names is used.
 
 A login node that only submits a job, and a script that only lists checkpoints, must not import torch. A lazy package's
 `__init__` lists its public names once, as import statements that type checkers and import-linter read too:

@@ -124,7 +124,7 @@ def parallelize(
     )  # skips packed 4-bit
     pp_ranks = parallelism.stage_ranks(mesh.size("pp"))
     uncast = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in anatomy.float32]
-    # Each step needs the modules as the one before leaves them: tp takes over what is no expert, cp wraps attention
+    # Each step needs the modules as the one before leaves them: tp shards what is no expert, cp wraps attention
     # with its local heads, stages are cut from layers that are complete, and FSDP2 shards what is left of a parameter.
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and anatomy.experts):
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)

@@ -57,7 +57,7 @@ def _start(name: str, main: Callable[[Any], object]) -> int:
     """Start the recipe as a rank or as its launcher; return the exit status.
 
     Both are programs of their own around main. They are named here and not imported, so that what a recipe imports is
-    what it trains with, and a rank imports nothing of the launcher.
+    what it trains with.
     """
     from components.protocol.failures import print_problems
 
