@@ -18,11 +18,17 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from components.config.families import MIXERS
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' layer types with causal attention: to all earlier tokens, or to those within a window."""
+MIXING = ("linear_attention", "conv", "hybrid")
+"""transformers' layer types that mix tokens by a convolution or a recurrence; hybrid: beside full attention."""
+_TOKENWISE = ("mlp", "moe")
+"""transformers' layer types of layers that are an MLP only (Nemotron-H)."""
 _LAYER_COUNTS = {
     "blenderbot": "decoder_layers",  # num_hidden_layers counts encoder layers
     "blenderbot-small": "decoder_layers",
@@ -121,8 +127,10 @@ class Anatomy:
     """Window in tokens of layers of type `SLIDING`."""
     needs_masks: str = ""
     """Why mask-free attention is impossible for this model; empty if it is possible."""
+    mixers: tuple[str, ...] = ()
+    """Functions of the modeling file by which layers of the types `MIXING` mix tokens, if Meshbook knows them."""
     convolution: str = ""
-    """Class of a convolution that mixes neighboring tokens; empty if there is none."""
+    """Class of another convolution that mixes neighboring tokens; empty if there is none."""
     float32: tuple[str, ...] = ()
     """Names of the parameters that are in float32 in a model in 16 bits."""
     transposed: frozenset[str] = frozenset()
@@ -209,7 +217,8 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         kinds=tuple(kinds),
         window=_window(config),
         needs_masks=_needs_masks(model, config, set(kinds)),
-        convolution=_convolution(model),
+        mixers=(mixers := MIXERS.get(config.model_type, ())),
+        convolution="" if mixers else _convolution(model),
         float32=_float32_parameters(model),
         transposed=_transposed(model),
         hidden_size=_number(config, "hidden_size") or 0,
@@ -459,7 +468,8 @@ def _tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _needs_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str:
-    if others := kinds - {FULL, SLIDING}:
+    known = {FULL, SLIDING, *_TOKENWISE, *MIXING} if config.model_type in MIXERS else {FULL, SLIDING}
+    if others := kinds - known:
         return f"has layers of type {', '.join(sorted(others))}, which are neither full nor sliding attention"
     if _value(config, "is_causal") is False or _value(config, "use_bidirectional_attention"):
         return "uses bidirectional attention"

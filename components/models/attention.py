@@ -38,8 +38,10 @@ from components.config.schema.model import (
     LONGEST_DOCUMENT,
     ModelConfig,
 )
-from components.models.anatomy import Anatomy, read_anatomy
+from components.models.anatomy import FULL, MIXING, SLIDING, Anatomy, read_anatomy
 from components.models.documents import Documents, varlen_attention
+from components.models.layers import has_parameters
+from components.models.linear_layers import separate_documents
 from components.protocol.errors import ConfigError
 from components.torch_kernels import cast_by_autocast, supports_varlen
 
@@ -62,9 +64,10 @@ _REPEATS = 5
 def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatomy | None = None) -> bool:
     """Switch a model with sdpa attention to mask-free attention; return False if it needs transformers' masks.
 
-    So is a model with eager attention that has no sdpa, because of a soft cap or attention sinks. Layers other than
-    full and sliding attention (chunked, linear or bidirectional) keep transformers' own masks and their host sync. Such
-    a model rejects packed rows.
+    So is a model with eager attention that has no sdpa, because of a soft cap or attention sinks. Linear attention,
+    Mamba-2 and short convolutions keep documents apart by their own functions (linear_layers.py). A model with other
+    layers than these and full or sliding attention (chunked, bidirectional) keeps transformers' own masks and their
+    host sync, and rejects packed rows.
 
     Args:
         flash: Require torch's flash kernel. Raises ConfigError for a model that needs masks.
@@ -77,7 +80,8 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
     if implementation != supported and not packing_error:
         reason = f"uses {implementation} attention, which does not receive document bounds"
         packing_error = f"{reason}; set model.attention={supported} or"
-    packed = _PackedRows(model, packing_error)
+    separate_documents(model)
+    packed = _PackedRows(model, packing_error, anatomy)
     # On the causal LM too: its forward may drop the bounds (Falcon), or call its decoder directly (OPT).
     for module in dict.fromkeys((model, model.base_model)):
         module.register_forward_pre_hook(packed.before, with_kwargs=True)
@@ -214,10 +218,13 @@ def _inputs(observed: ObservedAttention) -> str:
 class _PackedRows:
     """Forward hooks of a model and its base model: pass document bounds to attention, or reject packed rows."""
 
-    def __init__(self, model: PreTrainedModel, error: str) -> None:
+    def __init__(self, model: PreTrainedModel, error: str, anatomy: Anatomy) -> None:
         """`error`: why this model cannot train on packed rows, and the settings to change; empty if it can."""
         self._error = error
         self._name = type(model).__name__
+        self._anatomy = anatomy
+        self._kinds: dict[int, set[str]] = {}
+        """Id of a module, the model or a pipeline stage -> types of its own layers."""
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Replace the bounds by one `Documents` object, which all layers of this forward share."""
@@ -230,13 +237,35 @@ class _PackedRows:
         return args, {**kwargs, DOCUMENTS: Documents(bounds, longest)}
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Reject a model whose attention never read the document bounds, and so attended across documents."""
+        """Reject a model of which a part never read the document bounds, and so computed across documents."""
         documents = kwargs.get(DOCUMENTS)
-        if documents is not None and not documents.used:
+        if documents is None:
+            return
+        kinds = self._kinds.get(id(module))
+        if kinds is None:  # pipeline stages are copies that share this hook
+            kinds = self._kinds[id(module)] = self._kinds_of(module)
+        if not documents.used and not kinds.isdisjoint((FULL, SLIDING, "hybrid", "")):
             raise ConfigError(
                 f"data.pack=true: {self._name} does not pass keywords on to its attention, which would attend "
                 "across documents; set data.pack=false"
             )
+        missing = set(self._anatomy.mixers) - documents.mixed_by
+        if missing and not kinds.isdisjoint(MIXING):
+            raise ConfigError(
+                f"data.pack=true: {self._name} did not call {', '.join(sorted(missing))} with the document bounds, so "
+                "its layers would mix documents; install the release of transformers that Meshbook pins, or set "
+                "data.pack=false"
+            )
+
+    def _kinds_of(self, module: nn.Module) -> set[str]:
+        """Return the types of the layers that a model or stage has itself; "": it has layers of unknown types."""
+        names = self._anatomy.layers
+        for layers in (names, tuple(name.removeprefix(f"{self._anatomy.inner}.") for name in names)):
+            parts = self._anatomy.parts(module, layers)
+            if parts:
+                kinds = dict(zip(layers, self._anatomy.kinds, strict=False))
+                return {kinds.get(name, "") for name, layer in parts.items() if has_parameters(layer)}
+        return {""}
 
 
 def _causal_flash(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from components.config.schema.model import DOCUMENTS
-from components.models.anatomy import Anatomy
+from components.models.anatomy import Anatomy, read_anatomy
 from components.models.layers import decoder_layers, has_parameters
 
 if TYPE_CHECKING:
@@ -73,11 +73,13 @@ def compile_layers(
             enable_symm_mem_for_group(async_tp.group_name)
         options = {"options": {"_micro_pipeline_tp": True}}
     attention = AttentionInterface().get(model.config._attn_implementation)
+    mixes = bool((anatomy or read_anatomy(model)).mixers)  # of layers that keep documents apart outside of the graph
     for layer in filter(has_parameters, decoder_layers(model, anatomy)):
         forward = layer.forward
         forwards = [attention, *(module.forward for module in layer.modules())]
         # torch.compiler.disable marks a function with this attribute; a graph break is an error under fullgraph.
         without_breaks = fullgraph and not any(hasattr(each, "_torchdynamo_disable") for each in forwards)
+        without_breaks = without_breaks and not mixes
         checkpointed = forward if isinstance(forward, partial) and forward.func is checkpoint else None
         inner = checkpointed.args[0] if checkpointed else forward
         compiled = torch.compile(

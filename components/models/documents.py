@@ -6,6 +6,7 @@ positions from the start of its document up to its own.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -31,8 +32,39 @@ class Documents:
         self.longest = longest
         self.used = False
         """Whether any attention has read the bounds."""
+        self.mixed_by: set[str] = set()
+        """Functions of linear layers that have kept the documents apart."""
+        self._spans: list[list[tuple[int, int]]] = []
+        self._filled_ends: torch.Tensor | None = None
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._chunks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """Return the start and end of each document that is not empty, by row. The first call waits for the device."""
+        if not self._spans:
+            for bounds in self.bounds.tolist():
+                self._spans.append([span for span in itertools.pairwise(bounds) if span[0] < span[1]])
+        return self._spans
+
+    def window(self, first: int, end: int) -> Documents:
+        """Return the documents within the positions from `first` to `end` of each row.
+
+        Positions before the row, from a negative `first` on, are a document of their own.
+        """
+        bounds = self.bounds.clamp(first, end) - first
+        return Documents(torch.cat([torch.zeros_like(bounds[:, :1]), bounds], dim=1), self.longest)
+
+    def indices(self, seq: int) -> torch.Tensor:
+        """Return the number of each token's document within its row, (batch, seq) int32."""
+        position = torch.arange(seq, dtype=self.bounds.dtype, device=self.bounds.device)
+        return torch.searchsorted(self.bounds, position.repeat(len(self.bounds), 1), right=True, out_int32=True) - 1
+
+    def filled_ends(self, seq: int) -> torch.Tensor:
+        """Return `ends` without empty documents, (documents of all rows + 1,) int32. Waits for the device once."""
+        if self._filled_ends is None:
+            ends = [row * seq + end for row, spans in enumerate(self.spans()) for _, end in spans]
+            self._filled_ends = torch.tensor([0, *ends], dtype=torch.int32, device=self.bounds.device)
+        return self._filled_ends
 
     def starts(self, seq: int) -> torch.Tensor:
         """Return the start of each token's document, (batch, seq), for rows that are not split."""

@@ -22,6 +22,8 @@ NO_FLEX_BACKWARD = (
 DOCUMENTS = "documents"
 """Document bounds of packed rows: a tensor of the micro-batch, passed to attention under this keyword. Shape
 (batch, max documents + 1), int32: 0, then the end of each document in the row, padded with the row length."""
+SHARD = "row_shard"
+"""Keyword of layers that mix tokens without attention, where cp divides rows: what exchanges values between ranks."""
 LONGEST_DOCUMENT = "longest_document"
 """Keyword that accompanies it: host-side upper bound on the length of those documents in tokens, an int."""
 
