@@ -1,8 +1,7 @@
 """Context parallelism: sequences are sharded over the cp axis.
 
-A sequence is split into 2 x cp chunks, and rank r holds chunks r and 2 x cp - 1 - r, so that causal attention costs
-the same FLOPs on every rank (the zigzag order of Brandon et al. 2023). All other layers are tokenwise. Attention is
-replaced through transformers' attention interface, without rewriting the model.
+Attention is replaced through transformers' attention interface, without rewriting the model. Linear attention, Mamba-2
+and short convolutions get this rank's `RowShard` as a keyword of the decoder layers. All other layers are tokenwise.
 """
 
 from __future__ import annotations
@@ -15,15 +14,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from components.batch import Batch
-from components.config.schema.model import CAUSAL_EAGER, CAUSAL_SDPA, DOCUMENTS
-from components.config.schema.parallelism import ContextAttention
+from components.config.schema.model import CAUSAL_EAGER, CAUSAL_SDPA, DOCUMENTS, SHARD
+from components.config.schema.parallelism import ContextAttention, ContextLinear
 from components.config.shape import ulysses_divides
+from components.distributed.linear_context import RowShard
 from components.distributed.mesh import Mesh
+from components.distributed.row_shards import (
+    GatherShards,
+    in_rank_order,
+    in_sequence_order,
+    local_chunks,
+    local_positions,
+    to_heads,
+    to_tokens,
+)
 from components.distributed.tensor_parallel import with_heads
 from components.models.anatomy import Anatomy
 from components.protocol.errors import ConfigError
@@ -31,18 +39,6 @@ from components.torch_kernels import cast_by_autocast, has_grouped_queries, row_
 
 _Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers attention function: (module, query, key, value, mask, **options) -> (output, weights)."""
-
-
-def local_positions(seq: int, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
-    """Return the positions of this rank's tokens in a sequence of `seq` tokens: (seq / cp,), the early chunk first."""
-    size = seq // (2 * mesh.size())
-    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in _local_chunks(mesh)])
-
-
-def _local_chunks(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the indices of this rank's two chunks among the 2 x cp of a sequence."""
-    rank = mesh.get_local_rank()
-    return rank, 2 * mesh.size() - 1 - rank
 
 
 def shard_rows(batch: Batch, mesh: Mesh | None) -> Batch:
@@ -57,11 +53,16 @@ def shard_rows(batch: Batch, mesh: Mesh | None) -> Batch:
 
 
 def use_context_parallel(
-    model: nn.Module, mesh: DeviceMesh, method: ContextAttention, heads: tuple[int, int], anatomy: Anatomy
+    model: nn.Module,
+    mesh: DeviceMesh,
+    methods: tuple[ContextAttention, ContextLinear],
+    heads: tuple[int, int],
+    anatomy: Anatomy,
 ) -> str:
-    """Replace a Hugging Face model's attention by one that takes cp-sharded sequences and attends over the full ones.
+    """Make a Hugging Face model take cp-sharded sequences and attend over the full ones, also by its linear layers.
 
     Args:
+        methods: For attention, and for linear layers.
         heads: Query heads and kv heads per rank, after tensor parallelism.
 
     Returns a line for the banner with the attention method and the reason.
@@ -85,7 +86,7 @@ def use_context_parallel(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} {reason}, so its sequences cannot be sharded; set "
             "parallelism.cp=1"
         )
-    chosen, reason = _choose_attention(method, mesh.size(), heads)
+    chosen, reason = _choose_attention(methods[0], mesh.size(), heads)
     is_ulysses = chosen == ContextAttention.ulysses
     attention = _UlyssesAttention(mesh, implementation) if is_ulysses else GatheredAttention(mesh, implementation)
     attend: _Attend = attention
@@ -97,7 +98,18 @@ def use_context_parallel(
     name = f"{implementation}_{chosen}_{mesh.get_group().group_name}"
     AttentionInterface.register(name, attend)
     model.set_attn_implementation(name)  # type: ignore[operator]
-    return f"cp attention: {chosen}, {reason}"
+    if not anatomy.mixers:
+        return f"cp attention: {chosen}, {reason}"
+    shard = RowShard(mesh, methods[1])
+
+    def add_shard(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Generation takes rows that are not divided, see `unsharded_attention`.
+        return args, {**kwargs, SHARD: shard} if config._attn_implementation == name else kwargs
+
+    for module in dict.fromkeys((model, model.base_model)):
+        module.register_forward_pre_hook(add_shard, with_kwargs=True)  # type: ignore[union-attr]
+    ways = {ContextLinear.auto: "by heads where cp divides them, otherwise by states"}
+    return f"cp attention: {chosen}, {reason}; linear layers: {ways.get(methods[1], f'by {methods[1]}')}"
 
 
 def _choose_attention(method: ContextAttention, cp: int, heads: tuple[int, int]) -> tuple[ContextAttention, str]:
@@ -185,38 +197,13 @@ class _UlyssesAttention(_Attention):
         cp = self.mesh.size()
         if key.shape[1] % cp:  # fewer kv heads than ranks: repeat each kv head for the ranks with its query heads
             key, value = (tensor.repeat_interleave(cp // tensor.shape[1], dim=1) for tensor in (key, value))
-        query, key, value = self._to_heads(query, key, value)
+        by_token = (each.transpose(1, 2) for each in (query, key, value))
+        query, key, value = (each.transpose(1, 2) for each in to_heads(self.mesh, *by_token))
         local_module: Any = _LocalHeads(query.shape[1] // key.shape[1], module.training)
         if self.is_eager:
             local_module = with_heads(module, self.mesh.get_local_rank() * query.shape[1], query, key)
         output, _ = self.local(local_module, query, key, value, None, **options)  # (batch, seq, heads / cp, head_dim)
-        return self._to_tokens(output), None
-
-    def _to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Exchange (batch, heads, seq / cp, head_dim) for (batch, heads / cp, seq, head_dim), in sequence order.
-
-        One all-to-all for all tensors, whose heads and head_dims may differ. The results share one buffer, in which
-        the heads of a token are adjacent: the layout that projections write and attention kernels read.
-        """
-        cp = self.mesh.size()
-        batch, _, tokens, _ = tensors[0].shape
-        shapes = [(tensor.shape[1] // cp, tensor.shape[3]) for tensor in tensors]  # heads of a rank, head_dim
-        by_rank = [tensor.transpose(1, 2).reshape(batch, tokens, cp, -1).movedim(2, 0) for tensor in tensors]
-        received = all_to_all_single_autograd(torch.cat(by_rank, dim=-1), None, None, self.mesh.get_group())
-        width = sum(heads * head_dim for heads, head_dim in shapes)
-        shards = received.view(cp, batch, 2, tokens // 2, width)
-        full = _in_sequence_order(shards, dim=2).reshape(batch, cp * tokens, width)
-        parts = full.split([heads * head_dim for heads, head_dim in shapes], dim=-1)
-        return [part.unflatten(-1, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _to_tokens(self, output: torch.Tensor) -> torch.Tensor:
-        """Exchange (batch, seq, heads / cp, head_dim) for (batch, seq / cp, heads, head_dim)."""
-        cp = self.mesh.size()
-        batch, seq, heads, width = output.shape
-        by_rank = _in_rank_order(output, cp, dim=1)  # (cp, batch, seq / cp, heads / cp, head_dim)
-        received = all_to_all_single_autograd(by_rank, None, None, self.mesh.get_group())
-        by_head = received.view(cp, batch, seq // cp, heads, width).movedim(0, 2)  # (batch, seq / cp, cp, ...)
-        return by_head.reshape(batch, seq // cp, cp * heads, width)
+        return to_tokens(self.mesh, output), None
 
 
 class GatheredAttention(_Attention):
@@ -269,7 +256,7 @@ class GatheredAttention(_Attention):
         """
         batch, _, tokens, _ = query.shape
         calls, size = [], tokens // 2
-        for chunk in _local_chunks(self.mesh):
+        for chunk in local_chunks(self.mesh):
             start, end = chunk * size, (chunk + 1) * size
             first_key = 0 if window is None else max(0, start - window + 1)
             if documents is None:
@@ -301,7 +288,7 @@ class GatheredAttention(_Attention):
         window, first = visible
         key, value = self.gather(key, value)  # (batch, kv heads, seq, head_dim) each
         outputs = []
-        for queries, chunk in zip(query.chunk(2, dim=2), _local_chunks(self.mesh), strict=True):
+        for queries, chunk in zip(query.chunk(2, dim=2), local_chunks(self.mesh), strict=True):
             start, end = (queries.shape[2] * index for index in (chunk, chunk + 1))  # keys from `end` on are masked
             positions = torch.arange(end, device=query.device)
             query_position, key_position = positions[start:, None], positions[None, :]
@@ -322,16 +309,16 @@ class GatheredAttention(_Attention):
         cp, widths = self.mesh.size(), [key.shape[-1], value.shape[-1]]
         both = torch.cat([key, value], dim=-1)  # (batch, heads, seq / cp, both head_dims)
         batch, heads, tokens, width = both.shape
-        gathered = _Gather.apply(both.contiguous(), self.mesh.get_group())
+        gathered = GatherShards.apply(both.contiguous(), self.mesh.get_group())
         shards = gathered.view(cp, batch, heads, 2, tokens // 2, width).split(widths, dim=-1)
         full_key, full_value = (
-            _in_sequence_order(shard, dim=3).reshape(batch, heads, cp * tokens, shard.shape[-1]) for shard in shards
+            in_sequence_order(shard, dim=3).reshape(batch, heads, cp * tokens, shard.shape[-1]) for shard in shards
         )
         return full_key, full_value
 
     def scatter(self, full: torch.Tensor) -> torch.Tensor:
         """Sum gradients over cp and return this rank's shard: (batch, heads, seq, width) -> (..., seq / cp, width)."""
-        by_rank = _in_rank_order(full, self.mesh.size(), dim=2)  # (cp, batch, heads, seq / cp, width)
+        by_rank = in_rank_order(full, self.mesh.size(), dim=2)  # (cp, batch, heads, seq / cp, width)
         shard = by_rank.new_empty(by_rank.shape[1:])
         dist.reduce_scatter_tensor(shard, by_rank.flatten(0, 1), group=self.mesh.get_group())
         return shard
@@ -449,44 +436,3 @@ class _GatheredVarlen(torch.autograd.Function):
             for target, shard in zip(targets[1:], kernel.attention.scatter(grad_both).chunk(2, dim=-1), strict=True):
                 target.copy_(shard)
         return grads[0], grads[1], grads[2], None
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather along dim 0. Each rank's gradient covers its own queries only, so the backward reduce-scatters."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        gathered = shard.new_empty(dist.get_world_size(group) * shard.shape[0], *shard.shape[1:])
-        dist.all_gather_into_tensor(gathered, shard, group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        shard_grad = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(shard_grad, grad.contiguous(), group=ctx.group)
-        return shard_grad, None
-
-
-def _in_sequence_order(shards: torch.Tensor, dim: int) -> torch.Tensor:
-    """Reorder the chunks of all ranks from zigzag to sequence order.
-
-    Args:
-        shards: (cp, ..., 2, chunk, ...).
-        dim: Dimension of `shards` that holds the two chunks of a rank.
-
-    Returns a tensor (..., 2 x cp, chunk, ...).
-    """
-    early, late = shards.select(dim, 0), shards.select(dim, 1).flip(0)  # (cp, ..., chunk, ...)
-    return torch.cat([early, late]).movedim(0, dim - 1)
-
-
-def _in_rank_order(full: torch.Tensor, cp: int, dim: int) -> torch.Tensor:
-    """Return the zigzag shards of all ranks, contiguous: (..., seq, ...) -> (cp, ..., seq / cp, ...).
-
-    Args:
-        dim: Sequence dim of `full`.
-    """
-    chunks = full.unflatten(dim, (2 * cp, -1))
-    early, late = chunks.narrow(dim, 0, cp), chunks.narrow(dim, cp, cp).flip(dim)
-    return torch.stack([early, late], dim=dim + 1).movedim(dim, 0).contiguous().flatten(dim + 1, dim + 2)

@@ -207,7 +207,8 @@ def _apply_context_parallel(
             f"parallelism.cp: the config of {type(model).__name__} has no number of heads; set parallelism.cp=1"
         )
     heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.size("tp"))
-    return use_context_parallel(model, mesh["cp"], parallelism.cp_attention, heads, anatomy)
+    methods = (parallelism.cp_attention, parallelism.cp_linear)
+    return use_context_parallel(model, mesh["cp"], methods, heads, anatomy)
 
 
 def fsdp2_strategy_parallelize(

@@ -145,7 +145,7 @@ class Anatomy:
 
     @property
     def needs_unsharded_rows(self) -> str:
-        """Why a row cannot be split over ranks (cp); empty if it can."""
+        """Why a row cannot be divided over ranks (cp); empty if it can."""
         return self.needs_masks or (self.convolution and f"mixes neighboring tokens by {self.convolution}")
 
     @property

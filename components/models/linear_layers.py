@@ -87,20 +87,23 @@ def _mix_apart(
     tensors = {each: others.pop(each) for each in mixing.tensors}
     if documents is not None:
         documents.mixed_by.add(name)
+    run = partial(_within_documents, function, mixing, family)
     if shard is None:
-        return _within_documents(function, mixing, family, tensors, others, documents)
-    return shard.mix(name, partial(_within_documents, function, mixing, family), tensors, others, documents)
+        return run(tensors, others, documents)
+    return shard.mix(name, function, run, tensors, others, documents)
 
 
 def _within_documents(
     function: Callable[..., Any], mixing: Mixing, family: tuple[str, ...],
-    tensors: dict[str, torch.Tensor], others: dict[str, Any], documents: Documents,
+    tensors: dict[str, torch.Tensor], others: dict[str, Any], documents: Documents | None,
 ) -> Any:  # fmt: skip
-    """Run a function on rows that are not split, each document by itself.
+    """Run a function on rows that are not divided, each document by itself; None: a row is one document.
 
     Args:
         tensors: Arguments with a value per token; all others are in `others`.
     """
+    if documents is None:
+        return function(**tensors, **others)
     first = tensors[mixing.tensors[0]]
     # With one kernel only, documents would be apart in one of the two functions and not in the other.
     if first.is_cuda and all(_has_kernel(_FUNCTIONS[each].package) for each in family):

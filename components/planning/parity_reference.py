@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -71,7 +72,8 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
         total = 0.0
         for tokens, labels in samples:
             router_options = {"output_router_logits": True} if settings.router_aux else {}
-            with torch.autocast(device.type, dtype=settings.autocast, enabled=settings.autocast is not None):
+            autocast = torch.autocast(device.type, dtype=settings.autocast, enabled=settings.autocast is not None)
+            with autocast, whole_precision(model):
                 output = model(input_ids=tokens[None].to(device), use_cache=False, **router_options)
             logits = _at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
             loss = F.cross_entropy(logits, labels[1:].to(device), ignore_index=-100, reduction="sum")
@@ -138,19 +140,28 @@ def compute_in_float64(model: nn.Module) -> None:
 
     transformers casts to float32 in norms, rotary embeddings and routers, which helps bfloat16 but would hide the small
     differences that a float64 comparison looks for. So the forwards of leaf modules outside torch are patched to cast
-    to float64 instead. Experts use the eager implementation, as torch's grouped GEMM does not support float64.
+    to float64 instead, and those of whole decoder layers where linear attention or Mamba-2 computes beside its
+    projections. Experts use the eager implementation, as torch's grouped GEMM does not support float64.
     """
     if any(getattr(module, "num_experts", None) for module in model.modules()):
         model.set_experts_implementation("eager")  # type: ignore[operator]
-    for module in model.modules():
-        from_torch = type(module).__module__.startswith("torch.")
-        if not from_torch and not list(module.children()) and "forward" not in vars(module):
+    modules = list(model.modules())
+    whole = {layer for each in modules if isinstance(each, nn.ModuleList) for layer in each}
+    whole = whole if any(isinstance(each, nn.Conv1d) for each in modules) else set()
+    for module in modules:
+        from_torch, is_leaf = type(module).__module__.startswith("torch."), not list(module.children())
+        if not from_torch and (is_leaf or module in whole) and "forward" not in vars(module):
             module.forward = types.MethodType(_forward_in_float64, module)
 
 
 def _forward_in_float64(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with _NoFloat32():
         return type(self).forward(self, *args, **kwargs)
+
+
+def whole_precision(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which a float64 model's own forward casts nothing down (Nemotron-H's logits)."""
+    return _NoFloat32() if next(model.parameters()).dtype == torch.float64 else nullcontext()
 
 
 class _NoFloat32(TorchFunctionMode):

@@ -64,6 +64,38 @@ MOE_MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {**EXPERTS, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
 }  # fmt: skip
 """Mixtures of 4, 8 and 6 experts."""
+DELTA = {**SMALL, "head_dim": 12, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
+         "linear_value_head_dim": 4, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+LATENT = {**SMALL, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+          "v_head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
+FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {**SMALL, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8,
+         "mamba_chunk_size": 16, "attn_layer_indices": [1]}  # fmt: skip
+HYBRID_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {**DELTA, "model_type": "qwen3_5_text"},
+    "qwen3_5_moe_text": {**DELTA, **FEW, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**DELTA, **FEW, "model_type": "qwen3_next", "shared_expert_intermediate_size": 16},
+    "olmo_hybrid": {**DELTA, "model_type": "olmo_hybrid", "linear_num_value_heads": 4},
+    "kimi_linear": {**LATENT, "model_type": "kimi_linear", "linear_num_heads": 4, "linear_head_dim": 8,
+                    "layer_types": ["linear_attention", "full_attention"]},
+    "bailing_hybrid": {**LATENT, "model_type": "bailing_hybrid", "layer_group_size": 2, "n_group": 2, "topk_group": 1,
+                       "q_lora_rank": None},
+    "nemotron_h": {**SMALL, "model_type": "nemotron_h", "head_dim": 12, "ssm_state_size": 8, "mamba_num_heads": 8,
+                   "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "mamba_head_dim": 12,
+                   "n_groups": 2, "chunk_size": 16, "n_routed_experts": 4, "moe_intermediate_size": 16,
+                   "moe_shared_expert_intermediate_size": 16},
+    "bamba": {**MAMBA, "model_type": "bamba"},
+    "granitemoehybrid": {**MAMBA, "model_type": "granitemoehybrid", "shared_intermediate_size": 16,
+                         "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {**MAMBA, "model_type": "falcon_h1", "mamba_d_ssm": 96},
+    "zamba2": {**SMALL, "model_type": "zamba2", "layers_block_type": ["linear_attention", "hybrid"],
+               "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "mamba_headdim": 12, "chunk_size": 16,
+               "num_key_value_heads": 4, "kv_channels": 8},
+    "lfm2": {**SMALL, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**SMALL, **FEW, "model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"],
+                 "num_dense_layers": 1},
+}  # fmt: skip
+"""Models whose layers mix tokens by linear attention, Mamba-2 or short convolutions, one layer of each type."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +125,7 @@ class Case:
 def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -> torch.nn.Module:
     """Build a model from scratch, by name or config values, with norms and biases moved off their trivial values."""
     torch.manual_seed(7)
-    values = dict(values or (MODELS | MOE_MODELS)[name])
+    values = dict(values or (MODELS | MOE_MODELS | HYBRID_MODELS)[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -106,8 +138,7 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
 def compute_in_float64(model: torch.nn.Module) -> None:
     """Replace the parts of a model that compute in float32, whatever the dtype of their input."""
     for module in model.modules():
-        # GPT-OSS's router, which has a bias, computes in the dtype of its input.
-        if type(module).__name__.endswith("TopKRouter") and not hasattr(module, "bias"):
+        if type(module).__name__ in ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"):
             module.forward = types.MethodType(_float64_router, module)
     plain.compute_in_float64(model)
 

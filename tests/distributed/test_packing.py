@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from components import data, distributed, models, training
-from components.config.schema import ModelConfig, ParallelismConfig
+from components.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
+from components.config.schema.model import LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
 from tests.distributed.packed import (
     MODELS,
@@ -67,13 +68,18 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, torch.float64)
     cfg = ModelConfig(path="made here", router_aux_coef=AUX if model.config.model_type in ROUTED else None)
+    # Nemotron-H's own forward casts the logits to float32.
+    cfg.loss = LossMethod.chunked if model.config.model_type == "nemotron_h" else LossMethod.logits
     loss = training.attach_router_loss(model, cfg, mesh)
     if policy := recompute.removesuffix(" compiled"):
         models.checkpoint_activations(model, ActivationCheckpointing(policy))
     if "compiled" in recompute:
         models.compile_layers(model, backend="aot_eager")
     called = distributed.wrap_replicas(model, mesh, config, layout)
-    settings = training.StepSettings(torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, router_loss=loss)
+    head = training.attach_loss_head(model, cfg, TrainingConfig(), config, mesh, layout.stages, torch.device("cpu"))
+    settings = training.StepSettings(
+        torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, router_loss=loss, loss_head=head
+    )
     rows, dp = packed(), (mesh.rank("dp"), mesh.size("dp"))
     step = one_step(model, called, batches_of(rows, *dp).at(0), settings)
     padding = data.Padding(multiple=mesh.sequence_multiple)

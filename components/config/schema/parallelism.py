@@ -77,6 +77,18 @@ class ContextAttention(StrEnum):
     all_gather = "all_gather"
 
 
+class ContextLinear(StrEnum):
+    """Linear attention and Mamba-2 over a sequence that is sharded over cp.
+
+    heads: all-to-all so that each rank holds all tokens of some heads; states: each rank computes its own tokens, from
+    the state that the tokens before them leave; auto: heads if cp divides the heads of a rank, else states.
+    """
+
+    auto = "auto"
+    heads = "heads"
+    states = "states"
+
+
 class UnevenHeads(StrEnum):
     """Behavior if tp does not divide the attention heads: replicate: every tp rank computes all heads; refuse:
     error."""
@@ -167,6 +179,10 @@ class ParallelismConfig:
     cp_attention: ContextAttention = ContextAttention.auto
     """Attention over cp: ulysses (all-to-all, cp must divide the heads of a rank), all_gather (of keys and values) or
     auto (ulysses if possible)."""
+    cp_linear: ContextLinear = ContextLinear.auto
+    """Linear attention and Mamba-2 over cp: heads (all-to-all, cp must divide the heads of a rank), states (passed on
+    between ranks; less traffic for rows of more than about 200 x cp tokens per rank, a third more FLOPs) or auto
+    (heads if possible)."""
     sequence_parallel: bool = False
     """Also shard activations between tensor-parallel layers along the sequence; requires tp > 1."""
     async_tp: bool = False
