@@ -16,6 +16,8 @@ DENSE = PLANNED_MLP | {
     "starcoder2",
 }
 """Model types without experts. The config of any other type may omit the number of experts and mean a default."""
+LAYERS_RETURN_PAIRS = frozenset({"bamba", "falcon_h1"})
+"""Model types whose decoder layers return pairs of which the first is the hidden states."""
 CONVOLUTION = "causal_conv1d_fn"
 _DELTA_RULE = (CONVOLUTION, "torch_chunk_gated_delta_rule")
 _KIMI_DELTA = (CONVOLUTION, "chunk_kimi_delta_attention")

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from components.batch import HEAD_KEYWORDS
+from components.config.families import LAYERS_RETURN_PAIRS
 from components.config.shape import stage_layers
-from components.models.anatomy import Anatomy
+from components.models.anatomy import Anatomy, config_of
 from components.protocol.errors import ConfigError
 
 
@@ -109,12 +110,15 @@ def cut_into_stages(
 class _Passthrough(nn.Module):
     """Placeholder for a module of another stage; returns its first argument."""
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    pairs = False
+    """Whether the model's layers return pairs of which the first is the hidden states (Bamba, Falcon-H1)."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states unchanged: (batch, seq, hidden)."""
-        return hidden
+        return (hidden, None) if self.pairs else hidden
 
 
-class _StageInput(nn.Module):
+class _StageInput(_Passthrough):
     """Placeholder for the layer before a stage's first one; returns the stage's input.
 
     The model's forward may transform hidden states before its layers (e.g. scale embeddings). The first stage has done
@@ -125,12 +129,12 @@ class _StageInput(nn.Module):
         super().__init__()
         self.received: torch.Tensor | None = None
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states received from the previous stage: (batch, seq, hidden)."""
-        return self.received
+        return (self.received, None) if self.pairs else self.received
 
 
-class _StageOutput(nn.Module):
+class _StageOutput(_Passthrough):
     """Placeholder for the layer after a stage's last one; captures the stage's output.
 
     The model's forward may transform hidden states after its layers (e.g. a norm without parameters), which only the
@@ -141,10 +145,10 @@ class _StageOutput(nn.Module):
         super().__init__()
         self.captured: torch.Tensor | None = None
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Capture the hidden states for the next stage and return them: (batch, seq, hidden)."""
         self.captured = hidden
-        return hidden
+        return super().forward(hidden)
 
 
 class _ZeroPositions(nn.Module):
@@ -165,6 +169,8 @@ class _Parts:
     inner_name: str
     layers_name: str
     layers: list[nn.Module]
+    pairs: bool
+    """Whether layers return pairs of which the first is the hidden states."""
     before: list[str]
     """Children of the inner model before the layers, with parameters or dropout."""
     after: list[str]
@@ -195,6 +201,7 @@ class _Parts:
             inner_name=inner_name,
             layers_name=lists[0],
             layers=list(inner._modules[lists[0]]),  # type: ignore[call-overload]
+            pairs=(config := config_of(model)) is not None and config.model_type in LAYERS_RETURN_PAIRS,
             before=[name for name in names[:position] if _applies_once(inner._modules[name])],
             after=[name for name in names[position + 1 :] if _has_parameters(inner._modules[name])],
             heads=[name for name, child in model._modules.items() if name != inner_name and _has_parameters(child)],
@@ -236,9 +243,18 @@ def _stage(parts: _Parts, index: int, ranges: list[range]) -> nn.Module:
 def _check_layer_input(
     kind: str, stage_input: _StageInput, layer: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Pre-hook of a stage's first layer: raise ConfigError if it does not receive the stage's input."""
+    """Pre-hook of a stage's first layer: raise ConfigError if it does not receive the stage's input, and only that."""
     hidden = args[0] if args else kwargs.get("hidden_states")
-    if stage_input.received is not None and (hidden is None or hidden.shape != stage_input.received.shape):
+    received = stage_input.received
+    if received is None:
+        return
+    others = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.Tensor) and each is not hidden]
+    if any(each.shape == received.shape and each.is_floating_point() for each in others):
+        raise ConfigError(
+            f"parallelism.pp: the layers of {kind} also receive the output of the embedding, which only the first "
+            "stage has; set parallelism.pp=1"
+        )
+    if hidden is None or hidden.shape != received.shape:
         raise ConfigError(
             f"parallelism.pp: the layers of {kind} return more than hidden states, so layers of other stages cannot be "
             "replaced by placeholders; set parallelism.pp=1"
@@ -295,6 +311,11 @@ def _use_placeholders(parts: _Parts, inner: nn.Module, kept: set[int], borders: 
         borders: Layer index -> placeholder to use there; other layers become a `_Passthrough`.
     """
     layers = [layer if i in kept else borders.get(i) or _Passthrough() for i, layer in enumerate(parts.layers)]
+    for layer, replaced in zip(layers, parts.layers, strict=True):
+        if isinstance(layer, _Passthrough):
+            layer.pairs = parts.pairs
+            # Nemotron-H's forward reads the type of every layer.
+            vars(layer).update({name: value for name, value in vars(replaced).items() if isinstance(value, str)})
     inner._modules[parts.layers_name] = nn.ModuleList(layers)
     for name in [] if 0 in kept else parts.before:
         inner._modules[name] = _placeholder(parts, name)
