@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from components.config.families import DENSE
 from components.config.mesh_rules import NO_TP_PLAN, RECOMPUTE, layout_of, model_problems
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
-from components.config.families import DENSE
 from components.config.shape import ModelShape
 from components.planning.formulas.architecture import FAMILIES as PLANNED
 from components.planning.formulas.architecture import read_architecture

@@ -8,6 +8,7 @@ from functools import cache
 
 from packaging.version import Version
 
+from components.config.families import WHOLE_ROWS
 from components.config.schema.cluster import Device
 from components.config.schema.model import (
     NO_FLEX_BACKWARD,
@@ -256,14 +257,15 @@ def offload_problems(parallelism: ParallelismConfig, mesh: MeshShape, device: De
 
 
 def attention_problems(
-    model: ModelConfig, mesh: MeshShape, device: Device, *, packs: bool, trains: bool, family: str | None = None
+    model: ModelConfig, mesh: MeshShape, device: Device, *, packs: bool, trains: bool, shape: ModelShape
 ) -> list[str]:
     """Return the problems of model.attention with packed rows, cp or training on a CPU.
 
     Args:
-        family: Model type; None: unknown, so that ranks decide between sdpa and eager.
+        shape: Of an unknown family, ranks decide between sdpa and eager, and whether rows can be packed.
     """
-    key, problems = f"model.attention={model.attention}", []
+    key, family = f"model.attention={model.attention}", shape.family
+    problems = _whole_row_problems(mesh, shape, packs=packs)
     is_sdpa = model.attention in (Attention.sdpa, Attention.sdpa_flash)
     if family in _EAGER_ONLY and is_sdpa:
         return [f"{key}: {family} has a soft cap or sinks, which it does not compute; set model.attention=eager"]
@@ -286,6 +288,24 @@ def attention_problems(
         )
     if model.attention == Attention.flex_attention and device == Device.cpu and trains:
         problems.append(NO_FLEX_BACKWARD)
+    return problems
+
+
+def _whole_row_problems(mesh: MeshShape, shape: ModelShape, *, packs: bool) -> list[str]:
+    """Return the problems of packed rows and of cp with models that mix the tokens of a row in unknown ways."""
+    if shape.other_layers:
+        reason = f"the model has layers of type {', '.join(shape.other_layers)}"
+    elif shape.family in WHOLE_ROWS:
+        reason = f"{shape.family} models mix tokens by functions of their own"
+    else:
+        return []
+    problems = []
+    if packs:
+        problems.append(f"data.pack=true: {reason}, which would mix the documents of a row; set data.pack=false")
+    if mesh.cp > 1:
+        problems.append(
+            f"parallelism.cp={mesh.cp}: {reason}, whose rows cannot be divided over ranks; set parallelism.cp=1"
+        )
     return problems
 
 

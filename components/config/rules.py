@@ -111,9 +111,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     problems += loss_problems(model, parallelism, mesh, device, tasks)
     problems += recompute_problems(model, parallelism, mesh)
     problems += offload_problems(parallelism, mesh, device)
-    problems += attention_problems(
-        model, mesh, device, packs=cfg.data.pack, trains=training is not None, family=shape.family
-    )
+    problems += attention_problems(model, mesh, device, packs=cfg.data.pack, trains=training is not None, shape=shape)
     problems += qat_problems(model, parallelism, mesh, adapts=peft is not None and peft.adapts)
     problems += torch_problems(peft, parallelism, mesh)
     problems += float8_problems(model, parallelism, mesh, device, adapts=peft is not None and peft.adapts)

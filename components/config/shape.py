@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from components.config.families import DENSE, PLANNED_MLP
+from components.config.families import DENSE, MIXERS, PLANNED_MLP
 from components.config.schema.checks import field_values, raise_all
 from components.config.schema.model import ModelConfig
 from components.package import PROJECT
@@ -123,6 +123,9 @@ class ModelShape:
     """Whether the LM head shares its weight with the embedding."""
     rotary: bool | None = None
     """Whether it has rotary position embeddings with transformers' types of scaling."""
+    other_layers: tuple[str, ...] = ()
+    """transformers' types of layers other than full and sliding attention, of a family for which Meshbook does not know
+    how they mix tokens."""
     per_layer_input: int | None = None
     """Width of the inputs that each layer gets from the token ids, beside the hidden states (Gemma 4 E2B); 0: none."""
 
@@ -149,13 +152,15 @@ def read_shape(model: ModelConfig) -> ModelShape:
             config = _read_config_json(Path(files.name_or_folder) / "config.json")
             raise_all(size_problems(config, f"model.path={model.path}: config.json", model.config))
             sizes |= shape_of_config(config) | _shape_of_family({**config, **model.config})
+            sizes["other_layers"] = _other_layers({**config, **model.config})
             if sizes["experts"] is None and _is_dense(config):
                 sizes["experts"] = 0
     else:
         sizes |= _shape_of_family(model.config)
+        sizes["other_layers"] = _other_layers(model.config)
     raise_all(size_problems({}, "model.config", model.config))
     sizes |= shape_of_config(model.config)
-    return ModelShape(**sizes)
+    return ModelShape(**{**sizes, "other_layers": sizes["other_layers"] or ()})
 
 
 def _sizes_of_option(path: str) -> dict[str, Any]:
@@ -185,6 +190,14 @@ def shape_of_config(config: dict[str, Any]) -> dict[str, Any]:
     return {
         size: values[key] for size, keys in CONFIG_NAMES.items() for key in keys if isinstance(values.get(key), int)
     }
+
+
+def _other_layers(config: dict[str, Any]) -> tuple[str, ...]:
+    values = {**config, **(config.get("text_config") or {})}
+    if values.get("model_type") in MIXERS:
+        return ()
+    kinds = {str(each) for each in values.get("layer_types") or ()}
+    return tuple(sorted(kinds - {"full_attention", "sliding_attention"}))
 
 
 def _shape_of_family(config: dict[str, Any]) -> dict[str, Any]:

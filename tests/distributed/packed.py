@@ -45,22 +45,23 @@ Step = tuple[float, dict[str, torch.Tensor]]
 """Loss and gradients."""
 
 
-def unpacked(count: int = 24, seed: int = 0) -> Dataset:
-    """Samples of 3 to 30 tokens with different numbers of targets."""
+def unpacked(count: int = 24, seed: int = 0, shorter: tuple[int, ...] = ()) -> Dataset:
+    """Samples of 3 to 30 tokens with different numbers of targets, the first ones of `shorter` tokens."""
     generator = torch.Generator().manual_seed(seed)
     examples = []
-    for _ in range(count):
+    for index in range(count):
         length = int(torch.randint(3, 31, (), generator=generator))
+        length = shorter[index] if index < len(shorter) else length
         tokens = torch.randint(3, 97, (length,), generator=generator)
         labels = tokens.clone()
-        labels[: int(torch.randint(0, length - 1, (), generator=generator))] = -100
+        labels[: int(torch.randint(0, max(length - 1, 1), (), generator=generator))] = -100
         examples.append(data.Example(tokens.tolist(), labels.tolist()))
     return Dataset(examples, NoPadding(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
 
 
-def packed(count: int = 24, seed: int = 0) -> data.PackedDataset:
+def packed(count: int = 24, seed: int = 0, shorter: tuple[int, ...] = ()) -> data.PackedDataset:
     """The samples of `unpacked`, packed into rows of SEQ_LEN."""
-    return data.PackedDataset(unpacked(count, seed), SEQ_LEN)
+    return data.PackedDataset(unpacked(count, seed, shorter), SEQ_LEN)
 
 
 def batches_of(rows: data.PackedDataset, rank: int = 0, size: int = 1, micro: int = 1) -> data.TrainBatches:

@@ -67,7 +67,8 @@ MOE_MODELS: dict[str, dict[str, Any]] = {
 DELTA = {**SMALL, "head_dim": 12, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
          "linear_value_head_dim": 4, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
 LATENT = {**SMALL, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-          "v_head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
+          "v_head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+          "linear_head_dim": 8, "first_k_dense_replace": 1}  # fmt: skip
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MAMBA = {**SMALL, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8,
          "mamba_chunk_size": 16, "attn_layer_indices": [1]}  # fmt: skip
@@ -76,7 +77,7 @@ HYBRID_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**DELTA, **FEW, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 16},
     "qwen3_next": {**DELTA, **FEW, "model_type": "qwen3_next", "shared_expert_intermediate_size": 16},
     "olmo_hybrid": {**DELTA, "model_type": "olmo_hybrid", "linear_num_value_heads": 4},
-    "kimi_linear": {**LATENT, "model_type": "kimi_linear", "linear_num_heads": 4, "linear_head_dim": 8,
+    "kimi_linear": {**LATENT, "model_type": "kimi_linear", "linear_num_heads": 4,
                     "layer_types": ["linear_attention", "full_attention"]},
     "bailing_hybrid": {**LATENT, "model_type": "bailing_hybrid", "layer_group_size": 2, "n_group": 2, "topk_group": 1,
                        "q_lora_rank": None},
@@ -128,8 +129,12 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
     values = dict(values or (MODELS | MOE_MODELS | HYBRID_MODELS)[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+            if name in HYBRID_MODELS and parameter.dim() > 1:
+                parameter.mul_(4)  # so that convolutions and states count
+            if parameter_name.endswith("A_log"):
+                parameter.sub_(3)  # and states last
     if dtype == torch.float64:
         compute_in_float64(model)
     return model.to(dtype)

@@ -27,7 +27,7 @@ from tests.distributed.packed import (
     packed,
     reference,
 )
-from tests.distributed.parity import build
+from tests.distributed.parity import HYBRID_MODELS, build
 from tests.harness import run_ranks
 from tests.optional import runnable
 from tests.suites import PARITY
@@ -38,8 +38,9 @@ FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 GATHER, ULYSSES = ({**ONE, "cp": 2, "cp_attention": method} for method in ("all_gather", "ulysses"))
 SP = {**ONE, "tp": 2, "sequence_parallel": True}
 PP = {**ONE, "pp": 2}
-TRAINED = ("mistral", "mixtral", "gpt2", "deepseek_v3", "gpt_oss")
-ROUTED = ("mixtral", "gpt_oss")
+HEADS, STATES = ({**ONE, "cp": 2, "cp_linear": method} for method in ("heads", "states"))
+ROUTED = ("mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "granitemoehybrid")
+UNSTAGED = ("zamba2",)
 SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
     2: [
         *[(GATHER, "mixtral", ""), (ULYSSES, "mistral", ""), (ULYSSES, "mixtral", "full"), (GATHER, "gpt2", "full")],
@@ -48,14 +49,25 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
         *[({"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}, "mistral", "")],
         *[({**PP, "pp_schedule": "ZBVZeroBubble"}, "mistral", "")],
         *[(GATHER, "deepseek_v3", ""), (ULYSSES, "deepseek_v3", ""), (GATHER, "gpt_oss", ""), (ULYSSES, "gpt_oss", "")],
+        *[(HEADS, "qwen3_5_text", ""), (STATES, "qwen3_next", "full"), (HEADS, "nemotron_h", "full")],
+        *[(STATES, "nemotron_h", ""), (STATES, "kimi_linear", ""), (HEADS, "kimi_linear", "full")],
+        *[(HEADS, "lfm2", ""), (FSDP2, "bamba", ""), (PP, "falcon_h1", ""), (PP, "qwen3_5_text", "full")],
+        *[({**PP, "pp_schedule": "ZBVZeroBubble"}, "nemotron_h", "")],  # a stage of an MLP only
     ],
     4: [
         *[({**GATHER, "pp": 2}, "mixtral", ""), ({**GATHER, "ep": 2}, "mixtral", ""), ({**SP, "cp": 2}, "mistral", "")],
         *[({**PP, "tp": 2}, "mistral", ""), ({**ULYSSES, "pp": 2}, "gpt2", "")],
         *[({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
         *[({**FSDP2, "cp": 2}, "gpt_oss", "full"), ({**GATHER, "tp": 2}, "gpt_oss", "")],
+        *[({**ONE, "cp": 4, "cp_linear": method}, name, "") for name in HYBRID_MODELS for method in ("auto", "states")],
+        *[({**HEADS, "pp": 2}, name, "full") for name in HYBRID_MODELS if name not in UNSTAGED],
+        *[({**STATES, "dp_shard": 2}, name, "selective") for name in HYBRID_MODELS],
+        *[({**HEADS, "ep": 2}, name, "") for name in ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid")],
     ],
 }  # fmt: skip
+if PARITY:
+    SHAPES[2] += [(shape, name, "full") for shape in (HEADS, STATES, FSDP2) for name in HYBRID_MODELS]
+    SHAPES[2] += [(PP, name, "") for name in HYBRID_MODELS if name not in UNSTAGED]
 """World size -> (parallelism, model, recompute policy of layers and whether they are compiled)."""
 WORLDS = (2, 4) if PARITY else (2,)
 
@@ -93,7 +105,8 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_packed_rows_match_separate_documents_on_every_mesh(world_size: int) -> None:
     rows = packed()
-    built = {name: build(name, torch.float64, MODELS[name]) for name in TRAINED}
+    trained = dict.fromkeys(name for _, name, _ in SHAPES[world_size])
+    built = {name: build(name, torch.float64, MODELS.get(name)) for name in trained}
     expected = {name: reference(model, documents(rows), AUX * (name in ROUTED)) for name, model in built.items()}
     samples = list(rows._samples)
     held_out = {name: reference(model, samples)[0] for name, model in built.items()}

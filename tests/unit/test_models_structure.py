@@ -190,7 +190,10 @@ def test_layers_are_found_where_num_hidden_layers_does_not_count_them(model_type
     ("values", "reason"),
     [
         ({"model_type": "llama4_text", "head_dim": 8}, "has layers of type chunked_attention, which are neither"),
-        ({"model_type": "qwen3_next", "head_dim": 8}, "has layers of type linear_attention, which are neither"),
+        (
+            {"model_type": "mamba2", "num_heads": 4, "head_dim": 16},
+            "has layers of type linear_attention, which are neither",
+        ),
         (
             {"model_type": "gemma3_text", "head_dim": 8, "use_bidirectional_attention": True},
             "uses bidirectional attention",

@@ -6,6 +6,8 @@ import copy
 import itertools
 import math
 import re
+import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,12 @@ from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from components import data, models, training
 from components.config.compute_rules import attention_problems
+from components.config.families import MIXERS
 from components.config.schema import AdamWConfig, ModelConfig
 from components.config.schema.cluster import Device
-from components.config.schema.model import Attention
+from components.config.schema.model import DOCUMENTS, Attention
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
+from components.config.shape import ModelShape
 from components.data.dataset import Dataset, Facts
 from components.data.packing import _best_fit, _minimum_slack, plan_rows
 from components.models.documents import varlen_attention
@@ -35,8 +39,8 @@ from tests.distributed.packed import (
     packed,
     reference,
 )
+from tests.distributed.parity import HYBRID_MODELS, MOE_MODELS, build
 from tests.distributed.parity import MODELS as DENSE
-from tests.distributed.parity import MOE_MODELS, build
 
 CPU = torch.device("cpu")
 ALL = {**DENSE, **MOE_MODELS, **MODELS}
@@ -134,14 +138,16 @@ def next_ids(ranks: list[data.TrainBatches], step: int) -> list[list[int]]:
 # The step
 
 
-def packed_step(plain: torch.nn.Module, *, aux: float = 0.0, prepare: Any = None, micro: int = 2) -> Step:
+def packed_step(
+    plain: torch.nn.Module, *, aux: float = 0.0, prepare: Any = None, micro: int = 2, rows: Any = None
+) -> Step:
     model: Any = copy.deepcopy(plain).train()
     assert models.use_causal_sdpa(model)
     loss = training.attach_router_loss(model, ModelConfig(path="made here", router_aux_coef=aux)) if aux else None
     if prepare:
         prepare(model)
     settings = training.StepSettings(CPU, max_grad_norm=0.0, router_loss=loss)
-    return one_step(model, model, batches_of(packed(), micro=micro).at(0), settings)
+    return one_step(model, model, batches_of(rows or packed(), micro=micro).at(0), settings)
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -158,9 +164,46 @@ def test_packed_rows_train_like_separate_documents_in_float32() -> None:
     assert differences(reference(plain, documents(packed())), packed_step(plain), rtol=1e-6) == []
 
 
+SHORT = (2, 3, 2, 3)
+"""Documents shorter than a convolution."""
+
+
+@pytest.mark.parametrize("name", HYBRID_MODELS)
+def test_each_function_of_a_hybrid_layer_keeps_documents_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients equal those of separate documents; with one function of the family as transformers has it, they do not.
+
+    Nemotron-H's own forward casts its logits to float32.
+    """
+    plain: Any = build(name, torch.float64)
+    rows = packed(20, shorter=SHORT)
+    assert {len(each.input_ids) for each in documents(rows)} >= {2, 3}
+    expected = reference(plain, documents(rows))
+    exact = 1e-6 if name == "nemotron_h" else 1e-10
+    assert differences(expected, packed_step(plain, rows=rows), exact) == []
+    modeling = sys.modules[type(plain).__module__]
+    largest = max(gradient.abs().max() for gradient in expected[1].values())
+    for function in MIXERS[name]:
+        separate = getattr(modeling, function)
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling, function, partial(as_one_document, separate.args[0], function))
+            leaked = packed_step(plain, rows=rows)
+        worst = max((leaked[1][each] - exact).abs().max() / largest for each, exact in expected[1].items())
+        assert worst > 1e-3, function
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling, function, partial(separate.args[0]))
+            with pytest.raises(ConfigError, match=f"did not call {function} with the document bounds"):
+                packed_step(plain, rows=rows)
+
+
+def as_one_document(function: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop(DOCUMENTS).mixed_by.add(name)
+    return function(*args, **kwargs)
+
+
 @pytest.mark.slow
-def test_recomputed_and_compiled_layers_do_not_attend_across_documents() -> None:
-    plain = build("mistral", torch.float64, ALL["mistral"])
+@pytest.mark.parametrize("name", ["mistral", "qwen3_next"])
+def test_recomputed_and_compiled_layers_do_not_mix_documents(name: str) -> None:
+    plain = build(name, torch.float64, (ALL | HYBRID_MODELS)[name])
     expected = reference(plain, documents(packed()))
     for prepare in (
         lambda model: models.checkpoint_activations(model, ActivationCheckpointing.full),
@@ -326,7 +369,7 @@ def test_advice_on_attention_leads_to_a_config_that_works(family: str, attention
 
     def problems(name: str) -> list[str]:
         model, mesh = ModelConfig(path="mine", attention=Attention(name)), MeshShape(cp=2)
-        return attention_problems(model, mesh, Device.cuda, packs=True, trains=True, family=family)
+        return attention_problems(model, mesh, Device.cuda, packs=True, trains=True, shape=ModelShape(family=family))
 
     found = problems(attention)
     advice = {name for each in found for name in re.findall(r"set .*model\.attention=(\w+)", each)}

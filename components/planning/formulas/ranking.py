@@ -251,9 +251,7 @@ def candidates(cfg: TrainConfig, shape: ModelShape, choice: Choice, left_out: Le
             problems = [
                 *model_problems(parallelism, mesh, shape),
                 *row_problems("training.seq_len", cfg.training.seq_len, parallelism, mesh),
-                *attention_problems(
-                    cfg.model, mesh, cfg.cluster.device, packs=cfg.data.pack, trains=True, family=shape.family
-                ),
+                *attention_problems(cfg.model, mesh, cfg.cluster.device, packs=cfg.data.pack, trains=True, shape=shape),
                 *recompute_problems(cfg.model, parallelism, mesh),
                 *compile_problems(cfg.model, parallelism, mesh, shape),
                 *torch_problems(section(cfg, PeftConfig), parallelism, mesh),
