@@ -49,7 +49,7 @@ _GATHERED_HEADS = frozenset({"gpt2", "olmo2", "olmo3", "olmoe", "phi3"})
 _NOT_STAGED = frozenset({"openai-gpt", "zamba", "zamba2"})
 """Model types whose forward cannot run in a stage: it uses the shape of the ids or, in each layer, the embeddings."""
 NO_TP_PLAN = frozenset({
-    *("bamba", "biogpt", "bitnet", "bloom", "codegen", "ctrl", "dbrx", "diffllama", "falcon", "falcon_h1"),
+    *("biogpt", "bitnet", "bloom", "codegen", "ctrl", "dbrx", "diffllama", "falcon"),
     *("falcon_mamba", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe", "mamba", "mamba2", "mpt"),
     *("openai-gpt", "opt", "persimmon", "recurrent_gemma", "rwkv", "xglm", "xlstm", "zamba", "zamba2"),
 })  # fmt: skip

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 from components.config.mesh_rules import quantized_inputs_problem
 from components.config.shape import stage_layers
 from components.distributed.expert import holds_dtensors
+from components.distributed.mixer_parallel import RowsOfHeads, mixer_plan, mixers_of
 from components.distributed.tensor_parallel import (
     BlockInput,
     GatherSequence,
@@ -96,11 +97,14 @@ def apply_tensor_parallel(
     requested, plan = plan, fit_activations(model, fit_attention(model, plan, tp_mesh.size(), anatomy))
     heads = read_heads(anatomy, tp_mesh.size())
     notes = _notes(model, plan, heads, tp_mesh.size(), strict, [path for path in requested if path not in plan])
+    mixers = mixers_of(model)
     check_divisible(model, plan, tp_mesh.size())
     if not strict:
-        check_covered(model, plan, tp_mesh.size())
+        check_covered(model, plan, tp_mesh.size(), mixers)
     ties = _tied_names(model)
     styles = {name: style for path, style in plan.items() for name, _ in matching(model, path)}
+    if not strict:
+        notes += _plan_mixers(model, mixers, styles, tp_mesh)
     _check_adapters(model, styles, tp_mesh.size())
     layers = anatomy.decoder_layers(model)
     config = config_of(model)
@@ -128,6 +132,22 @@ def apply_tensor_parallel(
         _shard_between_blocks(list(layers.values()), tp_mesh, stages)
     _retie(model, ties)
     return notes
+
+
+def _plan_mixers(
+    model: nn.Module, mixers: Mapping[str, nn.Module], styles: dict[str, ParallelStyle], tp_mesh: DeviceMesh
+) -> tuple[str, ...]:
+    """Replace the styles within layers of linear attention and Mamba-2 by those of their heads; return notes."""
+    whole = 0
+    for name, mixer in mixers.items():
+        for inner in [path for path in styles if path == name or path.startswith(f"{name}.")]:
+            del styles[inner]
+        plan = mixer_plan(mixer, config_of(model).get_text_config().model_type, tp_mesh)  # type: ignore[union-attr]
+        styles |= {f"{name}.{path}".rstrip("."): style for path, style in plan.items()}
+        whole += len(plan) == 1
+    if not whole:
+        return ()
+    return (f"tp={tp_mesh.size()} does not divide the heads of {whole} linear layers, which each tp rank computes",)
 
 
 def _shard_between_blocks(layers: list[nn.Module], tp_mesh: DeviceMesh, stages: int) -> None:
@@ -252,6 +272,8 @@ def _style_for(module: nn.Module, style: ParallelStyle) -> ParallelStyle | None:
         return _AdaptedColwise(style)
     if type(style) is RowwiseParallel and style.output_layouts[0] in (Replicate(), Shard(0), Shard(1)):
         return _AdaptedRowwise(style) if style.use_local_output else None
+    if adapted and isinstance(style, RowsOfHeads):
+        return style
     if adapted and isinstance(style, KVHeadSlice):
         return _AdaptedKVHeadSlice(style.kv_heads)
     is_known = isinstance(style, ReplicatedParameters) or _name(style) == _MLA

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,11 +69,35 @@ _MISSING = object()
 _QKV = {f"self_attn.{name}_proj": "colwise" for name in "qkv"}
 _ATTENTION = {**_QKV, "self_attn.o_proj": "rowwise"}
 _MLP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+_LATENT = {  # multi-head latent attention, as transformers plans DeepSeek V3's
+    "self_attn.q_proj": "colwise",
+    "self_attn.q_b_proj": "colwise",
+    "self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+    "self_attn.kv_b_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+}
+_FEED_FORWARD = {f"feed_forward{name.removeprefix('mlp')}": style for name, style in _MLP.items()}
+_SHORT_CONVOLUTIONS = {  # replicated: their cost is small next to the projections around them
+    **_QKV,
+    "self_attn.out_proj": "rowwise",
+    "self_attn.q_layernorm": "replicated_with_grad_allreduce",
+    "self_attn.k_layernorm": "replicated_with_grad_allreduce",
+    "conv": "replicated_convolution",
+    "conv.conv": "replicate",
+    "conv.in_proj": "colwise_gather_output",
+    "conv.out_proj": "rowwise_split_input",
+    "feed_forward.w1": "colwise",
+    "feed_forward.w3": "colwise",
+    "feed_forward.w2": "rowwise",
+}
 FAMILY_PLANS: Mapping[str, Mapping[str, str]] = {
+    "bailing_hybrid": {**_LATENT, "self_attn.g_proj": "colwise"},
+    "bamba": {**_ATTENTION, **_FEED_FORWARD},
     "cohere": {  # Command R+: the norms of queries and keys have one row of weights per head
         "self_attn.q_norm": "per_head",
         "self_attn.k_norm": "per_head",
     },
+    "falcon_h1": {**_ATTENTION, **_FEED_FORWARD},
     "gpt2": {  # the forward slices queries, keys and values out of one matrix, so its output is gathered
         "attn.c_attn": "colwise_gather_output",
         "attn.c_proj": "rowwise_split_input",
@@ -84,24 +108,25 @@ FAMILY_PLANS: Mapping[str, Mapping[str, str]] = {
         **_ATTENTION,
         "self_attn": "per_head",
     },
+    "granitemoehybrid": {
+        **_ATTENTION,
+        "shared_mlp.input_linear": "colwise_gather_output",  # gate and up in one matrix
+        "shared_mlp.output_linear": "rowwise_split_input",
+    },
     "hunyuan_v1_dense": {  # norms of queries and keys after the rotary embedding, shared by all heads
         **_ATTENTION,
         **_MLP,
         "self_attn.query_layernorm": "replicated_with_grad_allreduce",
         "self_attn.key_layernorm": "replicated_with_grad_allreduce",
     },
-    "lfm2": {  # short convolutions are replicated: their cost is small next to the projections around them
-        **_QKV,
-        "self_attn.out_proj": "rowwise",
-        "self_attn.q_layernorm": "replicated_with_grad_allreduce",
-        "self_attn.k_layernorm": "replicated_with_grad_allreduce",
-        "conv": "replicated_convolution",
-        "conv.conv": "replicate",
-        "conv.in_proj": "colwise_gather_output",
-        "conv.out_proj": "rowwise_split_input",
-        "feed_forward.w1": "colwise",
-        "feed_forward.w3": "colwise",
-        "feed_forward.w2": "rowwise",
+    "kimi_linear": _LATENT,
+    "lfm2": _SHORT_CONVOLUTIONS,
+    "lfm2_moe": _SHORT_CONVOLUTIONS,
+    "nemotron_h": {  # attention, MLP and experts are all named mixer, one to a layer
+        **{f"mixer.{name}_proj": "colwise" for name in ("q", "k", "v", "up")},
+        **{f"mixer.{name}_proj": "rowwise" for name in ("o", "down")},
+        "mixer.shared_experts.up_proj": "colwise",
+        "mixer.shared_experts.down_proj": "rowwise",
     },
     "stablelm": {  # its attention counts its heads itself; optionally one LayerNorm per head
         **_ATTENTION,
@@ -377,8 +402,12 @@ def check_divisible(model: nn.Module, plan: TpPlan, tp: int) -> None:
         raise ConfigError([f"{problem}; change parallelism.tp" for problem in problems.values()])
 
 
-def check_covered(model: nn.Module, plan: TpPlan, tp: int) -> None:
-    """Raise ConfigError for modules that a model's plan omits but that cannot be replicated."""
+def check_covered(model: nn.Module, plan: TpPlan, tp: int, mixers: Container[str] = ()) -> None:
+    """Raise ConfigError for modules that a model's plan omits but that cannot be replicated.
+
+    Args:
+        mixers: Names of layers that are divided by heads, with their convolutions.
+    """
     problems: dict[str, str] = {}
     for path, style in plan.items():
         parent = path.rpartition(".")[0] if _shards_heads(path, style) else None
@@ -392,7 +421,7 @@ def check_covered(model: nn.Module, plan: TpPlan, tp: int) -> None:
                     )
     for name, module in model.named_modules():
         # Token mixers read the weight of their convolution directly, so a style on the module would have no effect.
-        if isinstance(module, nn.Conv1d) and not _planned(plan, name):
+        if isinstance(module, nn.Conv1d) and not _planned(plan, name) and name.rpartition(".")[0] not in mixers:
             problems.setdefault("", f"{name} is a convolution, which the plan of {type(model).__name__} leaves out")
     if problems:
         raise ConfigError([f"parallelism.tp={tp}: {text}; set parallelism.tp=1" for text in problems.values()])

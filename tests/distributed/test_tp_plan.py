@@ -6,6 +6,7 @@ float32, 4 ranks, and meshes with other axes.
 
 from __future__ import annotations
 
+import re
 import types
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from components.distributed import tp_plan
+from components.config.schema.model import LossMethod
+from components.distributed import mixer_parallel, tensor_parallel, tp_plan
 from components.distributed.tp_plan import FAMILY_PLANS
 from components.models.anatomy import read_anatomy
 from components.planning import parity_reference as plain
 from components.protocol.errors import ConfigError
-from tests.distributed.parity import SMALL, Case, build, reference, run_case
+from tests.distributed.parity import HYBRID_MODELS, SMALL, Case, build, reference, run_case
 from tests.distributed.test_parity import FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
 from tests.suites import PARITY, in_parity
@@ -32,6 +34,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere_one_kv_head": {"model_type": "cohere", "use_qk_norm": True, **ONE_KV_HEAD},
     "gpt_oss": {"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "sliding_window": 6},
+    **{name: HYBRID_MODELS[name] for name in ("bailing_hybrid", "falcon_h1", "granitemoehybrid", "kimi_linear")},
+    **{name: HYBRID_MODELS[name] for name in ("lfm2_moe", "nemotron_h")},
+    "bamba": {**HYBRID_MODELS["bamba"], "mamba_n_groups": 1},  # one norm over the features of all ranks
     "gpt2": {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 8},
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
@@ -48,6 +53,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stablelm_plain": {"model_type": "stablelm", "hidden_size": 32},
     "hunyuan_one_kv_head": {**FAMILIES["hunyuan_v1_dense"], **ONE_KV_HEAD},
     "lfm2_one_kv_head": {**FAMILIES["lfm2"], **ONE_KV_HEAD},
+    "falcon_h1_norm": {**HYBRID_MODELS["falcon_h1"], "mamba_rms_norm": True, "mamba_n_groups": 1,
+                       "mamba_norm_before_gate": True},
 }  # fmt: skip
 CHOSEN = FAMILIES | VARIANTS if PARITY else FAMILIES
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
@@ -59,10 +66,14 @@ TRANSFORMERS_PLANS: dict[str, dict[str, Any]] = {
     "glm4": {"model_type": "glm4", "head_dim": 8},  # four norms per layer, half of each head is rotated
     "nemotron": {"model_type": "nemotron"},  # LayerNorm with 1 + weight, squared ReLU without a gate
     "ernie4_5": {"model_type": "ernie4_5", "head_dim": 8, "use_bias": True},
+    **{name: HYBRID_MODELS[name] for name in ("qwen3_5_text", "qwen3_next", "olmo_hybrid")},
+    "qwen3_5_3_heads": {**HYBRID_MODELS["qwen3_5_text"], "linear_num_key_heads": 3, "linear_num_value_heads": 3},
+    "qwen3_5_1_key_head": {**HYBRID_MODELS["qwen3_5_text"], "linear_num_key_heads": 1},
 }
 """Families with options in conf/model whose plan is that of transformers, and which no other test trains."""
 PRODUCTS = [FSDP2_TP2, {**FSDP2_TP2, **SP}, TP, {**TP, **SP}, {**PP_TP, **SP}, EP_TP]
 """Meshes of four ranks, in `make parity`; those with ep for families with experts."""
+WITH_EXPERTS = ("gpt_oss", "gpt_oss_one_kv_head", "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h")
 WITH_CP = {"strategy": "fsdp2", "dp_shard": 2, "cp": 2}
 """Another mesh of four ranks, in `make parity`, for families that can be split along the sequence."""
 
@@ -78,8 +89,10 @@ def build_family(name: str, dtype: torch.dtype) -> nn.Module:
 
 def deviations(world: int, meshes: list[dict[str, Any]], names: list[str], dtype: torch.dtype, steps: int) -> list[str]:
     """Return one line for each deviation of a family on a mesh from one process."""
-    cases = [Case(name, mesh, 1 + ("pp" in mesh), steps, dtype) for name in names for mesh in meshes]
-    cases = [each for each in cases if "ep" not in each.parallelism or "gpt_oss" in each.model]
+    # Nemotron-H's own forward casts the logits to float32.
+    losses = {name: LossMethod.chunked if name == "nemotron_h" else LossMethod.logits for name in names}
+    cases = [Case(name, mesh, 1 + ("pp" in mesh), steps, dtype, loss=losses[name]) for name in names for mesh in meshes]
+    cases = [each for each in cases if "ep" not in each.parallelism or each.model in WITH_EXPERTS]
     expected = {
         name: reference(replace(cases[0], model=name, dtype=torch.float64), build_family(name, torch.float64))
         for name in names
@@ -102,6 +115,21 @@ def test_families_match_one_process_on_tp() -> None:
 def test_families_with_a_plan_of_transformers_match_one_process() -> None:
     problems = deviations(4, [FSDP2_TP2], list(TRANSFORMERS_PLANS), torch.float64, 1)
     assert not problems, "\n".join(problems)
+
+
+def test_a_missing_sum_over_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: the weight of a norm for all heads, the squares of a norm over all ranks, a layer's own parameters."""
+    faults = {
+        "qwen3_5_text": ("ReplicatedParameters", lambda partial_grad: tensor_parallel.ReplicatedParameters()),
+        "bamba": ("all_reduce", lambda squares, group: squares),
+        "kimi_linear": ("Partial", tensor_parallel.Replicate),
+    }
+    for name, (part, planted) in faults.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(mixer_parallel, part, planted)
+            problems = deviations(2, [TP], [name], torch.float64, 1)
+        errors = [float(error) for line in problems for error in re.findall(r"gradient of .* is off by (\S+)", line)]
+        assert max(errors) > 1e-3, name
 
 
 def test_every_plan_of_the_table_is_tested() -> None:

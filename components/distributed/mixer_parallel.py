@@ -1,0 +1,322 @@
+"""Tensor parallelism of linear attention and Mamba-2: each rank computes some of the heads.
+
+Heads of values, and the heads of keys (Mamba-2: the groups) that they use, are divided together. A projection for one
+kind of heads is sharded column-wise, the out-projection row-wise. A matrix that holds several kinds, such as all
+queries, keys and values, stays whole on each rank, which computes with the rows of its heads: their sizes differ, so no
+placement of torch describes such a shard. The same holds for the convolution and for parameters per head. transformers'
+forward runs unchanged on these rows; numbers of heads are divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from components.distributed.tensor_parallel import ReplicatedParameters, as_replicated, distribute_parameters
+from components.models.anatomy import config_of
+
+_DELTA = {"conv1d": "kkv", "A_log": "h", "dt_bias": "h"}
+_KIMI = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "forget_gate.dt_bias"), "v"),
+    **dict.fromkeys(("b_proj", "forget_gate.A_log"), "h"),
+    "conv1d": "vvv",
+}
+_MAMBA2 = {
+    "in_proj": "vvggh",
+    "mup_vector": "vvggh",
+    "conv1d": "vgg",
+    "norm": "v",
+    **dict.fromkeys(("A_log", "D", "dt_bias"), "h"),
+}
+_QWEN = {**_DELTA, "in_proj_qkv": "kkv", "in_proj_z": "v", "in_proj_a": "h", "in_proj_b": "h"}
+_ROWS: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    "qwen3_next": {**_DELTA, "in_proj_qkvz": "K", "in_proj_ba": "K"},
+    "olmo_hybrid": {
+        **_DELTA,
+        "q_proj": "k",
+        "k_proj": "k",
+        "v_proj": "v",
+        "g_proj": "v",
+        "a_proj": "h",
+        "b_proj": "h",
+    },
+    "kimi_linear": {**_KIMI, "forget_gate.f_b_proj": "v", "g_b_proj": "v"},
+    "bailing_hybrid": {**_KIMI, "forget_gate.f_proj": "v", "g_proj": "v"},
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"), _MAMBA2),
+}
+"""Model type -> module or parameter of a layer -> what its rows are for, in order: k, the features of key heads; v,
+those of value heads; g, those of groups; h, one row per value head; K, all rows, grouped by key head."""
+_OUT = ("out_proj", "o_proj")
+_NORMS = ("norm", "o_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Heads or groups of a layer, by the letters of `_ROWS`, and the part of one rank."""
+
+    counts: Mapping[str, int]
+    """Letter -> number of heads or groups."""
+    widths: Mapping[str, int]
+    """Letter -> rows of each."""
+    rank: int
+    ranks: int
+
+    @classmethod
+    def of(cls, mixer: Any, rank: int, ranks: int) -> _Units:
+        """Read the numbers of heads of a layer."""
+        sizes = vars(mixer)
+        if "num_v_heads" in sizes:
+            counts = {"k": mixer.num_k_heads, "v": mixer.num_v_heads, "h": mixer.num_v_heads}
+            return cls(counts, {"k": mixer.head_k_dim, "v": mixer.head_v_dim, "h": 1}, rank, ranks)
+        counts, widths = {"v": mixer.num_heads, "h": mixer.num_heads}, {"v": mixer.head_dim, "h": 1}
+        if "n_groups" in sizes:
+            counts["g"], widths["g"] = mixer.n_groups, mixer.ssm_state_size
+        return cls(counts, widths, rank, ranks)
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank gets the same number of value heads, and whole key heads or groups or a part of one."""
+        shared = [count for letter, count in self.counts.items() if letter in "kg"]
+        return self.counts["v"] % self.ranks == 0 and all(
+            count % self.ranks == 0 or self.ranks % count == 0 for count in shared
+        )
+
+    def is_even(self, spans: str) -> bool:
+        """Return whether one contiguous, equal part of the rows is the rank's."""
+        return len(spans) == 1 and self.counts[spans.lower()] % self.ranks == 0
+
+    def local(self, letter: str) -> int:
+        """Return a rank's number of heads or groups; ranks may share one."""
+        return max(self.counts[letter] // self.ranks, 1)
+
+    def first(self, letter: str) -> int:
+        """Return the first of a rank's heads or groups."""
+        return self.rank * self.counts[letter] // self.ranks
+
+    def size(self, spans: str) -> int:
+        """Return the number of rows of all ranks."""
+        return sum(self.counts[letter] * self.widths[letter] for letter in spans)
+
+    def rows(self, spans: str, total: int) -> torch.Tensor:
+        """Return the indices of the rank's rows among `total`."""
+        if spans == "K":
+            return torch.arange(total).chunk(self.ranks)[self.rank]
+        parts, start = [], 0
+        for letter in spans:
+            count, width = self.counts[letter], self.widths[letter]
+            first = self.first(letter)
+            parts.append(start + torch.arange(first * width, (first + self.local(letter)) * width))
+            start += count * width
+        return torch.cat(parts)
+
+
+def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of linear attention and Mamba-2 that can be divided by heads, by module name."""
+    config = config_of(model)
+    if config is None or config.get_text_config().model_type not in _ROWS:
+        return {}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children())
+    }
+
+
+def mixer_plan(mixer: nn.Module, family: str, mesh: DeviceMesh) -> dict[str, ParallelStyle]:
+    """Return the styles of a layer of linear attention or Mamba-2, by module path within it; "": the layer itself.
+
+    If tp does not divide its heads, each rank computes the whole layer.
+    """
+    units, rows = _Units.of(mixer, mesh.get_local_rank(), mesh.size()), _ROWS[family]
+    if not units.divides or ("K" in rows.values() and not units.is_even("K")):
+        return {"": _WholeMixer()}
+    plan: dict[str, ParallelStyle] = {"": _MixerHeads(units, rows)}
+    for name, module in mixer.named_modules():
+        if isinstance(module, nn.Linear) and name in rows:
+            even = units.is_even(rows[name])
+            plan[name] = ColwiseParallel() if even else RowsOfHeads(units.rows(rows[name], module.out_features))
+        elif name in _OUT:
+            plan[name] = RowwiseParallel()
+        elif name in _NORMS and name not in rows:
+            plan[name] = ReplicatedParameters(partial_grad=True)  # one weight for all heads
+    return plan
+
+
+class RowsOfHeads(ParallelStyle):
+    """A projection that is whole on each rank, which computes the rows of its heads: (..., in) -> (..., local out).
+
+    The gradients of the rows that other ranks compute are zero, and are summed over tp.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+        """Indices of this rank's rows."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_parameters(module, device_mesh)
+        compute = module.forward
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = as_replicated(hidden, device_mesh).to_local(grad_placements=[Partial()])
+            # Not of lora_A, from which all rows are computed.
+            names = {name: self.rows for name, _ in module.named_parameters(recurse=False) if name != "lora_A"}
+            with _local_tensors(module, names, Partial()):
+                return compute(hidden)
+
+        module.forward = forward
+        return module
+
+
+class _MixerHeads(ParallelStyle):
+    """A layer that computes some heads: its own parameters, its convolution and its norm over all features."""
+
+    def __init__(self, units: _Units, rows: Mapping[str, str]) -> None:
+        super().__init__()
+        self.units, self.rows = units, rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        units, swapped = self.units, []
+        for path, child in module.named_modules():
+            if isinstance(child, nn.Linear):
+                continue
+            indices = {}
+            for name, tensor in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)):
+                spans = self.rows.get(path) or self.rows.get(f"{path}.{name}".lstrip("."))
+                if spans is not None:
+                    indices[name] = units.rows(spans, units.size(spans)).to(tensor.device)
+            if indices:
+                distribute_parameters(child, device_mesh)
+                swapped.append((child, indices))
+                if path == "norm":
+                    _use_group_norm(child, units, device_mesh)
+        _divide_counts(module, units)
+        compute = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _all_local(swapped, Partial()):
+                return compute(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+class _WholeMixer(ParallelStyle):
+    """A layer that each rank computes as a whole, on plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for child in module.modules():
+            distribute_parameters(child, device_mesh)
+        swapped: list[tuple[nn.Module, dict[str, Any]]] = [
+            (child, {name: None for name, _ in child.named_parameters(recurse=False)}) for child in module.modules()
+        ]
+        compute = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _all_local(swapped, Replicate()):
+                return compute(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+@contextmanager
+def _all_local(swapped: list[tuple[nn.Module, dict[str, Any]]], gradient: Placement) -> Iterator[None]:
+    """Enter `_local_tensors` of several modules."""
+    if not swapped:
+        yield
+        return
+    (module, indices), *others = swapped
+    with _local_tensors(module, indices, gradient), _all_local(others, gradient):
+        yield
+
+
+@contextmanager
+def _local_tensors(module: nn.Module, indices: Mapping[str, Any], gradient: Placement) -> Iterator[None]:
+    """Replace a module's direct parameters and buffers by local tensors within the context.
+
+    Args:
+        indices: Name -> indices of the rows that this rank computes with; None or no entry: all rows.
+        gradient: Placement of the local gradients.
+    """
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local(grad_placements=[gradient])
+            module._parameters[name] = _select(local, indices.get(name))
+    for name, buffer in buffers.items():
+        if buffer is not None and name in indices:
+            module._buffers[name] = _select(buffer, indices[name])
+    try:
+        yield
+    finally:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+
+
+def _select(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """Return some rows of a tensor, along its first dim with more than one: Kimi's A_log is (1, 1, heads, 1)."""
+    if rows is None:
+        return tensor
+    dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), 0)
+    return tensor.index_select(dim, rows.to(tensor.device))
+
+
+def _divide_counts(mixer: nn.Module, units: _Units) -> None:
+    """Set the numbers of heads and features in a layer and its children to those of a rank."""
+    heads = {"num_k_heads": "k", "num_v_heads": "v", "num_heads": "v", "n_groups": "g"}
+    features = {"key_dim": "k", "value_dim": "v", "qkv_dim": "v", "intermediate_size": "v"}
+    whole: dict[str, tuple[int, int]] = {}
+    for name, letter in (heads | features).items():
+        if letter in units.counts:
+            width = 1 if name in heads else units.widths[letter]
+            whole[name] = (units.counts[letter] * width, units.local(letter) * width)
+    convolved = "vgg" if "g" in units.counts else "kkv" if "k" in units.counts else "vvv"
+    whole["conv_dim"] = (units.size(convolved), len(units.rows(convolved, 0)))
+    for module in mixer.modules():
+        for name, (total, local) in whole.items():
+            if vars(module).get(name) == total:
+                setattr(module, name, local)
+
+
+def _use_group_norm(norm: Any, units: _Units, mesh: DeviceMesh) -> None:
+    """Let a gated norm over the features of a group sum its squares over the ranks that divide the group."""
+    groups = units.counts["g"]
+    if groups % units.ranks == 0:
+        return
+    features = units.size("v") // groups
+    own = F.one_hot(torch.tensor(units.first("g")), groups)
+    gate_first = not vars(norm).get("norm_before_gate", False)
+    norm.forward = partial(_group_norm, norm, features, own, gate_first, mesh)
+
+
+def _group_norm(
+    norm: Any, features: int, own: torch.Tensor, gate_first: bool, mesh: DeviceMesh, hidden: torch.Tensor,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Gated RMS norm of this rank's part of a group: (batch, seq, local features), the same shape.
+
+    Args:
+        features: Features of a group on all ranks.
+        own: (groups,), 1 for the group that this rank has a part of.
+    """
+    dtype, hidden = hidden.dtype, hidden.to(torch.float32)
+    factor = 1.0 if gate is None else F.silu(gate.to(torch.float32))
+    hidden = hidden * factor if gate_first else hidden
+    squares = hidden.pow(2).sum(-1, keepdim=True) * own.to(hidden)  # (batch, seq, groups): zero for other groups
+    summed = (all_reduce(squares, group=mesh.get_group()) * own.to(hidden)).sum(-1, keepdim=True)
+    hidden = hidden * torch.rsqrt(summed / features + norm.variance_epsilon)
+    hidden = norm.weight * hidden.to(dtype)
+    return hidden if gate_first else (hidden * factor).to(dtype)
