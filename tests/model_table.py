@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from components.config.families import DENSE
 from components.config.mesh_rules import NO_TP_PLAN, RECOMPUTE, layout_of, model_problems
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
-from components.config.shape import ModelShape
+from components.config.shape import DENSE, ModelShape
 from components.planning.formulas.architecture import FAMILIES as PLANNED
 from components.planning.formulas.architecture import read_architecture
 from tests.config.ready import HUB_MODELS
@@ -136,12 +135,12 @@ def _grid(found: Evidence) -> None:
 
 def _families(found: Evidence) -> None:
     """Add families with plans of ours, those with special forwards, and those that are rejected."""
-    for values in test_tp_plan.FAMILIES.values():
+    for name, values in test_tp_plan.FAMILIES.items():
         family = values["model_type"]
         for mesh in (test_parity.TP, {**test_parity.TP, **test_parity.SP}):
             found.add(Level.ci, FULL, family, [ONE, *columns_of(mesh)])
         for mesh in test_tp_plan.PRODUCTS:
-            if "ep" not in mesh or "num_local_experts" in values:
+            if "ep" not in mesh or name in test_tp_plan.WITH_EXPERTS:
                 found.add(Level.parity, FULL, family, columns_of(mesh))
     for values in test_tp_plan.TRANSFORMERS_PLANS.values():
         family = values["model_type"]
@@ -188,12 +187,15 @@ def _adapters(found: Evidence) -> None:
 
 def _packed(found: Evidence) -> None:
     """Add packed rows, compared with their documents forwarded one by one."""
+    values = packed.MODELS | parity.HYBRID_MODELS
+    for name in parity.HYBRID_MODELS:
+        found.add(Level.ci, PACKED, name, [ONE])
     for name in packing_in_one_process.PACKED:
         found.add(Level.ci, PACKED, packing_in_one_process.ALL[name]["model_type"], [ONE])
     for world, cases in test_packing.SHAPES.items():
         for mesh, name, _ in cases:
             level = Level.ci if world == 2 else Level.parity
-            found.add(level, PACKED, packed.MODELS[name]["model_type"], columns_of(mesh))
+            found.add(level, PACKED, values[name]["model_type"], columns_of(mesh))
     # test_packing.test_compiled_layers_with_gathered_keys_and_tp_match_one_process
     found.add(Level.ci, PACKED, "phi3", columns_of({**test_packing.GATHER, "tp": 2}))
 

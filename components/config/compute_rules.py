@@ -8,7 +8,6 @@ from functools import cache
 
 from packaging.version import Version
 
-from components.config.families import WHOLE_ROWS
 from components.config.schema.cluster import Device
 from components.config.schema.model import (
     NO_FLEX_BACKWARD,
@@ -38,6 +37,13 @@ CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 matmuls run at full speed and hide the update of the weight's gradient after each chunk."""
 _CHUNK_SHARE, _CHUNK_LOGIT_BYTES = 36, 14
 """A chunk takes at most 1 / 36 of a GPU; 14 bytes per logit: bfloat16, and three float32 tensors."""
+_WHOLE_ROWS = frozenset({
+    *("big_bird", "bloom", "codegen", "cpmant", "falcon", "falcon_mamba", "gpt_neo", "gpt_neox_japanese", "gptj"),
+    *("jamba", "mamba", "mamba2", "moshi", "mpt", "openai-gpt", "recurrent_gemma", "rembert", "roformer", "rwkv"),
+    *("xglm", "xlnet", "zamba"),
+})  # fmt: skip
+"""Model types whose rows hold one document on one rank: their attention is code of their own, or a state passes from
+token to token in functions that Meshbook does not know. Others show it by the layer types in their config.json."""
 _EAGER_ONLY = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
 """Model types whose attention has a soft cap or sinks and is otherwise full or sliding."""
 
@@ -295,7 +301,7 @@ def _whole_row_problems(mesh: MeshShape, shape: ModelShape, *, packs: bool) -> l
     """Return the problems of packed rows and of cp with models that mix the tokens of a row in unknown ways."""
     if shape.other_layers:
         reason = f"the model has layers of type {', '.join(shape.other_layers)}"
-    elif shape.family in WHOLE_ROWS:
+    elif shape.family in _WHOLE_ROWS:
         reason = f"{shape.family} models mix tokens by functions of their own"
     else:
         return []

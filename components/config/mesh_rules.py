@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from components.config.families import PLANNED_MLP
 from components.config.schema.parallelism import (
     AXES,
     ActivationCheckpointing,
@@ -22,6 +21,7 @@ from components.config.schema.recipes import Config, section, with_section
 from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.config.schema.training import TrainingConfig
 from components.config.shape import (
+    PLANNED_MLP,
     AttentionLayout,
     ModelShape,
     attention_layout,

@@ -14,9 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from components.config.families import DENSE, MIXERS, PLANNED_MLP
 from components.config.schema.checks import field_values, raise_all
-from components.config.schema.model import ModelConfig
+from components.config.schema.model import MIXERS, ModelConfig
 from components.package import PROJECT
 from components.protocol.errors import ConfigError
 from components.protocol.safe_parsing import load_json, load_yaml
@@ -38,6 +37,18 @@ CONFIG_NAMES = {
     "per_layer_input": ("hidden_size_per_layer_input",),
 }
 """Name of a size in Meshbook -> its keys in config.json files."""
+PLANNED_MLP = frozenset({
+    *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite"),
+    *("helium", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "qwen2", "qwen3", "seed_oss"),
+    *("hunyuan_v1_dense", "smollm3", "stablelm"),
+})  # fmt: skip
+"""Dense model types whose tp plan shards the MLPs, so that tp must divide intermediate_size."""
+DENSE = PLANNED_MLP | {
+    *("bloom", "codegen", "falcon", "falcon_h1", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
+    *("lfm2", "mamba", "mamba2", "mpt", "opt", "persimmon", "phi", "phi3"),
+    "starcoder2",
+}
+"""Model types without experts. The config of any other type may omit the number of experts and mean a default."""
 _NOT_ROTARY = frozenset({
     *("bloom", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mamba", "mamba2", "mpt", "openai-gpt"),
     *("opt", "rwkv", "xglm"),

@@ -11,6 +11,8 @@ One axis or concern each
     mesh.py              build_mesh: six axes, a process group per axis larger than 1, flattened views on first use;
                          groups_of_mesh: the process groups and their purposes, for the banner
     context_parallel.py  sequences sharded over cp, attention over full sequences
+    row_shards.py        which tokens of a row a cp rank has; linear attention, Mamba-2 and convolutions over cp
+    mixer_parallel.py    linear attention and Mamba-2 over tp, by heads
     expert.py            expert parallelism: sharded experts, tokens exchanged by all-to-all
     apply_tp.py          apply_tensor_parallel: applies a plan to a model; styles of linear layers with LoRA adapters
     tp_plan.py           transformers' plan of a model, its family's or the user's, adjusted to its heads and checked

@@ -17,18 +17,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from components.batch import Batch
-from components.config.schema.model import CAUSAL_EAGER, CAUSAL_SDPA, DOCUMENTS, SHARD
+from components.config.schema.model import CAUSAL_EAGER, CAUSAL_SDPA, DOCUMENTS, ROW_SHARD
 from components.config.schema.parallelism import ContextAttention, ContextLinear
 from components.config.shape import ulysses_divides
-from components.distributed.linear_context import RowShard
-from components.distributed.mesh import Mesh
 from components.distributed.row_shards import (
     GatherShards,
+    RowShard,
     in_rank_order,
     in_sequence_order,
     local_chunks,
-    local_positions,
     to_heads,
     to_tokens,
 )
@@ -39,17 +36,6 @@ from components.torch_kernels import cast_by_autocast, has_grouped_queries, row_
 
 _Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers attention function: (module, query, key, value, mask, **options) -> (output, weights)."""
-
-
-def shard_rows(batch: Batch, mesh: Mesh | None) -> Batch:
-    """Return this rank's cp shard of a micro-batch, with position ids in the full sequence.
-
-    Tensors with a value per token are sharded: (batch, seq) -> (batch, seq / cp). Document bounds and values per row
-    are kept unsharded. Returns the batch itself if there is no cp axis.
-    """
-    if mesh is None or mesh.size("cp") == 1:
-        return batch
-    return batch.at_positions(local_positions(batch.shape[1], mesh["cp"], batch.input_ids.device))
 
 
 def use_context_parallel(
@@ -104,7 +90,7 @@ def use_context_parallel(
 
     def add_shard(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         # Generation takes rows that are not divided, see `unsharded_attention`.
-        return args, {**kwargs, SHARD: shard} if config._attn_implementation == name else kwargs
+        return args, {**kwargs, ROW_SHARD: shard} if config._attn_implementation == name else kwargs
 
     for module in dict.fromkeys((model, model.base_model)):
         module.register_forward_pre_hook(add_shard, with_kwargs=True)  # type: ignore[union-attr]

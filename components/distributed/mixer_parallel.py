@@ -74,14 +74,13 @@ class _Units:
     ranks: int
 
     @classmethod
-    def of(cls, mixer: Any, rank: int, ranks: int) -> _Units:
-        """Read the numbers of heads of a layer."""
-        sizes = vars(mixer)
-        if "num_v_heads" in sizes:
+    def of(cls, mixer: Any, letters: set[str], rank: int, ranks: int) -> _Units:
+        """Read the numbers of heads of a layer, of the kinds that its rows are for."""
+        if letters & {"k", "K"}:
             counts = {"k": mixer.num_k_heads, "v": mixer.num_v_heads, "h": mixer.num_v_heads}
             return cls(counts, {"k": mixer.head_k_dim, "v": mixer.head_v_dim, "h": 1}, rank, ranks)
         counts, widths = {"v": mixer.num_heads, "h": mixer.num_heads}, {"v": mixer.head_dim, "h": 1}
-        if "n_groups" in sizes:
+        if "g" in letters:
             counts["g"], widths["g"] = mixer.n_groups, mixer.ssm_state_size
         return cls(counts, widths, rank, ranks)
 
@@ -139,10 +138,11 @@ def mixer_plan(mixer: nn.Module, family: str, mesh: DeviceMesh) -> dict[str, Par
 
     If tp does not divide its heads, each rank computes the whole layer.
     """
-    units, rows = _Units.of(mixer, mesh.get_local_rank(), mesh.size()), _ROWS[family]
+    rows = _ROWS[family]
+    units = _Units.of(mixer, set("".join(rows.values())), mesh.get_local_rank(), mesh.size())
     if not units.divides or ("K" in rows.values() and not units.is_even("K")):
         return {"": _WholeMixer()}
-    plan: dict[str, ParallelStyle] = {"": _MixerHeads(units, rows)}
+    plan: dict[str, ParallelStyle] = {"": _MixerHeads(units, family)}
     for name, module in mixer.named_modules():
         if isinstance(module, nn.Linear) and name in rows:
             even = units.is_even(rows[name])
@@ -183,9 +183,9 @@ class RowsOfHeads(ParallelStyle):
 class _MixerHeads(ParallelStyle):
     """A layer that computes some heads: its own parameters, its convolution and its norm over all features."""
 
-    def __init__(self, units: _Units, rows: Mapping[str, str]) -> None:
+    def __init__(self, units: _Units, family: str) -> None:
         super().__init__()
-        self.units, self.rows = units, rows
+        self.units, self.family, self.rows = units, family, _ROWS[family]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         units, swapped = self.units, []
@@ -201,7 +201,7 @@ class _MixerHeads(ParallelStyle):
                 distribute_parameters(child, device_mesh)
                 swapped.append((child, indices))
                 if path == "norm":
-                    _use_group_norm(child, units, device_mesh)
+                    _use_group_norm(child, units, self.family, device_mesh)
         _divide_counts(module, units)
         compute = module.forward
 
@@ -285,20 +285,20 @@ def _divide_counts(mixer: nn.Module, units: _Units) -> None:
             whole[name] = (units.counts[letter] * width, units.local(letter) * width)
     convolved = "vgg" if "g" in units.counts else "kkv" if "k" in units.counts else "vvv"
     whole["conv_dim"] = (units.size(convolved), len(units.rows(convolved, 0)))
-    for module in mixer.modules():
+    for attributes in map(vars, mixer.modules()):
         for name, (total, local) in whole.items():
-            if vars(module).get(name) == total:
-                setattr(module, name, local)
+            if attributes.get(name) == total:
+                attributes[name] = local
 
 
-def _use_group_norm(norm: Any, units: _Units, mesh: DeviceMesh) -> None:
+def _use_group_norm(norm: Any, units: _Units, family: str, mesh: DeviceMesh) -> None:
     """Let a gated norm over the features of a group sum its squares over the ranks that divide the group."""
     groups = units.counts["g"]
     if groups % units.ranks == 0:
         return
     features = units.size("v") // groups
     own = F.one_hot(torch.tensor(units.first("g")), groups)
-    gate_first = not vars(norm).get("norm_before_gate", False)
+    gate_first = not (family == "falcon_h1" and norm.norm_before_gate)
     norm.forward = partial(_group_norm, norm, features, own, gate_first, mesh)
 
 

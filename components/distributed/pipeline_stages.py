@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from components.batch import HEAD_KEYWORDS
-from components.config.families import LAYERS_RETURN_PAIRS
 from components.config.shape import stage_layers
 from components.models.anatomy import Anatomy, config_of
 from components.protocol.errors import ConfigError
+
+_RETURN_PAIRS = frozenset({"bamba", "falcon_h1"})
+"""Model types whose decoder layers return pairs of which the first is the hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ def cut_into_stages(
 class _Passthrough(nn.Module):
     """Placeholder for a module of another stage; returns its first argument."""
 
+    block_type: Any = None
     pairs = False
     """Whether the model's layers return pairs of which the first is the hidden states (Bamba, Falcon-H1)."""
 
@@ -169,8 +172,8 @@ class _Parts:
     inner_name: str
     layers_name: str
     layers: list[nn.Module]
-    pairs: bool
-    """Whether layers return pairs of which the first is the hidden states."""
+    model_type: str
+    """transformers' model type; empty for a model that is not from Hugging Face."""
     before: list[str]
     """Children of the inner model before the layers, with parameters or dropout."""
     after: list[str]
@@ -201,7 +204,7 @@ class _Parts:
             inner_name=inner_name,
             layers_name=lists[0],
             layers=list(inner._modules[lists[0]]),  # type: ignore[call-overload]
-            pairs=(config := config_of(model)) is not None and config.model_type in LAYERS_RETURN_PAIRS,
+            model_type="" if (config := config_of(model)) is None else config.model_type,
             before=[name for name in names[:position] if _applies_once(inner._modules[name])],
             after=[name for name in names[position + 1 :] if _has_parameters(inner._modules[name])],
             heads=[name for name, child in model._modules.items() if name != inner_name and _has_parameters(child)],
@@ -313,9 +316,9 @@ def _use_placeholders(parts: _Parts, inner: nn.Module, kept: set[int], borders: 
     layers = [layer if i in kept else borders.get(i) or _Passthrough() for i, layer in enumerate(parts.layers)]
     for layer, replaced in zip(layers, parts.layers, strict=True):
         if isinstance(layer, _Passthrough):
-            layer.pairs = parts.pairs
-            # Nemotron-H's forward reads the type of every layer.
-            vars(layer).update({name: value for name, value in vars(replaced).items() if isinstance(value, str)})
+            layer.pairs = parts.model_type in _RETURN_PAIRS
+            if parts.model_type == "nemotron_h":  # its forward reads the type of every layer
+                layer.block_type = replaced.block_type
     inner._modules[parts.layers_name] = nn.ModuleList(layers)
     for name in [] if 0 in kept else parts.before:
         inner._modules[name] = _placeholder(parts, name)

@@ -3,7 +3,7 @@
 build.py               build_on_meta: config from the hub, a folder, a GGUF file or given values; scaled RoPE
 anatomy.py             read_anatomy: structure of a model (layers, experts, heads), as a value that every mesh axis uses
 attention.py           use_causal_sdpa: attention without masks and host syncs; the fastest kernel, by measurement
-documents.py           attention within the documents of packed rows
+documents.py           attention and linear layers within the documents of packed rows
 classifier.py          TokenScores: a score head instead of the LM head
 lora.py                add_adapters, operations on all adapters of a model, and LoRA on the fused matrices of experts
 lora_linear.py         LoRA, DoRA and QLoRA on linear layers, and the matmuls of an adapter's factors

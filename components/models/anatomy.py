@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from components.config.families import MIXERS
+from components.config.schema.model import MIXERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

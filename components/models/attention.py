@@ -39,9 +39,8 @@ from components.config.schema.model import (
     ModelConfig,
 )
 from components.models.anatomy import FULL, MIXING, SLIDING, Anatomy, read_anatomy
-from components.models.documents import Documents, varlen_attention
+from components.models.documents import Documents, separate_documents, varlen_attention
 from components.models.layers import has_parameters
-from components.models.linear_layers import separate_documents
 from components.protocol.errors import ConfigError
 from components.torch_kernels import cast_by_autocast, supports_varlen
 
@@ -65,7 +64,7 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
     """Switch a model with sdpa attention to mask-free attention; return False if it needs transformers' masks.
 
     So is a model with eager attention that has no sdpa, because of a soft cap or attention sinks. Linear attention,
-    Mamba-2 and short convolutions keep documents apart by their own functions (linear_layers.py). A model with other
+    Mamba-2 and short convolutions keep documents apart by their own functions (documents.py). A model with other
     layers than these and full or sliding attention (chunked, bidirectional) keeps transformers' own masks and their
     host sync, and rejects packed rows.
 

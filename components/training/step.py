@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.config.schema.data import IGNORED
-from components.distributed.context_parallel import shard_rows
 from components.distributed.pipeline_schedule import Pipeline, pad_to_longest
+from components.distributed.row_shards import shard_rows
 from components.training.loss import all_ranks, count_inputs, count_targets, reduce_loss, sum_over_ranks
 from components.training.objectives import (
     PLAIN,

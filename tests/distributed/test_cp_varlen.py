@@ -20,7 +20,8 @@ from components import distributed
 from components.config.schema import ParallelismConfig
 from components.config.schema.model import CAUSAL_SDPA
 from components.distributed import context_parallel
-from components.distributed.context_parallel import GatheredAttention, local_positions
+from components.distributed.context_parallel import GatheredAttention
+from components.distributed.row_shards import local_positions
 from components.models.attention import causal_sdpa
 from components.models.documents import Documents
 from scripts._gpu.kernels import gathered_keys_error

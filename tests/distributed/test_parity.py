@@ -278,8 +278,6 @@ REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
                "by layer or split into stages; set parallelism=ddp"),
     "falcon": ({}, CP, "FalconForCausalLM computes attention in its own code, outside transformers' attention "
                "interface, so its sequences cannot be sharded; set parallelism.cp=1"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, CP,
-             "Lfm2ForCausalLM has layers of type conv, which are neither full nor sliding attention"),
     "minimax": ({"num_local_experts": 2}, CP,
                 "MiniMaxForCausalLM has layers of type linear_attention, which are neither full nor sliding attention"),
     "doge": ({"sliding_window": None}, FSDP2, "adds its own mask to transformers' causal mask, which mask-free "

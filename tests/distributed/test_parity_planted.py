@@ -15,8 +15,7 @@ from components.batch import Batch
 from components.config.mesh_rules import layout_of
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import AXES
-from components.distributed import apply_tp, expert
-from components.distributed import context_parallel as context
+from components.distributed import apply_tp, expert, row_shards
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline_schedule import Pipeline
 from components.distributed.tensor_parallel import ReplicatedParameters
@@ -114,12 +113,12 @@ def rows_in_wrong_order() -> None:
         size = seq // mesh.size()
         return torch.arange(size, device=device) + size * mesh.get_local_rank()
 
-    context.local_positions = contiguous_positions
+    row_shards.local_positions = contiguous_positions
 
 
 def positions_of_another_rank() -> None:
     """Position ids start at zero on every cp rank."""
-    original = context.shard_rows
+    original = row_shards.shard_rows
 
     def wrong(batch: Batch, mesh: Mesh) -> Batch:
         local = original(batch, mesh)

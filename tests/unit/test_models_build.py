@@ -15,10 +15,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from components.config.families import DENSE, PLANNED_MLP
 from components.config.mesh_rules import NO_TP_PLAN
 from components.config.schema.model import Attention, DType, ModelConfig, RopeConfig, RopeType, WeightInit
-from components.config.shape import _NOT_ROTARY, read_shape
+from components.config.shape import _NOT_ROTARY, DENSE, PLANNED_MLP, read_shape
 from components.distributed.tp_plan import FAMILY_PLANS
 from components.models import (
     build_on_meta,

@@ -18,10 +18,9 @@ from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from components import data, models, training
 from components.config.compute_rules import attention_problems
-from components.config.families import MIXERS
 from components.config.schema import AdamWConfig, ModelConfig
 from components.config.schema.cluster import Device
-from components.config.schema.model import DOCUMENTS, Attention
+from components.config.schema.model import DOCUMENTS, MIXERS, Attention
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
 from components.config.shape import ModelShape
 from components.data.dataset import Dataset, Facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -22,8 +23,19 @@ NO_FLEX_BACKWARD = (
 DOCUMENTS = "documents"
 """Document bounds of packed rows: a tensor of the micro-batch, passed to attention under this keyword. Shape
 (batch, max documents + 1), int32: 0, then the end of each document in the row, padded with the row length."""
-SHARD = "row_shard"
+ROW_SHARD = "row_shard"
 """Keyword of layers that mix tokens without attention, where cp divides rows: what exchanges values between ranks."""
+CONVOLUTION = "causal_conv1d_fn"
+_DELTA_RULE = (CONVOLUTION, "torch_chunk_gated_delta_rule")
+_KIMI_DELTA = (CONVOLUTION, "chunk_kimi_delta_attention")
+_MAMBA2 = (CONVOLUTION, "mamba2_chunk_scan")
+MIXERS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA_RULE),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _KIMI_DELTA),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"), _MAMBA2),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), (CONVOLUTION,)),
+}
+"""Model type -> functions of its transformers modeling file by which layers other than attention mix tokens."""
 LONGEST_DOCUMENT = "longest_document"
 """Keyword that accompanies it: host-side upper bound on the length of those documents in tokens, an int."""
 
