@@ -157,7 +157,7 @@ BUGS: list[tuple[Callable[[], None], str, str, str]] = [
 ]
 
 
-OWNERS = (ReplicatedParameters, Pipeline, Mesh, apply_tp, context, expert, step)
+OWNERS = (ReplicatedParameters, Pipeline, Mesh, apply_tp, row_shards, expert, step)
 """What the bugs change."""
 
 
