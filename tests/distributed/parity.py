@@ -129,15 +129,23 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
     values = dict(values or (MODELS | MOE_MODELS | HYBRID_MODELS)[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-            if name in HYBRID_MODELS and parameter.dim() > 1:
-                parameter.mul_(4)  # so that convolutions and states count
-            if parameter_name.endswith("A_log"):
-                parameter.sub_(3)  # and states last
     if dtype == torch.float64:
         compute_in_float64(model)
     return model.to(dtype)
+
+
+def build_hybrid(name: str) -> torch.nn.Module:
+    """Build a model of HYBRID_MODELS in float64, whose states last over a document and change its output."""
+    model = build(name, torch.float64)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
+                parameter.sub_(3)
+            elif parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
 
 
 def compute_in_float64(model: torch.nn.Module) -> None:

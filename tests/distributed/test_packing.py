@@ -27,7 +27,7 @@ from tests.distributed.packed import (
     packed,
     reference,
 )
-from tests.distributed.parity import HYBRID_MODELS, build
+from tests.distributed.parity import HYBRID_MODELS, build, build_hybrid
 from tests.harness import run_ranks
 from tests.optional import runnable
 from tests.suites import PARITY
@@ -106,7 +106,10 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
 def test_packed_rows_match_separate_documents_on_every_mesh(world_size: int) -> None:
     rows = packed()
     trained = dict.fromkeys(name for _, name, _ in SHAPES[world_size])
-    built = {name: build(name, torch.float64, MODELS.get(name)) for name in trained}
+    built = {
+        name: build_hybrid(name) if name in HYBRID_MODELS else build(name, torch.float64, MODELS[name])
+        for name in trained
+    }
     expected = {name: reference(model, documents(rows), AUX * (name in ROUTED)) for name, model in built.items()}
     samples = list(rows._samples)
     held_out = {name: reference(model, samples)[0] for name, model in built.items()}

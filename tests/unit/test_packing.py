@@ -38,7 +38,7 @@ from tests.distributed.packed import (
     packed,
     reference,
 )
-from tests.distributed.parity import HYBRID_MODELS, MOE_MODELS, build
+from tests.distributed.parity import HYBRID_MODELS, MOE_MODELS, build, build_hybrid
 from tests.distributed.parity import MODELS as DENSE
 
 CPU = torch.device("cpu")
@@ -173,7 +173,7 @@ def test_each_function_of_a_hybrid_layer_keeps_documents_apart(name: str, monkey
 
     Nemotron-H's own forward casts its logits to float32.
     """
-    plain: Any = build(name, torch.float64)
+    plain: Any = build_hybrid(name)
     rows = packed(20, shorter=SHORT)
     assert {len(each.input_ids) for each in documents(rows)} >= {2, 3}
     expected = reference(plain, documents(rows))
