@@ -239,9 +239,29 @@ def target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> li
             "adapters of its experts and cannot open RUN/adapter; set peft.export=merged, or remove these layers from "
             "peft.targets"
         )
+    if for_peft and (refused := _refused_by_peft(model, chosen)):
+        problems.append(
+            f"peft.targets={cfg.targets}: the PEFT library rejects adapters on {', '.join(refused)} of {kind}, whose "
+            "kernels would skip them, and cannot open RUN/adapter; set peft.export=merged, or name other layers in "
+            "peft.targets"
+        )
     if problems:
         raise ConfigError(problems)
     return chosen
+
+
+def _refused_by_peft(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
+    """Return the last name components of `layers` that PEFT rejects in Mamba models."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    refused = []
+    for leaf in sorted({name.rpartition(".")[2] for name in layers}):
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
+        except ValueError:
+            refused.append(leaf)
+    return refused
 
 
 def _read_as_experts(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:

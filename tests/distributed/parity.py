@@ -136,6 +136,11 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
     return model.to(dtype)
 
 
+def exact_loss(name: str) -> LossMethod:
+    """Return the loss method that computes in float64: Nemotron-H's own forward casts its logits to float32."""
+    return LossMethod.chunked if name == "nemotron_h" else LossMethod.logits
+
+
 def build_hybrid(name: str) -> torch.nn.Module:
     """Build a model of HYBRID_MODELS in float64, whose states last over a document and change its output."""
     model = build(name, torch.float64)

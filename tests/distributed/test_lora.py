@@ -53,7 +53,7 @@ from tests.distributed.adapted import (
     with_adapters,
     with_peft,
 )
-from tests.distributed.parity import SMALL, Case, reference, run_case
+from tests.distributed.parity import SMALL, Case, exact_loss, reference, run_case
 from tests.distributed.parity import build as build_tiny
 from tests.fuzz import families as fuzz
 from tests.harness import run_ranks
@@ -288,20 +288,35 @@ FAMILY_VALUES: dict[str, dict[str, Any]] = {
 }
 """Config values of every family that tp shards; several names may be variants of one family."""
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CHOSEN_TARGETS = {
-    "phimoe": ["q_proj", "k_proj", "v_proj", "o_proj"],  # its router is a linear layer with its own forward
+    "phimoe": QKVO,  # its router is a linear layer with its own forward
     # peft mistakes adapters of dense MLPs for those of experts
-    "glm4_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "glm4_moe": QKVO,
     "deepseek_v3": LATENT,
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", *QKVO],
+    # PEFT rejects Mamba's out_proj
+    **{name: ["in_proj", *QKVO] for name in ("nemotron_h", "falcon_h1", "falcon_h1_norm")},
     "deepseek_v2": LATENT,
 }
+WIDE_HEADS = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 32),
+    "mamba_d_head": 32,
+    "mamba_head_dim": 32,
+    "mamba_d_ssm": 256,
+    "shared_intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 128,
+}
+"""Sizes of linear attention, Mamba-2 and shared experts for which two tp ranks can shard the quantized weights."""
 IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "granitemoe", "phimoe")
 """Families with parts that compute in float32 or complex64 whatever the dtype of their input."""
 TP2, TP2_SP, FSDP2_TP2 = test_parity.TP, {**test_parity.TP, **test_parity.SP}, test_parity.FSDP2_TP2
 OF_FAMILIES: list[tuple[str, dict[str, Any], PeftConfig]] = [
     # Outputs of column-wise layers are gathered, inputs of row-wise layers are split.
     *((name, TP2, LORA) for name in ("glm4", "deepseek_v2")),
-    *((name, TP2_SP, DORA) for name in ("olmo2", "gpt2")),
+    *((name, TP2_SP, DORA) for name in ("olmo2", "gpt2", "qwen3_5_text")),
+    ("nemotron_h", TP2, LORA),
     *((name, TP2, QDORA) for name in ("phi3", "gpt2")),
 ]
 ALL_OF_FAMILIES = [
@@ -316,6 +331,7 @@ def build_family(name: str, peft: PeftConfig) -> torch.nn.Module:
         wide = {**WIDE, "v_head_dim" if "v_head_dim" in values else "head_dim": 32}
         if values["model_type"] == "lfm2":
             wide["conv_bias"] = False  # draws other weights: one of the others lies between two levels
+        wide |= {key: size for key, size in WIDE_HEADS.items() if key in values}
         values = {**values, **wide}
     model = build_tiny(name, F32 if name in IN_FLOAT32 else torch.float64, values)
     for module in model.modules():
@@ -335,7 +351,7 @@ def family_problems(world: int, chosen: list[tuple[str, dict[str, Any], PeftConf
             cfg = replace(cfg, targets=CHOSEN_TARGETS.get(name, cfg.targets))
             model = with_adapters(build_family(name, cfg), cfg)
             named = replace(cfg, targets=sorted(adapted_layers(model)))  # peft's own choice may include routers
-            case = Case(name, {}, 1, 2, next(model.parameters()).dtype)
+            case = Case(name, {}, 1, 2, next(model.parameters()).dtype, loss=exact_loss(name))
             expected = reference(case, with_peft(build_family(name, cfg), named, model))
             expected.gradients = {our_name(each): gradient for each, gradient in expected.gradients.items()}
             built[key] = case, model, expected

@@ -14,7 +14,6 @@ import torch
 
 from components import data, distributed, models, training
 from components.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
-from components.config.schema.model import LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
 from tests.distributed.packed import (
     MODELS,
@@ -27,7 +26,7 @@ from tests.distributed.packed import (
     packed,
     reference,
 )
-from tests.distributed.parity import HYBRID_MODELS, build, build_hybrid
+from tests.distributed.parity import HYBRID_MODELS, build, build_hybrid, exact_loss
 from tests.harness import run_ranks
 from tests.optional import runnable
 from tests.suites import PARITY
@@ -80,8 +79,7 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, torch.float64)
     cfg = ModelConfig(path="made here", router_aux_coef=AUX if model.config.model_type in ROUTED else None)
-    # Nemotron-H's own forward casts the logits to float32.
-    cfg.loss = LossMethod.chunked if model.config.model_type == "nemotron_h" else LossMethod.logits
+    cfg.loss = exact_loss(model.config.model_type)
     loss = training.attach_router_loss(model, cfg, mesh)
     if policy := recompute.removesuffix(" compiled"):
         models.checkpoint_activations(model, ActivationCheckpointing(policy))

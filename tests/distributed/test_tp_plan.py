@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from components.config.schema.model import LossMethod
 from components.distributed import mixer_parallel, tensor_parallel, tp_plan
 from components.distributed.tp_plan import FAMILY_PLANS
 from components.models.anatomy import read_anatomy
 from components.planning import parity_reference as plain
 from components.protocol.errors import ConfigError
-from tests.distributed.parity import HYBRID_MODELS, SMALL, Case, build, reference, run_case
+from tests.distributed.parity import HYBRID_MODELS, SMALL, Case, build, exact_loss, reference, run_case
 from tests.distributed.test_parity import FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
 from tests.suites import PARITY, in_parity
@@ -89,9 +88,9 @@ def build_family(name: str, dtype: torch.dtype) -> nn.Module:
 
 def deviations(world: int, meshes: list[dict[str, Any]], names: list[str], dtype: torch.dtype, steps: int) -> list[str]:
     """Return one line for each deviation of a family on a mesh from one process."""
-    # Nemotron-H's own forward casts the logits to float32.
-    losses = {name: LossMethod.chunked if name == "nemotron_h" else LossMethod.logits for name in names}
-    cases = [Case(name, mesh, 1 + ("pp" in mesh), steps, dtype, loss=losses[name]) for name in names for mesh in meshes]
+    cases = [
+        Case(name, mesh, 1 + ("pp" in mesh), steps, dtype, loss=exact_loss(name)) for name in names for mesh in meshes
+    ]
     cases = [each for each in cases if "ep" not in each.parallelism or each.model in WITH_EXPERTS]
     expected = {
         name: reference(replace(cases[0], model=name, dtype=torch.float64), build_family(name, torch.float64))
