@@ -58,6 +58,8 @@ _ROWS: Mapping[str, Mapping[str, str]] = {
 }
 """Model type -> module or parameter of a layer -> what its rows are for, in order: k, the features of key heads; v,
 those of value heads; g, those of groups; h, one row per value head; K, all rows, grouped by key head."""
+_Ranges = list[tuple[int, int]]
+"""First row and number of rows, of each part."""
 _OUT = ("out_proj", "o_proj")
 _NORMS = ("norm", "o_norm")
 
@@ -108,17 +110,14 @@ class _Units:
         """Return the number of rows of all ranks."""
         return sum(self.counts[letter] * self.widths[letter] for letter in spans)
 
-    def rows(self, spans: str, total: int) -> torch.Tensor:
-        """Return the indices of the rank's rows among `total`."""
-        if spans == "K":
-            return torch.arange(total).chunk(self.ranks)[self.rank]
-        parts, start = [], 0
+    def rows(self, spans: str) -> _Ranges:
+        """Return the rank's rows."""
+        ranges, start = [], 0
         for letter in spans:
-            count, width = self.counts[letter], self.widths[letter]
-            first = self.first(letter)
-            parts.append(start + torch.arange(first * width, (first + self.local(letter)) * width))
-            start += count * width
-        return torch.cat(parts)
+            width = self.widths[letter]
+            ranges.append((start + self.first(letter) * width, self.local(letter) * width))
+            start += self.counts[letter] * width
+        return ranges
 
 
 def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -146,7 +145,7 @@ def mixer_plan(mixer: nn.Module, family: str, mesh: DeviceMesh) -> dict[str, Par
     for name, module in mixer.named_modules():
         if isinstance(module, nn.Linear) and name in rows:
             even = units.is_even(rows[name])
-            plan[name] = ColwiseParallel() if even else RowsOfHeads(units.rows(rows[name], module.out_features))
+            plan[name] = ColwiseParallel() if even else RowsOfHeads(units.rows(rows[name]))
         elif name in _OUT:
             plan[name] = RowwiseParallel()
         elif name in _NORMS and name not in rows:
@@ -160,10 +159,10 @@ class RowsOfHeads(ParallelStyle):
     The gradients of the rows that other ranks compute are zero, and are summed over tp.
     """
 
-    def __init__(self, rows: torch.Tensor) -> None:
+    def __init__(self, rows: _Ranges) -> None:
         super().__init__()
         self.rows = rows
-        """Indices of this rank's rows."""
+        """This rank's rows."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh)
@@ -193,10 +192,10 @@ class _MixerHeads(ParallelStyle):
             if isinstance(child, nn.Linear):
                 continue
             indices = {}
-            for name, tensor in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)):
+            for name, _ in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)):
                 spans = self.rows.get(path) or self.rows.get(f"{path}.{name}".lstrip("."))
                 if spans is not None:
-                    indices[name] = units.rows(spans, units.size(spans)).to(tensor.device)
+                    indices[name] = units.rows(spans)
             if indices:
                 distribute_parameters(child, device_mesh)
                 swapped.append((child, indices))
@@ -248,7 +247,7 @@ def _local_tensors(module: nn.Module, indices: Mapping[str, Any], gradient: Plac
     """Replace a module's direct parameters and buffers by local tensors within the context.
 
     Args:
-        indices: Name -> indices of the rows that this rank computes with; None or no entry: all rows.
+        indices: Name -> the rows that this rank computes with; None or no entry: all rows.
         gradient: Placement of the local gradients.
     """
     parameters, buffers = dict(module._parameters), dict(module._buffers)
@@ -266,12 +265,13 @@ def _local_tensors(module: nn.Module, indices: Mapping[str, Any], gradient: Plac
         module._buffers.update(buffers)
 
 
-def _select(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+def _select(tensor: torch.Tensor, rows: _Ranges | None) -> torch.Tensor:
     """Return some rows of a tensor, along its first dim with more than one: Kimi's A_log is (1, 1, heads, 1)."""
     if rows is None:
         return tensor
     dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), 0)
-    return tensor.index_select(dim, rows.to(tensor.device))
+    parts = [tensor.narrow(dim, start, length) for start, length in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _divide_counts(mixer: nn.Module, units: _Units) -> None:
@@ -284,7 +284,7 @@ def _divide_counts(mixer: nn.Module, units: _Units) -> None:
             width = 1 if name in heads else units.widths[letter]
             whole[name] = (units.counts[letter] * width, units.local(letter) * width)
     convolved = "vgg" if "g" in units.counts else "kkv" if "k" in units.counts else "vvv"
-    whole["conv_dim"] = (units.size(convolved), len(units.rows(convolved, 0)))
+    whole["conv_dim"] = (units.size(convolved), sum(length for _, length in units.rows(convolved)))
     for attributes in map(vars, mixer.modules()):
         for name, (total, local) in whole.items():
             if attributes.get(name) == total:
@@ -296,27 +296,27 @@ def _use_group_norm(norm: Any, units: _Units, family: str, mesh: DeviceMesh) -> 
     groups = units.counts["g"]
     if groups % units.ranks == 0:
         return
-    features = units.size("v") // groups
-    own = F.one_hot(torch.tensor(units.first("g")), groups)
+    features, own = units.size("v") // groups, units.first("g")
     gate_first = not (family == "falcon_h1" and norm.norm_before_gate)
-    norm.forward = partial(_group_norm, norm, features, own, gate_first, mesh)
+    norm.forward = partial(_group_norm, norm, features, (own, groups), gate_first, mesh)
 
 
 def _group_norm(
-    norm: Any, features: int, own: torch.Tensor, gate_first: bool, mesh: DeviceMesh, hidden: torch.Tensor,
+    norm: Any, features: int, group: tuple[int, int], gate_first: bool, mesh: DeviceMesh, hidden: torch.Tensor,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Gated RMS norm of this rank's part of a group: (batch, seq, local features), the same shape.
 
     Args:
         features: Features of a group on all ranks.
-        own: (groups,), 1 for the group that this rank has a part of.
+        group: The group that this rank has a part of, and the number of groups.
     """
     dtype, hidden = hidden.dtype, hidden.to(torch.float32)
     factor = 1.0 if gate is None else F.silu(gate.to(torch.float32))
     hidden = hidden * factor if gate_first else hidden
-    squares = hidden.pow(2).sum(-1, keepdim=True) * own.to(hidden)  # (batch, seq, groups): zero for other groups
-    summed = (all_reduce(squares, group=mesh.get_group()) * own.to(hidden)).sum(-1, keepdim=True)
+    own, groups = group
+    squares = F.pad(hidden.pow(2).sum(-1, keepdim=True), (own, groups - own - 1))  # (batch, seq, groups)
+    summed = all_reduce(squares, group=mesh.get_group())[..., own : own + 1]
     hidden = hidden * torch.rsqrt(summed / features + norm.variance_epsilon)
     hidden = norm.weight * hidden.to(dtype)
     return hidden if gate_first else (hidden * factor).to(dtype)
