@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from components import models
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import PeftConfig
+from tests.distributed.parity import HYBRID_MODELS
 
 VOCAB = 272  # 256 byte tokens plus special tokens, rounded up to a multiple of 16
 
@@ -48,8 +49,8 @@ DENSE = [name for name in FAMILIES if name != "mixtral"]
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
-    """Return the config of a model family."""
-    values = dict(FAMILIES[family])
+    """Return the config of a model family, of FAMILIES or of the hybrid models of the parity tests."""
+    values = dict(FAMILIES[family] if family in FAMILIES else {**HYBRID_MODELS[family], "vocab_size": VOCAB})
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 

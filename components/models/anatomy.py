@@ -27,8 +27,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' layer types with causal attention: to all earlier tokens, or to those within a window."""
 MIXING = ("linear_attention", "conv", "hybrid")
 """transformers' layer types that mix tokens by a convolution or a recurrence; hybrid: beside full attention."""
-_TOKENWISE = ("mlp", "moe")
-"""transformers' layer types of layers that are an MLP only (Nemotron-H)."""
+WITHOUT_MASK = (*MIXING, "mlp", "moe")
+"""Layer types that need no mask, in families of `MIXERS`; mlp and moe: an MLP only (Nemotron-H)."""
 _LAYER_COUNTS = {
     "blenderbot": "decoder_layers",  # num_hidden_layers counts encoder layers
     "blenderbot-small": "decoder_layers",
@@ -468,7 +468,7 @@ def _tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _needs_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str:
-    known = {FULL, SLIDING, *_TOKENWISE, *MIXING} if config.model_type in MIXERS else {FULL, SLIDING}
+    known = {FULL, SLIDING, *(WITHOUT_MASK if config.model_type in MIXERS else ())}
     if others := kinds - known:
         return f"has layers of type {', '.join(sorted(others))}, which are neither full nor sliding attention"
     if _value(config, "is_causal") is False or _value(config, "use_bidirectional_attention"):

@@ -13,6 +13,7 @@ handling of DTensors is adopted here.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,15 @@ from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.run import LoggingConfig, ProfileConfig
 from components.distributed.mesh import Mesh, Ranks, groups_of_mesh
-from components.models.anatomy import FULL, SLIDING, Anatomy, encoder_parameters, read_anatomy
+from components.models.anatomy import (
+    FULL,
+    SLIDING,
+    WITHOUT_MASK,
+    Anatomy,
+    config_of,
+    encoder_parameters,
+    read_anatomy,
+)
 from components.protocol.run_files import atomic_path, atomic_write, own_folder
 
 _PEAK_TFLOPS = {
@@ -67,6 +76,14 @@ _OPERATIONS = (
     "barrier",
 )
 """Operation names in the table: an operator is listed under the first of these that its name contains."""
+_STATE_SIZES = {
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"): 6,
+    ("linear_num_heads", "linear_head_dim", "linear_head_dim"): 6,
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"): 4,
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"): 4,
+}
+"""Keys of config.json whose product is the size of a layer's recurrent state -> FLOPs of a forward per token and
+element: 2 for each product of the state with a vector and for each outer product that is added to it."""
 _RECORDED_STEP = 2
 """Step of a run that is recorded, from 1; the first step also runs one-time initialization."""
 
@@ -76,7 +93,7 @@ class _ModelFlops:
     """FLOPs of a forward and backward of the whole model, independent of the mesh."""
 
     per_token: float
-    """Matmuls with parameters."""
+    """Matmuls with parameters, and recurrences."""
     per_pair: tuple[tuple[int | None, int], ...] = ()
     """Attention, per kind of layer: (sliding window or None, FLOPs per pair of tokens summed over these layers)."""
 
@@ -149,7 +166,10 @@ def peak_tflops(cfg: LoggingConfig, device: torch.device, dtype: torch.dtype) ->
 def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> _ModelFlops:
     """Count the FLOPs of a transformers model from its modules and its anatomy (None: read it).
 
-    Raises NotImplementedError if layers use neither full nor sliding-window attention, or differ in their heads.
+    A recurrence counts token by token: reading a state of heads x keys x values by the key, adding to it, and reading
+    it by the query (delta rule), or the last two (Mamba-2); kernels that work on chunks of tokens compute more.
+
+    Raises NotImplementedError for layers of other types, or if layers differ in their heads.
     """
     anatomy = anatomy or read_anatomy(model)
     per_token, unused = 0.0, encoder_parameters(model)
@@ -158,11 +178,11 @@ def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> _ModelFlops
             continue
         is_expert = name in anatomy.experts
         for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() >= (3 if is_expert else 2) and f"{name}.{leaf}" not in unused:
+            if (3 if is_expert else 2) <= parameter.dim() <= 3 and f"{name}.{leaf}" not in unused:
                 share = _experts_per_token(anatomy) / parameter.shape[0] if is_expert else 1.0
                 values = parameter.numel() if parameter.is_floating_point() else _packed_values(module)
                 per_token += (6 if parameter.requires_grad else 4) * values * share
-    return _ModelFlops(per_token, _per_pair(anatomy))
+    return _ModelFlops(per_token + _of_states(model, anatomy), _per_pair(anatomy))
 
 
 def pairs(length: int, window: int | None = None) -> int:
@@ -199,13 +219,28 @@ def _experts_per_token(anatomy: Anatomy) -> int:
     return anatomy.experts_per_token
 
 
+def _of_states(model: nn.Module, anatomy: Anatomy) -> float:
+    """Return the FLOPs per token of the recurrences of all layers, forward and backward."""
+    layers = sum(kind in ("linear_attention", "hybrid") for kind in anatomy.kinds)
+    config = config_of(model)
+    if not anatomy.mixers or not layers or config is None:
+        return 0.0
+    values = config.get_text_config().to_dict()
+    for keys, flops in _STATE_SIZES.items():
+        sizes = [values.get(key) for key in keys]
+        if all(isinstance(size, int) for size in sizes):
+            return 3.0 * flops * layers * math.prod(sizes)
+    raise NotImplementedError(f"the config of {config.model_type} does not give the size of the recurrent state")
+
+
 def _per_pair(anatomy: Anatomy) -> tuple[tuple[int | None, int], ...]:
-    if unknown := set(anatomy.kinds) - {FULL, SLIDING}:
+    if unknown := set(anatomy.kinds) - {FULL, SLIDING, *(WITHOUT_MASK if anatomy.mixers else ())}:
         raise NotImplementedError(f"the FLOPs of layers of {', '.join(sorted(unknown))} are unknown")
     if anatomy.widths is None:
         raise NotImplementedError("the config does not give one number and size of heads for all layers")
     per_layer = 6 * anatomy.widths.heads * (anatomy.widths.keys + anatomy.widths.values)
-    windows = Counter(anatomy.window if kind == SLIDING else None for kind in anatomy.kinds)
+    attending = [kind for kind in anatomy.kinds if kind in (FULL, SLIDING, "hybrid")]
+    windows = Counter(anatomy.window if kind == SLIDING else None for kind in attending)
     return tuple((window, count * per_layer) for window, count in windows.items())
 
 

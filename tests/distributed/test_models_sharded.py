@@ -20,7 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from components import distributed
+from components.config.mesh_rules import NO_TP_PLAN
 from components.config.schema.model import ModelConfig, WeightInit
+from components.config.schema.parallelism import ParallelismConfig
 from components.models import (
     build_on_meta,
     count_parameters,
@@ -34,6 +37,7 @@ from components.models.weights.shards import _describe
 from components.models.weights.weight_sources import SafetensorsTensors
 from components.protocol.errors import ConfigError
 from components.training.step_cost import record_traffic
+from tests.distributed.parity import HYBRID_MODELS
 from tests.distributed.test_pipeline import start
 from tests.harness import run_ranks
 from tests.tiny_models import DENSE, FAMILIES, logits, reference, tiny_folder
@@ -137,6 +141,26 @@ def test_llama_families_load_into_every_layout_and_ranks_read_their_shards_only(
             torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-4)
 
     run_ranks(world, body)
+
+
+def test_hybrid_models_load_on_tp_from_files(tmp_path: Path) -> None:
+    """As in a run, which chooses the rows of each rank's heads on the meta device, before there are weights."""
+    families = [family for family in HYBRID_MODELS if family not in NO_TP_PLAN]
+    folders = {family: tiny_folder(tmp_path / family, family) for family in families}
+    config = ParallelismConfig(strategy="fsdp2", dp_shard=1, tp=2)
+
+    def body(rank: int) -> None:
+        mesh = distributed.build_mesh(config, "cpu")
+        for family, folder in folders.items():
+            expected, cfg = reference(folder), ModelConfig(path=str(folder))
+            model = build_on_meta(cfg)
+            distributed.parallelize(model, mesh, config, torch.float32)
+            materialize(model, "cpu")
+            fill_weights(model, cfg, seed=5)
+            assert_equal_parameters(model, expected)
+            torch.testing.assert_close(logits(model.eval()), logits(expected), rtol=1e-3, atol=1e-3, msg=family)
+
+    run_ranks(2, body)
 
 
 def test_random_weights_are_identical_on_every_mesh() -> None:

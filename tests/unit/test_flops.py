@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import observability, training
 from components.batch import Batch
+from components.config.schema.model import MIXERS
 from components.config.schema.run import LoggingConfig, ProfileConfig
 from components.training.state import StepMetrics
 from components.training.step_cost import _PEAK_TFLOPS, StepProfile, _document_lengths, model_flops, pairs, peak_tflops
-from tests.distributed.parity import MODELS, MOE_MODELS, SMALL
+from tests.distributed.parity import HYBRID_MODELS, MODELS, MOE_MODELS, SMALL
 
 CPU = torch.device("cpu")
 SEQ = 24
@@ -36,11 +38,11 @@ COUNTED: dict[str, dict[str, Any]] = {
 
 
 def build(name: str) -> Any:
-    values = dict(COUNTED[name])
+    values = dict((COUNTED | HYBRID_MODELS)[name])
     torch.manual_seed(0)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    if name in MOE_MODELS:
+    if name in MOE_MODELS or getattr(model.config, "num_experts_per_tok", None):
         model.set_experts_implementation("eager")
     return model
 
@@ -89,6 +91,40 @@ def test_flops_of_unsupported_layer_types_are_rejected() -> None:
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(NotImplementedError, match="layers of linear_attention"):
         model_flops(model)
+    with pytest.raises(NotImplementedError, match="zamba2 does not give the size of the recurrent state"):
+        model_flops(build("zamba2"))
+
+
+STATES = {
+    "qwen3_5_text": 6 * 8 * 8 * 4,  # 8 value heads, keys of 8, values of 4
+    "kimi_linear": 6 * 4 * 8 * 8,
+    "nemotron_h": 4 * 8 * 12 * 8,  # 8 heads of 12, states of 8
+    "falcon_h1": 2 * 4 * 8 * 12 * 8,
+    "lfm2": 0,
+}
+"""FLOPs of a forward per token in the recurrences."""
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_flops_of_hybrid_models_match_the_torch_flop_counter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without convolutions, whose groups the counter ignores, and recurrences, which are computed in chunks."""
+    model = build(name)
+    modeling = sys.modules[type(model).__module__]
+
+    def no_convolution(hidden_states: torch.Tensor, weight: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        return hidden_states + weight.sum() * 0.0
+
+    def no_recurrence(first: Any, second: Any, third: Any, *others: Any, **options: Any) -> Any:
+        inputs = (each for each in (first, second, third, *others, *options.values()) if isinstance(each, torch.Tensor))
+        zero = sum(each.sum() for each in inputs) * 0.0
+        return first + zero if "chunk_size" in options else (third + zero, None)
+
+    for function, planted in zip(MIXERS[name], (no_convolution, no_recurrence), strict=False):
+        monkeypatch.setattr(modeling, function, planted)
+    flops = model_flops(model)
+    convolutions = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Conv1d))
+    everything = flops.per_token * SEQ + sum(each for _, each in flops.per_pair) * SEQ**2
+    assert everything - (6 * convolutions + 3 * STATES[name]) * SEQ == counted(model)
 
 
 def test_document_lengths_exclude_padding_and_separate_documents() -> None:
