@@ -50,6 +50,10 @@ _OTHER_KEYS = {
     "rope_scaling": "model.config.rope_parameters",
 }
 """Keys of config.json files that are set elsewhere -> the key to set."""
+_IGNORED = {
+    "nemotron_h": {"num_hidden_layers": "has as many layers as layers_block_type; set model.config.layers_block_type"},
+}
+"""Model type -> key that the class of the config accepts and ignores -> what to set instead."""
 _WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
 """What transformers raises for values of a config that it does not check."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
@@ -189,6 +193,7 @@ def load_config(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedCo
     Arguments and errors are those of `build_on_meta`.
     """
     from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
 
     overrides = dict(cfg.config)
     if cfg.path is None:
@@ -196,13 +201,20 @@ def load_config(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedCo
             overrides["vocab_size"] = _vocabulary_for(vocab_size or len(load_tokenizer(cfg)))
         values: dict[str, Any] = {}
         cls = _class_of(overrides["model_type"], "model.config.model_type")
+        text = cls.sub_configs.get("text_config")
+        if text is not None and text.model_type in CONFIG_MAPPING:
+            raise ConfigError(
+                f"model.config.model_type={cls.model_type}: is a text model with encoders; from scratch only the text "
+                f"model can be trained; set model.config.model_type={text.model_type}"
+            )
     else:
         values, cls = _read_values(cfg, locate(cfg.path))
         _reject_quantized(values, cfg.path)
-    _check_keys(overrides, cls)
+    _check_keys(overrides, values, cls)
     raise_all(size_problems(values, f"model.path={cfg.path}: config.json", overrides))
-    if "num_hidden_layers" in overrides and "layer_types" in values and "layer_types" not in overrides:
-        overrides["layer_types"] = values["layer_types"][: overrides["num_hidden_layers"]]
+    if isinstance(layers := overrides.get("num_hidden_layers"), int):
+        per_layer = [key for key, value in values.items() if isinstance(value, list) and key not in overrides]
+        overrides |= {key: values[key][:layers] for key in per_layer if len(values[key]) == values["num_hidden_layers"]}
     try:
         config = cls.from_dict({**values, **overrides})
     except (StrictDataclassError, ValueError, *_WRONG_VALUES) as error:
@@ -243,15 +255,26 @@ def _class_of(model_type: str, key: str) -> type[PreTrainedConfig]:
     return CONFIG_MAPPING[model_type]
 
 
-def _check_keys(overrides: dict[str, Any], cls: type[PreTrainedConfig]) -> None:
+def _check_keys(overrides: dict[str, Any], values: dict[str, Any], cls: type[PreTrainedConfig]) -> None:
+    """Raise ConfigError for keys of `model.config` that the class of the config does not read.
+
+    A class stores any key, so storing it shows nothing. Besides its fields it reads keys of published files, such as
+    Qwen 3.5's `full_attention_interval`, which change other values of the config.
+    """
     valid = [field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")]
-    valid += [*cls.attribute_map, "model_type"]
+    valid += [*cls.attribute_map, *cls.attribute_map.values(), "model_type"]
     problems = []
     for key, value in overrides.items():
         if key in _OTHER_KEYS:
             problems.append(f"model.config.{key}={value}: set {_OTHER_KEYS[key]} instead")
-        elif key not in valid and not (key == "head_dim" and _reads_head_dim(cls)):
-            problems.append(f"model.config.{key}={value}: {cls.__name__} has no such key{_nearest(key, valid)}")
+        elif key in _IGNORED.get(cls.model_type, {}):
+            problems.append(f"model.config.{key}={value}: {cls.__name__} {_IGNORED[cls.model_type][key]}")
+        elif key in valid or (key == "head_dim" and _reads_head_dim(cls)) or _changes(key, overrides, values, cls):
+            continue
+        elif nearest := _nearest(key, valid):
+            problems.append(f"model.config.{key}={value}: {cls.__name__} has no such key{nearest}")
+        else:
+            problems.append(f"model.config.{key}={value}: {cls.__name__} does not read this key; remove it")
     if overrides.get("model_type", cls.model_type) != cls.model_type:
         problems.append(
             f"model.config.model_type={overrides['model_type']}: the model at model.path is of type {cls.model_type}; "
@@ -259,6 +282,19 @@ def _check_keys(overrides: dict[str, Any], cls: type[PreTrainedConfig]) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _changes(key: str, overrides: dict[str, Any], values: dict[str, Any], cls: type[PreTrainedConfig]) -> bool:
+    """Return whether a key changes another value of a config, or is rejected by it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    with_key = {**values, **overrides}
+    try:
+        without = cls.from_dict({name: value for name, value in with_key.items() if name != key}).to_dict()
+        built = cls.from_dict(with_key).to_dict()
+    except (StrictDataclassError, ValueError, *_WRONG_VALUES):  # reported when the config itself is built
+        return True
+    return any(built.get(name) != value for name, value in without.items() if name != key)
 
 
 def _reads_head_dim(cls: type[PreTrainedConfig]) -> bool:
@@ -310,7 +346,7 @@ def _load_generation_config(model: PreTrainedModel, cfg: ModelConfig) -> None:
 
 
 def _nearest(name: str, candidates: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.8)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 

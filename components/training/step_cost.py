@@ -227,8 +227,8 @@ def _of_states(model: nn.Module, anatomy: Anatomy) -> float:
         return 0.0
     values = config.get_text_config().to_dict()
     for keys, flops in _STATE_SIZES.items():
-        sizes = [values.get(key) for key in keys]
-        if all(isinstance(size, int) for size in sizes):
+        sizes = [size for key in keys if isinstance(size := values.get(key), int)]
+        if len(sizes) == len(keys):
             return 3.0 * flops * layers * math.prod(sizes)
     raise NotImplementedError(f"the config of {config.model_type} does not give the size of the recurrent state")
 

@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from components.config.mesh_rules import NO_TP_PLAN
 from components.config.schema.model import Attention, DType, ModelConfig, RopeConfig, RopeType, WeightInit
@@ -27,6 +34,7 @@ from components.models import (
     materialize,
     model_shape,
 )
+from components.models.build import load_config
 from components.protocol.errors import ConfigError
 from tests.tiny_models import FAMILIES, GPT2_SIZES, SIZES, filled, tiny_folder
 
@@ -72,6 +80,69 @@ def test_parameter_dtype_and_attention_follow_the_config() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+READ_KEYS = [
+    ("qwen3_next", "full_attention_interval", 2, {"layer_types": ["linear_attention", "full_attention"] * 24}),
+    ("qwen3_5_text", "full_attention_interval", 2, {"layer_types": ["linear_attention", "full_attention"] * 16}),
+    ("nemotron_h", "hybrid_override_pattern", "M*-", {"layer_types": ["linear_attention", "full_attention", "mlp"]}),
+    ("nemotron_h", "mamba_n_groups", 4, {"n_groups": 4}),
+    ("gemma4_text", "global_head_dim", 64, None),
+    ("gemma3_text", "sliding_window_pattern", 1, {"layer_types": ["full_attention"] * 26}),
+    ("glm_moe_dsa", "index_topk_freq", 2, None),
+    ("glm_moe_dsa", "num_experts", 8, {"n_routed_experts": 8}),
+    ("deepseek_v32", "num_experts", 8, {"n_routed_experts": 8}),
+    ("kimi_linear", "num_experts", 8, {"num_local_experts": 8}),
+    ("kimi_linear", "num_experts_per_token", 3, {"num_experts_per_tok": 3}),
+    ("kimi_linear", "first_k_dense_replace", 2, None),
+    ("minimax_m2", "rotary_dim", 64, None),
+    ("lfm2", "block_ff_dim", 512, {"intermediate_size": 512}),
+    ("lfm2", "tie_embedding", False, {"tie_word_embeddings": False}),
+    ("glm4_moe", "partial_rotary_factor", 0.25, None),
+    ("mimo_v2_flash", "sliding_window_size", 64, None),
+]
+"""Model type, key of published files that its class reads without a field for it, value, and other values that follow
+(None: compared with the config without the key)."""
+UNREAD_KEYS = [
+    *(("qwen3_5_text", key) for key in ("mamba_ssm_dtype", "attn_output_gate", "mtp_use_dedicated_embeddings")),
+    *(("deepseek_v3", key) for key in ("topk_method", "scoring_func", "ep_size", "seq_aux")),
+    *(("minimax_m2", key) for key in ("use_mtp", "qk_norm_type")),
+    *(("lfm2", key) for key in ("block_dim", "conv_dim")),
+    *(("nemotron_h", "norm_eps"), ("gpt_oss", "initial_context_length"), ("bamba", "attn_rotary_emb")),
+]
+"""Keys of published files that nothing reads."""
+
+
+def of_type(model_type: str, **values: Any) -> PreTrainedConfig:
+    config = {"model_type": model_type, "vocab_size": 264, **values}
+    return load_config(ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=config))
+
+
+@pytest.mark.parametrize(("family", "key", "value", "follows"), READ_KEYS, ids=lambda each: str(each)[:24])
+def test_keys_of_published_configs_take_effect(family: str, key: str, value: Any, follows: Any) -> None:
+    config = of_type(family, **{key: value})
+    if follows is None:
+        assert {**config.to_dict(), key: None} != {**of_type(family).to_dict(), key: None}
+    for name, expected in (follows or {}).items():
+        assert getattr(config, name) == expected
+
+
+@pytest.mark.parametrize(("family", "key"), UNREAD_KEYS)
+def test_keys_that_no_class_reads_are_rejected(family: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model.config.{key}=1: \w+ does not read this key; remove it"):
+        of_type(family, **{key: 1})
+
+
+def test_a_shallower_hybrid_model_keeps_its_first_layers(tmp_path: Path) -> None:
+    kinds = ["linear_attention", "full_attention"] * 2
+    AutoConfig.for_model("kimi_linear", num_hidden_layers=4, layer_types=kinds).save_pretrained(tmp_path)
+    cut = load_config(ModelConfig(path=str(tmp_path), config={"num_hidden_layers": 3}))
+    assert cut.layer_types == ["linear_attention", "full_attention", "linear_attention"]
+    assert len(cut.mlp_layer_types) == 3
+    with pytest.raises(ConfigError, match="as many layers as layers_block_type; set model.config.layers_block_type"):
+        of_type("nemotron_h", num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="encoders; .* set model.config.model_type=qwen3_5_text"):
+        of_type("qwen3_5")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -83,8 +154,11 @@ def test_parameter_dtype_and_attention_follow_the_config() -> None:
         ({"dtype": "float16"}, r"model.config.dtype=float16: set model.dtype instead"),
         ({"rope_theta": 1.0}, r"model.config.rope_theta=1.0: set model.config.rope_parameters instead"),
         ({"vocab_size": 100}, r"model.config.vocab_size=100: the tokenizer has 260 tokens"),
-        ({"model_type": "t5", "d_model": 8}, r"T5Config has no such key"),
-        ({"model_type": "gpt2", "head_dim": 8}, r"model.config.head_dim=8: GPT2Config has no such key"),
+        ({"model_type": "t5", "d_model": 8}, r"T5Config does not read this key; remove it"),
+        (
+            {"model_type": "gpt2", "head_dim": 8},
+            r"head_dim=8: GPT2Config does not read this key; remove it",
+        ),
     ],
 )
 def test_invalid_model_config_is_rejected_by_key(config: dict[str, Any], message: str) -> None:
