@@ -28,10 +28,11 @@ CONFIG_NAMES = {
     "vocab": ("vocab_size",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "head_dim": ("head_dim",),
+    "linear_heads": ("linear_num_value_heads",),
     "mlp": ("intermediate_size", "n_inner"),
     "expert_mlp": ("moe_intermediate_size",),
     "shared_mlp": ("shared_expert_intermediate_size",),
-    "experts_per_token": ("num_experts_per_tok",),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token"),
     "window": ("sliding_window",),
     "tied": ("tie_word_embeddings",),
     "per_layer_input": ("hidden_size_per_layer_input",),
@@ -121,6 +122,8 @@ class ModelShape:
     """transformers' model type."""
     head_dim: int | None = None
     """Width of an attention head; None: hidden / heads, unless the family has another default."""
+    linear_heads: int | None = None
+    """Value heads of linear attention."""
     mlp: int | None = None
     """Intermediate size of the dense MLPs."""
     expert_mlp: int | None = None
@@ -198,9 +201,11 @@ def shape_of_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes in a Hugging Face config, given as a dict; those of a nested text_config take precedence."""
     nested = config.get("text_config")
     values = {**config, **nested} if isinstance(nested, dict) else config
-    return {
+    found = {
         size: values[key] for size, keys in CONFIG_NAMES.items() for key in keys if isinstance(values.get(key), int)
     }
+    kinds = values.get("layers_block_type") or values.get("hybrid_override_pattern")  # Nemotron-H states no number
+    return {"layers": len(kinds)} | found if kinds else found
 
 
 def _other_layers(config: dict[str, Any]) -> tuple[str, ...]:

@@ -288,13 +288,16 @@ def _changes(key: str, overrides: dict[str, Any], values: dict[str, Any], cls: t
     """Return whether a key changes another value of a config, or is rejected by it."""
     from huggingface_hub.errors import StrictDataclassError
 
-    with_key = {**values, **overrides}
-    try:
-        without = cls.from_dict({name: value for name, value in with_key.items() if name != key}).to_dict()
-        built = cls.from_dict(with_key).to_dict()
-    except (StrictDataclassError, ValueError, *_WRONG_VALUES):  # reported when the config itself is built
-        return True
-    return any(built.get(name) != value for name, value in without.items() if name != key)
+    # By itself too: beside the values that follow from it, such as a pattern beside its list of layers, it changes none.
+    for with_key in ({**values, **overrides}, {key: overrides[key]}):
+        try:
+            without = cls.from_dict({name: value for name, value in with_key.items() if name != key}).to_dict()
+            built = cls.from_dict(with_key).to_dict()
+        except (StrictDataclassError, ValueError, *_WRONG_VALUES):  # reported when the config itself is built
+            return True
+        if any(built.get(name) != value for name, value in without.items() if name != key):
+            return True
+    return False
 
 
 def _reads_head_dim(cls: type[PreTrainedConfig]) -> bool:

@@ -32,6 +32,7 @@ _SIZE_KEYS = {
     "hidden": "hidden_size",
     "vocab": "vocab_size",
     "head_dim": "head_dim",
+    "linear_heads": "linear_num_value_heads",
     "mlp": "intermediate_size",
     "expert_mlp": "moe_intermediate_size",
     "experts_per_token": "num_experts_per_tok",
@@ -43,6 +44,7 @@ _EXPERT_KEYS = {
     "gpt_oss": "num_local_experts",
     "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts",
+    "nemotron_h": "n_routed_experts",
 }
 """Model type -> its key for the number of experts; num_experts for others."""
 _SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe")
@@ -80,6 +82,8 @@ def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:
     values |= {key: getattr(shape, name) for name, key in _SIZE_KEYS.items() if getattr(shape, name) is not None}
     if shape.experts:
         values[_EXPERT_KEYS.get(shape.family or "", "num_experts")] = shape.experts
+    if shape.family == "nemotron_h":  # as many layers as its pattern has, in the option's model.config
+        values.pop("num_hidden_layers", None)
     if shape.family in _SINGLE_MLP_SIZE and shape.expert_mlp is not None:
         values["intermediate_size"] = values.pop("moe_intermediate_size")
     return replace(

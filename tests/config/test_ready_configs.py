@@ -80,7 +80,8 @@ def test_every_hub_model_composes_and_fits_some_mesh(commands: Commands, tmp_pat
     answers: dict[str, Any] = json.loads(ended.output)
     limit = usable_bytes(find_hardware("h100_80"))
     for name, answer in answers.items():
-        stated = dict.fromkeys(KEYS) | {"attention": "sdpa", "router_aux": "sequence"} | HUB_MODELS[name].values
+        values = {key: value for key, value in HUB_MODELS[name].values.items() if key != "config"}
+        stated = dict.fromkeys(KEYS) | {"attention": "sdpa", "router_aux": "sequence"} | values
         assert answer["values"] == stated, name
         if name in NOT_PLANNED:
             assert "the formulas do not cover this model type" in answer["problems"][0], name

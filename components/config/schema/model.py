@@ -215,7 +215,7 @@ _ROPE_KEYS = {
 }
 """Type of scaling -> keys that only it has."""
 
-SIZES = ("layers", "heads", "kv_heads", "hidden", "vocab", "experts", "head_dim", "mlp", "expert_mlp")
+SIZES = ("layers", "heads", "kv_heads", "hidden", "vocab", "experts", "head_dim", "linear_heads", "mlp", "expert_mlp")
 """Keys that state sizes of the model before it is loaded."""
 
 
@@ -301,6 +301,8 @@ class ModelConfig:
     """transformers' model type, such as llama."""
     head_dim: int | None = None
     """Width of an attention head; null: hidden / heads, unless the family has another default."""
+    linear_heads: int | None = None
+    """Value heads of linear attention; null: none, or the default of the family."""
     mlp: int | None = None
     """Intermediate size of the dense MLPs."""
     expert_mlp: int | None = None
