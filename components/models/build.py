@@ -288,7 +288,7 @@ def _changes(key: str, overrides: dict[str, Any], values: dict[str, Any], cls: t
     """Return whether a key changes another value of a config, or is rejected by it."""
     from huggingface_hub.errors import StrictDataclassError
 
-    # By itself too: beside the values that follow from it, such as a pattern beside its list of layers, it changes none.
+    # By itself too: a pattern changes nothing beside the list of layers that follows from it.
     for with_key in ({**values, **overrides}, {key: overrides[key]}):
         try:
             without = cls.from_dict({name: value for name, value in with_key.items() if name != key}).to_dict()
