@@ -247,9 +247,7 @@ def _within_documents(
     """
     if documents is None:
         return function(**tensors, **others)
-    first = tensors[mixing.tensors[0]]
-    # With one kernel only, documents would be apart in one of the two functions and not in the other.
-    if first.is_cuda and all(_has_kernel(_FUNCTIONS[each].package) for each in family):
+    if _uses_kernels(tensors[mixing.tensors[0]], family):
         return _by_kernel(function, mixing, tensors, others, documents)
     rows, has_state = [], False
     for row, spans in enumerate(documents.spans()):
@@ -271,11 +269,16 @@ def _by_kernel(
     first = tensors[mixing.tensors[0]]
     batch, seq = first.shape[0], first.shape[mixing.dim]
     if mixing is not _DELTA_RULE:
-        return function(**tensors, **others, seq_idx=documents.indices(seq))
+        return function(**tensors, **{**others, "seq_idx": documents.indices(seq)})
     # fla takes one row, in which no document is empty.
     flat = {name: each.flatten(0, 1)[None] for name, each in tensors.items()}  # (1, batch x seq, heads, ...)
-    output, _ = function(**flat, **others, cu_seqlens=documents.filled_ends(seq))
+    output, _ = function(**flat, **{**others, "cu_seqlens": documents.filled_ends(seq)})
     return output.unflatten(1, (batch, seq))[0], None
+
+
+def _uses_kernels(tensor: torch.Tensor, family: tuple[str, ...]) -> bool:
+    """Return whether kernels separate the documents: with one only, it would in one of the two functions."""
+    return tensor.is_cuda and all(_has_kernel(_FUNCTIONS[each].package) for each in family)
 
 
 @cache

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import sys
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import numpy as np
@@ -197,6 +197,56 @@ def test_each_function_of_a_hybrid_layer_keeps_documents_apart(name: str, monkey
 def as_one_document(function: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop(DOCUMENTS).mixed_by.add(name)
     return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2"])
+def test_kernels_get_documents_as_their_packages_define_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run on GPUs only, so loops that follow their documentation replace them: fla takes one row and the
+    ends of its documents, causal-conv1d and mamba-ssm the number of each token's document."""
+    plain: Any = build_hybrid(name)
+    rows = packed(20, shorter=SHORT)
+    expected = packed_step(plain, rows=rows)
+    modeling, calls = sys.modules[type(plain).__module__], []
+
+    def by_ends(original: Any, *, cu_seqlens: Any, **kw: Any) -> Any:
+        of_tokens = {key: kw.pop(key) for key in ("query", "key", "value", "g", "beta")}
+        assert len(of_tokens["query"]) == 1
+        assert (cu_seqlens[0], cu_seqlens[-1]) == (0, of_tokens["query"].shape[1])
+        assert cu_seqlens.diff().min() > 0
+        calls.append("ends")
+        parts = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+        outputs = [original(**{key: each[:, part] for key, each in of_tokens.items()}, **kw)[0] for part in parts]
+        return torch.cat(outputs, dim=1), None
+
+    def by_number(original: Any, hidden_states: Any, *others: Any, seq_idx: Any, **kw: Any) -> Any:
+        dim = 1 if hidden_states.dim() == 4 else 2
+        assert seq_idx.dtype == torch.int32
+        assert seq_idx.shape == (len(hidden_states), hidden_states.shape[dim])
+        calls.append("numbers")
+        of_tokens = {"hidden_states": hidden_states, **{key: kw.pop(key) for key in ("dt", "B", "C") if key in kw}}
+        output = torch.zeros_like(hidden_states)
+        for row in range(len(seq_idx)):
+            for number in seq_idx[row].unique().tolist():
+                own = (seq_idx[row] == number).nonzero().flatten()
+                cut = {key: each[row : row + 1].index_select(dim, own) for key, each in of_tokens.items()}
+                part = original(*others, **cut, **kw)
+                output = output.index_add(dim, own, part) if len(seq_idx) == 1 else _placed(output, row, own, part, dim)
+        return output
+
+    for function in MIXERS[name]:
+        separate = getattr(modeling, function)
+        kernel = partial(by_ends if "delta" in function else by_number, separate.args[0])
+        update_wrapper(kernel, separate.args[0])
+        monkeypatch.setattr(modeling, function, partial(separate.func, kernel, *separate.args[1:]))
+    monkeypatch.setattr("components.models.documents._uses_kernels", lambda *_: True)
+    assert differences(expected, packed_step(plain, rows=rows)) == []
+    assert set(calls) == {"numbers", *(["ends"] if name == "qwen3_next" else [])}
+
+
+def _placed(output: Any, row: int, own: Any, part: Any, dim: int) -> Any:
+    rows = list(output.unbind())
+    rows[row] = rows[row].index_add(dim - 1, own, part[0])
+    return torch.stack(rows)
 
 
 @pytest.mark.slow
