@@ -12,18 +12,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from components import models
-from components.config.schema import PeftConfig
-from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.compute_rules import _WHOLE_ROWS, attention_problems
+from components.config.schema import ModelConfig, PeftConfig
+from components.config.schema.cluster import Device
+from components.config.schema.model import MIXERS
+from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
+from components.config.shape import ModelShape
 from components.distributed.tp_plan import read_heads
 from components.models.anatomy import _LAYER_COUNTS, Anatomy, _passes_window, read_anatomy
 from components.models.fused_layers import FusedNorm, fuse_layers, rms_norm, rotate, swiglu
 from components.models.lora_linear import add_low_rank
 from components.protocol.errors import ConfigError
 from components.training.step_cost import model_flops
-from tests.distributed.parity import SMALL, build
+from tests.distributed.parity import HYBRID_MODELS, SMALL, build
 from tests.fuzz.families import DENSE, SPARSE, draw_config
 
 FUSED = {
@@ -208,6 +212,25 @@ def test_models_that_need_masks_report_why(values: dict[str, Any], reason: str) 
     anatomy = read_anatomy(built_family({**TINY, **values}))
     assert anatomy.needs_masks.startswith(reason)
     assert bool(anatomy.needs_masks) == bool(reason)
+
+
+@pytest.mark.parametrize("kind", sorted(_WHOLE_ROWS))
+def test_the_launcher_knows_the_models_whose_rows_cannot_be_packed(kind: str) -> None:
+    """Beside those whose config.json names unknown layer types, which the launcher reads."""
+    config = CONFIG_MAPPING[kind]()
+    with torch.device("meta"):
+        anatomy = read_anatomy(AutoModelForCausalLM.from_config(config))
+    assert anatomy.needs_unpacked_rows
+    mesh, shape = MeshShape(cp=2), ModelShape(family=kind)
+    problems = attention_problems(ModelConfig(path="mine"), mesh, Device.cuda, packs=True, trains=True, shape=shape)
+    assert [each.partition("=")[0] for each in problems] == ["data.pack", "parallelism.cp"]
+
+
+@pytest.mark.parametrize("name", HYBRID_MODELS)
+def test_hybrid_models_may_be_packed_and_divided(name: str) -> None:
+    anatomy = read_anatomy(built_family(HYBRID_MODELS[name]))
+    assert anatomy.mixers == MIXERS[name]
+    assert anatomy.needs_unpacked_rows == anatomy.needs_unsharded_rows == ""
 
 
 @pytest.mark.parametrize("family", [name for name, values in FAMILIES.items() if values.get("sliding_window")])
