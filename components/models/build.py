@@ -83,7 +83,8 @@ def build_on_meta(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     config = load_config(cfg, vocab_size)
-    auto_class: Any = AutoModelForImageTextToText if config.model_type in IMAGE_TEXT else AutoModelForCausalLM
+    listed_by_images = (*IMAGE_TEXT, "mistral4")  # Mistral 4's text model is missing among transformers' causal LMs
+    auto_class: Any = AutoModelForImageTextToText if config.model_type in listed_by_images else AutoModelForCausalLM
     if labels is not None:
         set_labels(config, labels)
         auto_class = AutoModelForSequenceClassification

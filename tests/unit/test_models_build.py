@@ -131,6 +131,13 @@ def test_keys_that_no_class_reads_are_rejected(family: str, key: str) -> None:
         of_type(family, **{key: 1})
 
 
+def test_a_text_model_that_transformers_lists_beside_images_is_built() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    config = {"model_type": "mistral4", "vocab_size": 264, **sizes}
+    model = build_on_meta(ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=config))
+    assert type(model).__name__ == "Mistral4ForCausalLM"
+
+
 def test_a_shallower_hybrid_model_keeps_its_first_layers(tmp_path: Path) -> None:
     kinds = ["linear_attention", "full_attention"] * 2
     AutoConfig.for_model("kimi_linear", num_hidden_layers=4, layer_types=kinds).save_pretrained(tmp_path)
