@@ -174,7 +174,9 @@ class RowShard:
             # More than one chunk, where a chunk is shorter than the convolution.
             halo = torch.cat([zeros, *ends[max(0, chunk - before) : chunk]], dim=2)[..., -before:]
             window = None if documents is None else documents.window(chunk * size - before, (chunk + 1) * size)
-            outputs.append(run({name: torch.cat([halo, own], dim=2)}, others, window)[..., before:])
+            # Channels last, as kernels that separate documents require.
+            padded = torch.cat([halo.transpose(1, 2), own.transpose(1, 2)], dim=1).transpose(1, 2)
+            outputs.append(run({name: padded}, others, window)[..., before:])
         return torch.cat(outputs, dim=2)
 
     def _by_heads(self, heads: int, run: Any, tensors: _Tensors, others: dict[str, Any], documents: Any) -> Any:

@@ -225,8 +225,10 @@ def _mix_apart(
     args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     mixing = _FUNCTIONS[name]
-    others = _signature(function).bind(*args, **kwargs).arguments
-    others |= others.pop("kwargs", {})
+    # As transformers passes them: kernels have other names for what is passed by position.
+    positional = list(_signature(function).parameters)[: len(args)]
+    others = dict(zip(positional, args, strict=True)) | kwargs
+    function = partial(_call, function, positional)
     tensors = {each: others.pop(each) for each in mixing.tensors}
     if documents is not None:
         documents.mixed_by.add(name)
@@ -234,6 +236,11 @@ def _mix_apart(
     if shard is None:
         return run(tensors, others, documents)
     return shard.mix(name, function, run, tensors, others, documents)
+
+
+def _call(function: Callable[..., Any], positional: list[str], /, **arguments: Any) -> Any:
+    values = [arguments.pop(name) for name in positional]
+    return function(*values, **arguments)
 
 
 def _within_documents(

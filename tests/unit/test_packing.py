@@ -208,30 +208,35 @@ def test_kernels_get_documents_as_their_packages_define_them(name: str, monkeypa
     expected = packed_step(plain, rows=rows)
     modeling, calls = sys.modules[type(plain).__module__], []
 
-    def by_ends(original: Any, *, cu_seqlens: Any, **kw: Any) -> Any:
-        of_tokens = {key: kw.pop(key) for key in ("query", "key", "value", "g", "beta")}
-        assert len(of_tokens["query"]) == 1
-        assert (cu_seqlens[0], cu_seqlens[-1]) == (0, of_tokens["query"].shape[1])
+    def by_ends(original: Any, q: Any, k: Any, v: Any, /, *, g: Any, beta: Any, cu_seqlens: Any, **kw: Any) -> Any:
+        assert len(q) == 1
+        assert (cu_seqlens[0], cu_seqlens[-1]) == (0, q.shape[1])
         assert cu_seqlens.diff().min() > 0
         calls.append("ends")
         parts = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
-        outputs = [original(**{key: each[:, part] for key, each in of_tokens.items()}, **kw)[0] for part in parts]
+        outputs = [
+            original(q[:, part], k[:, part], v[:, part], g=g[:, part], beta=beta[:, part], **kw)[0] for part in parts
+        ]
         return torch.cat(outputs, dim=1), None
 
-    def by_number(original: Any, hidden_states: Any, *others: Any, seq_idx: Any, **kw: Any) -> Any:
-        dim = 1 if hidden_states.dim() == 4 else 2
+    def by_number(original: Any, x: Any, /, *others: Any, seq_idx: Any, **kw: Any) -> Any:
+        dim = 1 if x.dim() == 4 else 2
+        assert dim == 1 or x.stride(1) == 1  # channels last
         assert seq_idx.dtype == torch.int32
-        assert seq_idx.shape == (len(hidden_states), hidden_states.shape[dim])
+        assert seq_idx.shape == (len(x), x.shape[dim])
         calls.append("numbers")
-        of_tokens = {"hidden_states": hidden_states, **{key: kw.pop(key) for key in ("dt", "B", "C") if key in kw}}
-        output = torch.zeros_like(hidden_states)
-        for row in range(len(seq_idx)):
-            for number in seq_idx[row].unique().tolist():
-                own = (seq_idx[row] == number).nonzero().flatten()
-                cut = {key: each[row : row + 1].index_select(dim, own) for key, each in of_tokens.items()}
-                part = original(*others, **cut, **kw)
-                output = output.index_add(dim, own, part) if len(seq_idx) == 1 else _placed(output, row, own, part, dim)
-        return output
+        rows = []
+        for row, numbers in enumerate(seq_idx):
+            parts = []
+            for number in numbers.unique().tolist():
+                own = (numbers == number).nonzero().flatten()
+                cut = [
+                    each[row : row + 1].index_select(dim, own) if torch.is_tensor(each) and each.dim() > 2 else each
+                    for each in (x, *others)
+                ]
+                parts.append(original(*cut, **kw))
+            rows.append(torch.cat(parts, dim=dim))
+        return torch.cat(rows)
 
     for function in MIXERS[name]:
         separate = getattr(modeling, function)
@@ -241,12 +246,6 @@ def test_kernels_get_documents_as_their_packages_define_them(name: str, monkeypa
     monkeypatch.setattr("components.models.documents._uses_kernels", lambda *_: True)
     assert differences(expected, packed_step(plain, rows=rows)) == []
     assert set(calls) == {"numbers", *(["ends"] if name == "qwen3_next" else [])}
-
-
-def _placed(output: Any, row: int, own: Any, part: Any, dim: int) -> Any:
-    rows = list(output.unbind())
-    rows[row] = rows[row].index_add(dim - 1, own, part[0])
-    return torch.stack(rows)
 
 
 @pytest.mark.slow
