@@ -60,6 +60,8 @@ _ROWS: Mapping[str, Mapping[str, str]] = {
 those of value heads; g, those of groups; h, one row per value head; K, all rows, grouped by key head."""
 _Ranges = list[tuple[int, int]]
 """First row and number of rows, of each part."""
+_Swapped = list[tuple[nn.Module, dict[str, Any]]]
+"""Modules, and the rows of their parameters and buffers that a rank computes with, by name."""
 _OUT = ("out_proj", "o_proj")
 _NORMS = ("norm", "o_norm")
 
@@ -202,13 +204,7 @@ class _MixerHeads(ParallelStyle):
                 if path == "norm":
                     _use_group_norm(child, units, self.family, device_mesh)
         _divide_counts(module, units)
-        compute = module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with _all_local(swapped, Partial()):
-                return compute(*args, **kwargs)
-
-        module.forward = forward
+        _compute_locally(module, swapped, Partial())
         return module
 
 
@@ -218,21 +214,26 @@ class _WholeMixer(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for child in module.modules():
             distribute_parameters(child, device_mesh)
-        swapped: list[tuple[nn.Module, dict[str, Any]]] = [
+        swapped: _Swapped = [
             (child, {name: None for name, _ in child.named_parameters(recurse=False)}) for child in module.modules()
         ]
-        compute = module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with _all_local(swapped, Replicate()):
-                return compute(*args, **kwargs)
-
-        module.forward = forward
+        _compute_locally(module, swapped, Replicate())
         return module
 
 
+def _compute_locally(module: nn.Module, swapped: _Swapped, gradient: Placement) -> None:
+    """Let a module's forward run on local tensors, with the rows in `swapped` of its own and its children's."""
+    compute = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _all_local(swapped, gradient):
+            return compute(*args, **kwargs)
+
+    module.forward = forward
+
+
 @contextmanager
-def _all_local(swapped: list[tuple[nn.Module, dict[str, Any]]], gradient: Placement) -> Iterator[None]:
+def _all_local(swapped: _Swapped, gradient: Placement) -> Iterator[None]:
     """Enter `_local_tensors` of several modules."""
     if not swapped:
         yield
