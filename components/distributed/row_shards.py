@@ -134,6 +134,8 @@ class RowShard:
         """`method`: how recurrences are computed; auto: by heads where cp divides them, otherwise by states."""
         self.mesh = mesh
         self.method = method
+        self.mixed_by: set[str] = set()
+        """Functions that have computed on chunks of rows."""
 
     def mix(
         self, name: str, function: Callable[..., Any], run: Callable[[_Tensors, dict[str, Any], Any], Any],
@@ -148,6 +150,7 @@ class RowShard:
             others: All other arguments.
             documents: `components.models.documents.Documents` of packed rows; None: a row is one document.
         """
+        self.mixed_by.add(name)
         if name == CONVOLUTION:
             return self._convolve(run, tensors, others, documents)
         heads = max(each.shape[2] for each in tensors.values())

@@ -36,6 +36,7 @@ from components.config.schema.model import (
     CAUSAL_SDPA,
     DOCUMENTS,
     LONGEST_DOCUMENT,
+    ROW_SHARD,
     ModelConfig,
 )
 from components.models.anatomy import FULL, MIXING, SLIDING, Anatomy, read_anatomy
@@ -236,24 +237,28 @@ class _PackedRows:
         return args, {**kwargs, DOCUMENTS: Documents(bounds, longest)}
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Reject a model of which a part never read the document bounds, and so computed across documents."""
-        documents = kwargs.get(DOCUMENTS)
-        if documents is None:
+        """Reject a model of which a part never read the document bounds, or its share of the rows under cp."""
+        documents, shard = kwargs.get(DOCUMENTS), kwargs.get(ROW_SHARD)
+        mixing: Any = documents if shard is None else shard
+        if mixing is None:
             return
         kinds = self._kinds.get(id(module))
         if kinds is None:  # pipeline stages are copies that share this hook
             kinds = self._kinds[id(module)] = self._kinds_of(module)
+        key = "data.pack=true" if shard is None else f"parallelism.cp={shard.mesh.size()}"
+        missing = set(self._anatomy.mixers) - mixing.mixed_by
+        if missing and not kinds.isdisjoint(MIXING):
+            raise ConfigError(
+                f"{key}: {self._name} did not pass its keywords to {', '.join(sorted(missing))}, so its layers would "
+                "mix documents or miss the tokens of other ranks; install the release of transformers that Meshbook "
+                f"pins, or set {'data.pack=false' if shard is None else 'parallelism.cp=1'}"
+            )
+        if documents is None:
+            return
         if not documents.used and not kinds.isdisjoint((FULL, SLIDING, "hybrid", "")):
             raise ConfigError(
                 f"data.pack=true: {self._name} does not pass keywords on to its attention, which would attend "
                 "across documents; set data.pack=false"
-            )
-        missing = set(self._anatomy.mixers) - documents.mixed_by
-        if missing and not kinds.isdisjoint(MIXING):
-            raise ConfigError(
-                f"data.pack=true: {self._name} did not call {', '.join(sorted(missing))} with the document bounds, so "
-                "its layers would mix documents; install the release of transformers that Meshbook pins, or set "
-                "data.pack=false"
             )
 
     def _kinds_of(self, module: nn.Module) -> set[str]:

@@ -7,6 +7,7 @@ auxiliary loss, which is computed per document.
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from components import data, distributed, models, training
 from components.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
 from components.config.schema.parallelism import ActivationCheckpointing
+from components.protocol.errors import ConfigError
 from tests.distributed.packed import (
     MODELS,
     ROWS,
@@ -132,6 +134,26 @@ def test_packed_rows_match_separate_documents_on_every_mesh(world_size: int) -> 
         assert not [line for _, _, problems in cases for line in problems], name
         seen = set.union(*(names for _, names, _ in cases))
         assert seen == set(dict(built[name.split()[0]].named_parameters())), name
+
+
+def test_a_function_that_does_not_get_its_shard_of_rows_is_rejected() -> None:
+    """Without packed rows too, where no document bounds would show it."""
+    plain: Any = build("bamba", torch.float64)
+    config = ParallelismConfig(**HEADS)
+
+    def problems_of_rank(rank: int) -> list[str]:
+        model: Any = copy.deepcopy(plain)
+        models.use_causal_sdpa(model)
+        distributed.parallelize(model, distributed.build_mesh(config, "cpu"), config, torch.float64)
+        modeling: Any = sys.modules[type(plain).__module__]
+        tokens = torch.arange(3, 11)[None]
+        modeling.mamba2_chunk_scan = modeling.mamba2_chunk_scan.args[0]  # transformers' own, in this process
+        with pytest.raises(ConfigError) as caught:
+            model(input_ids=tokens, position_ids=tokens)
+        return caught.value.problems
+
+    for problems in run_ranks(2, problems_of_rank):
+        assert "parallelism.cp=2: BambaForCausalLM did not pass its keywords to mamba2_chunk_scan," in problems[0]
 
 
 @pytest.mark.skipif(not PARITY, reason="compiles on four ranks: make parity")

@@ -190,7 +190,7 @@ def test_each_function_of_a_hybrid_layer_keeps_documents_apart(name: str, monkey
         assert worst > 1e-3, function
         with monkeypatch.context() as patch:
             patch.setattr(modeling, function, partial(separate.args[0]))
-            with pytest.raises(ConfigError, match=f"did not call {function} with the document bounds"):
+            with pytest.raises(ConfigError, match=f"did not pass its keywords to {function}, so its layers would"):
                 packed_step(plain, rows=rows)
 
 
