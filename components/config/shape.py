@@ -9,8 +9,9 @@ import stat
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -142,6 +143,8 @@ class ModelShape:
     how they mix tokens."""
     per_layer_input: int | None = None
     """Width of the inputs that each layer gets from the token ids, beside the hidden states (Gemma 4 E2B); 0: none."""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    """What is known of config.json, by transformers' keys, with `model.config`."""
 
     @property
     def tp_divides_mlp(self) -> bool:
@@ -158,15 +161,18 @@ def read_shape(model: ModelConfig) -> ModelShape:
     sizes: dict[str, Any] = {field.name: stated.get(field.name) for field in fields(ModelShape)}
     if model.path is not None:
         if sizes["family"] is None or sizes["layers"] is None:
-            sizes |= {name: size for name, size in _sizes_of_option(model.path).items() if sizes[name] is None}
+            option = _sizes_of_option(model.path)
+            sizes |= {name: size for name, size in option.items() if sizes[name] is None}
+            sizes["config"] = {**option.get("config", {}), **model.config}
         files = locate(model.path)
         if files.gguf_file:
             sizes |= _read_gguf(Path(files.name_or_folder) / files.gguf_file)
         elif files.is_local and (Path(files.name_or_folder) / "config.json").is_file():
             config = _read_config_json(Path(files.name_or_folder) / "config.json")
             raise_all(size_problems(config, f"model.path={model.path}: config.json", model.config))
+            sizes["config"] = _flat(config) | model.config
             sizes |= shape_of_config(config) | _shape_of_family({**config, **model.config})
-            sizes["other_layers"] = _other_layers({**config, **model.config})
+            sizes["other_layers"] = _other_layers(sizes["config"])
             if sizes["experts"] is None and _is_dense(config):
                 sizes["experts"] = 0
     else:
@@ -189,7 +195,7 @@ def _sizes_of_option(path: str) -> dict[str, Any]:
 
 def shape_of_built(config: dict[str, Any]) -> ModelShape:
     """Return the sizes of a built model, given its whole Hugging Face config as a dict."""
-    sizes = shape_of_config(config) | _shape_of_family(config)
+    sizes = shape_of_config(config) | _shape_of_family(config) | {"config": _flat(config)}
     return ModelShape(**(sizes | ({"experts": 0} if _is_dense(config) else {})))
 
 
@@ -198,9 +204,8 @@ def _is_dense(config: dict[str, Any]) -> bool:
 
 
 def shape_of_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes in a Hugging Face config, given as a dict; those of a nested text_config take precedence."""
-    nested = config.get("text_config")
-    values = {**config, **nested} if isinstance(nested, dict) else config
+    """Return the sizes in a Hugging Face config, given as a dict."""
+    values = _flat(config)
     found = {
         size: values[key] for size, keys in CONFIG_NAMES.items() for key in keys if isinstance(values.get(key), int)
     }
@@ -208,8 +213,14 @@ def shape_of_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"layers": len(kinds)} | found if kinds else found
 
 
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config; those of a nested text_config take precedence."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
 def _other_layers(config: dict[str, Any]) -> tuple[str, ...]:
-    values = {**config, **(config.get("text_config") or {})}
+    values = _flat(config)
     if values.get("model_type") in MIXERS:
         return ()
     kinds = {str(each) for each in values.get("layer_types") or ()}
@@ -321,10 +332,8 @@ def locate(path: str, key: str = "model.path") -> ModelFiles:
         return ModelFiles(str(local.resolve().parent), local.name)
     if local.is_dir():
         return ModelFiles(str(local.resolve()))
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        is_single_name = path.count("/") == 0 and not path.startswith((".", "~"))  # hub names such as gpt2
-        if not is_single_name:
-            raise ConfigError(f"{key}={path}: no such folder; give a folder, a .gguf file or a hub name (owner/model)")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:  # gpt2 and owner/model are hub names
+        raise ConfigError(f"{key}={path}: no such folder; give a folder, a .gguf file or a hub name (owner/model)")
     return ModelFiles(path)
 
 
@@ -382,9 +391,7 @@ def size_problems(config: Mapping[str, Any], given: str, overrides: Mapping[str,
     values = {**config, **(nested or {}), **overrides}
 
     def named(key: str) -> str:
-        return (
-            f"model.config.{key}={_short(values[key])}" if key in overrides else f"{given}: {key}={_short(values[key])}"
-        )
+        return f"{'model.config.' if key in overrides else f'{given}: '}{key}={_short(values[key])}"
 
     if "kv_lora_rank" in values and values.get("head_dim") == 0:
         del values["head_dim"]  # of latent attention, whose heads have other sizes
@@ -394,16 +401,12 @@ def size_problems(config: Mapping[str, Any], given: str, overrides: Mapping[str,
     heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         problems.append(f"{named('num_key_value_heads')}: must divide num_attention_heads={heads}")
-    experts = next(
-        (values[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if values.get(key)), 0
-    )
+    experts = next((values[key] for key in CONFIG_NAMES["experts"] if values.get(key)), 0)
     chosen = values.get("num_experts_per_tok")
     if isinstance(experts, int) and isinstance(chosen, int) and experts and not 0 < chosen <= experts:
         problems.append(f"{named('num_experts_per_tok')}: must be a whole number from 1 to {experts}, all experts")
     layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
-    is_cut = (
-        "num_hidden_layers" in overrides and "layer_types" not in overrides
-    )  # to its first layers, when it is built
+    is_cut = "num_hidden_layers" in overrides and "layer_types" not in overrides  # to its first layers
     if isinstance(layers, int) and kinds is not None and (len(kinds) < layers if is_cut else len(kinds) != layers):
         problems.append(f"{named('layer_types')}: has {len(kinds)} entries; it must have num_hidden_layers={layers}")
     return problems
@@ -425,9 +428,8 @@ def _broken_rule(key: str, value: Any) -> str | None:
         return None if is_number else "must be a finite number of at least 0"
     if key in _TYPES:
         kind, rule = _TYPES[key]
-        if not isinstance(value, kind) or (
-            isinstance(value, list) and not all(isinstance(each, str) for each in value)
-        ):
+        has_others = isinstance(value, list) and not all(isinstance(each, str) for each in value)
+        if has_others or not isinstance(value, kind):
             return rule
     if key in _ROPE:
         nested = [each for entry in value.values() if isinstance(entry, dict) for each in entry.items()]
@@ -495,5 +497,4 @@ def stage_layers(layers: int, stages: int) -> list[range]:
     base, extra = divmod(layers, stages)
     middle_first = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
     sizes = [base + (stage in middle_first[:extra]) for stage in range(stages)]
-    starts = [sum(sizes[:stage]) for stage in range(stages)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]

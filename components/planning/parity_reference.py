@@ -139,9 +139,9 @@ def compute_in_float64(model: nn.Module) -> None:
     """Make a float64 model compute everything in float64, in place.
 
     transformers casts to float32 in norms, rotary embeddings and routers, which helps bfloat16 but would hide the small
-    differences that a float64 comparison looks for. So the forwards of decoder layers, and of leaf modules outside torch,
-    are patched to cast to float64 instead. Experts use the eager implementation, as torch's grouped GEMM does not
-    support float64.
+    differences that a float64 comparison looks for. So the forwards of decoder layers, and of leaf modules outside
+    torch, are patched to cast to float64 instead. Experts use the eager implementation, as torch's grouped GEMM does
+    not support float64.
     """
     if any(getattr(module, "num_experts", None) for module in model.modules()):
         model.set_experts_implementation("eager")  # type: ignore[operator]

@@ -17,12 +17,6 @@ EXPERIMENTS = {
     if file.stem.rpartition("_")[2] in PROCESSES
 }
 """Experiments whose mesh the planner chose -> number of processes."""
-HYBRID = (
-    *("qwen3_5_0_8b", "qwen3_5_9b", "qwen3_6_27b", "qwen3_6_35b_a3b", "qwen3_next_80b_a3b", "nemotron3_nano_30b_a3b"),
-    *("olmo_hybrid_7b", "kimi_linear_48b_a3b"),
-)
-NOT_PLANNED = ("deepseek_v3", "glm4_5", "glm4_5_air", *HYBRID)
-"""Models that the planner's formulas do not cover: latent attention, dense layers before the experts, linear layers."""
 _PUBLISHED = re.compile(r"([\d.]+)([MB]) parameters")
 
 

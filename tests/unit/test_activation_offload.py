@@ -20,9 +20,9 @@ from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.run import PeftConfig
 from components.models import activation_offload
+from components.planning.formulas.layer_memory import layer_activations
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.step_time import estimate_time
-from components.planning.formulas.workload import layer_activations
 from tests.distributed.parity import MODELS
 from tests.unit.test_planning_time import H100, term, workload
 
@@ -139,7 +139,7 @@ def test_an_evaluation_and_small_tensors_are_not_offloaded(monkeypatch: pytest.M
 def test_planned_memory_holds_about_two_layers_and_time_what_is_not_hidden() -> None:
     peft = PeftConfig(method="lora")
     plain, offloaded = workload(peft=peft), workload(peft=peft, parallelism={"activation_offload": True})
-    saved = layer_activations(plain).none
+    saved = layer_activations(plain, plain.architecture.kinds[0]).none
     peaks = [
         next(each.value for each in rank_memory(each, 0, "cuda").terms if each.name == "activations")
         for each in (plain, offloaded)

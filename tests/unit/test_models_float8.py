@@ -22,8 +22,8 @@ from components.config.schema.model import DType, Float8, Qat, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.models.quantization import _quantized_config, float8_layers, without_float8
 from components.observability.result import render_model_card
+from components.planning.formulas.layer_memory import layer_activations
 from components.planning.formulas.step_time import estimate_time
-from components.planning.formulas.workload import layer_activations
 from components.planning.parity import relative
 from components.protocol.errors import ConfigError
 from tests.harness import run_ranks
@@ -257,10 +257,11 @@ def test_model_card_names_the_config_that_quantizes(tmp_path: Path) -> None:
 
 def test_planned_memory_and_time_count_the_rounded_weights() -> None:
     plain, weights, both = (workload(qat=qat) for qat in (Qat.none, Qat.int4_weight_only, Qat.int8_int4))
-    layer = plain.architecture.layer_matmul_weights
-    assert layer_activations(weights).none - layer_activations(plain).none == 18 * layer
-    assert layer_activations(both).full == layer_activations(plain).full
-    assert layer_activations(both).none - layer_activations(plain).none > 4 * layer
+    kind = plain.architecture.kinds[0]
+    layer = plain.architecture.layer_matmul_weights(kind)
+    assert layer_activations(weights, kind).none - layer_activations(plain, kind).none == 18 * layer
+    assert layer_activations(both, kind).full == layer_activations(plain, kind).full
+    assert layer_activations(both, kind).none - layer_activations(plain, kind).none > 4 * layer
     assert term(estimate_time(plain, H100), "fake quantization") == 0
     assert term(estimate_time(replace(weights, compiled=False), H100), "fake quantization") > 0
 

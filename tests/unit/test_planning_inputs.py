@@ -27,7 +27,8 @@ from components.config.schema.parallelism import PipelineSchedule as Schedule
 from components.config.shape import ModelShape, read_shape
 from components.models.anatomy import SLIDING, read_anatomy
 from components.planning.formulas import step_time
-from components.planning.formulas.architecture import FAMILIES, Architecture, read_architecture
+from components.planning.formulas.architecture import Architecture, read_architecture
+from components.planning.formulas.families import FAMILIES
 from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
 from components.planning.formulas.pipeline import (
     Interval,
@@ -42,7 +43,7 @@ from components.planning.formulas.pipeline import (
 from components.protocol.errors import ConfigError
 from components.training.step_cost import model_flops
 from tests.config.composed import config_of
-from tests.config.ready import HUB_MODELS, NOT_PLANNED
+from tests.config.ready import HUB_MODELS
 from tests.unit.test_planning_time import workload
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "gpu"
@@ -173,7 +174,7 @@ def test_weights_and_flops_equal_those_of_the_built_model(family: str, tmp_path:
     assert (read.layers, read.hidden, read.vocab, read.tied) == built
     assert (read.heads, read.kv_heads) == (anatomy.heads, anatomy.kv_heads)
     assert anatomy.widths is not None
-    assert read.head_dim == anatomy.widths.keys
+    assert read.score_widths == (anatomy.widths.keys, anatomy.widths.values)
     assert bool(read.experts) == bool(anatomy.experts)
     assert read.experts_per_token == (anatomy.experts_per_token or 0)
     assert read.windowed_layers == anatomy.kinds.count(SLIDING)
@@ -203,8 +204,11 @@ def test_family_defaults_are_those_of_transformers() -> None:
     for name, family in FAMILIES.items():
         config = CONFIG_MAPPING[name]()
         assert family.tied == config.tie_word_embeddings, name
-        head_dim = config.to_dict().get("head_dim")
-        assert read_default(name).head_dim == (head_dim or config.hidden_size // config.num_attention_heads), name
+        values = config.to_dict()
+        assert family.sizes == {**family.sizes, **{key: values[key] for key in family.sizes if key in values}}, name
+        if "kv_lora_rank" not in values:
+            head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
+            assert read_default(name).head_dim == head_dim, name
 
 
 def read_default(family: str) -> Architecture:
@@ -212,14 +216,15 @@ def read_default(family: str) -> Architecture:
     config = CONFIG_MAPPING[family]()
     sizes = {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "heads": config.num_attention_heads}
     experts = {"experts": 4, "experts_per_token": 2}
-    shape = ModelShape(family=family, vocab=config.vocab_size, mlp=64, **sizes, **experts)
+    kinds = {"layers_block_type": getattr(config, "layers_block_type", None)}
+    shape = ModelShape(family=family, vocab=config.vocab_size, mlp=64, config=kinds, **sizes, **experts)
     return read_architecture(shape, family)
 
 
 def test_a_rank_of_tp_and_ep_holds_its_share_of_each_weight() -> None:
     whole = read_default("qwen3_moe")
-    local = {each.name: each for each in whole.layer_weights(tp=2, ep=4)}
-    for each in whole.layer_weights():
+    local = {each.name: each for each in whole.layer_weights(whole.kinds[0], tp=2, ep=4)}
+    for each in whole.layer_weights(whole.kinds[0]):
         parts = {"rows": 2, "columns": 2, "experts": 8, "replicated": 1}[each.sharding]
         assert local[each.name].size * parts == each.size, each.name
 
@@ -238,6 +243,9 @@ def test_unknown_sizes_and_families_are_config_errors() -> None:
         read_architecture(ModelShape(family="llama", layers=2, hidden=8, heads=2, vocab=16), "me/mine")
     with pytest.raises(ConfigError, match=r"model.family=mamba: the formulas do not cover this model type"):
         read_architecture(ModelShape(family="mamba"), "me/mine")
+    with pytest.raises(ConfigError, match=r"model=me/mine: model.config.hybrid_override_pattern unknown"):
+        known = {"hidden": 8, "heads": 2, "vocab": 16, "expert_mlp": 8, "experts": 4, "experts_per_token": 2}
+        read_architecture(ModelShape(family="nemotron_h", layers=2, **known), "me/mine")
 
 
 def test_options_of_hub_models_state_every_size() -> None:
@@ -245,11 +253,7 @@ def test_options_of_hub_models_state_every_size() -> None:
     for name, option in HUB_MODELS.items():
         known = {key: option.values[key] for key in option.values if key in {each.name for each in fields(ModelShape)}}
         assert json.dumps(known)
-        if name in NOT_PLANNED:
-            with pytest.raises(ConfigError, match="the formulas do not cover this model type"):
-                read_architecture(ModelShape(**known), name)
-        else:
-            assert read_architecture(ModelShape(**known), name).parameters > 0, name
+        assert read_architecture(ModelShape(**known), name).parameters > 0, name
 
 
 def test_sizes_that_a_local_config_omits_are_not_those_of_the_option(tmp_path: Path) -> None:

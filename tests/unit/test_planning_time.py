@@ -110,7 +110,9 @@ def test_flops_of_the_terms_are_those_of_the_model(model: str) -> None:
     """Matmuls of all layers and the head, 3 passes, and attention are the model FLOPs that the MFU counts."""
     load = workload(model)
     architecture = load.architecture
-    per_token = sum(each.flops for each in _layer_matmuls(load, MESHBOOK)) / load.local_tokens
+    per_token = (
+        sum(each.flops for each in _layer_matmuls(load, load.architecture.kinds[0], MESHBOOK)) / load.local_tokens
+    )
     head = 2 * architecture.hidden * architecture.vocab
     full = architecture.layers - architecture.windowed_layers
     pairs = full * architecture.attended_pairs(load.seq_len)
@@ -268,7 +270,7 @@ def test_recomputation_repeats_the_forward() -> None:
 
 def works(load: Workload) -> list[LayerWork]:
     """Return the computation of a layer."""
-    return layer_works(load, H100, MESHBOOK)
+    return layer_works(load, load.architecture.kinds[0], H100, MESHBOOK)
 
 
 def test_frozen_weights_have_no_gradients() -> None:
@@ -314,7 +316,8 @@ def test_float8_is_faster_on_hardware_that_supports_it() -> None:
 
 def layer_work(load: Workload, name: str, hardware: Hardware = H100) -> LayerWork:
     """Return the collectives of an axis in a layer."""
-    found = communication_works(load, mesh_groups(load.mesh, hardware), hardware, MESHBOOK)
+    kind, groups = load.architecture.kinds[0], mesh_groups(load.mesh, hardware)
+    found = communication_works(load, kind, groups, hardware, MESHBOOK)
     return next(each for each in found if each.name == name)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from components.config.shape import (
     AttentionLayout,
@@ -12,110 +14,8 @@ from components.config.shape import (
     attention_layout,
     local_heads,
 )
+from components.planning.formulas.families import FAMILIES, Family, LayerKind, LinearKind, QueryKeyNorm, layer_kinds
 from components.protocol.errors import ConfigError
-
-
-class QueryKeyNorm(StrEnum):
-    """Norms of queries and keys. head: one weight vector for all heads; width: a weight for each feature."""
-
-    none = "none"
-    head = "head"
-    width = "width"
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Structure of the decoder layers of a model type, with the defaults of its transformers config."""
-
-    tied: bool = False
-    """Default of tie_word_embeddings."""
-    head_dim: int | None = None
-    """Default width of an attention head; None: hidden / heads."""
-    gated: bool = True
-    """Whether an MLP has a gate: three matrices instead of two."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Bias of the attention's output projection."""
-    mlp_bias: bool = False
-    norms: int = 2
-    """Norms of the hidden states per layer."""
-    norm_offset: bool = False
-    """Whether norms multiply by 1 + weight; such norms are not fused."""
-    norm_bias: bool = False
-    norm_weight: bool = True
-    query_key_norm: QueryKeyNorm = QueryKeyNorm.none
-    moe: bool = False
-    """Whether every MLP is a mixture of experts."""
-    expert_bias: bool = False
-    router_bias: bool = False
-    softcap: bool = False
-    """Whether attention scores pass through tanh, which only eager attention implements."""
-    sinks: bool = False
-    """One learned attention logit per head."""
-    full_every: int = 0
-    """Every n-th layer attends to all tokens, the others within a window; 0: all layers are alike."""
-    position_table: int = 0
-    """Learned position embeddings, if the config states no other number; 0: none."""
-    windowed: bool = False
-    """Whether all layers attend within the window that the config states."""
-
-
-_LLAMA = Family()
-FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": Family(windowed=True),
-    "ministral": Family(windowed=True),
-    "granite": _LLAMA,
-    "helium": Family(head_dim=128),
-    "arcee": Family(gated=False),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(head_dim=128, query_key_norm=QueryKeyNorm.head),
-    "hunyuan_v1_dense": Family(query_key_norm=QueryKeyNorm.head),
-    "seed_oss": Family(head_dim=128, qkv_bias=True),
-    "smollm3": Family(tied=True),
-    "ernie4_5": Family(tied=True, head_dim=128),
-    "gemma": Family(tied=True, head_dim=256, norm_offset=True),
-    "gemma2": Family(tied=True, head_dim=256, norms=4, norm_offset=True, softcap=True, full_every=2),
-    "gemma3_text": Family(
-        tied=True, head_dim=256, norms=4, norm_offset=True, query_key_norm=QueryKeyNorm.head, full_every=6
-    ),
-    "glm4": Family(head_dim=128, qkv_bias=True, norms=4),
-    "nemotron": Family(head_dim=128, gated=False, norm_offset=True, norm_bias=True),
-    "olmo": Family(norm_weight=False),
-    "olmo2": Family(query_key_norm=QueryKeyNorm.width),
-    "olmo3": Family(query_key_norm=QueryKeyNorm.width, full_every=4),
-    "phi3": Family(windowed=True),
-    "cohere": Family(tied=True, norms=1),
-    "cohere2": Family(tied=True, norms=1, full_every=4),
-    "stablelm": Family(norm_bias=True),
-    "starcoder2": Family(
-        tied=True, gated=False, qkv_bias=True, output_bias=True, mlp_bias=True, norm_bias=True, windowed=True
-    ),
-    "gpt2": Family(
-        tied=True,
-        gated=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm_bias=True,
-        position_table=1024,
-    ),
-    "mixtral": Family(moe=True, windowed=True),
-    "olmoe": Family(moe=True, query_key_norm=QueryKeyNorm.width),
-    "qwen2_moe": Family(moe=True, qkv_bias=True),
-    "qwen3_moe": Family(moe=True, query_key_norm=QueryKeyNorm.head),
-    "gpt_oss": Family(
-        moe=True,
-        head_dim=64,
-        qkv_bias=True,
-        output_bias=True,
-        expert_bias=True,
-        router_bias=True,
-        sinks=True,
-        full_every=2,
-    ),
-}
-"""transformers' model type -> structure. Every row is compared with the built model in the tests."""
 
 
 class Sharding(StrEnum):
@@ -138,6 +38,8 @@ class Weight:
     width: int
     """Product of the other dims."""
     sharding: Sharding = Sharding.replicated
+    used: float = 1.0
+    """Share of the rows that a tp rank computes with, of a weight that is whole on each."""
 
     @property
     def size(self) -> int:
@@ -147,7 +49,7 @@ class Weight:
     @property
     def is_matrix(self) -> bool:
         """Whether it takes part in matmuls."""
-        return self.width > 1 and not self.name.endswith("bias")
+        return self.width > 1 and not self.name.endswith(("bias", "convolution"))
 
     def shard(self, ranks: int) -> int:
         """Return the elements of the fullest of `ranks` FSDP shards: dim 0 is cut into chunks of equal size."""
@@ -155,11 +57,59 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearHeads:
+    """Sizes of linear attention, or of Mamba-2, whose groups are key heads and whose state is as wide as a key."""
+
+    keys: int
+    key_width: int
+    values: int
+    value_width: int
+    kernel: int
+    """Tokens that the convolution mixes."""
+    chunk: int = 64
+    """Tokens that are computed at once."""
+
+    @property
+    def convolved(self) -> int:
+        """Features that pass the convolution."""
+        return 2 * self.keys * self.key_width + self.values * self.value_width
+
+    @property
+    def state(self) -> int:
+        """Elements of the state of all heads."""
+        return self.values * self.key_width * self.value_width
+
+    def local(self, tp: int) -> LinearHeads:
+        """Return the heads of one tp rank: all of them, if tp does not divide them."""
+        keys, values = self.keys, self.values
+        if values % tp or (keys % tp and tp % keys):
+            return self
+        return replace(self, keys=max(keys // tp, 1), values=values // tp)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Sizes of multi-head latent attention (DeepSeek-V2)."""
+
+    query_rank: int
+    """Width of the latent queries; 0: queries have one projection."""
+    rank: int
+    """Width of the latent keys and values."""
+    rotated: int
+    """Part of a query and key head with rotary embeddings."""
+    plain: int
+    """The other part."""
+    value: int
+    """Width of a value head."""
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """Weights and FLOPs of a model whose sizes are all known. Make it with `read_architecture`."""
 
     family: Family
-    layers: int
+    kinds: tuple[LayerKind, ...]
+    """Those of the layers, in order."""
     hidden: int
     heads: int
     kv_heads: int
@@ -172,15 +122,50 @@ class Architecture:
     """Experts per layer; 0: a dense model."""
     experts_per_token: int = 0
     shared_mlp: int = 0
+    dense_mlp: int = 0
+    """Intermediate size of the dense MLPs of a model with experts."""
     window: int | None = None
+    linear: LinearHeads | None = None
+    latent: LatentHeads | None = None
 
-    def layer_weights(self, tp: int = 1, ep: int = 1) -> Iterator[Weight]:
-        """Yield the parameters of one decoder layer as a rank of `tp` x `ep` ranks holds them."""
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.kinds)
+
+    @property
+    def score_widths(self) -> tuple[int, int]:
+        """Widths of a key and a value head of attention."""
+        latent = self.latent
+        return (latent.plain + latent.rotated, latent.value) if latent else (self.head_dim, self.head_dim)
+
+    def mlp_of(self, kind: LayerKind) -> int:
+        """Return the intermediate size of a layer's dense MLP, or of one of its experts."""
+        return self.dense_mlp if self.experts and not kind.has_experts else self.mlp
+
+    def layer_weights(self, kind: LayerKind, tp: int = 1, ep: int = 1) -> Iterator[Weight]:
+        """Yield the parameters of a decoder layer as a rank of `tp` x `ep` ranks holds them."""
+        family = self.family
+        for _ in range(family.norms if family.norm_weight else 0):
+            yield Weight("norm", self.hidden, 1)
+            if family.norm_bias:
+                yield Weight("norm bias", self.hidden, 1)
+        if kind.attends:
+            yield from self._attention_weights(tp) if self.latent is None else self._latent_weights(self.latent, tp)
+        if kind.is_linear and self.linear is not None:
+            yield from self._linear_weights(self.linear, tp)
+        if kind.has_experts:
+            yield from self._expert_weights(tp, ep)
+        if kind.has_mlp:
+            yield from self._mlp_weights(self.mlp_of(kind), tp)
+
+    def _attention_weights(self, tp: int) -> Iterator[Weight]:
         family, hidden = self.family, self.hidden
         heads, kv_heads = local_heads(self.heads, self.kv_heads, tp)
         split = Sharding.replicated if self.attention(tp) is AttentionLayout.replicated else Sharding.rows
         queries, keys = heads * self.head_dim, kv_heads * self.head_dim
-        for name, rows in (("query", queries), ("key", keys), ("value", keys)):
+        gated = 2 if family.gated_queries else 1
+        for name, rows in (("query", gated * queries), ("key", keys), ("value", keys)):
             yield Weight(name, rows, hidden, split)
             if family.qkv_bias:
                 yield Weight(f"{name} bias", rows, 1, split)
@@ -193,11 +178,52 @@ class Architecture:
             yield Weight("key norm", self.head_dim if per_head else keys, 1)
         if family.sinks:
             yield Weight("attention sinks", heads, 1)
-        for _ in range(family.norms if family.norm_weight else 0):
-            yield Weight("norm", hidden, 1)
-            if family.norm_bias:
-                yield Weight("norm bias", hidden, 1)
-        yield from self._expert_weights(tp, ep) if self.experts else self._mlp_weights(self.mlp, tp)
+
+    def _latent_weights(self, latent: LatentHeads, tp: int) -> Iterator[Weight]:
+        heads, hidden = local_heads(self.heads, self.kv_heads, tp)[0], self.hidden
+        split = Sharding.rows if heads < self.heads else Sharding.replicated
+        queries = heads * (latent.plain + latent.rotated)
+        if latent.query_rank:
+            yield Weight("latent query", latent.query_rank, hidden)
+            yield Weight("latent query norm", latent.query_rank, 1)
+        yield Weight("query", queries, latent.query_rank or hidden, split)
+        yield Weight("latent key and value", latent.rank + latent.rotated, hidden)
+        yield Weight("latent key and value norm", latent.rank, 1)
+        yield Weight("key and value", heads * (latent.plain + latent.value), latent.rank, split)
+        columns = Sharding.columns if split is Sharding.rows else split
+        yield Weight("attention output", hidden, heads * latent.value, columns)
+
+    def _linear_weights(self, heads: LinearHeads, tp: int) -> Iterator[Weight]:
+        """Yield the parameters of a layer with a recurrent state.
+
+        tp shards a projection whose rows are for one kind of heads; others are whole on each rank, which computes with
+        the rows of its heads, as are parameters per head.
+        """
+        kind, local = self.family.linear, heads.local(tp)
+        counts = {"k": (heads.keys, heads.key_width), "v": (heads.values, heads.value_width), "h": (heads.values, 1)}
+        mine = {"k": local.keys, "v": local.values, "h": local.values}
+        for name, spans in self.family.projections.items():
+            by_key_head = {"qkvz": "kkvv", "ba": "hh"}.get(name, spans)
+            rows = sum(counts[each][0] * counts[each][1] for each in by_key_head)
+            used = sum(mine[each] * counts[each][1] for each in by_key_head)
+            even = len(spans) == 1 and local is not heads and used * tp == rows
+            yield Weight(f"{name} projection", used if even else rows, self.hidden,
+                         Sharding.rows if even else Sharding.replicated, 1.0 if even else used / rows)  # fmt: skip
+        values, split = local.values * heads.value_width, Sharding.rows if local is not heads else Sharding.replicated
+        if kind is LinearKind.kimi_delta:
+            for name in ("decay", "gate"):
+                yield Weight(f"{name} in", heads.value_width, self.hidden)
+                yield Weight(f"{name} projection", values, heads.value_width, split)
+        yield Weight("convolution", heads.convolved, heads.kernel, used=local.convolved / heads.convolved)
+        if kind is LinearKind.mamba2:
+            yield Weight("convolution bias", heads.convolved, 1)
+            yield Weight("skip", heads.values, 1)
+        yield Weight("decay", heads.values, 1)
+        yield Weight("time step bias", heads.values * (heads.key_width if kind is LinearKind.kimi_delta else 1), 1)
+        all_values = heads.values if kind is LinearKind.mamba2 else 1
+        yield Weight("gated norm", all_values * heads.value_width, 1)
+        columns = Sharding.columns if split is Sharding.rows else split
+        yield Weight("mixer output", self.hidden, values, columns)
 
     def outer_weights(self, tp: int = 1) -> Iterator[Weight]:
         """Yield the parameters outside of the layers; a tied head is not repeated."""
@@ -219,30 +245,43 @@ class Architecture:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        layer = sum(weight.size for weight in self.layer_weights())
-        return self.layers * layer + sum(weight.size for weight in self.outer_weights())
+        layers = sum(
+            count * sum(weight.size for weight in self.layer_weights(kind)) for kind, count in self.kind_counts.items()
+        )
+        return layers + sum(weight.size for weight in self.outer_weights())
 
     @property
-    def layer_matmul_weights(self) -> int:
-        """Active matmul parameters per token in one layer: with experts, those of the experts that it is routed to."""
+    def kind_counts(self) -> Counter[LayerKind]:
+        """Number of layers of each kind."""
+        return Counter(self.kinds)
+
+    def layer_matmul_weights(self, kind: LayerKind) -> int:
+        """Return the active elements per token of a layer's matrices and convolutions: with experts, of the experts
+        that it is routed to."""
         used = self.experts_per_token / self.experts if self.experts else 1.0
         return round(
             sum(
                 weight.size * (used if weight.sharding is Sharding.experts else 1.0)
-                for weight in self.layer_weights()
-                if weight.is_matrix
+                for weight in self.layer_weights(kind)
+                if weight.is_matrix or weight.name == "convolution"
             )
         )
 
     @property
     def matmul_weights(self) -> int:
         """Active matmul parameters per token, with the head's."""
-        return self.layers * self.layer_matmul_weights + self.vocab * self.hidden
+        layers = sum(count * self.layer_matmul_weights(kind) for kind, count in self.kind_counts.items())
+        return layers + self.vocab * self.hidden
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return sum(kind.attends for kind in self.kinds)
 
     @property
     def windowed_layers(self) -> int:
         """Number of layers that attend within the window."""
-        if self.window is None:
+        if self.window is None or self.linear is not None:
             return 0
         if self.family.full_every:
             return self.layers - self.layers // self.family.full_every
@@ -254,10 +293,18 @@ class Architecture:
         return seq_len * window - window * (window - 1) // 2
 
     def step_flops_per_row(self, seq_len: int) -> float:
-        """Return the model FLOPs of a row's forward and backward, as the MFU counts them: no recomputation."""
-        full = (self.layers - self.windowed_layers) * self.attended_pairs(seq_len)
+        """Return the model FLOPs of a row's forward and backward, as the MFU counts them: no recomputation.
+
+        A recurrence counts token by token: the delta rule reads a state of keys x values by the key, adds to it, and
+        reads it by the query; Mamba-2 does the last two.
+        """
+        full = (self.attention_layers - self.windowed_layers) * self.attended_pairs(seq_len)
         pairs = full + self.windowed_layers * self.attended_pairs(seq_len, windowed=True)
-        return 6.0 * self.matmul_weights * seq_len + 12.0 * self.heads * self.head_dim * pairs
+        flops = 6.0 * self.matmul_weights * seq_len + 6.0 * self.heads * sum(self.score_widths) * pairs
+        if self.linear is not None:
+            passes = 2 if self.family.linear is LinearKind.mamba2 else 3
+            flops += 6.0 * passes * self.linear.state * seq_len * sum(kind.is_linear for kind in self.kinds)
+        return flops
 
     def _mlp_weights(self, features: int, tp: int, name: str = "mlp") -> Iterator[Weight]:
         local = -(-features // tp)
@@ -274,14 +321,16 @@ class Architecture:
         yield Weight("router", self.experts, self.hidden)
         if self.family.router_bias:
             yield Weight("router bias", self.experts, 1)
-        yield Weight("experts gate and up", experts, 2 * local * self.hidden, Sharding.experts)
+        matrices = 2 if self.family.gated else 1
+        yield Weight("experts gate and up", experts, matrices * local * self.hidden, Sharding.experts)
         yield Weight("experts down", experts, local * self.hidden, Sharding.experts)
         if self.family.expert_bias:
             yield Weight("experts gate and up bias", experts, 2 * local, Sharding.experts)
             yield Weight("experts down bias", experts, self.hidden, Sharding.experts)
         if self.shared_mlp:
             yield from self._mlp_weights(self.shared_mlp, tp, "shared expert")
-            yield Weight("shared expert gate", 1, self.hidden)
+            if self.family.shared_gate:
+                yield Weight("shared expert gate", 1, self.hidden)
 
 
 def read_architecture(shape: ModelShape, model: str, section: str = "model") -> Architecture:
@@ -311,6 +360,7 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
             f"model.family={shape.family}: the formulas do not cover this model type; choose one of "
             f"{', '.join(sorted(FAMILIES))}, or simulate a mesh of your choice with cluster.dry_run=plan"
         )
+    values: dict[str, Any] = {**family.sizes, **{key: each for key, each in shape.config.items() if each is not None}}
     mlp = (shape.expert_mlp or shape.mlp) if family.moe else shape.mlp
     if mlp is None and shape.family == "gpt2" and shape.hidden:
         mlp = 4 * shape.hidden
@@ -318,13 +368,17 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
     needed |= {"expert_mlp" if family.moe else "mlp": mlp}
     if family.moe:
         needed |= {"experts": shape.experts, "experts_per_token": shape.experts_per_token}
+    if family.single:
+        names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+        needed["config.hybrid_override_pattern"] = next((1 for name in names if values.get(name)), None)
     if missing := [f"model.{name}" for name, value in needed.items() if value is None]:
         raise ConfigError(f"model={model}: {', '.join(missing)} unknown; set the missing sizes")
     sizes = {name: value or 0 for name, value in needed.items()}
     hidden, heads = sizes["hidden"], sizes["heads"]
+    kinds = layer_kinds(family, values, sizes["layers"])
     return Architecture(
         family=family,
-        layers=sizes["layers"],
+        kinds=kinds,
         hidden=hidden,
         heads=heads,
         kv_heads=shape.kv_heads or heads,
@@ -334,6 +388,55 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
         tied=family.tied if shape.tied is None else shape.tied,
         experts=sizes.get("experts", 0),
         experts_per_token=sizes.get("experts_per_token", 0),
-        shared_mlp=shape.shared_mlp or 0,
+        shared_mlp=_shared_mlp(shape, values, mlp or 0),
+        dense_mlp=shape.mlp or 0,
         window=shape.window,
+        linear=_linear_heads(family.linear, shape, values),
+        latent=_latent_heads(values) if "kv_lora_rank" in values else None,
+    )
+
+
+def _shared_mlp(shape: ModelShape, values: Mapping[str, Any], expert_mlp: int) -> int:
+    """Return the intermediate size of the experts that every token passes."""
+    if not shape.experts:
+        return 0
+    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    stated = next((values[name] for name in names if name in values), None)
+    number = values.get("n_shared_experts", values.get("num_shared_experts", 0))
+    return shape.shared_mlp or stated or number * expert_mlp
+
+
+def _linear_heads(kind: LinearKind, shape: ModelShape, values: Mapping[str, Any]) -> LinearHeads | None:
+    match kind:
+        case LinearKind.none:
+            return None
+        case LinearKind.mamba2:
+            return LinearHeads(
+                values["n_groups"], values["ssm_state_size"], values["mamba_num_heads"], values["mamba_head_dim"],
+                values["conv_kernel"], values["chunk_size"],
+            )  # fmt: skip
+        case LinearKind.kimi_delta:
+            stated = values.get("linear_attn_config", {})
+            heads = stated.get("num_heads", values["linear_num_heads"])
+            width = stated.get("head_dim", values["linear_head_dim"])
+            kernel = stated.get("short_conv_kernel_size", values["linear_conv_kernel_dim"])
+            return LinearHeads(heads, width, heads, width, kernel)
+    keys = values.get("linear_num_key_heads") or shape.heads or 1
+    width = values.get("linear_key_head_dim") or int(0.75 * (shape.hidden or 0) / keys)
+    return LinearHeads(
+        keys,
+        width,
+        shape.linear_heads or values.get("linear_num_value_heads") or shape.heads or keys,
+        values.get("linear_value_head_dim") or 2 * width,
+        values["linear_conv_kernel_dim"],
+    )
+
+
+def _latent_heads(values: Mapping[str, Any]) -> LatentHeads:
+    return LatentHeads(
+        values.get("q_lora_rank") or 0,
+        values["kv_lora_rank"],
+        values["qk_rope_head_dim"],
+        values["qk_nope_head_dim"],
+        values["v_head_dim"],
     )

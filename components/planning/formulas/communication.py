@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from components.config.schema.model import Float8
-from components.config.schema.parallelism import MeshShape, Strategy
+from components.config.schema.parallelism import ContextLinear, MeshShape, Strategy
 from components.config.shape import AttentionLayout, local_heads
 from components.planning.formulas.architecture import Sharding, Weight
+from components.planning.formulas.families import LayerKind
 from components.planning.formulas.hardware import Hardware, LayerWork, NodeLinks, uses_ulysses
 from components.planning.formulas.workload import Implementation, Workload
 
@@ -81,14 +82,16 @@ def link_bandwidth(stride: int, hardware: Hardware) -> float:
     return hardware.network_bandwidth * hardware.network_share
 
 
-def _tp_work(workload: Workload, group: Group, implementation: Implementation) -> LayerWork:
+def _tp_work(workload: Workload, kind: LayerKind, group: Group, implementation: Implementation) -> LayerWork:
     """Return the tp collectives of a layer: hidden states gathered before, and summed after attention and the MLP."""
     architecture, tokens = workload.architecture, workload.local_tokens
     size = float(tokens * architecture.hidden * workload.compute_bytes)
-    attention = 1 if architecture.attention(workload.mesh.tp) is not AttentionLayout.replicated else 0
-    sums = attention + (0 if architecture.experts else 1)
+    tp, linear = workload.mesh.tp, architecture.linear
+    divided = kind.attends and architecture.attention(tp) is not AttentionLayout.replicated
+    divided = divided or (kind.is_linear and linear is not None and linear.local(tp) is not linear)
+    sums = int(divided) + int(kind.has_mlp)
     gathers = implementation.tp_gathers * sums / 2
-    if architecture.experts:  # each tp rank dispatches a share of the tokens; the results are gathered
+    if kind.has_experts:  # each tp rank dispatches a share of the tokens; the results are gathered
         gathers += 1
     gathered = (
         size / workload.compute_bytes if implementation.float8_gathers and workload.float8 is not Float8.none else size
@@ -108,12 +111,20 @@ def _tp_work(workload: Workload, group: Group, implementation: Implementation) -
     )
 
 
-def _cp_work(workload: Workload, group: Group, implementation: Implementation) -> LayerWork:
-    """Return the cp collectives of a layer's attention."""
+def _cp_work(workload: Workload, kind: LayerKind, group: Group, implementation: Implementation) -> LayerWork:
+    """Return the cp collectives of a layer's attention, or of its recurrence: of tokens for heads, or of states."""
     architecture, mesh = workload.architecture, workload.mesh
+    linear = None if architecture.linear is None else architecture.linear.local(mesh.tp)
     heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
-    row = workload.local_tokens * architecture.head_dim * workload.compute_bytes
-    if implementation.ring_attention or not uses_ulysses(workload):
+    row = workload.local_tokens * sum(architecture.score_widths) // 2 * workload.compute_bytes
+    if kind.is_linear and linear is not None:
+        by_states = workload.parallelism.cp_linear is ContextLinear.states or linear.values % mesh.cp
+        row, values = workload.local_tokens * workload.compute_bytes, linear.values * linear.value_width
+        states = 8 * linear.state * workload.micro_batch * mesh.cp  # with the maps that pass them on, in float32
+        size = float(states if by_states else row * (linear.convolved + values))
+        seconds = group.all_gather(size) + group.latency
+        detail = f"{'states' if by_states else '2 all-to-alls'} of {size:.4g} B together"
+    elif implementation.ring_attention or not uses_ulysses(workload):
         size = float(row * 2 * kv_heads * mesh.cp)
         seconds, detail = group.all_gather(size), f"keys and values of {size:.4g} B all-gathered"
     else:
@@ -149,14 +160,14 @@ def _ep_work(workload: Workload, group: Group, hardware: Hardware, implementatio
 
 
 def communication_works(
-    workload: Workload, groups: MeshGroups, hardware: Hardware, implementation: Implementation
+    workload: Workload, kind: LayerKind, groups: MeshGroups, hardware: Hardware, implementation: Implementation
 ) -> Iterator[LayerWork]:
     """Yield the collectives of a layer that computation waits for, per micro-batch; only axes larger than 1."""
     if workload.mesh.tp > 1:
-        yield _tp_work(workload, groups.tp, implementation)
-    if workload.mesh.cp > 1:
-        yield _cp_work(workload, groups.cp, implementation)
-    if workload.mesh.ep > 1:
+        yield _tp_work(workload, kind, groups.tp, implementation)
+    if workload.mesh.cp > 1 and (kind.attends or kind.is_linear):
+        yield _cp_work(workload, kind, groups.cp, implementation)
+    if workload.mesh.ep > 1 and kind.has_experts:
         yield _ep_work(workload, groups.ep, hardware, implementation)
 
 

@@ -18,7 +18,9 @@ from components.config.schema.model import Float8, LossMethod, Qat
 from components.config.schema.parallelism import ActivationCheckpointing, ContextAttention
 from components.config.shape import local_heads, ulysses_divides
 from components.package import PROJECT
-from components.planning.formulas.architecture import Sharding
+from components.planning.formulas.architecture import LinearHeads, Sharding
+from components.planning.formulas.families import LayerKind, LinearKind
+from components.planning.formulas.layer_memory import recurrence_bytes
 from components.planning.formulas.workload import MESHBOOK, Implementation, Workload
 from components.protocol.errors import ConfigError
 from components.protocol.safe_parsing import load_yaml, read_regular
@@ -264,17 +266,18 @@ class Matmul:
         return (1 + tile / self.tokens) * (1 + tile / self.inner) * (1 + tile / self.outputs)
 
 
-def _layer_matmuls(workload: Workload, implementation: Implementation) -> Iterator[Matmul]:
+def _layer_matmuls(workload: Workload, kind: LayerKind, implementation: Implementation) -> Iterator[Matmul]:
     """Yield the matmuls of a decoder layer, for a micro-batch of a rank."""
     architecture, mesh = workload.architecture, workload.mesh
     tokens = workload.local_tokens
-    for weight in architecture.layer_weights(mesh.tp, mesh.ep):
+    for weight in architecture.layer_weights(kind, mesh.tp, mesh.ep):
         if not weight.is_matrix:
             continue
         last = weight.name.endswith(" down")
         if weight.sharding is not Sharding.experts:
             row_parallel = weight.sharding is Sharding.columns
-            yield Matmul(tokens, weight.width, weight.rows, is_row_parallel=row_parallel, is_last=last)
+            rows = round(weight.rows * weight.used)
+            yield Matmul(tokens, weight.width, rows, is_row_parallel=row_parallel, is_last=last)
             continue
         imbalance = implementation.expert_imbalance if mesh.ep > 1 else 1.0  # without ep each rank has all experts
         routed = tokens * architecture.experts_per_token * imbalance / weight.rows
@@ -282,12 +285,14 @@ def _layer_matmuls(workload: Workload, implementation: Implementation) -> Iterat
         yield Matmul(routed, inner, weight.width // inner, weight.rows, is_expert=True)
 
 
-def _matmul_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
+def _matmul_works(
+    workload: Workload, kind: LayerKind, hardware: Hardware, implementation: Implementation
+) -> Iterator[LayerWork]:
     """Yield the matmuls of the dense matrices and of the experts, the casts of float8 and those of 4-bit weights."""
     policy = workload.parallelism.activation_checkpointing
     passes = 1.0 if workload.peft.adapts else 2.0  # frozen weights get no gradient
     dense_bytes = workload.compute_bytes if workload.float8 is Float8.none else 1
-    matmuls = tuple(_layer_matmuls(workload, implementation))
+    matmuls = tuple(_layer_matmuls(workload, kind, implementation))
     # Nothing in the backward reads the output of a layer's last matmul. Eager recomputation stops before it.
     skips_last = not workload.compiled or implementation.compiles_recomputation
     for is_expert, name in ((False, "matmuls"), (True, "expert matmuls")):
@@ -330,12 +335,13 @@ def _attention_work(workload: Workload, hardware: Hardware, implementation: Impl
     """Return the attention of a layer, averaged over layers with and without a window."""
     architecture, mesh, policy = workload.architecture, workload.mesh, workload.parallelism.activation_checkpointing
     heads, _ = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
-    windowed = architecture.windowed_layers
-    all_pairs = (architecture.layers - windowed) * architecture.attended_pairs(workload.seq_len)
+    windowed, layers = architecture.windowed_layers, architecture.attention_layers
+    all_pairs = (layers - windowed) * architecture.attended_pairs(workload.seq_len)
     if windowed:
         all_pairs += windowed * architecture.attended_pairs(workload.seq_len, windowed=True)
-    pairs = all_pairs * workload.micro_batch / architecture.layers / mesh.cp
-    flops = 4.0 * heads * architecture.head_dim * pairs
+    pairs = all_pairs * workload.micro_batch / layers / mesh.cp
+    width = sum(architecture.score_widths)
+    flops = 2.0 * heads * width * pairs
     share = hardware.attention_share * implementation.attention_speed
     rate = hardware.peak_flops(workload.compute_bytes) * share
     backward, note = ATTENTION_BACKWARD, ""
@@ -352,8 +358,34 @@ def _attention_work(workload: Workload, hardware: Hardware, implementation: Impl
         forward,
         backward * forward,
         recomputed_share(policy, 0.0) * forward,
-        f"4 x {heads} heads x {architecture.head_dim} x {pairs:.4g} pairs / ({share:.3g} x peak{note})",
+        f"2 x {heads} heads x {width} x {pairs:.4g} pairs / ({share:.3g} x peak{note})",
         f"{hardware.name}: attention_share",
+    )
+
+
+def _linear_work(workload: Workload, heads: LinearHeads, hardware: Hardware) -> LayerWork:
+    """Return the recurrence of linear attention or Mamba-2, in chunks of tokens.
+
+    Not compared with published times: matmuls as fast as those of attention, and without kernels, what is saved for the
+    backward written and read once.
+    """
+    local, chunk = heads.local(workload.mesh.tp), heads.chunk
+    keys, values = local.key_width, local.value_width
+    if workload.architecture.family.linear is LinearKind.mamba2:
+        per_token = local.values * (2.0 * chunk * (keys + values) + 4 * keys * values)
+    else:
+        per_token = local.values * (5.0 * chunk * keys + 3 * chunk * values + 6 * keys * values)
+    flops, rate = workload.local_tokens * per_token, hardware.attention_share * hardware.peak_flops(4)
+    rate = hardware.attention_share * hardware.peak_flops(workload.compute_bytes) if workload.kernels else rate
+    moved = 0.0 if workload.kernels else 2 * workload.local_tokens * recurrence_bytes(workload, local)[0]
+    forward = flops / rate + moved / hardware.copy_bandwidth
+    return LayerWork(
+        "linear attention and Mamba-2",
+        forward,
+        2 * forward,
+        recomputed_share(workload.parallelism.activation_checkpointing, 1.0) * forward,
+        f"{flops:.4g} FLOP / {rate:.3g} FLOP/s + {moved:.4g} B / {hardware.copy_bandwidth:.3g} B/s",
+        f"{hardware.name}: attention_share, copy_share",
     )
 
 
@@ -366,25 +398,31 @@ def uses_ulysses(workload: Workload) -> bool:
     return ulysses_divides(*local_heads(architecture.heads, architecture.kv_heads, mesh.tp), mesh.cp)
 
 
-def _elementwise_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> Iterator[LayerWork]:
+def _elementwise_works(
+    workload: Workload, kind: LayerKind, hardware: Hardware, implementation: Implementation
+) -> Iterator[LayerWork]:
     """Yield the memory-bound operations of a layer: norms, residuals, rotary embedding, activation; adapters."""
     architecture, mesh = workload.architecture, workload.mesh
     heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
     hidden = architecture.hidden * architecture.family.norms / 2 / workload.sequence_shards
-    rotated = (heads + kv_heads) * architecture.head_dim
-    mlp = (architecture.mlp * max(1, architecture.experts_per_token) + architecture.shared_mlp) / mesh.tp
-    routed = architecture.experts_per_token * architecture.hidden / mesh.tp
+    rotated = (heads + kv_heads) * architecture.head_dim * kind.attends
+    experts = architecture.experts_per_token if kind.has_experts else 0
+    mlp = (architecture.mlp_of(kind) * (experts or kind.has_mlp) + architecture.shared_mlp * kind.has_experts) / mesh.tp
+    routed = experts * architecture.hidden / mesh.tp
     # Forward: two norms read and write, two residuals read twice and write: 9; rotary embedding 2; gate, up -> act 3.
     eager = (1.0, 1.0, 1.0)
     if not workload.compiled:
         norms = min(implementation.eager_hidden, _FUSED_HIDDEN) if workload.fused else implementation.eager_hidden
-        mlp_fused = workload.fused and not architecture.experts
+        mlp_fused = workload.fused and not kind.has_experts
         eager = (norms, _EAGER_ROTARY[workload.fused], _EAGER_MLP[mlp_fused])
     values = 9 * hidden * eager[0] + 2 * rotated * eager[1] + 3 * mlp * eager[2] + 4 * routed
+    if kind.is_linear and architecture.linear is not None:  # the convolution and its SiLU; the gated norm
+        local = architecture.linear.local(mesh.tp)
+        values += 4 * local.convolved + 4 * local.values * local.value_width
     traffic = workload.local_tokens * values * workload.compute_bytes
     yield _traffic("elementwise", traffic, 5 / 3, 1.0, workload, hardware)
     if workload.peft.adapts:
-        widths = sum(matmul.inner + matmul.outputs for matmul in _layer_matmuls(workload, MESHBOOK))
+        widths = sum(matmul.inner + matmul.outputs for matmul in _layer_matmuls(workload, kind, MESHBOOK))
         passes, backward = implementation.adapter_passes
         traffic = workload.local_tokens * passes * widths * workload.compute_bytes
         yield _traffic("adapters", traffic, backward / passes, 1.0, workload, hardware)
@@ -413,13 +451,16 @@ def head_work(workload: Workload, hardware: Hardware, implementation: Implementa
     )
 
 
-def layer_works(workload: Workload, hardware: Hardware, implementation: Implementation) -> list[LayerWork]:
+def layer_works(
+    workload: Workload, kind: LayerKind, hardware: Hardware, implementation: Implementation
+) -> list[LayerWork]:
     """Return all computation of a decoder layer, for a micro-batch of a rank."""
-    return [
-        *_matmul_works(workload, hardware, implementation),
-        _attention_work(workload, hardware, implementation),
-        *_elementwise_works(workload, hardware, implementation),
-    ]
+    works = [*_matmul_works(workload, kind, hardware, implementation)]
+    if kind.attends:
+        works.append(_attention_work(workload, hardware, implementation))
+    if kind.is_linear and workload.architecture.linear is not None:
+        works.append(_linear_work(workload, workload.architecture.linear, hardware))
+    return [*works, *_elementwise_works(workload, kind, hardware, implementation)]
 
 
 def _traffic(

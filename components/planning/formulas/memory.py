@@ -6,14 +6,15 @@ the micro-batches before.
 - The all-gather of a head that is not tied: all activations, the head, and the buffer it is copied from.
 - The loss's backward: all activations, the logits, and the gathered head.
 - The reduction of a head that is not tied: all activations, its gradients and their copy for the reduce-scatter.
-- The last layer's backward: all activations, and the layers that FSDP2 has gathered by then.
+- The last layer's backward: all activations, and the layers that FSDP2 has gathered by then. With several kinds of
+  layers, that of the last layer of each kind: activations up to it, and gradients of the layers after it.
 - The first layer's backward: all gradients, and the buffers of the last reductions.
 - The optimizer step: all gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from components.config.compute_rules import CHUNK_LOGITS, chunk_logits
@@ -28,11 +29,9 @@ from components.config.schema.parallelism import (
 )
 from components.config.schema.run import PeftConfig
 from components.config.shape import stage_layers
-from components.planning.formulas.architecture import Architecture, Sharding, Weight
-from components.planning.formulas.workload import Term, Workload, layer_activations, total
+from components.planning.formulas.layer_memory import Held, Layer, held, read_layer
+from components.planning.formulas.workload import Term, Workload, total
 
-_NF4_BYTES = 0.53125
-"""Bytes per weight in NF4: 4 bits, and a bfloat16 scale for each block of 64."""
 _EIGHT_BIT_BYTES = 2.03
 """Bytes per weight of two 8-bit moments with their scales."""
 _LAYERS_GATHERED = 4
@@ -77,45 +76,6 @@ def estimate_memory(workload: Workload, device: str = "cuda") -> MemoryEstimate:
     return max((rank_memory(workload, stage, device) for stage in sorted(stages)), key=lambda each: each.peak)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Elements of a set of parameters on one rank."""
-
-    sharded: float = 0.0
-    """This rank's shards."""
-    gathered: float = 0.0
-    """Unsharded over fsdp; still one tp and ep rank's part."""
-
-    def __add__(self, other: _Held) -> _Held:
-        return _Held(self.sharded + other.sharded, self.gathered + other.gathered)
-
-    def __mul__(self, factor: float) -> _Held:
-        return _Held(self.sharded * factor, self.gathered * factor)
-
-
-def held(workload: Workload, weights: Iterable[Weight]) -> _Held:
-    """Return the elements of weights that a rank holds."""
-    sharded = gathered = 0
-    for weight in weights:
-        sharded += weight.shard(workload.expert_fsdp if weight.sharding is Sharding.experts else workload.fsdp)
-        gathered += weight.size
-    return _Held(sharded, gathered)
-
-
-def adapters(workload: Workload) -> _Held:
-    """Return the elements of a layer's LoRA matrices: A (rank, in) and B (out, rank) for each linear layer."""
-    rank, tp, factors = workload.peft.rank, workload.mesh.tp, []
-    for whole, local in zip(
-        workload.architecture.layer_weights(), workload.architecture.layer_weights(tp, workload.mesh.ep), strict=True
-    ):
-        if not local.is_matrix or local.sharding is Sharding.experts or ("gate" in whole.name and whole.rows == 1):
-            continue
-        factors += [Weight("A", rank, local.width), Weight("B", local.rows, rank)]
-        if workload.peft.dora:
-            factors.append(Weight("magnitude", local.rows, 1))
-    return held(workload, factors)
-
-
 def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
     """Return the memory of a rank with coordinate `stage` on pp, at its fullest moment."""
     rank = _read_rank(w, stage)
@@ -125,7 +85,7 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
         "gradients", on_device * w.trained_bytes, f"{on_device:,.0f} trained elements x {w.trained_bytes} B"
     )
     waiting = _waiting_gradients(w, rank, gradients)
-    activations, recomputed, in_flight = _activation_terms(w, rank)
+    activations, in_flight = _activation_terms(w, rank, len(rank.layers))[0], _micro_batches_in_flight(w, stage)
     if w.mesh.pp > 1 and in_flight >= w.micro_batches:
         waiting = []  # no backward has run while all micro-batches are in flight
     moments = {
@@ -151,14 +111,16 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
             _head_buffers(w, rank, _accumulated_bytes(w) * (not w.peft.adapts) * (2 if device == "cpu" else 1)),
             _gathered_term(w, rank, 1),
         ],
-        "the backward of the last layer begins": [
-            *state,
-            *waiting,
-            activations,
-            recomputed,
-            _gathered_term(w, rank, _layers_gathered(w)),
-            _cast_gradients(w, rank),
-        ],
+        **{
+            f"the backward of {'the last layer' if number == len(rank.layers) else f'layer {number}'} begins": [
+                *state,
+                *(waiting or _later_gradients(w, rank, number)),
+                *_activation_terms(w, rank, number),
+                _gathered_term(w, rank, _layers_gathered(w), number),
+                _cast_gradients(w, rank, number),
+            ]
+            for number in rank.last_of_kinds
+        },
         "the backward of the first layer ends": [*state, *_last_gradients(w, rank, gradients, activations, in_flight)],
         "the optimizer runs": [*state, gradients],
     }
@@ -171,27 +133,33 @@ class _Rank:
     """Parameters of one rank."""
 
     stage: int
-    layers: int
+    layers: tuple[Layer, ...]
+    """Those of all its stages, in order."""
     first: bool
     """Whether it holds the embedding."""
     last: bool
     """Whether it holds the head."""
-    layer: _Held
-    """Base weights of one layer."""
-    experts: _Held
-    """Expert weights of one layer."""
-    outer: _Held
+    outer: Held
     """Weights outside of the layers."""
     head: float
     """Elements of the head, not sharded over fsdp."""
-    tied_copy: _Held
+    tied_copy: Held
     """Copy of a tied head on the last stage, whose gradients go to the embedding's rank."""
-    adapter: _Held
-    """Adapters of one layer."""
-    trained: _Held
-    trained_layer: _Held
-    layer_bytes: float
-    """Bytes per stored element of a layer."""
+    trained: Held
+
+    @property
+    def last_of_kinds(self) -> list[int]:
+        """Numbers, from 1, of the last layer of each kind."""
+        return sorted({layer.kind: number for number, layer in enumerate(self.layers, 1)}.values())
+
+    @property
+    def largest(self) -> Layer:
+        """The layer with the most trained elements."""
+        return max(self.layers, key=lambda each: each.trained.gathered)
+
+    def gathered(self, layers: int, number: int) -> float:
+        """Return the base elements of the layers from `number` backwards."""
+        return sum(each.base.gathered for each in self.layers[max(0, number - layers) : number])
 
 
 def _read_rank(w: Workload, stage: int) -> _Rank:
@@ -199,11 +167,11 @@ def _read_rank(w: Workload, stage: int) -> _Rank:
     architecture, mesh = w.architecture, w.mesh
     ranks = w.parallelism.stage_ranks(mesh.pp)
     parts = stage_layers(architecture.layers, len(ranks))
-    layers = sum(len(part) for part, rank in zip(parts, ranks, strict=True) if rank == stage)
+    numbers = [number for part, rank in zip(parts, ranks, strict=True) if rank == stage for number in part]
     first, last = ranks[0] == stage, ranks[-1] == stage
-    weights = list(architecture.layer_weights(mesh.tp, mesh.ep))
-    layer = held(w, weights)
-    outer, tied_copy, head = _Held(), _Held(), 0.0
+    by_kind = {kind: read_layer(w, kind) for kind in set(architecture.kinds)}
+    layers = tuple(by_kind[architecture.kinds[number]] for number in numbers)
+    outer, tied_copy, head = Held(), Held(), 0.0
     for weight in architecture.outer_weights(mesh.tp):
         is_embedding = weight.name in ("embedding", "positions")
         if weight.name == "head" and w.labels:
@@ -214,35 +182,22 @@ def _read_rank(w: Workload, stage: int) -> _Rank:
             head = weight.size
             if architecture.tied and mesh.pp > 1:
                 tied_copy = held(w, [weight])
-    adapter = adapters(w) if w.peft.adapts else _Held()
-    quantized = _quantized_share(architecture) if w.peft.quantizes else 0.0
-    return _Rank(
-        stage=stage,
-        layers=layers,
-        first=first,
-        last=last,
-        layer=layer,
-        experts=held(w, [weight for weight in weights if weight.sharding is Sharding.experts]),
-        outer=outer,
-        head=head,
-        tied_copy=tied_copy,
-        adapter=adapter,
-        trained=adapter * layers if w.peft.adapts else layer * layers + outer,
-        trained_layer=adapter if w.peft.adapts else layer,
-        layer_bytes=w.stored_bytes * (1 - quantized) + _NF4_BYTES * quantized,
-    )
+    trained = sum((each.trained for each in layers), Held() if w.peft.adapts else outer)
+    return _Rank(stage, layers, first, last, outer, head, tied_copy, trained)
 
 
 def _state_terms(w: Workload, rank: _Rank) -> list[Term]:
     """Return what a rank always holds, besides gradients."""
-    base, adapter = rank.layer.sharded * rank.layers, rank.adapter.sharded * rank.layers
+    base = sum(each.base.sharded for each in rank.layers)
+    adapter = sum(each.adapter.sharded for each in rank.layers)
+    stored = sum(each.base.sharded * each.stored_bytes for each in rank.layers)
     outer = rank.outer.sharded + rank.tied_copy.sharded
     trained = rank.trained.sharded
     terms = [
         Term(
             "parameters",
-            base * rank.layer_bytes + outer * w.stored_bytes + adapter * w.trained_bytes,
-            f"{base:,.0f} elements of {rank.layers} layers x {rank.layer_bytes:g} B, {outer:,.0f} others x "
+            stored + outer * w.stored_bytes + adapter * w.trained_bytes,
+            f"{base:,.0f} elements of {len(rank.layers)} layers x {stored / base:.4g} B, {outer:,.0f} others x "
             f"{w.stored_bytes} B" + (f" and {adapter:,.0f} of adapters x {w.trained_bytes} B" if adapter else ""),
         ),
         _optimizer_term(w, trained, rank.outer.sharded),
@@ -251,16 +206,9 @@ def _state_terms(w: Workload, rank: _Rank) -> list[Term]:
         terms.append(Term("average", trained * max(4, w.stored_bytes), f"{trained:,.0f} x {max(4, w.stored_bytes)} B"))
     if w.frozen is not None:
         other = _read_rank(replace(w, architecture=w.frozen, peft=PeftConfig(), labels=0), rank.stage)
-        frozen = other.layer.sharded * other.layers + other.outer.sharded + other.tied_copy.sharded
+        frozen = sum(each.base.sharded for each in other.layers) + other.outer.sharded + other.tied_copy.sharded
         terms.append(Term("frozen model", frozen * w.frozen_bytes, f"{frozen:,.0f} elements x {w.frozen_bytes} B"))
     return [] if w.parallelism.cpu_offload else terms  # then in host memory
-
-
-def _quantized_share(architecture: Architecture) -> float:
-    """Return the share of a layer's elements that QLoRA stores in 4 bits: its linear layers."""
-    weights = list(architecture.layer_weights())
-    linear = sum(weight.size for weight in weights if weight.is_matrix and weight.sharding is not Sharding.experts)
-    return linear / sum(weight.size for weight in weights)
 
 
 def _optimizer_term(w: Workload, trained: float, outer: float) -> Term:
@@ -304,16 +252,23 @@ def _waiting_gradients(w: Workload, rank: _Rank, gradients: Term) -> list[Term]:
     return [Term("gradients", elements * wide, f"{elements:,.0f} unsharded trained elements x {wide} B")]
 
 
+def _later_gradients(w: Workload, rank: _Rank, number: int) -> Iterator[Term]:
+    """Yield the gradients of the layers after layer `number`, of the only micro-batch."""
+    elements = sum(each.trained.sharded for each in rank.layers[number:])
+    if elements:
+        yield Term("gradients", elements * w.trained_bytes, f"{elements:,.0f} elements of later layers")
+
+
 def _last_gradients(w: Workload, rank: _Rank, gradients: Term, activations: Term, in_flight: float) -> list[Term]:
     """Return what a rank holds besides its state when the last layer's gradients are reduced.
 
     A pipeline stage accumulates the gradients of a micro-batch only at the end of its backward.
     """
-    layer = layer_activations(w)
-    one = Term("activations", max(layer.none, layer.full) + layer.transient, "one layer")
+    saved = max(max(each.saved.none, each.saved.full) + each.saved.transient for each in rank.layers)
+    one = Term("activations", saved, "one layer")
     if w.mesh.pp > 1:
         others = activations.value * (in_flight - 1) / in_flight
-        new = rank.trained_layer.gathered
+        new = rank.largest.trained.gathered
         kept = Term("activations", others + one.value, f"{in_flight - 1:g} micro-batches in flight, and one layer")
         newest = Term("new gradients", new * _accumulated_bytes(w), f"{new:,.0f} elements of one layer")
         # With all micro-batches in flight, the first backward adds to no gradients, and the last has none beside it.
@@ -321,23 +276,25 @@ def _last_gradients(w: Workload, rank: _Rank, gradients: Term, activations: Term
             *_waiting_gradients(w, rank, gradients),
             *([newest, kept] if in_flight < w.micro_batches else max([kept], [newest, one], key=total)),
             _split_backward(w, rank),
-            _gathered_term(w, rank, rank.layers),
+            _gathered_term(w, rank, len(rank.layers)),
         ]
-    buffers = 2 * rank.trained_layer.gathered * _accumulated_bytes(w) if w.fsdp > 1 else 0.0
+    buffers = 2 * rank.largest.trained.gathered * _accumulated_bytes(w) if w.fsdp > 1 else 0.0
     reduction = Term("reduction buffers", buffers, "gradients of one layer, and the input of its reduce-scatter")
-    return [gradients, one, _gathered_term(w, rank, 2), reduction]
+    return [gradients, one, _gathered_term(w, rank, 2, min(2, len(rank.layers))), reduction]
 
 
 def _split_backward(w: Workload, rank: _Rank) -> Term:
     """Return the gradients of matmul outputs that V-shaped schedules keep to compute gradients of weights later."""
     if str(w.parallelism.pp_schedule) not in SPLIT_BACKWARD:
         return Term("delayed weight gradients", 0.0, "the backward is not split")
-    saved, count = layer_activations(w), min(w.micro_batches, 2 * w.mesh.pp)
-    outputs = (saved.none if w.architecture.experts else saved.selective) - saved.full
+    count = min(w.micro_batches, 2 * w.mesh.pp)
+    outputs = sum(
+        (each.saved.none if each.kind.has_experts else each.saved.selective) - each.saved.full for each in rank.layers
+    )
     return Term(
         "delayed weight gradients",
-        outputs * rank.layers * count,
-        f"{outputs / _MIB:,.1f} MiB of matmul outputs x {rank.layers} layers x {count} micro-batches",
+        outputs * count,
+        f"{outputs / _MIB:,.1f} MiB of matmul outputs of {len(rank.layers)} layers x {count} micro-batches",
     )
 
 
@@ -360,43 +317,45 @@ def _head_buffers(w: Workload, rank: _Rank, item: int) -> Term:
     )
 
 
-def _cast_gradients(w: Workload, rank: _Rank) -> Term:
-    """Return the new gradients of one layer or the head, before they are reduced or added to those that wait."""
-    size = rank.trained_layer.gathered * w.compute_bytes if w.compute_bytes < 4 and _defers(w) else 0.0
+def _cast_gradients(w: Workload, rank: _Rank, number: int) -> Term:
+    """Return the new gradients of layer `number` or the head, before they are reduced or added to those that wait."""
+    trained = rank.layers[number - 1].trained.gathered
+    size = trained * w.compute_bytes if w.compute_bytes < 4 and _defers(w) else 0.0
     if w.is_sharded and not _defers(w) and not w.peft.adapts:
         # A tied head is reduced with the embedding; others before the layers, whose reductions wait for it.
         size = rank.head * (w.compute_bytes if w.architecture.tied else _accumulated_bytes(w))
     return Term("new gradients", size, "of one layer, or of the head")
 
 
-def _activation_terms(w: Workload, rank: _Rank) -> tuple[Term, Term, float]:
-    """Return the activations of all micro-batches in flight, those of a layer that is recomputed, and the number of
-    micro-batches in flight."""
-    saved = layer_activations(w)
-    policy = w.parallelism.activation_checkpointing
-    per_layer, in_flight = saved.of(policy), _micro_batches_in_flight(w, rank.stage)
+def _activation_terms(w: Workload, rank: _Rank, number: int) -> tuple[Term, Term]:
+    """Return the activations of all micro-batches in flight, of the newest those up to layer `number`, and what the
+    backward of that layer computes."""
+    policy, in_flight = w.parallelism.activation_checkpointing, _micro_batches_in_flight(w, rank.stage)
+    each_layer = [each.saved.of(policy) for each in rank.layers]
     final_norm = 0.0
     if rank.last:
         norm = (4 + 2 * w.compute_bytes) * w.architecture.hidden / w.sequence_shards
         final_norm = w.local_tokens * norm
+    counted, per_layer = len(rank.layers), sum(each_layer) / len(rank.layers) / _MIB
     activations = Term(
         "activations",
-        per_layer * rank.layers * in_flight + final_norm,
-        f"{per_layer / _MIB:,.1f} MiB per layer ({policy}) x {rank.layers} layers x {in_flight:g} micro-batches",
+        sum(each_layer) * in_flight - sum(each_layer[number:]) + final_norm,
+        f"{per_layer:,.1f} MiB per layer ({policy}) x {counted} layers x {in_flight:g} micro-batches",
     )
     if w.parallelism.activation_offload:
-        others = min(rank.layers - 1, 1)  # the layer that is copied while its neighbor computes
+        others = min(counted - 1, 1)  # the layer that is copied while its neighbor computes
         activations = Term(
             "activations",
-            per_layer * (in_flight + others) + final_norm,
-            f"{per_layer / _MIB:,.1f} MiB per layer ({policy}) x the last layer of {in_flight:g} micro-batches and "
+            each_layer[number - 1] * (in_flight + others) + final_norm,
+            f"{per_layer:,.1f} MiB per layer ({policy}) x the last layer of {in_flight:g} micro-batches and "
             f"{others} whose activations are copied to or from the host",
         )
+    saved = rank.layers[number - 1].saved
     again = {
         ActivationCheckpointing.full: saved.none,
         ActivationCheckpointing.selective: saved.none - saved.selective + saved.full,
     }.get(policy, 0.0) + saved.transient
-    return activations, Term("recomputed layer", again, "activations that the backward of a layer computes"), in_flight
+    return activations, Term("recomputed layer", again, "activations that the backward of a layer computes")
 
 
 def _micro_batches_in_flight(w: Workload, stage: int) -> float:
@@ -466,30 +425,35 @@ def _layers_gathered(w: Workload) -> int:
     return _LAYERS_GATHERED
 
 
-def _gathered_term(w: Workload, rank: _Rank, layers: int, *, head: bool = False) -> Term:
+def _gathered_term(w: Workload, rank: _Rank, layers: int, number: int | None = None, *, head: bool = False) -> Term:
     """Return the parameters that FSDP2 holds gathered at once, in the compute dtype, or copies by autocast.
 
     Args:
+        layers: How many layers.
+        number: The last of them, from 1; None: the last layer.
         head: Whether a head that is not tied is among them: until its backward has ended. A tied head always is.
     """
     if not w.is_sharded:
         if w.compute_bytes == w.stored_bytes:
             return Term("gathered parameters", 0.0, "nothing is gathered")
         # Grouped GEMMs of experts are not autocast, and 4-bit weights are dequantized one at a time.
-        quantized = _quantized_share(w.architecture) if w.peft.quantizes else 0.0
-        dense = rank.layer.gathered * (1 - quantized) - rank.experts.gathered
-        size = (dense * rank.layers + rank.head) * w.compute_bytes
+        dense = sum(each.base.gathered * (1 - each.quantized) - each.experts.gathered for each in rank.layers)
+        size = (dense + rank.head) * w.compute_bytes
         return Term("gathered parameters", size, "autocast keeps copies of the weights in the compute dtype")
-    wide = w.compute_bytes if rank.layer_bytes >= 1 else rank.layer_bytes
+    stored = rank.layers[-1].stored_bytes
+    wide = stored if stored < 1 else w.compute_bytes  # 4-bit weights are gathered as they are
     freed = 0.0 if head or w.architecture.tied else rank.head
-    count, outer = min(rank.layers, layers + w.parallelism.prefetch), rank.head - freed
+    outer = rank.head - freed
+    elements = rank.gathered(layers + w.parallelism.prefetch, number or len(rank.layers))
+    every = rank.gathered(len(rank.layers), len(rank.layers))
+    largest = max(each.base.gathered for each in rank.layers)
     if not w.parallelism.reshards_after_forward(w.mesh.pp):
-        count, outer = rank.layers + 1, rank.outer.gathered - freed
+        elements, outer = every + largest, rank.outer.gathered - freed
     if w.mesh.pp > 1:  # a stage keeps its parameters gathered between micro-batches; FSDP2 on one rank copies them too
-        more = 0 if w.architecture.experts or w.fsdp == 1 else 1
-        count, outer = rank.layers + more, rank.outer.gathered
+        elements = every + (0.0 if w.architecture.experts or w.fsdp == 1 else largest)
+        outer = rank.outer.gathered
     return Term(
         "gathered parameters",
-        rank.layer.gathered * count * wide + outer * w.compute_bytes,
-        f"{count} layers x {rank.layer.gathered:,.0f} x {wide:g} B, and {outer:,.0f} elements outside of layers",
+        elements * wide + outer * w.compute_bytes,
+        f"{elements:,.0f} elements of layers x {wide:g} B, and {outer:,.0f} elements outside of layers",
     )

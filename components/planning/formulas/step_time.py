@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,9 +21,11 @@ from components.planning.formulas.communication import (
     mesh_groups,
     sharding_traffic,
 )
+from components.planning.formulas.families import LayerKind
 from components.planning.formulas.hardware import Hardware, LayerWork, Matmul, head_work, layer_works, recomputed_share
+from components.planning.formulas.layer_memory import layer_activations
 from components.planning.formulas.pipeline import StageSeconds, pipeline_seconds, rank_seconds, send_hops
-from components.planning.formulas.workload import MESHBOOK, Implementation, Term, Workload, layer_activations, total
+from components.planning.formulas.workload import MESHBOOK, Implementation, Term, Workload, total
 
 _LAUNCHES, _FUSED_LAUNCHES, _COMPILED_LAUNCHES = 121, 60, 45
 """Kernels that the host launches for the forward and backward of a dense layer: with transformers' own layers, with
@@ -69,9 +72,35 @@ class StepTime:
 class _Part(NamedTuple):
     """Part of the model: a pipeline stage, or all stages of a pp rank."""
 
-    layers: int
+    kinds: Counter[LayerKind]
+    """Number of layers of each kind."""
     embeds: bool
     has_head: bool
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.kinds.total()
+
+
+class _Layer:
+    """Work and weights of a layer, for a micro-batch of a rank."""
+
+    def __init__(self, estimate: _Estimate, kind: LayerKind) -> None:
+        workload, hardware, implementation = estimate.workload, estimate.hardware, estimate.implementation
+        self.works = [
+            *layer_works(workload, kind, hardware, implementation),
+            *communication_works(workload, kind, estimate.groups, hardware, implementation),
+        ]
+        self.held = tuple(workload.architecture.layer_weights(kind, workload.mesh.tp, workload.mesh.ep))
+        self.traffic = estimate.traffic(self.held)
+        self.forward = sum(work.forward for work in self.works)
+        self.backward = sum(work.backward + work.recomputed for work in self.works)
+        self.weights = sum(work.weights for work in self.works)
+        self.size = sum(weight.size for weight in self.held)
+        self.experts = sum(weight.size for weight in self.held if weight.sharding is Sharding.experts)
+        policy = workload.parallelism.activation_checkpointing
+        self.saved = layer_activations(workload, kind).of(policy) if workload.parallelism.activation_offload else 0.0
 
 
 def estimate_time(workload: Workload, hardware: Hardware, implementation: Implementation = MESHBOOK) -> StepTime:
@@ -95,18 +124,11 @@ class _Estimate:
         mesh, parallelism = workload.mesh, workload.parallelism
         self.stage_ranks = parallelism.stage_ranks(mesh.pp)
         self.groups: MeshGroups = mesh_groups(mesh, hardware)
-        self.works = [
-            *layer_works(workload, hardware, implementation),
-            *communication_works(workload, self.groups, hardware, implementation),
-        ]
+        self.layers = {kind: _Layer(self, kind) for kind in dict.fromkeys(workload.architecture.kinds)}
         self.head: LayerWork = head_work(workload, hardware, implementation)
-        self.weights = tuple(workload.architecture.layer_weights(mesh.tp, mesh.ep))
         self.outer = tuple(workload.architecture.outer_weights(mesh.tp))
-        self.layer_traffic = self._traffic(self.weights)
-        self.outer_traffic = self._traffic(self.outer)
-        self.head_traffic = self._traffic(tuple(each for each in self.outer if each.name == "head"))
-        self.forward = sum(work.forward for work in self.works)
-        self.backward = sum(work.backward + work.recomputed for work in self.works)
+        self.outer_traffic = self.traffic(self.outer)
+        self.head_traffic = self.traffic(tuple(each for each in self.outer if each.name == "head"))
         pipelined = mesh.pp > 1
         reshards = parallelism.reshards_after_forward(mesh.pp)
         self.micro_batches = workload.micro_batches
@@ -114,6 +136,10 @@ class _Estimate:
         deferred = pipelined or parallelism.defers_grad_sync or not workload.is_sharded
         self.reductions = 1 if deferred else self.micro_batches
         self.deferred = deferred
+
+    def _sum(self, part: _Part, value: Callable[[_Layer], float]) -> float:
+        """Return the sum of a value over the layers of a part."""
+        return sum(count * value(self.layers[kind]) for kind, count in part.kinds.items())
 
     def _gathers(self, reshards: bool) -> tuple[int, int]:
         """Return how often each layer is all-gathered in forwards and in backwards.
@@ -158,25 +184,32 @@ class _Estimate:
         gathers, reductions = self._exposed(part)
         head = part.has_head
         return StageSeconds(
-            forward=part.layers * self.forward + head * self.head.forward + gathers[0] / self.micro_batches,
-            backward=part.layers * self.backward
+            forward=self._sum(part, lambda each: each.forward)
+            + head * self.head.forward
+            + gathers[0] / self.micro_batches,
+            backward=self._sum(part, lambda each: each.backward)
             + head * self.head.backward
             + (gathers[1] + reductions) / self.micro_batches,
-            weights=part.layers * sum(work.weights for work in self.works) + head * self.head.weights,
+            weights=self._sum(part, lambda each: each.weights) + head * self.head.weights,
         )
 
     def _repeated(self, rank: _Part) -> Iterable[Term]:
         """Yield the work of each micro-batch."""
-        times = rank.layers * self.micro_batches
-        prefix = f"{rank.layers} layers x {self.micro_batches} micro-batches x "
+        terms: dict[str, list[Term]] = {}
         again = 0.0
-        for work in self.works:
-            again += work.recomputed
-            ratio = work.backward / work.forward if work.forward else 0.0
-            formula = f"{prefix}{1 + ratio:.3g} passes x ({work.detail})"
-            yield Term(work.name, times * (work.forward + work.backward), formula, work.source)
+        for kind, count in rank.kinds.items():
+            layers = f"{count} layers of {kind}" if len(rank.kinds) > 1 else f"{count} layers"
+            for work in self.layers[kind].works:
+                again += count * work.recomputed
+                ratio = work.backward / work.forward if work.forward else 0.0
+                formula = f"{layers} x {self.micro_batches} micro-batches x {1 + ratio:.3g} passes x ({work.detail})"
+                seconds = count * self.micro_batches * (work.forward + work.backward)
+                terms.setdefault(work.name, []).append(Term(work.name, seconds, formula, work.source))
+        for name, parts in terms.items():  # of all kinds of layers
+            yield Term(name, total(parts), " + ".join(each.formula for each in parts), parts[0].source)
         policy = self.workload.parallelism.activation_checkpointing
-        yield Term("recomputation", times * again, f"{prefix}{again:.4g} s of the forward ({policy})")
+        formula = f"{self.micro_batches} micro-batches x {again:.4g} s of the layers' forwards ({policy})"
+        yield Term("recomputation", self.micro_batches * again, formula)
         if rank.has_head:
             seconds = self.micro_batches * (self.head.forward + self.head.backward)
             passes = 1 + self.head.backward / self.head.forward
@@ -185,24 +218,33 @@ class _Estimate:
 
     def _exposed(self, rank: _Part) -> tuple[tuple[float, float], float]:
         """Return the exposed seconds per step of gathers in the forward and in the backward, and of reductions."""
-        layer, outer, head = self.layer_traffic, self.outer_traffic, self.head_traffic
+        outer, head = self.outer_traffic, self.head_traffic
         ends = (rank.embeds + rank.has_head) / 2
         # A head that is not tied is gathered beside the last layer, and its gradient is reduced beside it.
         hidden_gather = hidden_reduce = 0.0
         if rank.has_head:
-            hidden_gather = head.gather - self._exposed_by(head.gather, self.forward)
-            hidden_reduce = head.reduce - self._exposed_by(head.reduce, self.backward)
+            last = self.layers[self.workload.architecture.kinds[-1]]
+            hidden_gather = head.gather - self._exposed_by(head.gather, last.forward)
+            hidden_reduce = head.reduce - self._exposed_by(head.reduce, last.backward)
         forward = self.forward_gathers * (
-            rank.layers * self._exposed_by(layer.gather, self.forward) + ends * outer.gather - hidden_gather
+            self._sum(rank, lambda each: self._exposed_by(each.traffic.gather, each.forward))
+            + ends * outer.gather
+            - hidden_gather
         )
-        gathered = self._exposed_by(layer.gather, self.backward)
-        backward = self.backward_gathers * rank.layers * gathered
-        both = layer.reduce + (layer.gather if self.backward_gathers else 0.0)
-        beside = gathered if self.backward_gathers else 0.0
-        reduced = rank.layers * (self._exposed_by(both, self.backward) - beside) + ends * outer.reduce - hidden_reduce
+        gathers = bool(self.backward_gathers)
+
+        def gathered(layer: _Layer) -> float:
+            return self._exposed_by(layer.traffic.gather, layer.backward)
+
+        def reduced(layer: _Layer) -> float:
+            both = layer.traffic.reduce + (layer.traffic.gather if gathers else 0.0)
+            return self._exposed_by(both, layer.backward) - (gathered(layer) if gathers else 0.0)
+
+        backward = self.backward_gathers * self._sum(rank, gathered)
+        reductions = self._sum(rank, reduced) + ends * outer.reduce - hidden_reduce
         if self.workload.mesh.pp > 1:  # torch's pipelines reduce after the last backward
-            reduced = rank.layers * layer.reduce + ends * outer.reduce
-        return (forward, backward), self.reductions * reduced
+            reductions = self._sum(rank, lambda each: each.traffic.reduce) + ends * outer.reduce
+        return (forward, backward), self.reductions * reductions
 
     def _exposed_by(self, communication: float, computation: float) -> float:
         return exposed_seconds(communication, computation, overlaps=self.hardware.is_gpu)
@@ -210,25 +252,30 @@ class _Estimate:
     def _data_parallel(self, rank: _Part) -> Iterable[Term]:
         """Yield the exposed communication of FSDP2 and DDP, and its copies."""
         gathers, reduced = self._exposed(rank)
-        layer, outer, fsdp = self.layer_traffic, self.outer_traffic, self.groups.fsdp
+        outer, fsdp = self.outer_traffic, self.groups.fsdp
         rounds = self.forward_gathers + self.backward_gathers
-        if layer.gathered:
+        layers, gather_seconds, reduce_seconds = (
+            self._sum(rank, lambda each: each.traffic.gathered),
+            self._sum(rank, lambda each: each.traffic.gather),
+            self._sum(rank, lambda each: each.traffic.reduce),
+        )
+        if layers:
             yield Term(
                 "FSDP all-gathers (exposed)",
                 sum(gathers),
-                f"{rounds} rounds x {rank.layers} layers x {layer.gathered:.4g} B over {fsdp.size} / "
-                f"{fsdp.bandwidth:.3g} B/s = {rounds * rank.layers * layer.gather:.4g} s, less what computation hides",
+                f"{rounds} rounds x {rank.layers} layers x {layers / rank.layers:.4g} B over {fsdp.size} / "
+                f"{fsdp.bandwidth:.3g} B/s = {rounds * gather_seconds:.4g} s, less what computation hides",
                 self.hardware.name,
             )
         yield Term(
             "gradient reduction (exposed)",
             reduced,
-            f"{self.reductions} x ({rank.layers} layers x {layer.reduce:.4g} s + {outer.reduce:.4g} s), less what "
+            f"{self.reductions} x ({reduce_seconds:.4g} s of {rank.layers} layers + {outer.reduce:.4g} s), less what "
             "computation hides",
             self.hardware.name,
         )
-        size = rank.layers * layer.gathered + (rank.embeds + rank.has_head) / 2 * outer.gathered
-        if layer.gathered:
+        size = layers + (rank.embeds + rank.has_head) / 2 * outer.gathered
+        if layers:
             values = self._parameters(rank) * self.reductions * (2 + self.implementation.reduce_bytes)
             copies = (2 * rounds * size + values) / self.hardware.copy_bandwidth
             formula = f"({rounds} x 2 x {size:.4g} B + {values:.4g} B) / {self.hardware.copy_bandwidth:.3g} B/s"
@@ -248,7 +295,7 @@ class _Estimate:
         times = self.micro_batches + mesh.pp - 1
         if workload.extra_forwards:
             gathers = self._exposed(rank)[0][0] / self.forward_gathers
-            forward = rank.layers * self.forward + rank.has_head * self.head.forward + gathers
+            forward = self._sum(rank, lambda each: each.forward) + rank.has_head * self.head.forward + gathers
             formula = f"{workload.extra_forwards:g} x {times} x {forward:.4g} s"
             yield Term("forwards without gradients", workload.extra_forwards * times * forward, formula)
         if workload.frozen is not None:
@@ -263,7 +310,7 @@ class _Estimate:
             )
             frozen = _Estimate(other, self.hardware, self.implementation)
             last = max(_rank_parts(other), key=lambda each: (each.has_head, each.layers))
-            forward = last.layers * frozen.forward + frozen.head.forward
+            forward = frozen._sum(last, lambda each: each.forward) + frozen.head.forward
             forward += frozen._exposed(last)[0][0] / frozen.forward_gathers
             yield Term("forwards of the frozen model", times * forward, f"{times} x {forward:.4g} s")
 
@@ -306,7 +353,8 @@ class _Estimate:
         """Return the idle time of the device while the host, which waited for the routing, launches kernels again."""
         hardware, policy = self.hardware, self.workload.parallelism.activation_checkpointing
         passes = 1 + recomputed_share(policy, 1.0)
-        waits = self.micro_batches * rank.layers * passes if self.workload.mesh.ep > 1 else 0.0
+        layers = sum(count for kind, count in rank.kinds.items() if kind.has_experts)
+        waits = self.micro_batches * layers * passes if self.workload.mesh.ep > 1 else 0.0
         return Term(
             "routing waits",
             waits * _ROUTING_LAUNCHES * hardware.launch_seconds * self.implementation.waits_for_routing,
@@ -316,10 +364,13 @@ class _Estimate:
 
     def _activation_offload(self, rank: _Part) -> Term:
         """Return the time of copies of saved activations that computation of the next layer does not hide."""
-        w, hardware = self.workload, self.hardware
-        saved = layer_activations(w).of(w.parallelism.activation_checkpointing) * w.parallelism.activation_offload
-        copy = saved / hardware.host_bandwidth if saved else 0.0
-        exposed = max(0.0, copy - self.forward) + max(0.0, copy - self.backward)
+        hardware, layers = self.hardware, max(1, rank.layers)
+
+        def copy_exposed(layer: _Layer) -> float:
+            copy = layer.saved / hardware.host_bandwidth if layer.saved else 0.0
+            return max(0.0, copy - layer.forward) + max(0.0, copy - layer.backward)
+
+        saved, exposed = self._sum(rank, lambda each: each.saved) / layers, self._sum(rank, copy_exposed) / layers
         copies = self.micro_batches * max(0, rank.layers - 1)
         return Term(
             "activation offload (exposed)",
@@ -366,53 +417,60 @@ class _Estimate:
         sharing = (workload.fsdp if workload.is_sharded else 1) * mesh.tp
         rate = self.hardware.matmul_flops(2)
         flops = seconds = 0.0
-        for weight in workload.architecture.layer_weights():
-            if not weight.is_matrix or weight.name == "router":
-                continue
-            experts = weight.rows if weight.sharding is Sharding.experts else 1
-            width = workload.architecture.hidden if experts > 1 else weight.width
-            rows = weight.size // experts // width
-            small, large = min(rows, width), max(rows, width)
-            iteration = 4.0 * small * small * large + 2.0 * small**3
-            count = max(1.0, rank.layers * experts / sharing)
-            flops += count * optimizer.ns_steps * iteration
-            slowdown = Matmul(small, small, large).slowdown(self.hardware.matmul_tile)
-            seconds += count * optimizer.ns_steps * iteration * slowdown / rate
+        for kind, layers in rank.kinds.items():
+            for weight in workload.architecture.layer_weights(kind):
+                if not weight.is_matrix or weight.name == "router":
+                    continue
+                experts = weight.rows if weight.sharding is Sharding.experts else 1
+                width = workload.architecture.hidden if experts > 1 else weight.width
+                rows = weight.size // experts // width
+                small, large = min(rows, width), max(rows, width)
+                iteration = 4.0 * small * small * large + 2.0 * small**3
+                count = max(1.0, layers * experts / sharing)
+                flops += count * optimizer.ns_steps * iteration
+                slowdown = Matmul(small, small, large).slowdown(self.hardware.matmul_tile)
+                seconds += count * optimizer.ns_steps * iteration * slowdown / rate
         sent = 2 * 2 * self._sharded_parameters(rank) / self.groups.fsdp.bandwidth if sharing > 1 else 0.0
         formula = f"{flops:.4g} FLOP / {rate:.3g} FLOP/s + {sent:.3g} s of all-to-alls"
         return Term("Newton-Schulz iterations", seconds + sent, formula, f"{self.hardware.name}: matmul_share")
 
     def _parameters(self, rank: _Part) -> float:
         """Return the unsharded parameters of a rank, after tp and ep."""
-        layer, outer = (sum(weight.size for weight in weights) for weights in (self.weights, self.outer))
-        return rank.layers * layer + (rank.embeds + rank.has_head) / 2 * outer
+        outer = sum(weight.size for weight in self.outer)
+        return self._sum(rank, lambda each: each.size) + (rank.embeds + rank.has_head) / 2 * outer
 
     def _sharded_parameters(self, rank: _Part, *, trained: bool = True) -> float:
         """Return the parameters of a rank after FSDP; by default, those that are trained."""
         workload = self.workload
-        experts = sum(weight.size for weight in self.weights if weight.sharding is Sharding.experts)
-        whole = self._parameters(rank) - rank.layers * experts
-        shards = whole / workload.fsdp + rank.layers * experts / workload.expert_fsdp
+        experts = self._sum(rank, lambda each: each.experts)
+        shards = (self._parameters(rank) - experts) / workload.fsdp + experts / workload.expert_fsdp
         if not (trained and workload.peft.adapts):
             return shards
-        widths = sum(weight.rows + weight.width for weight in self.weights if weight.is_matrix)
-        return rank.layers * workload.peft.rank * widths / workload.fsdp
+        widths = self._sum(
+            rank, lambda each: sum(weight.rows + weight.width for weight in each.held if weight.is_matrix)
+        )
+        return workload.peft.rank * widths / workload.fsdp
 
-    def _traffic(self, weights: tuple[Weight, ...]) -> ShardingTraffic:
+    def traffic(self, weights: tuple[Weight, ...]) -> ShardingTraffic:
+        """Return the data-parallel collectives of weights."""
         return sharding_traffic(weights, self.workload, self.groups, self.hardware, self.implementation)
 
 
 def _stage_parts(workload: Workload) -> list[_Part]:
     """Return the parts of the model that the pipeline stages compute, in order."""
     number = len(workload.parallelism.stage_ranks(workload.mesh.pp))
-    layers = stage_layers(workload.architecture.layers, number)
-    return [_Part(len(each), stage == 0, stage == number - 1) for stage, each in enumerate(layers)]
+    kinds = workload.architecture.kinds
+    layers = stage_layers(len(kinds), number)
+    return [
+        _Part(Counter(kinds[index] for index in each), stage == 0, stage == number - 1)
+        for stage, each in enumerate(layers)
+    ]
 
 
 def _rank_parts(workload: Workload) -> list[_Part]:
     """Return the parts of the model that the pp ranks compute."""
-    parts = [_Part(0, False, False)] * workload.mesh.pp
+    parts = [_Part(Counter(), False, False)] * workload.mesh.pp
     for rank, stage in zip(workload.parallelism.stage_ranks(workload.mesh.pp), _stage_parts(workload), strict=True):
         part = parts[rank]
-        parts[rank] = _Part(part.layers + stage.layers, part.embeds or stage.embeds, part.has_head or stage.has_head)
+        parts[rank] = _Part(part.kinds + stage.kinds, part.embeds or stage.embeds, part.has_head or stage.has_head)
     return parts

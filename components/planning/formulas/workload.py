@@ -1,21 +1,8 @@
-"""Inputs of the memory and time estimates: the work of one rank in an optimizer step.
-
-A layer's activations are counted from the operators of transformers' models: what autograd saves for the backward of
-one micro-batch, not what a kernel could do without. A token of hidden size h with q query and k key-value features, f
-MLP features, elements of c bytes:
-
-- each norm: its input in float32 (4 h), the normalized states and the output (2 h c); fused, its input and output;
-- attention: queries, keys, values and the output ((2 q + 2 k) c), and a float32 per head;
-- eager attention, per head and key: the probabilities (c), below float32 also in float32 unless it has sinks; with
-  softcapping, the capped scores (c);
-- a gated MLP: gate, up, the activated gate and their product (4 f c), fused without the activated gate; without a gate
-  2 f c;
-- with model.qat, as counted with torchao 0.18: 2 c per weight and c per input of a linear layer (int8_int4), or 16 + c
-  per weight (int4_weight_only; 16 in float32).
-"""
+"""Inputs of the memory and time estimates: the work of one rank in an optimizer step."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -33,16 +20,15 @@ from components.config.schema.objective import (
 )
 from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import (
-    ActivationCheckpointing,
-    ContextAttention,
     MeshShape,
     ParallelismConfig,
     Strategy,
 )
 from components.config.schema.recipes import TrainConfig, frozen_model, score_labels, section
 from components.config.schema.run import PeftConfig
-from components.config.shape import local_heads, read_shape, ulysses_divides
-from components.planning.formulas.architecture import Architecture, QueryKeyNorm, Sharding, read_architecture
+from components.config.shape import read_shape
+from components.planning.formulas.architecture import Architecture, read_architecture
+from components.planning.formulas.families import LinearKind
 
 BYTE_VOCABULARY = 264
 """Embeddings of a model from scratch with the byte tokenizer: 256 bytes and four special tokens, rounded up to 8."""
@@ -90,6 +76,10 @@ class Workload:
     log-probabilities of the rows first, and a reference without adapters once more."""
     device_memory: float | None = None
     """Bytes of memory of a GPU; None: unknown."""
+    on_gpu: bool = False
+    """Whether the device is a GPU, whose attention kernels take values narrower than keys."""
+    kernels: bool = False
+    """Whether linear attention and Mamba-2 run in the kernels of fla and mamba-ssm: on a GPU, if they are installed."""
     labels: int = 0
     """Outputs of the score head; 0: an LM head."""
     rows_per_unit: int = 1
@@ -226,6 +216,8 @@ def build_workload(
         frozen_bytes=_ITEM_BYTES[(frozen or model).stored_dtype(frozen_on_gpu=frozen_on_gpu and frozen is model)],
         extra_forwards=_extra_forwards(cfg),
         device_memory=device_memory,
+        on_gpu=on_gpu,
+        kernels=on_gpu and _has_kernels(architecture.family.linear),
         labels=len(score_labels(cfg.data, scores) or ()),
         rows_per_unit=rows_per_unit,
     )
@@ -243,6 +235,11 @@ def architecture_of(model: ModelConfig, section: str = "model") -> Architecture:
     if shape.vocab is None and model.path is None and model.tokenizer == "bytes":
         shape = replace(shape, vocab=BYTE_VOCABULARY)
     return read_architecture(shape, model.path or str(model.config.get("model_type")), section)
+
+
+def _has_kernels(linear: LinearKind) -> bool:
+    """Return whether the package with the kernels of linear attention or Mamba-2 is installed."""
+    return importlib.util.find_spec("mamba_ssm" if linear is LinearKind.mamba2 else "fla") is not None
 
 
 def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:
@@ -339,84 +336,3 @@ def bytes_text(value: float) -> str:
 def seconds_text(value: float) -> str:
     """Return a time in seconds or milliseconds."""
     return f"{three_digits(value)} s" if value >= 1 else f"{three_digits(value * 1e3)} ms"
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerActivations:
-    """Bytes that one layer saves under each policy of activation checkpointing."""
-
-    none: float
-    selective: float
-    full: float
-    transient: float = 0.0
-    """Bytes that exist only during the layer's backward: gradients of the scores and probabilities of eager
-    attention, whatever the policy."""
-
-    def of(self, policy: ActivationCheckpointing) -> float:
-        """Return the bytes per layer under a policy; `auto` counts like `none`."""
-        if policy is ActivationCheckpointing.alternate:
-            return (self.none + self.full) / 2
-        return {
-            ActivationCheckpointing.selective: self.selective,
-            ActivationCheckpointing.full: self.full,
-        }.get(policy, self.none)
-
-
-def layer_activations(w: Workload) -> _LayerActivations:
-    """Return the saved bytes of one layer on a rank."""
-    a, tp, sp, c = w.architecture, w.mesh.tp, w.sequence_shards, w.compute_bytes
-    tokens, hidden = w.local_tokens, a.hidden
-    heads, kv_heads = local_heads(a.heads, a.kv_heads, tp)
-    queries, keys = heads * a.head_dim, kv_heads * a.head_dim
-    # A norm in float32 saves its input once; computed in less, a float32 copy besides the normalized states.
-    # Normalized states are saved for the gradient of the norm's weight.
-    norm_bytes = c if w.fused else 4 + (0 if w.peft.adapts else c)
-    norm_inputs = a.family.norms * norm_bytes * hidden / sp
-    norm_outputs = 2 * c * hidden  # inputs of attention and MLP, gathered over tp under sequence parallel
-    attention = 2 * c * (queries + keys) + 4 * heads
-    if w.mesh.cp > 1 and _uses_ulysses(w, heads, kv_heads):
-        attention += c * queries  # the output before and after the all-to-all
-    if a.family.query_key_norm is not QueryKeyNorm.none:
-        attention += (c if w.fused else 4 + c) * (queries + keys)
-    scores = heads * w.seq_len if w.eager_attention else 0
-    widened = 4 if c < 4 and not a.family.sinks else 0
-    attention += scores * (c + widened + (c if a.family.softcap else 0))
-    mlp = _experts(w) if a.experts else (_gated(w) if a.family.gated else 2) * c * -(-a.mlp // tp)
-    none = tokens * (norm_inputs + norm_outputs + attention + mlp) + _fake_quantized(w)
-    layer_input = tokens * hidden * c / sp
-    matmuls = (2 * queries + 2 * keys + hidden / sp * 2) * c + 4 * heads
-    matmuls += (2 if a.family.gated else 1) * c * -(-a.mlp // tp) * (a.experts_per_token or 1)
-    transient = tokens * scores * (c + (widened or c))
-    return _LayerActivations(none, selective=layer_input + tokens * matmuls, full=layer_input, transient=transient)
-
-
-def _gated(w: Workload) -> int:
-    """Return the number of saved (tokens, intermediate) tensors of a gated MLP."""
-    return 3 if w.fused else 4
-
-
-def _fake_quantized(w: Workload) -> float:
-    """Return the bytes of a layer's fake-quantized weights, and under int8_int4 of its linear layers' inputs."""
-    if w.qat is Qat.none:
-        return 0.0
-    weights = [weight for weight in w.architecture.layer_weights() if weight.is_matrix]
-    linear = [weight for weight in weights if weight.sharding is not Sharding.experts]
-    c, values = w.compute_bytes, sum(each.size for each in linear)
-    if w.qat is Qat.int4_weight_only:  # torchao computes it in float32, and saves four results
-        return values * (16 + (c if c < 4 else 0))
-    return 2 * c * values + c * w.local_tokens * sum(each.width for each in linear)
-
-
-def _uses_ulysses(w: Workload, heads: int, kv_heads: int) -> bool:
-    """Return whether cp exchanges heads, rather than gathering keys and values."""
-    return w.parallelism.cp_attention is not ContextAttention.all_gather and ulysses_divides(heads, kv_heads, w.mesh.cp)
-
-
-def _experts(w: Workload) -> float:
-    """Return the bytes per token of a mixture of experts: its rows are copied to each expert of a token."""
-    a, c = w.architecture, w.compute_bytes
-    features = -(-a.mlp // w.mesh.tp)
-    routed = a.experts_per_token * c * (2 * a.hidden + 5 * features)
-    router = 3 * 4 * a.experts
-    shared = _gated(w) * c * -(-a.shared_mlp // w.mesh.tp)
-    return routed + router + shared
