@@ -297,6 +297,11 @@ def _forward_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Mo
             f"parallelism.pp={mesh.pp}: the forward of {shape.family} models cannot be split into stages; set "
             "parallelism.pp=1"
         )
+    if mesh.tp > 1 and parallelism.sequence_parallel and shape.family == "gemma4_text" and shape.experts:
+        problems.append(
+            "parallelism.sequence_parallel=true: the experts of Gemma 4 take the tokens of all rows together, which tp "
+            "does not shard with the hidden states; set parallelism.sequence_parallel=false"
+        )
     if mesh.tp > 1 and parallelism.sequence_parallel and shape.per_layer_input:
         problems.append(
             f"parallelism.sequence_parallel=true: {inputs}, which tp does not shard with the hidden states; set "

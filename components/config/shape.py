@@ -33,7 +33,7 @@ CONFIG_NAMES = {
     "mlp": ("intermediate_size", "n_inner"),
     "expert_mlp": ("moe_intermediate_size",),
     "shared_mlp": ("shared_expert_intermediate_size",),
-    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
     "window": ("sliding_window",),
     "tied": ("tie_word_embeddings",),
     "per_layer_input": ("hidden_size_per_layer_input",),
@@ -171,7 +171,7 @@ def read_shape(model: ModelConfig) -> ModelShape:
             config = _read_config_json(Path(files.name_or_folder) / "config.json")
             raise_all(size_problems(config, f"model.path={model.path}: config.json", model.config))
             sizes["config"] = _flat(config) | model.config
-            sizes |= shape_of_config(config) | _shape_of_family({**config, **model.config})
+            sizes |= shape_of_config(config) | _shape_of_family(sizes["config"])
             sizes["other_layers"] = _other_layers(sizes["config"])
             if sizes["experts"] is None and _is_dense(config):
                 sizes["experts"] = 0

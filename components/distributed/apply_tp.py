@@ -114,6 +114,11 @@ def apply_tensor_parallel(
             "activations could be sharded; set parallelism.sequence_parallel=false"
         )
     partial_norms: set[str] = set()
+    if sequence_parallel and any(path.rpartition(".")[0] in layers for path in anatomy.experts):
+        raise ConfigError(
+            f"parallelism.sequence_parallel=true: the experts of {type(model).__name__} take the tokens of all rows "
+            "together, which tp does not shard with the hidden states; set parallelism.sequence_parallel=false"
+        )
     for name, layer in layers.items():
         partial_norms |= _prepare_layer(name, layer, styles, tp_mesh, sequence_parallel)
     for name, module in list(model.named_modules()):
@@ -214,7 +219,7 @@ def _takes_dtensor(name: str, block: nn.Module, inside: dict[str, ParallelStyle]
 
 
 def _notes(
-    model: nn.Module, plan: TpPlan, heads: Heads | None, tp: int, strict: bool, dropped: list[str]
+    model: nn.Module, plan: TpPlan, heads: Mapping[str, Heads], tp: int, strict: bool, dropped: list[str]
 ) -> tuple[str, ...]:
     unmatched = [path for path in plan if not matching(model, path) and not names_experts_parameter(model, path)]
     if unmatched and strict:
@@ -222,11 +227,13 @@ def _notes(
             [f"parallelism.tp_plan: {path!r} matches no module of {type(model).__name__}" for path in unmatched]
         )
     notes = [f"tp plan: {path} matches no module" for path in unmatched]
-    if heads is not None and heads.layout == AttentionLayout.replicated and (dropped or not strict):
+    replicated = dict.fromkeys(each for each in heads.values() if each.layout == AttentionLayout.replicated)
+    if replicated and (dropped or not strict):
         removed = f"; removed from the plan: {', '.join(dropped)}" if strict else ""
+        counts = " or ".join(f"{each.heads} heads and {each.kv_heads} kv heads" for each in replicated)
         notes.append(
-            f"attention is replicated over the {tp} tp ranks: {heads.heads} heads and {heads.kv_heads} kv heads "
-            f"cannot be divided evenly (parallelism.uneven_heads=refuse makes this an error){removed}"
+            f"attention is replicated over the {tp} tp ranks: {counts} cannot be divided evenly "
+            f"(parallelism.uneven_heads=refuse makes this an error){removed}"
         )
     return tuple(notes)
 

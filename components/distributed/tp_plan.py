@@ -325,50 +325,52 @@ def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads of a model and their layout over the tp axis."""
+    """Attention heads of a layer and their layout over the tp axis."""
 
     heads: int
     kv_heads: int
     layout: AttentionLayout
 
 
-def read_heads(anatomy: Anatomy, tp: int) -> Heads | None:
-    """Return the head counts of a model and their layout over tp, or None if its config has none.
-
-    Raises ConfigError for a model whose layers have different numbers of heads.
-    """
-    if anatomy.heads_differ:
-        raise ConfigError(
-            f"parallelism.tp={tp}: the layers of this model have different numbers of heads, which tp cannot shard "
-            "yet; set parallelism.tp=1"
-        )
-    if anatomy.heads is None or anatomy.kv_heads is None:
-        return None
-    return Heads(anatomy.heads, anatomy.kv_heads, attention_layout(anatomy.heads, anatomy.kv_heads, tp))
+def read_heads(anatomy: Anatomy, tp: int) -> dict[str, Heads]:
+    """Return the heads of each decoder layer and their layout over tp, by the layer's name; empty if the config has
+    none."""
+    counts = [(each.heads, each.kv_heads) for each in anatomy.layer_heads]
+    if not counts and anatomy.heads is not None and anatomy.kv_heads is not None:
+        counts = [(anatomy.heads, anatomy.kv_heads)] * len(anatomy.layers)
+    return {
+        layer: Heads(heads, kv_heads, attention_layout(heads, kv_heads, tp))
+        for layer, (heads, kv_heads) in zip(anatomy.layers, counts, strict=bool(counts))
+    }
 
 
 def fit_attention(model: nn.Module, plan: TpPlan, tp: int, anatomy: Anatomy) -> TpPlan:
     """Return the plan adjusted to the model's heads, with the q/k norms that published plans omit.
 
-    If tp does not divide the heads, attention is removed from the plan and replicated. If there are fewer kv heads than
-    ranks, each kv head is computed by several ranks. The gradients of q_norm and k_norm of sharded heads are summed.
+    If tp does not divide the heads of a layer, its attention is replicated, and removed from the plan if that holds for
+    every layer. If a layer has fewer kv heads than ranks, each kv head is computed by several ranks. The gradients of
+    q_norm and k_norm of sharded heads are summed.
     """
-    heads = read_heads(anatomy, tp)
+    by_layer = read_heads(anatomy, tp)
     attention = {path.rpartition(".")[0] for path, style in plan.items() if _shards_heads(path, style)}
-    if heads is None or not attention:
+    if not by_layer or not attention:
         return plan
-    if heads.layout == AttentionLayout.replicated:
+    if all(heads.layout == AttentionLayout.replicated for heads in by_layer.values()):
         return {path: style for path, style in plan.items() if {path, path.rpartition(".")[0]}.isdisjoint(attention)}
     fitted = dict(plan)
     for parent in attention:
         for name, module in matching(model, parent):
+            heads = next(own for layer, own in by_layer.items() if name.startswith(f"{layer}."))
+            if heads.layout == AttentionLayout.replicated:
+                leaves = [path.rpartition(".")[2] for path in plan if path.rpartition(".")[0] == parent]
+                fitted |= {f"{name}.{leaf}": ReplicatedParameters() for leaf in leaves}
+                continue
             for norm in ("q_norm", "k_norm"):
                 if module._modules.get(norm) is not None and not _planned(plan, f"{name}.{norm}"):
-                    fitted[f"{parent}.{norm}"] = ReplicatedParameters(partial_grad=True)
+                    fitted[f"{name}.{norm}"] = ReplicatedParameters(partial_grad=True)
             if heads.layout == AttentionLayout.kv_replicated:
                 module.num_key_value_groups = heads.heads // tp  # type: ignore[assignment]
-        if heads.layout == AttentionLayout.kv_replicated:
-            fitted |= {f"{parent}.{kv}_proj": KVHeadSlice(heads.kv_heads) for kv in ("k", "v")}
+                fitted |= {f"{name}.{kv}_proj": KVHeadSlice(heads.kv_heads) for kv in ("k", "v")}
     return fitted
 
 

@@ -75,10 +75,11 @@ class ParameterCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class _AttentionWidths:
-    """Sizes that determine the FLOPs of attention, equal in all layers."""
+class LayerHeads:
+    """Attention heads of a layer, and their widths."""
 
     heads: int
+    kv_heads: int
     keys: int
     """Width of a head's queries and keys."""
     values: int
@@ -117,10 +118,8 @@ class Anatomy:
     """Query heads of a layer; None if the config states none."""
     kv_heads: int | None = None
     """Key-value heads of a layer; equal to `heads` without grouped-query attention."""
-    heads_differ: bool = False
-    """Whether layers have different numbers of query or key-value heads."""
-    widths: _AttentionWidths | None = None
-    """Head widths; None if the config states no heads, or if layers differ."""
+    layer_heads: tuple[LayerHeads, ...] = ()
+    """Those of each decoder layer; empty if the config states none."""
     kinds: tuple[str, ...] = ()
     """transformers' layer type of each decoder layer."""
     window: int | None = None
@@ -212,8 +211,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         tp_plan=_tp_plan(model),
         heads=heads,
         kv_heads=kv_heads or heads,
-        heads_differ=any(_raw(config, each) is _DIFFERS for each in ("num_attention_heads", "num_key_value_heads")),
-        widths=_widths(config, heads),
+        layer_heads=_layer_heads(config, len(layers)),
         kinds=tuple(kinds),
         window=_window(config),
         needs_masks=_needs_masks(model, config, set(kinds)),
@@ -223,7 +221,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         transposed=_transposed(model),
         hidden_size=_number(config, "hidden_size") or 0,
         vocabulary=_number(config, "vocab_size") or 0,
-        experts_per_token=_number(config, "num_experts_per_tok"),
+        experts_per_token=_number(config, "num_experts_per_tok") or _number(config, "top_k_experts"),
         router_coefficient=_value(config, "router_aux_loss_coef"),
     )
 
@@ -351,15 +349,19 @@ def _window(config: PreTrainedConfig) -> int | None:
     return _value(config, "sliding_window")
 
 
-def _widths(config: PreTrainedConfig, heads: int | None) -> _AttentionWidths | None:
-    """Return the head widths, for multi-head latent attention (DeepSeek) too."""
-    names = ("num_attention_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    if not heads or any(_raw(config, name) is _DIFFERS for name in names):
-        return None
-    width = _value(config, "head_dim") or (_number(config, "hidden_size") or 0) // heads
-    latent, rotated = _value(config, "qk_nope_head_dim"), _value(config, "qk_rope_head_dim")
-    keys = width if latent is None else latent + (rotated or 0)
-    return _AttentionWidths(heads, keys, _value(config, "v_head_dim") or width) if keys else None
+def _layer_heads(config: PreTrainedConfig, layers: int) -> tuple[LayerHeads, ...]:
+    """Return the heads of each layer, of multi-head latent attention (DeepSeek) too."""
+    own, found = _value(config, "per_layer_config"), []
+    for each in [config] * layers if own is None else [own[index] for index in range(layers)]:
+        heads = _number(each, "num_attention_heads")
+        width = _value(each, "head_dim") or (_number(each, "hidden_size") or 0) // (heads or 1)
+        latent, rotated = _value(each, "qk_nope_head_dim"), _value(each, "qk_rope_head_dim")
+        keys = width if latent is None else latent + (rotated or 0)
+        if not heads or not keys:
+            return ()
+        kv_heads = _number(each, "num_key_value_heads") or heads
+        found.append(LayerHeads(heads, kv_heads, keys, _value(each, "v_head_dim") or width))
+    return tuple(found)
 
 
 def _layer_names(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[str, ...]:

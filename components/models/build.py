@@ -286,19 +286,34 @@ def _check_keys(overrides: dict[str, Any], values: dict[str, Any], cls: type[Pre
 
 
 def _changes(key: str, overrides: dict[str, Any], values: dict[str, Any], cls: type[PreTrainedConfig]) -> bool:
-    """Return whether a key changes another value of a config, or is rejected by it."""
+    """Return whether a key changes another value of a config, is rejected by it, or says what the file says otherwise.
+
+    A pattern changes nothing beside the list of layers that follows from it, if both agree.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
-    # By itself too: a pattern changes nothing beside the list of layers that follows from it.
-    for with_key in ({**values, **overrides}, {key: overrides[key]}):
-        try:
-            without = cls.from_dict({name: value for name, value in with_key.items() if name != key}).to_dict()
-            built = cls.from_dict(with_key).to_dict()
-        except (StrictDataclassError, ValueError, *_WRONG_VALUES):  # reported when the config itself is built
+    def derived(config: dict[str, Any]) -> set[str]:
+        """Return the names of the values that change with the key, in a config that has it."""
+        without = cls.from_dict({name: value for name, value in config.items() if name != key}).to_dict()
+        built = cls.from_dict(config).to_dict()
+        return {name for name, value in without.items() if name != key and built.get(name) != value}
+
+    value, actual = overrides[key], {**values, **overrides}
+    # By itself too, and with another number: a value that is the default changes nothing.
+    others = [
+        {**known, key: each}
+        for known in (overrides, {})
+        for each in (value, value + 1 if type(value) is int else value)
+    ]
+    try:
+        if derived(actual):
             return True
-        if any(built.get(name) != value for name, value in without.items() if name != key):
-            return True
-    return False
+        names = next(filter(None, map(derived, others)), set())
+        stated = cls.from_dict({**{name: each for name, each in values.items() if name not in names}, **overrides})
+        both = (stated.to_dict(), cls.from_dict(actual).to_dict())
+    except (StrictDataclassError, ValueError, *_WRONG_VALUES):  # reported when the config itself is built
+        return True
+    return bool(names) and all(both[0].get(name) == both[1].get(name) for name in names)
 
 
 def _reads_head_dim(cls: type[PreTrainedConfig]) -> bool:

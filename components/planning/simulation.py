@@ -47,6 +47,8 @@ _EXPERT_KEYS = {
     "nemotron_h": "n_routed_experts",
 }
 """Model type -> its key for the number of experts; num_experts for others."""
+_TOP_K = {"gemma4_text": "top_k_experts"}
+"""Model type -> its key for the number of experts of a token, if it is not that of the others."""
 _SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe")
 """Model types without dense MLPs, whose intermediate_size is that of an expert."""
 _TIMEOUT_SECONDS = 600.0
@@ -82,6 +84,8 @@ def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:
     values |= {key: getattr(shape, name) for name, key in _SIZE_KEYS.items() if getattr(shape, name) is not None}
     if shape.experts:
         values[_EXPERT_KEYS.get(shape.family or "", "num_experts")] = shape.experts
+    if (top_k := _TOP_K.get(shape.family or "")) and "num_experts_per_tok" in values:
+        values[top_k] = values.pop("num_experts_per_tok")
     if shape.family == "nemotron_h":  # as many layers as its pattern has, in the option's model.config
         values.pop("num_hidden_layers", None)
     if shape.family in _SINGLE_MLP_SIZE and shape.expert_mlp is not None:

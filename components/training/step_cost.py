@@ -169,7 +169,7 @@ def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> _ModelFlops
     A recurrence counts token by token: reading a state of heads x keys x values by the key, adding to it, and reading
     it by the query (delta rule), or the last two (Mamba-2); kernels that work on chunks of tokens compute more.
 
-    Raises NotImplementedError for layers of other types, or if layers differ in their heads.
+    Raises NotImplementedError for layers of other types.
     """
     anatomy = anatomy or read_anatomy(model)
     per_token, unused = 0.0, encoder_parameters(model)
@@ -236,12 +236,13 @@ def _of_states(model: nn.Module, anatomy: Anatomy) -> float:
 def _per_pair(anatomy: Anatomy) -> tuple[tuple[int | None, int], ...]:
     if unknown := set(anatomy.kinds) - {FULL, SLIDING, *(WITHOUT_MASK if anatomy.mixers else ())}:
         raise NotImplementedError(f"the FLOPs of layers of {', '.join(sorted(unknown))} are unknown")
-    if anatomy.widths is None:
-        raise NotImplementedError("the config does not give one number and size of heads for all layers")
-    per_layer = 6 * anatomy.widths.heads * (anatomy.widths.keys + anatomy.widths.values)
-    attending = [kind for kind in anatomy.kinds if kind in (FULL, SLIDING, "hybrid")]
-    windows = Counter(anatomy.window if kind == SLIDING else None for kind in attending)
-    return tuple((window, count * per_layer) for window, count in windows.items())
+    if len(anatomy.layer_heads) != len(anatomy.kinds):
+        raise NotImplementedError("the config does not give the number and size of the heads of each layer")
+    flops: Counter[int | None] = Counter()
+    for kind, own in zip(anatomy.kinds, anatomy.layer_heads, strict=True):
+        if kind in (FULL, SLIDING, "hybrid"):
+            flops[anatomy.window if kind == SLIDING else None] += 6 * own.heads * (own.keys + own.values)
+    return tuple(flops.items())
 
 
 @dataclass(slots=True)

@@ -25,7 +25,6 @@ from components.distributed.tp_plan import read_heads
 from components.models.anatomy import _LAYER_COUNTS, Anatomy, _passes_window, read_anatomy
 from components.models.fused_layers import FusedNorm, fuse_layers, rms_norm, rotate, swiglu
 from components.models.lora_linear import add_low_rank
-from components.protocol.errors import ConfigError
 from components.training.step_cost import model_flops
 from tests.distributed.parity import HYBRID_MODELS, SMALL, build
 from tests.fuzz.families import DENSE, SPARSE, draw_config
@@ -242,19 +241,15 @@ def test_attention_modules_that_pass_their_window_are_detected(family: str) -> N
     assert not any(map(_passes_window, built_family(FAMILIES["llama"]).modules()))
 
 
-def test_layers_with_different_numbers_of_heads_are_rejected() -> None:
-    anatomy = read_anatomy(built_family(FAMILIES["llama"]))
+def test_heads_are_those_of_each_layer() -> None:
+    llama = read_heads(read_anatomy(built_family(FAMILIES["llama"])), 2)
+    assert {(each.heads, each.kv_heads, each.layout.value) for each in llama.values()} == {(4, 2, "sharded")}
+    values = {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "head_dim": 8}
+    anatomy = read_anatomy(built_family({**TINY, **values, "model_type": "gemma4_text", "global_head_dim": 16}))
     heads = read_heads(anatomy, 2)
-    assert heads is not None
-    assert (heads.heads, heads.kv_heads) == (4, 2)
-    with pytest.raises(ConfigError, match=r"parallelism.tp=2: the layers .* different numbers of heads"):
-        read_heads(replace(anatomy, heads_differ=True), 2)
-    model = built_family(
-        {**TINY, "model_type": "gemma4_text", "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
-    )
-    assert read_anatomy(model).widths is None
-    with pytest.raises(NotImplementedError, match="one number and size of heads for all layers"):
-        model_flops(model)
+    assert [(each.kv_heads, each.layout.value) for each in heads.values()] == [(2, "sharded"), (1, "kv_replicated")]
+    assert [(each.heads, each.keys, each.values) for each in anatomy.layer_heads] == [(4, 8, 8), (4, 16, 16)]
+    assert read_heads(replace(anatomy, layer_heads=(), heads=None), 2) == {}
 
 
 def test_layers_of_a_model_outside_transformers_are_its_longest_module_list() -> None:

@@ -153,6 +153,9 @@ def build(family: str) -> nn.Module:
         values: dict[str, Any] = {"n_embd": 96, "n_layer": 6, "n_head": 6, "vocab_size": 1000}
     else:
         values = {name: sizes[name] for name in {each.name for each in fields(cls)} & set(sizes)}
+    if family == "gemma4_text":
+        values |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 3}
+        values |= {"enable_moe_block": True, "top_k_experts": 2, "global_head_dim": 32}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(cls(**values))
 
@@ -172,12 +175,12 @@ def test_weights_and_flops_equal_those_of_the_built_model(family: str, tmp_path:
     assert read.parameters == sum(each.numel() for each in model.parameters())
     built = (len(anatomy.layers), anatomy.hidden_size, anatomy.vocabulary, anatomy.tied)
     assert (read.layers, read.hidden, read.vocab, read.tied) == built
-    assert (read.heads, read.kv_heads) == (anatomy.heads, anatomy.kv_heads)
-    assert anatomy.widths is not None
-    assert read.score_widths == (anatomy.widths.keys, anatomy.widths.values)
+    for kind, own in zip(read.kinds, anatomy.layer_heads, strict=True):
+        heads = *read.heads_of(kind)[:2], *read.score_widths(kind)
+        assert not kind.attends or heads == (own.heads, own.kv_heads, own.keys, own.values)
     assert bool(read.experts) == bool(anatomy.experts)
     assert read.experts_per_token == (anatomy.experts_per_token or 0)
-    assert read.windowed_layers == anatomy.kinds.count(SLIDING)
+    assert sum(kind.is_windowed for kind in read.kinds) == anatomy.kinds.count(SLIDING)
     assert read.step_flops_per_row(64) == pytest.approx(model_flops(model).of([64]), rel=1e-12)
 
 
@@ -216,8 +219,8 @@ def read_default(family: str) -> Architecture:
     config = CONFIG_MAPPING[family]()
     sizes = {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "heads": config.num_attention_heads}
     experts = {"experts": 4, "experts_per_token": 2}
-    kinds = {"layers_block_type": getattr(config, "layers_block_type", None)}
-    shape = ModelShape(family=family, vocab=config.vocab_size, mlp=64, config=kinds, **sizes, **experts)
+    further = {"layers_block_type": getattr(config, "layers_block_type", None), "hidden_size_per_layer_input": 0}
+    shape = ModelShape(family=family, vocab=config.vocab_size, mlp=64, config=further, **sizes, **experts)
     return read_architecture(shape, family)
 
 
@@ -243,9 +246,12 @@ def test_unknown_sizes_and_families_are_config_errors() -> None:
         read_architecture(ModelShape(family="llama", layers=2, hidden=8, heads=2, vocab=16), "me/mine")
     with pytest.raises(ConfigError, match=r"model.family=mamba: the formulas do not cover this model type"):
         read_architecture(ModelShape(family="mamba"), "me/mine")
+    known = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 16, "mlp": 8}
+    experts = {"expert_mlp": 8, "experts": 4, "experts_per_token": 2}
     with pytest.raises(ConfigError, match=r"model=me/mine: model.config.hybrid_override_pattern unknown"):
-        known = {"hidden": 8, "heads": 2, "vocab": 16, "expert_mlp": 8, "experts": 4, "experts_per_token": 2}
-        read_architecture(ModelShape(family="nemotron_h", layers=2, **known), "me/mine")
+        read_architecture(ModelShape(family="nemotron_h", **known, **experts), "me/mine")
+    with pytest.raises(ConfigError, match=r"formulas do not cover layers with inputs of their own"):
+        read_architecture(ModelShape(family="gemma4_text", **known), "me/mine")
 
 
 def test_options_of_hub_models_state_every_size() -> None:

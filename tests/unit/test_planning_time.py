@@ -114,9 +114,7 @@ def test_flops_of_the_terms_are_those_of_the_model(model: str) -> None:
         sum(each.flops for each in _layer_matmuls(load, load.architecture.kinds[0], MESHBOOK)) / load.local_tokens
     )
     head = 2 * architecture.hidden * architecture.vocab
-    full = architecture.layers - architecture.windowed_layers
-    pairs = full * architecture.attended_pairs(load.seq_len)
-    pairs += architecture.windowed_layers * architecture.attended_pairs(load.seq_len, windowed=True)
+    pairs = sum(architecture.attended_pairs(load.seq_len, windowed=kind.is_windowed) for kind in architecture.kinds)
     attention = 12 * architecture.heads * architecture.head_dim * pairs
     flops = 3 * load.seq_len * (architecture.layers * per_token + head) + attention
 

@@ -115,15 +115,20 @@ class Architecture:
     kv_heads: int
     head_dim: int
     mlp: int
-    """Intermediate size of the dense MLPs or of one expert."""
+    """Intermediate size of the dense MLPs."""
     vocab: int
     tied: bool
     experts: int = 0
     """Experts per layer; 0: a dense model."""
     experts_per_token: int = 0
     shared_mlp: int = 0
-    dense_mlp: int = 0
-    """Intermediate size of the dense MLPs of a model with experts."""
+    expert_mlp: int = 0
+    """Intermediate size of one expert."""
+    full_kv_heads: int = 0
+    """Key-value heads of layers that attend to all tokens, if they have others (Gemma 4)."""
+    full_head_dim: int = 0
+    shares_values: bool = False
+    """Whether such layers use their keys as values."""
     window: int | None = None
     linear: LinearHeads | None = None
     latent: LatentHeads | None = None
@@ -133,39 +138,50 @@ class Architecture:
         """Number of decoder layers."""
         return len(self.kinds)
 
-    @property
-    def score_widths(self) -> tuple[int, int]:
-        """Widths of a key and a value head of attention."""
-        latent = self.latent
-        return (latent.plain + latent.rotated, latent.value) if latent else (self.head_dim, self.head_dim)
+    def heads_of(self, kind: LayerKind) -> tuple[int, int, int]:
+        """Return the query heads and key-value heads of a layer's attention, and the width of a head."""
+        if kind.is_windowed:
+            return self.heads, self.kv_heads, self.head_dim
+        return self.heads, self.full_kv_heads or self.kv_heads, self.full_head_dim or self.head_dim
 
-    def mlp_of(self, kind: LayerKind) -> int:
-        """Return the intermediate size of a layer's dense MLP, or of one of its experts."""
-        return self.dense_mlp if self.experts and not kind.has_experts else self.mlp
+    def norms_of(self, kind: LayerKind) -> int:
+        """Return the number of norms of a layer's hidden states."""
+        return self.family.norms + 3 * (kind.has_experts and kind.has_mlp)
+
+    def score_widths(self, kind: LayerKind) -> tuple[int, int]:
+        """Return the widths of a key and a value head of a layer's attention."""
+        latent, width = self.latent, self.heads_of(kind)[2]
+        return (latent.plain + latent.rotated, latent.value) if latent else (width, width)
 
     def layer_weights(self, kind: LayerKind, tp: int = 1, ep: int = 1) -> Iterator[Weight]:
         """Yield the parameters of a decoder layer as a rank of `tp` x `ep` ranks holds them."""
         family = self.family
-        for _ in range(family.norms if family.norm_weight else 0):
+        for _ in range(self.norms_of(kind) if family.norm_weight else 0):
             yield Weight("norm", self.hidden, 1)
             if family.norm_bias:
                 yield Weight("norm bias", self.hidden, 1)
         if kind.attends:
-            yield from self._attention_weights(tp) if self.latent is None else self._latent_weights(self.latent, tp)
+            latent = self.latent
+            yield from self._attention_weights(kind, tp) if latent is None else self._latent_weights(latent, tp)
         if kind.is_linear and self.linear is not None:
             yield from self._linear_weights(self.linear, tp)
         if kind.has_experts:
             yield from self._expert_weights(tp, ep)
+            if kind.has_mlp:
+                yield Weight("router scale", self.hidden, 1)
+                yield Weight("expert scale", self.experts, 1)
         if kind.has_mlp:
-            yield from self._mlp_weights(self.mlp_of(kind), tp)
+            yield from self._mlp_weights(self.mlp, tp)
 
-    def _attention_weights(self, tp: int) -> Iterator[Weight]:
+    def _attention_weights(self, kind: LayerKind, tp: int) -> Iterator[Weight]:
         family, hidden = self.family, self.hidden
-        heads, kv_heads = local_heads(self.heads, self.kv_heads, tp)
-        split = Sharding.replicated if self.attention(tp) is AttentionLayout.replicated else Sharding.rows
-        queries, keys = heads * self.head_dim, kv_heads * self.head_dim
+        all_heads, all_kv_heads, width = self.heads_of(kind)
+        heads, kv_heads = local_heads(all_heads, all_kv_heads, tp)
+        split = Sharding.replicated if self.attention(kind, tp) is AttentionLayout.replicated else Sharding.rows
+        queries, keys = heads * width, kv_heads * width
         gated = 2 if family.gated_queries else 1
-        for name, rows in (("query", gated * queries), ("key", keys), ("value", keys)):
+        values = () if self.shares_values and not kind.is_windowed else (("value", keys),)
+        for name, rows in (("query", gated * queries), ("key", keys), *values):
             yield Weight(name, rows, hidden, split)
             if family.qkv_bias:
                 yield Weight(f"{name} bias", rows, 1, split)
@@ -174,8 +190,8 @@ class Architecture:
             yield Weight("attention output bias", hidden, 1)
         if family.query_key_norm is not QueryKeyNorm.none:
             per_head = family.query_key_norm is QueryKeyNorm.head
-            yield Weight("query norm", self.head_dim if per_head else queries, 1)
-            yield Weight("key norm", self.head_dim if per_head else keys, 1)
+            yield Weight("query norm", width if per_head else queries, 1)
+            yield Weight("key norm", width if per_head else keys, 1)
         if family.sinks:
             yield Weight("attention sinks", heads, 1)
 
@@ -238,9 +254,10 @@ class Architecture:
         if not self.tied:
             yield Weight("head", vocabulary, self.hidden, Sharding.rows)
 
-    def attention(self, tp: int) -> AttentionLayout:
-        """Return how tp distributes the heads."""
-        return attention_layout(self.heads, self.kv_heads, tp)
+    def attention(self, kind: LayerKind, tp: int) -> AttentionLayout:
+        """Return how tp distributes the heads of a layer's attention."""
+        heads, kv_heads, _ = self.heads_of(kind)
+        return attention_layout(heads, kv_heads, tp)
 
     @property
     def parameters(self) -> int:
@@ -273,20 +290,6 @@ class Architecture:
         layers = sum(count * self.layer_matmul_weights(kind) for kind, count in self.kind_counts.items())
         return layers + self.vocab * self.hidden
 
-    @property
-    def attention_layers(self) -> int:
-        """Number of layers with attention."""
-        return sum(kind.attends for kind in self.kinds)
-
-    @property
-    def windowed_layers(self) -> int:
-        """Number of layers that attend within the window."""
-        if self.window is None or self.linear is not None:
-            return 0
-        if self.family.full_every:
-            return self.layers - self.layers // self.family.full_every
-        return self.layers if self.family.windowed else 0
-
     def attended_pairs(self, seq_len: int, *, windowed: bool = False) -> int:
         """Return the pairs of a query and a key of one causal row."""
         window = min(seq_len, self.window or seq_len) if windowed else seq_len
@@ -298,9 +301,11 @@ class Architecture:
         A recurrence counts token by token: the delta rule reads a state of keys x values by the key, adds to it, and
         reads it by the query; Mamba-2 does the last two.
         """
-        full = (self.attention_layers - self.windowed_layers) * self.attended_pairs(seq_len)
-        pairs = full + self.windowed_layers * self.attended_pairs(seq_len, windowed=True)
-        flops = 6.0 * self.matmul_weights * seq_len + 6.0 * self.heads * sum(self.score_widths) * pairs
+        flops = 6.0 * self.matmul_weights * seq_len
+        for kind, count in self.kind_counts.items():
+            if kind.attends:
+                pairs = self.attended_pairs(seq_len, windowed=kind.is_windowed)
+                flops += count * 6.0 * self.heads * sum(self.score_widths(kind)) * pairs
         if self.linear is not None:
             passes = 2 if self.family.linear is LinearKind.mamba2 else 3
             flops += 6.0 * passes * self.linear.state * seq_len * sum(kind.is_linear for kind in self.kinds)
@@ -317,7 +322,7 @@ class Architecture:
             yield Weight(f"{name} down bias", self.hidden, 1)
 
     def _expert_weights(self, tp: int, ep: int) -> Iterator[Weight]:
-        experts, local = self.experts // ep, -(-self.mlp // tp)
+        experts, local = self.experts // ep, -(-self.expert_mlp // tp)
         yield Weight("router", self.experts, self.hidden)
         if self.family.router_bias:
             yield Weight("router bias", self.experts, 1)
@@ -361,12 +366,18 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
             f"{', '.join(sorted(FAMILIES))}, or simulate a mesh of your choice with cluster.dry_run=plan"
         )
     values: dict[str, Any] = {**family.sizes, **{key: each for key, each in shape.config.items() if each is not None}}
-    mlp = (shape.expert_mlp or shape.mlp) if family.moe else shape.mlp
-    if mlp is None and shape.family == "gpt2" and shape.hidden:
-        mlp = 4 * shape.hidden
+    if values.get("hidden_size_per_layer_input") or values.get("num_kv_shared_layers"):
+        raise ConfigError(
+            f"model={model}: the formulas do not cover layers with inputs of their own or with the keys and values of "
+            "another layer (model.config.hidden_size_per_layer_input and num_kv_shared_layers are not 0); simulate a "
+            "mesh of your choice with cluster.dry_run=plan"
+        )
+    moe = family.moe or bool(values.get("enable_moe_block"))
+    expert_mlp = (shape.expert_mlp or shape.mlp) if moe else None
+    mlp = 4 * shape.hidden if shape.mlp is None and shape.family == "gpt2" and shape.hidden else shape.mlp
     needed = {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "vocab": shape.vocab}
-    needed |= {"expert_mlp" if family.moe else "mlp": mlp}
-    if family.moe:
+    needed |= {"expert_mlp": expert_mlp} if moe else {"mlp": mlp}
+    if moe:
         needed |= {"experts": shape.experts, "experts_per_token": shape.experts_per_token}
     if family.single:
         names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
@@ -375,10 +386,13 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
         raise ConfigError(f"model={model}: {', '.join(missing)} unknown; set the missing sizes")
     sizes = {name: value or 0 for name, value in needed.items()}
     hidden, heads = sizes["hidden"], sizes["heads"]
-    kinds = layer_kinds(family, values, sizes["layers"])
+    own: Mapping[str, int] = next(
+        iter(values.get("per_layer_config", {}).values()), {}
+    )  # of the layers that attend to all tokens
+    stated_kv_heads = values.get("num_global_key_value_heads", 0) if values.get("attention_k_eq_v") else 0
     return Architecture(
         family=family,
-        kinds=kinds,
+        kinds=layer_kinds(family, values, sizes["layers"], has_window=shape.window is not None, has_experts=moe),
         hidden=hidden,
         heads=heads,
         kv_heads=shape.kv_heads or heads,
@@ -388,8 +402,11 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
         tied=family.tied if shape.tied is None else shape.tied,
         experts=sizes.get("experts", 0),
         experts_per_token=sizes.get("experts_per_token", 0),
-        shared_mlp=_shared_mlp(shape, values, mlp or 0),
-        dense_mlp=shape.mlp or 0,
+        shared_mlp=_shared_mlp(shape, values, expert_mlp or 0) if moe else 0,
+        expert_mlp=expert_mlp or 0,
+        full_kv_heads=own.get("num_key_value_heads") or stated_kv_heads,
+        full_head_dim=own.get("head_dim") or values.get("global_head_dim", 0),
+        shares_values=values.get("attention_k_eq_v", False),
         window=shape.window,
         linear=_linear_heads(family.linear, shape, values),
         latent=_latent_heads(values) if "kv_lora_rank" in values else None,
@@ -398,8 +415,6 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
 
 def _shared_mlp(shape: ModelShape, values: Mapping[str, Any], expert_mlp: int) -> int:
     """Return the intermediate size of the experts that every token passes."""
-    if not shape.experts:
-        return 0
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
     stated = next((values[name] for name in names if name in values), None)
     number = values.get("n_shared_experts", values.get("num_shared_experts", 0))

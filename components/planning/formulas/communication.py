@@ -87,7 +87,7 @@ def _tp_work(workload: Workload, kind: LayerKind, group: Group, implementation: 
     architecture, tokens = workload.architecture, workload.local_tokens
     size = float(tokens * architecture.hidden * workload.compute_bytes)
     tp, linear = workload.mesh.tp, architecture.linear
-    divided = kind.attends and architecture.attention(tp) is not AttentionLayout.replicated
+    divided = kind.attends and architecture.attention(kind, tp) is not AttentionLayout.replicated
     divided = divided or (kind.is_linear and linear is not None and linear.local(tp) is not linear)
     sums = int(divided) + int(kind.has_mlp)
     gathers = implementation.tp_gathers * sums / 2
@@ -115,8 +115,8 @@ def _cp_work(workload: Workload, kind: LayerKind, group: Group, implementation: 
     """Return the cp collectives of a layer's attention, or of its recurrence: of tokens for heads, or of states."""
     architecture, mesh = workload.architecture, workload.mesh
     linear = None if architecture.linear is None else architecture.linear.local(mesh.tp)
-    heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
-    row = workload.local_tokens * sum(architecture.score_widths) // 2 * workload.compute_bytes
+    heads, kv_heads = local_heads(*architecture.heads_of(kind)[:2], mesh.tp)
+    row = workload.local_tokens * sum(architecture.score_widths(kind)) // 2 * workload.compute_bytes
     if kind.is_linear and linear is not None:
         by_states = workload.parallelism.cp_linear is ContextLinear.states or linear.values % mesh.cp
         row, values = workload.local_tokens * workload.compute_bytes, linear.values * linear.value_width
@@ -124,7 +124,7 @@ def _cp_work(workload: Workload, kind: LayerKind, group: Group, implementation: 
         size = float(states if by_states else row * (linear.convolved + values))
         seconds = group.all_gather(size) + group.latency
         detail = f"{'states' if by_states else '2 all-to-alls'} of {size:.4g} B together"
-    elif implementation.ring_attention or not uses_ulysses(workload):
+    elif implementation.ring_attention or not uses_ulysses(workload, kind):
         size = float(row * 2 * kv_heads * mesh.cp)
         seconds, detail = group.all_gather(size), f"keys and values of {size:.4g} B all-gathered"
     else:
@@ -237,7 +237,8 @@ def _trained_share(workload: Workload) -> float:
     if not workload.peft.adapts:
         return 1.0
     architecture = workload.architecture
-    return min(1.0, workload.peft.rank * (1 / architecture.hidden + 1 / max(architecture.mlp, 1)))
+    features = architecture.expert_mlp or architecture.mlp or architecture.hidden
+    return min(1.0, workload.peft.rank * (1 / architecture.hidden + 1 / features))
 
 
 def _repeats(workload: Workload) -> float:

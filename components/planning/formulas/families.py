@@ -69,6 +69,8 @@ class Family:
     """Whether a gate scales the output of a shared expert."""
     wide_norms: bool = False
     """Whether norms multiply by their weight in float32."""
+    mlp_and_experts: bool = False
+    """Whether a layer with experts has a dense MLP beside them, and three more norms."""
     single: bool = False
     """Whether a layer has either a mixer of tokens or an MLP, and one norm."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -102,6 +104,7 @@ FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": Family(windowed=True),
     "ministral": Family(windowed=True),
+    "ministral3": Family(head_dim=128, windowed=True),
     "granite": _LLAMA,
     "helium": Family(head_dim=128),
     "arcee": Family(gated=False),
@@ -115,6 +118,17 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(tied=True, head_dim=256, norms=4, norm_offset=True, softcap=True, full_every=2),
     "gemma3_text": Family(
         tied=True, head_dim=256, norms=4, norm_offset=True, query_key_norm=QueryKeyNorm.head, full_every=6
+    ),
+    "gemma4_text": Family(
+        tied=True,
+        head_dim=256,
+        norms=4,
+        query_key_norm=QueryKeyNorm.head,
+        wide_norms=True,
+        full_every=6,
+        mlp_and_experts=True,
+        shared_gate=False,
+        sizes={"hidden_size_per_layer_input": 256, "global_head_dim": 512},
     ),
     "glm4": Family(head_dim=128, qkv_bias=True, norms=4),
     "nemotron": Family(head_dim=128, gated=False, norm_offset=True, norm_bias=True),
@@ -216,6 +230,8 @@ class LayerKind(NamedTuple):
 
     attends: bool = True
     """Whether it has attention."""
+    is_windowed: bool = False
+    """Whether its attention sees a window."""
     is_linear: bool = False
     """Whether it has a recurrent state."""
     has_mlp: bool = True
@@ -224,38 +240,49 @@ class LayerKind(NamedTuple):
 
     def __str__(self) -> str:
         """Return the parts: `attention and MLP`."""
-        names = ("attention", "linear attention or Mamba-2", "MLP", "experts")
+        names = ("attention", "a window", "linear attention or Mamba-2", "an MLP", "experts")
         return " and ".join(name for name, has in zip(names, self, strict=True) if has)
 
 
-def layer_kinds(family: Family, values: Mapping[str, Any], layers: int) -> tuple[LayerKind, ...]:
+def layer_kinds(
+    family: Family, values: Mapping[str, Any], layers: int, *, has_window: bool, has_experts: bool
+) -> tuple[LayerKind, ...]:
     """Return the kinds of the layers, by a config with transformers' keys."""
     if family.single:
         types = values.get("layers_block_type") or values.get("layer_types") or values["hybrid_override_pattern"]
         single = {
-            **dict.fromkeys(("M", "mamba", "linear_attention"), LayerKind(False, True, False, False)),
-            **dict.fromkeys(("*", "attention", "full_attention"), LayerKind(True, False, False, False)),
-            **dict.fromkeys(("E", "moe"), LayerKind(False, False, False, True)),
-            **dict.fromkeys(("-", "mlp"), LayerKind(False, False, True, False)),
+            **dict.fromkeys(("M", "mamba", "linear_attention"), LayerKind(False, is_linear=True, has_mlp=False)),
+            **dict.fromkeys(("*", "attention", "full_attention"), LayerKind(True, has_mlp=False)),
+            **dict.fromkeys(("E", "moe"), LayerKind(False, has_mlp=False, has_experts=True)),
+            **dict.fromkeys(("-", "mlp"), LayerKind(False)),
         }
         return tuple(single[each] for each in types)
     kinds = []
-    for index, is_linear in enumerate(_are_linear(family, values, layers)):
+    for index, is_full in enumerate(_are_full(family, values, layers)):
         dense = values["mlp_layer_types"][index] == "dense" if "mlp_layer_types" in values else (
-            index < values.get("first_k_dense_replace", 0) or not family.moe
+            index < values.get("first_k_dense_replace", 0) or not has_experts
         )  # fmt: skip
-        kinds.append(LayerKind(not is_linear, is_linear, dense, not dense))
+        is_linear = family.linear is not LinearKind.none and not is_full
+        kinds.append(
+            LayerKind(
+                attends=not is_linear,
+                is_windowed=has_window and not is_linear and not is_full,
+                is_linear=is_linear,
+                has_mlp=dense or family.mlp_and_experts,
+                has_experts=not dense,
+            )
+        )
     return tuple(kinds)
 
 
-def _are_linear(family: Family, values: Mapping[str, Any], layers: int) -> list[bool]:
-    """Return whether each layer has a recurrent state."""
-    if family.linear is LinearKind.none:
-        return [False] * layers
+def _are_full(family: Family, values: Mapping[str, Any], layers: int) -> list[bool]:
+    """Return whether each layer attends to all tokens."""
+    if family.linear is LinearKind.none and not family.full_every:
+        return [not family.windowed] * layers
     if "layer_types" in values:
-        return [each == "linear_attention" for each in values["layer_types"]]
+        return [each == "full_attention" for each in values["layer_types"]]
     if family.linear is LinearKind.kimi_delta:
         full = values.get("linear_attn_config", {}).get("full_attn_layers", range(5, layers + 1, 4))
-        return [index + 1 not in full for index in range(layers)]
+        return [index + 1 in full for index in range(layers)]
     every = values.get("full_attention_interval", family.full_every)
-    return [(index + 1) % every != 0 for index in range(layers)]
+    return [(index + 1) % every == 0 for index in range(layers)]

@@ -331,23 +331,21 @@ def _matmul_works(
         yield _traffic("fake quantization", moved, 1.0, 0.2, workload, hardware)
 
 
-def _attention_work(workload: Workload, hardware: Hardware, implementation: Implementation) -> LayerWork:
-    """Return the attention of a layer, averaged over layers with and without a window."""
+def _attention_work(
+    workload: Workload, kind: LayerKind, hardware: Hardware, implementation: Implementation
+) -> LayerWork:
+    """Return the attention of a layer."""
     architecture, mesh, policy = workload.architecture, workload.mesh, workload.parallelism.activation_checkpointing
-    heads, _ = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
-    windowed, layers = architecture.windowed_layers, architecture.attention_layers
-    all_pairs = (layers - windowed) * architecture.attended_pairs(workload.seq_len)
-    if windowed:
-        all_pairs += windowed * architecture.attended_pairs(workload.seq_len, windowed=True)
-    pairs = all_pairs * workload.micro_batch / layers / mesh.cp
-    width = sum(architecture.score_widths)
+    heads, _ = local_heads(*architecture.heads_of(kind)[:2], mesh.tp)
+    pairs = architecture.attended_pairs(workload.seq_len, windowed=kind.is_windowed) * workload.micro_batch / mesh.cp
+    width = sum(architecture.score_widths(kind))
     flops = 2.0 * heads * width * pairs
     share = hardware.attention_share * implementation.attention_speed
     rate = hardware.peak_flops(workload.compute_bytes) * share
     backward, note = ATTENTION_BACKWARD, ""
     if mesh.cp > 1 and implementation.ring_attention:
         rate, note = rate * implementation.ring_attention, f" x {implementation.ring_attention} (ring)"
-    elif mesh.cp > 1 and not uses_ulysses(workload) and not (hardware.is_gpu and workload.compute_bytes == 2):
+    elif mesh.cp > 1 and not uses_ulysses(workload, kind) and not (hardware.is_gpu and workload.compute_bytes == 2):
         # Without torch's variable-length kernel, all_gather uses masks and recomputes its attention in the backward,
         # some heads at a time, whatever the policy of the layer.
         rate, note = rate / _UNSKIPPED_ATTENTION, f" / {_UNSKIPPED_ATTENTION:g} (masked blocks)"
@@ -389,13 +387,13 @@ def _linear_work(workload: Workload, heads: LinearHeads, hardware: Hardware) -> 
     )
 
 
-def uses_ulysses(workload: Workload) -> bool:
+def uses_ulysses(workload: Workload, kind: LayerKind) -> bool:
     """Return whether attention over cp exchanges heads (ulysses) instead of gathering keys and values."""
     chosen = workload.parallelism.cp_attention
     if chosen is not ContextAttention.auto:
         return chosen is ContextAttention.ulysses
     architecture, mesh = workload.architecture, workload.mesh
-    return ulysses_divides(*local_heads(architecture.heads, architecture.kv_heads, mesh.tp), mesh.cp)
+    return ulysses_divides(*local_heads(*architecture.heads_of(kind)[:2], mesh.tp), mesh.cp)
 
 
 def _elementwise_works(
@@ -403,11 +401,13 @@ def _elementwise_works(
 ) -> Iterator[LayerWork]:
     """Yield the memory-bound operations of a layer: norms, residuals, rotary embedding, activation; adapters."""
     architecture, mesh = workload.architecture, workload.mesh
-    heads, kv_heads = local_heads(architecture.heads, architecture.kv_heads, mesh.tp)
-    hidden = architecture.hidden * architecture.family.norms / 2 / workload.sequence_shards
-    rotated = (heads + kv_heads) * architecture.head_dim * kind.attends
+    all_heads, all_kv_heads, width = architecture.heads_of(kind)
+    heads, kv_heads = local_heads(all_heads, all_kv_heads, mesh.tp)
+    hidden = architecture.hidden * architecture.norms_of(kind) / 2 / workload.sequence_shards
+    rotated = (heads + kv_heads) * width * kind.attends
     experts = architecture.experts_per_token if kind.has_experts else 0
-    mlp = (architecture.mlp_of(kind) * (experts or kind.has_mlp) + architecture.shared_mlp * kind.has_experts) / mesh.tp
+    mlp = (architecture.mlp * kind.has_mlp + architecture.expert_mlp * experts) / mesh.tp
+    mlp += architecture.shared_mlp * kind.has_experts / mesh.tp
     routed = experts * architecture.hidden / mesh.tp
     # Forward: two norms read and write, two residuals read twice and write: 9; rotary embedding 2; gate, up -> act 3.
     eager = (1.0, 1.0, 1.0)
@@ -457,7 +457,7 @@ def layer_works(
     """Return all computation of a decoder layer, for a micro-batch of a rank."""
     works = [*_matmul_works(workload, kind, hardware, implementation)]
     if kind.attends:
-        works.append(_attention_work(workload, hardware, implementation))
+        works.append(_attention_work(workload, kind, hardware, implementation))
     if kind.is_linear and workload.architecture.linear is not None:
         works.append(_linear_work(workload, workload.architecture.linear, hardware))
     return [*works, *_elementwise_works(workload, kind, hardware, implementation)]

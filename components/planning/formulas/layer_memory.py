@@ -141,37 +141,39 @@ def layer_activations(w: Workload, kind: LayerKind) -> LayerActivations:
     # Normalized states are saved for the gradient of the norm's weight.
     wide = a.family.norm_offset or a.family.wide_norms
     norm_bytes = c if w.fused else 4 + (0 if w.peft.adapts else max(c, 4 * wide))
-    none = a.family.norms * norm_bytes * hidden / sp
-    none += min(2, sum(kind)) * c * hidden  # inputs of attention and MLP, gathered over tp under sequence parallel
+    none = a.norms_of(kind) * norm_bytes * hidden / sp
+    parts = (kind.attends or kind.is_linear) + (kind.has_mlp or kind.has_experts)
+    none += parts * c * hidden  # their inputs, gathered over tp under sequence parallel
     matmuls, transient = 0.0, 0.0
     if kind.attends:
-        saved, outputs, transient = _latent(w, a.latent) if a.latent is not None else _attention(w)
+        latent = a.latent
+        saved, outputs, transient = _attention(w, kind) if latent is None else _latent(w, latent)
         none, matmuls = none + saved, matmuls + outputs + c * hidden / sp
     if kind.is_linear and a.linear is not None:
         saved, transient = recurrence_bytes(w, a.linear.local(w.mesh.tp))
         none, matmuls = none + saved, matmuls + c * (_projected(w, kind) + hidden / sp)
-    mlp = -(-a.mlp_of(kind) // w.mesh.tp)
+    gated, tp = 2 if a.family.gated else 1, w.mesh.tp
     if kind.has_experts:
-        none += _experts(w)
-    elif kind.has_mlp:
-        none += _mlp_tensors(w) * c * mlp
+        none, matmuls = none + _experts(w), matmuls + gated * c * -(-a.expert_mlp // tp) * a.experts_per_token
+    if kind.has_mlp:
+        none, matmuls = none + _mlp_tensors(w) * c * -(-a.mlp // tp), matmuls + gated * c * -(-a.mlp // tp)
     if kind.has_experts or kind.has_mlp:
-        chosen = a.experts_per_token if kind.has_experts else 1
-        matmuls += (2 if a.family.gated else 1) * c * mlp * chosen + c * hidden / sp
+        matmuls += c * hidden / sp
     layer_input = tokens * hidden * c / sp
     return LayerActivations(
-        tokens * none + _fake_quantized(w, kind),
+        tokens * none + _fake_quantized(w, kind) + _selected_rows(w, kind),
         selective=layer_input + tokens * matmuls,
         full=layer_input,
         transient=tokens * transient,
     )
 
 
-def _attention(w: Workload) -> tuple[float, float, float]:
+def _attention(w: Workload, kind: LayerKind) -> tuple[float, float, float]:
     """Return the saved bytes per token of attention, those of outputs of matmuls, and what its backward adds."""
     a, c = w.architecture, w.compute_bytes
-    heads, kv_heads = local_heads(a.heads, a.kv_heads, w.mesh.tp)
-    queries, keys = heads * a.head_dim, kv_heads * a.head_dim
+    all_heads, all_kv_heads, width = a.heads_of(kind)
+    heads, kv_heads = local_heads(all_heads, all_kv_heads, w.mesh.tp)
+    queries, keys = heads * width, kv_heads * width
     saved = 2.0 * c * (queries + keys) + 4 * heads
     if a.family.gated_queries:  # the gate, its sigmoid and the product
         saved += 3 * c * queries
@@ -253,6 +255,12 @@ def _mamba2(heads: LinearHeads, c: int) -> tuple[float, float]:
     return saved, 4 * (2 * heads.values * heads.chunk + 2 * keys)
 
 
+def _selected_rows(w: Workload, kind: LayerKind) -> float:
+    """Return the bytes of copies of the rows that a tp rank computes with, of weights that are whole on each."""
+    weights = w.architecture.layer_weights(kind, w.mesh.tp, w.mesh.ep)
+    return w.compute_bytes * sum(each.size * each.used for each in weights if each.used < 1)
+
+
 def _projected(w: Workload, kind: LayerKind) -> float:
     """Return the features per token of a linear layer's input projections."""
     weights = w.architecture.layer_weights(kind, w.mesh.tp, w.mesh.ep)
@@ -284,7 +292,7 @@ def _uses_ulysses(w: Workload, heads: int, kv_heads: int) -> bool:
 def _experts(w: Workload) -> float:
     """Return the bytes per token of a mixture of experts: its rows are copied to each expert of a token."""
     a, c = w.architecture, w.compute_bytes
-    features = -(-a.mlp // w.mesh.tp)
+    features = -(-a.expert_mlp // w.mesh.tp)
     routed = a.experts_per_token * c * (2 * a.hidden + (5 if a.family.gated else 3) * features)
     router = 3 * 4 * a.experts
     shared = _mlp_tensors(w) * c * -(-a.shared_mlp // w.mesh.tp)

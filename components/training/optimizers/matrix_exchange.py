@@ -348,17 +348,18 @@ def fused_matrices(name: str, shape: Sequence[int], anatomy: Anatomy, model_type
             # gate and up alternate, row by row
             return dim, [tuple(range(i, i + 1) for i in range(first, size, 2)) for first in (0, 1)]
         return dim, [(range(size // 2),), (range(size // 2, size),)]
-    widths, kv_heads = anatomy.widths, anatomy.kv_heads
-    if widths is None or not kv_heads:
+    heads = set(anatomy.layer_heads)
+    if len(heads) != 1:
         return None
-    sizes = (widths.heads * widths.keys, kv_heads * widths.keys, kv_heads * widths.values)
+    (own,) = heads
+    sizes = (own.heads * own.keys, own.kv_heads * own.keys, own.kv_heads * own.values)
     if sum(sizes) != size:  # such as a gate beside the queries: splitting by these sizes would mix matrices
         return None
     if projection in _QUERIES_KEYS_VALUES:
         starts = (0, sizes[0], sizes[0] + sizes[1])
         return dim, [(range(start, start + width),) for start, width in zip(starts, sizes, strict=True)]
     if projection in _BY_HEAD:
-        return dim, _by_head(sizes, kv_heads)
+        return dim, _by_head(sizes, own.kv_heads)
     return None
 
 
