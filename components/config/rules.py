@@ -47,7 +47,7 @@ from components.config.schema.objective import (
     RewardConfig,
     ScoreConfig,
 )
-from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig, Schedule
+from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, ProfileConfig, WandbMode
@@ -95,7 +95,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         if peft is not None:
             problems += _adapter_problems(peft, evaluation)
     if optimizer is not None:
-        problems += [*_optimizer_problems(optimizer, model, peft), *decay_problems(optimizer, training)]
+        problems += [*_optimizer_problems(optimizer, model, peft), *optimizer.decay_problems(training)]
     takes_pairs = preference is not None or scores is not None
     problems += _data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
     if preference is not None:
@@ -309,38 +309,13 @@ def _profile_problems(profile: ProfileConfig, training: TrainingConfig, world_si
     """Require profiled steps and ranks to exist; `world_size` is None if unknown."""
     if not profile.enabled:
         return []
-    problems = [] if training.max_steps is None else profile_end_problems(profile, training, training.max_steps)
+    problems = [] if training.max_steps is None else profile.end_problems(training, training.max_steps)
     if world_size is not None and (absent := [rank for rank in profile.ranks if rank >= world_size]):
         problems.append(
             f"logging.profile.ranks={profile.ranks}: rank {absent[0]} does not exist, ranks are 0 to "
             f"{world_size - 1}; change logging.profile.ranks"
         )
     return problems
-
-
-def profile_end_problems(profile: ProfileConfig, training: TrainingConfig, steps: int) -> list[str]:
-    """Require the profiled steps to be among the run's `steps` optimizer steps."""
-    last = profile.start + profile.steps - 1
-    if not profile.enabled or last <= steps:
-        return []
-    return [
-        f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, after "
-        f"{training.length(steps)}; change logging.profile.start or logging.profile.steps"
-    ]
-
-
-def decay_problems(optimizer: OptimizerConfig, training: TrainingConfig | None, steps: int | None = None) -> list[str]:
-    """Require the final decay under wsd to begin after the warmup; `steps` None: training.max_steps, if it is set."""
-    steps = steps if training is None or steps is not None else training.max_steps
-    if training is None or steps is None or optimizer.schedule is not Schedule.wsd or not optimizer.decay_steps:
-        return []
-    longest = max(0, steps - optimizer.warmup_steps)
-    if optimizer.decay_steps <= longest:
-        return []
-    return [
-        f"optimizer.decay_steps={optimizer.decay_steps}: must fit, after optimizer.warmup_steps="
-        f"{optimizer.warmup_steps}, into {training.length(steps)}; set it to at most {longest}, or change the others"
-    ]
 
 
 def tracker_problems(logging: LoggingConfig) -> list[str]:

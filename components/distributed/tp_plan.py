@@ -69,7 +69,7 @@ _MISSING = object()
 _QKV = {f"self_attn.{name}_proj": "colwise" for name in "qkv"}
 _ATTENTION = {**_QKV, "self_attn.o_proj": "rowwise"}
 _MLP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-_LATENT = {  # multi-head latent attention, as transformers plans DeepSeek V3's
+_LATENT = {  # multi-head latent attention, which transformers' plans of DeepSeek V3 and Mistral 4 leave out
     "self_attn.q_proj": "colwise",
     "self_attn.q_b_proj": "colwise",
     "self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
@@ -97,6 +97,7 @@ FAMILY_PLANS: Mapping[str, Mapping[str, str]] = {
         "self_attn.q_norm": "per_head",
         "self_attn.k_norm": "per_head",
     },
+    "deepseek_v3": _LATENT,
     "falcon_h1": {**_ATTENTION, **_FEED_FORWARD},
     "gpt2": {  # the forward slices queries, keys and values out of one matrix, so its output is gathered
         "attn.c_attn": "colwise_gather_output",
@@ -122,6 +123,7 @@ FAMILY_PLANS: Mapping[str, Mapping[str, str]] = {
     "kimi_linear": _LATENT,
     "lfm2": _SHORT_CONVOLUTIONS,
     "lfm2_moe": _SHORT_CONVOLUTIONS,
+    "mistral4": _LATENT,
     "nemotron_h": {  # attention, MLP and experts are all named mixer, one to a layer
         **{f"mixer.{name}_proj": "colwise" for name in ("q", "k", "v", "up")},
         **{f"mixer.{name}_proj": "rowwise" for name in ("o", "down")},

@@ -330,7 +330,7 @@ def memory_report(cfg: RecipeConfig, processes: int, *, on_cluster: bool) -> tup
         return [], [unknown] if on_cluster and cluster.device is not Device.cpu else []
     # Imported here, because every launch reaches this function and few have a device.
     from components.planning.formulas.hardware import device_files, find_hardware
-    from components.planning.formulas.memory_check import Verdict, check_memory
+    from components.planning.formulas.ranking import Verdict, check_memory
 
     try:
         hardware = find_hardware(cluster.gpu)
@@ -359,7 +359,7 @@ def simulated_memory(cfg: RecipeConfig, processes: int, recipe: Path) -> list[st
         raise ConfigError("cluster.dry_run=plan: only training recipes can be simulated; use cluster.dry_run=true")
     from components.planning.formulas.hardware import find_hardware
     from components.planning.formulas.memory import estimate_memory
-    from components.planning.formulas.memory_check import workload_on
+    from components.planning.formulas.ranking import workload_on
     from components.planning.simulation import simulate_run, simulation_lines
 
     estimated = None

@@ -20,8 +20,7 @@ from components.config.schema.parallelism import AXES, ContextAttention, MeshSha
 from components.config.schema.recipes import TrainConfig
 from components.planning.formulas import pipeline
 from components.planning.formulas.hardware import Hardware
-from components.planning.formulas.memory_check import usable_bytes
-from components.planning.formulas.ranking import Plan, RunEstimate
+from components.planning.formulas.ranking import Plan, RunEstimate, usable_bytes
 from components.planning.formulas.step_time import BUBBLE
 from components.planning.formulas.workload import Term, bytes_text, seconds_text, three_digits, total
 

@@ -23,8 +23,8 @@ from components.protocol.processes import usable_memory
 from components.training.context import RunContext
 from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
 from components.training.objectives import PLAIN, Chunk, RowScores, TokenLoss, TokenObjective, row_objective
+from components.training.objectives.base import CROSS_ENTROPY
 from components.training.objectives.cross_entropy import log_softmax, upcast
-from components.training.objectives.distillation import Distillation
 from components.training.prepared import Prepared
 from components.training.step import forward_loss, local_batch, score_for, score_tokens, weights_of_rows
 
@@ -101,8 +101,8 @@ def _evaluate(
     if metrics:
         values = sum_over_ranks(torch.stack(metrics)).tolist()
         means = {name: value / max(count, 1) for name, value in zip(objective.metrics, values, strict=True)}
-    if isinstance(objective, Distillation):  # comparable with other runs, unlike the divergence, a metric of its own
-        total = means.pop("cross_entropy") * count
+    if CROSS_ENTROPY in means:  # comparable with other runs, unlike a divergence, which is a metric of its own
+        total = means.pop(CROSS_ENTROPY) * count
     return Evaluation(total / count if count else float("nan"), int(count), objective.unit, means)
 
 

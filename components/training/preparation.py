@@ -44,7 +44,7 @@ from components.json_collectives import all_gather_json, broadcast_json, this_ra
 from components.models.anatomy import Anatomy, config_of
 from components.models.quantization import float8_layers, without_float8
 from components.planning.formulas.architecture import read_architecture
-from components.planning.formulas.memory_check import (
+from components.planning.formulas.policies import (
     GIB,
     RESERVED_BYTES,
     chooses_grad_sync,

@@ -20,7 +20,6 @@ import torch
 
 from components import checkpoint, data, models, observability
 from components.checkpoint.load import STORED_DTYPE
-from components.config.rules import decay_problems, profile_end_problems
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import TrainConfig
@@ -166,8 +165,8 @@ class Run(Attempt):
         raise_all(
             [
                 *cfg.training.ramp_end_problems(steps),
-                *profile_end_problems(cfg.logging.profile, cfg.training, steps),
-                *decay_problems(cfg.optimizer, cfg.training, steps),
+                *cfg.logging.profile.end_problems(cfg.training, steps),
+                *cfg.optimizer.decay_problems(cfg.training, steps),
             ]
         )
         return steps

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, Strategy
-from components.planning.formulas.memory_check import GIB, usable_bytes
-from components.planning.formulas.ranking import Plan
+from components.planning.formulas.policies import GIB
+from components.planning.formulas.ranking import Plan, usable_bytes
 from components.planning.formulas.step_time import TIME_ERROR
 from components.planning.formulas.workload import Term, bytes_text, seconds_text, three_digits
 from components.planning.simulation import SimulatedRank, simulation_lines

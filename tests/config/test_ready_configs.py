@@ -16,7 +16,7 @@ import pytest
 from components.config.schema.model import SIZES
 from components.config.schema.parallelism import AXES
 from components.planning.formulas.hardware import find_hardware
-from components.planning.formulas.memory_check import usable_bytes
+from components.planning.formulas.ranking import usable_bytes
 from tests.config.commands import REPOSITORY, Commands
 from tests.config.ready import EXPERIMENTS, HUB_MODELS
 from tests.config.test_composition import compose

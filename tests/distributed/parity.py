@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from components import distributed, models, training
 from components.batch import Batch
@@ -127,7 +127,9 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
     """Build a model from scratch, by name or config values, with norms and biases moved off their trivial values."""
     torch.manual_seed(7)
     values = dict(values or (MODELS | MOE_MODELS | HYBRID_MODELS)[name])
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    text_only = Mistral4ForCausalLM if config.model_type == "mistral4" else None  # not among transformers' causal LMs
+    model = AutoModelForCausalLM.from_config(config) if text_only is None else text_only(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

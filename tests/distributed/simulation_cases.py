@@ -50,9 +50,38 @@ MOE: dict[str, Any] = {
     "num_experts_per_tok": 2, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
     "tie_word_embeddings": True,
 }  # fmt: skip
+_COMMON: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+_DELTA = _COMMON | {"head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+                    "linear_value_head_dim": 64}  # fmt: skip
+_FEW = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+_LATENT = {**_COMMON, "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16,
+           "v_head_dim": 48, "moe_intermediate_size": 192}  # fmt: skip
+HYBRID: dict[str, dict[str, Any]] = {
+    "Qwen3.5": {**_DELTA, "model_type": "qwen3_5_text"},
+    "Qwen3-Next": {**_DELTA, **_FEW, "model_type": "qwen3_next", "shared_expert_intermediate_size": 192},
+    "OLMo Hybrid": {**_DELTA, "model_type": "olmo_hybrid", "linear_num_key_heads": 4, "linear_value_head_dim": 128},
+    "Kimi Linear": {**_LATENT, "model_type": "kimi_linear", "linear_num_heads": 4, "linear_head_dim": 32,
+                    "num_experts": 8, "num_experts_per_token": 2,
+                    "layer_types": ["linear_attention", "full_attention"] * 2},
+    "Nemotron-H": {**_COMMON, "model_type": "nemotron_h", "head_dim": 64, "ssm_state_size": 64, "mamba_num_heads": 8,
+                   "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+                   "mamba_head_dim": 64, "n_groups": 2, "chunk_size": 64, "n_routed_experts": 8,
+                   "num_experts_per_tok": 2, "moe_intermediate_size": 192,
+                   "moe_shared_expert_intermediate_size": 384},
+    "Gemma 4": {**_COMMON, "model_type": "gemma4_text", "head_dim": 64, "global_head_dim": 128,
+                "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+                "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "DeepSeek V3": {**_LATENT, "model_type": "deepseek_v3", "q_lora_rank": 96, "n_routed_experts": 8, "n_group": 2,
+                    "num_experts_per_tok": 2, "topk_group": 1, "first_k_dense_replace": 2},
+}  # fmt: skip
+"""Models with layers of several kinds."""
+del HYBRID["Nemotron-H"]["num_hidden_layers"]  # its list of layers says how many
 CPU_RANKS = LocalClusterConfig(device=Device.cpu)
-MODELS = {"Llama": LLAMA, "MoE": MOE}
-"""Models of 100 MB, those of scripts/memory.py."""
+MODELS = {"Llama": LLAMA, "MoE": MOE, **HYBRID}
+"""The first two have 100 MB, and are those of scripts/memory.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from components.config.schema.parallelism import ActivationCheckpointing, MeshSh
 from components.config.schema.recipes import FinetuneConfig
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
-from components.planning.formulas.memory_check import RESERVED_BYTES, grad_sync_peaks, policy_peaks
+from components.planning.formulas.policies import RESERVED_BYTES, grad_sync_peaks, policy_peaks
 from components.planning.formulas.workload import build_workload
 from components.training import preparation as prepare_file
 from components.training.preparation import RecomputePolicy

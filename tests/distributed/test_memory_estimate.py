@@ -1,4 +1,4 @@
-"""The memory estimate of activation_checkpointing=auto counts what a run loads and keeps besides the trained model."""
+"""Memory estimates: of layers of several kinds, against dry runs, and of what a run keeps beside the trained model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,10 +18,13 @@ from components.config.schema.parallelism import ActivationCheckpointing, Parall
 from components.config.schema.recipes import DistillConfig, DpoConfig, TrainConfig, frozen_model
 from components.config.schema.training import TrainingConfig
 from components.planning.fake_rank import local_bytes
+from components.planning.formulas import layer_memory
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.workload import build_workload
+from tests.distributed.simulation_cases import HYBRID, finetune, simulate_each
 from tests.distributed.test_memory import LLAMA
 from tests.harness import run_ranks
+from tests.suites import PARITY
 
 CPU = torch.device("cpu")
 AUTO = ActivationCheckpointing.auto
@@ -30,6 +34,17 @@ MESHES: list[dict[str, Any]] = [
     {"dp_shard": 2},
     {"dp_shard": 1, "tp": 2},
     {"dp_shard": 1, "pp": 2},
+]
+BFLOAT16 = {"model_values": {"compute_dtype": DType.bfloat16}}
+LONG = {"seq_len": 256, "rows": 1}
+STEPS: list[dict[str, Any]] = [
+    {"world": 1, "strategy": "single", **LONG},
+    {"world": 1, "strategy": "single", **LONG, **BFLOAT16},
+    {"world": 1, "strategy": "single", **LONG, "activation_checkpointing": "full"},
+    {"world": 2, "dp_shard": 2, **LONG},
+    {"world": 2, "tp": 2, **LONG},
+    {"world": 2, "pp": 2, "seq_len": 128, "rows": 2},
+    {"world": 2, "cp": 2, **LONG},
 ]
 
 
@@ -70,6 +85,28 @@ def test_estimate_counts_frozen_models_and_averages_as_they_are_sharded(tmp_path
             average, frozen = figures[index]
             assert (terms["average"], terms["frozen model"]) == (average, frozen), cfg.parallelism
             assert min(average, frozen) > 100_000
+
+
+def peaks(model: str, step: dict[str, Any]) -> tuple[int, int]:
+    """Return the peak bytes of rank 0 by formulas, and by a simulation of the step."""
+    cfg = finetune(model, **step)
+    world = step["world"]
+    estimate = rank_memory(build_workload(cfg, cfg.parallelism.resolve(world), on_gpu=False), 0, "cpu")
+    return estimate.peak, simulate_each(cfg, world, [0])[0].peak
+
+
+@pytest.mark.parametrize("model", HYBRID)
+def test_formulas_agree_with_dry_runs_of_layers_of_several_kinds(model: str) -> None:
+    steps = STEPS if PARITY else [STEPS[list(HYBRID).index(model) % len(STEPS)]]
+    for step in steps:
+        estimated, simulated = peaks(model, step)
+        assert estimated == pytest.approx(simulated, rel=0.08), step
+
+
+def test_a_missing_recurrence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_memory, "recurrence_bytes", lambda *_: (0.0, 0.0))
+    estimated, simulated = peaks("Qwen3.5", STEPS[0])
+    assert estimated < 0.8 * simulated
 
 
 def held(cfg: TrainConfig) -> tuple[int, int]:

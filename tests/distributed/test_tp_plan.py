@@ -20,7 +20,7 @@ from components.distributed.tp_plan import FAMILY_PLANS
 from components.models.anatomy import read_anatomy
 from components.planning import parity_reference as plain
 from components.protocol.errors import ConfigError
-from tests.distributed.parity import HYBRID_MODELS, SMALL, Case, build, exact_loss, reference, run_case
+from tests.distributed.parity import HYBRID_MODELS, LATENT, SMALL, Case, build, exact_loss, reference, run_case
 from tests.distributed.test_parity import FSDP2_TP2, SP, TP, check
 from tests.harness import run_ranks
 from tests.suites import PARITY, in_parity
@@ -36,6 +36,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{name: HYBRID_MODELS[name] for name in ("bailing_hybrid", "falcon_h1", "granitemoehybrid", "kimi_linear")},
     **{name: HYBRID_MODELS[name] for name in ("lfm2_moe", "nemotron_h")},
     "bamba": {**HYBRID_MODELS["bamba"], "mamba_n_groups": 1},  # one norm over the features of all ranks
+    "deepseek_v3": {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": 12, "n_routed_experts": 4, "n_group": 2,
+                    "topk_group": 1},
+    "mistral4": {**LATENT, "model_type": "mistral4", "q_lora_rank": 12, "n_routed_experts": 4, "n_group": 2,
+                 "topk_group": 1},
     "gpt2": {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 8},
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
@@ -87,6 +91,7 @@ PRODUCTS = [FSDP2_TP2, {**FSDP2_TP2, **SP}, TP, {**TP, **SP}, {**PP_TP, **SP}, E
 """Meshes of four ranks, in `make parity`; those with ep for families with experts."""
 WITH_EXPERTS = (
     *("gpt_oss", "gpt_oss_one_kv_head", "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "gemma4_experts"),
+    *("deepseek_v3", "mistral4"),
 )
 UNSHARDED_SEQUENCES = ("gemma4_experts",)
 """Families whose experts take the tokens of all rows together, so that sequence parallel is rejected."""

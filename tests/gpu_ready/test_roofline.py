@@ -8,7 +8,7 @@ from components import models
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.shape import shape_of_built
 from components.planning.formulas.architecture import read_architecture
-from components.planning.formulas.memory_check import RESERVED_BYTES, fitting_policy, policy_peaks
+from components.planning.formulas.policies import RESERVED_BYTES, fitting_policy, policy_peaks
 from components.planning.formulas.workload import build_workload
 from tests.gpu_ready.cases import config_of
 from tests.gpu_ready.conftest import Run

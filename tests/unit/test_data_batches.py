@@ -15,7 +15,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from components.batch import Batch
-from components.config.rules import decay_problems, profile_end_problems
 from components.config.schema import TrainingConfig
 from components.config.schema.optimizer import AdamWConfig, Schedule
 from components.config.schema.run import ProfileConfig
@@ -374,16 +373,16 @@ def test_ramp_and_profile_must_fit_into_the_steps() -> None:
     (problem,) = training.ramp_end_problems(9)
     assert "the last until_step must be less than the 9 steps of training.epochs=1.5; change either" in problem
     profile = ProfileConfig(enabled=True, start=8, steps=3)
-    assert profile_end_problems(profile, training, 10) == []
-    (problem,) = profile_end_problems(profile, training, 9)
+    assert profile.end_problems(training, 10) == []
+    (problem,) = profile.end_problems(training, 9)
     assert "ends with step 10, after the 9 steps of training.epochs=1.5; change" in problem
-    assert profile_end_problems(dataclasses.replace(profile, enabled=False), training, 9) == []
+    assert dataclasses.replace(profile, enabled=False).end_problems(training, 9) == []
 
 
 def test_final_decay_must_begin_after_the_warmup() -> None:
     training = TrainingConfig(epochs=1.5, max_steps=None)
     wsd = AdamWConfig(schedule=Schedule.wsd, warmup_steps=5, decay_steps=10)
-    assert decay_problems(wsd, training, 15) == decay_problems(wsd, training) == []
-    (problem,) = decay_problems(wsd, training, 14)
+    assert wsd.decay_problems(training, 15) == wsd.decay_problems(training) == []
+    (problem,) = wsd.decay_problems(training, 14)
     assert "after optimizer.warmup_steps=5, into the 14 steps of training.epochs=1.5; set it to at most 9" in problem
-    assert decay_problems(dataclasses.replace(wsd, schedule=Schedule.cosine), training, 14) == []
+    assert dataclasses.replace(wsd, schedule=Schedule.cosine).decay_problems(training, 14) == []

@@ -131,6 +131,36 @@ def test_keys_that_no_class_reads_are_rejected(family: str, key: str) -> None:
         of_type(family, **{key: 1})
 
 
+HEADS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 64}
+KEYS_BESIDE = [
+    ("gemma4_text", HEADS, HEADS, ""),
+    ("gemma4_text", HEADS, {**HEADS, "num_global_key_value_heads": 2}, "num_global_key_value_heads=2"),
+    ("gemma4_text", {}, {"global_head_dim": 512}, ""),  # the default
+    ("nemotron_h", {"hybrid_override_pattern": "M*-"}, {"hybrid_override_pattern": "M*-"}, ""),
+    (
+        "nemotron_h",
+        {"hybrid_override_pattern": "M*-"},
+        {"hybrid_override_pattern": "M-*"},
+        "hybrid_override_pattern=M-*",
+    ),
+]
+"""Model type, values with which a checkpoint is built, `model.config` beside its files, the key that is rejected."""
+
+
+@pytest.mark.parametrize(("family", "built", "overrides", "rejected"), KEYS_BESIDE, ids=str)
+def test_keys_beside_a_file_that_has_what_follows_from_them(
+    family: str, built: dict[str, Any], overrides: dict[str, Any], rejected: str, tmp_path: Path
+) -> None:
+    """transformers stores the lists that follow from a key of a published file, and reads them first."""
+    of_type(family, **built).save_pretrained(tmp_path)
+    cfg = ModelConfig(path=str(tmp_path), tokenizer="bytes", config=overrides)
+    if rejected:
+        with pytest.raises(ConfigError, match=re.escape(f"model.config.{rejected}: ")):
+            load_config(cfg)
+    else:
+        assert load_config(cfg).layer_types == of_type(family, **built).layer_types
+
+
 def test_a_text_model_that_transformers_lists_beside_images_is_built() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
     config = {"model_type": "mistral4", "vocab_size": 264, **sizes}

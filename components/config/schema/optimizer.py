@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from components.config.schema.checks import IMPORT_PATH, above, at_least, own_kind, raise_all, within
+
+if TYPE_CHECKING:
+    from components.config.schema.training import TrainingConfig
 
 
 class OptimizerKind(StrEnum):
@@ -61,6 +65,19 @@ class OptimizerConfig:
             *at_least("optimizer.warmup_steps", self.warmup_steps, 0),
             *at_least("optimizer.decay_steps", self.decay_steps, 0),
             *within("optimizer.min_lr_ratio", self.min_lr_ratio, 0, 1),
+        ]
+
+    def decay_problems(self, training: TrainingConfig | None, steps: int | None = None) -> list[str]:
+        """Require the final decay under wsd to begin after the warmup; `steps` None: training.max_steps, if set."""
+        steps = steps if training is None or steps is not None else training.max_steps
+        if training is None or steps is None or self.schedule is not Schedule.wsd or not self.decay_steps:
+            return []
+        longest = max(0, steps - self.warmup_steps)
+        if self.decay_steps <= longest:
+            return []
+        return [
+            f"optimizer.decay_steps={self.decay_steps}: must fit, after optimizer.warmup_steps={self.warmup_steps}, "
+            f"into {training.length(steps)}; set it to at most {longest}, or change the others"
         ]
 
 

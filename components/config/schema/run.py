@@ -7,9 +7,13 @@ from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.config.schema.checks import above, at_least, field_values, raise_all, within
 from components.storage.object_store import is_url, url_problems
+
+if TYPE_CHECKING:
+    from components.config.schema.training import TrainingConfig
 
 _DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.batch_size_ramp", "training.seq_len",
@@ -223,6 +227,16 @@ class ProfileConfig:
         if self.enabled and not self.ranks:
             problems.append("logging.profile.ranks=[]: no rank would record; set it to a list of ranks, such as [0]")
         raise_all(problems)
+
+    def end_problems(self, training: TrainingConfig, steps: int) -> list[str]:
+        """Require the profiled steps to be among the run's `steps` optimizer steps."""
+        last = self.start + self.steps - 1
+        if not self.enabled or last <= steps:
+            return []
+        return [
+            f"logging.profile.start={self.start}: the trace of {self.steps} steps ends with step {last}, after "
+            f"{training.length(steps)}; change logging.profile.start or logging.profile.steps"
+        ]
 
 
 @dataclass(kw_only=True, slots=True)

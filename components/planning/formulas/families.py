@@ -47,6 +47,8 @@ class Family:
     norm_bias: bool = False
     norm_weight: bool = True
     query_key_norm: QueryKeyNorm = QueryKeyNorm.none
+    value_norm: bool = False
+    """Whether values are normalized, without a weight."""
     moe: bool = False
     """Whether every MLP is a mixture of experts."""
     expert_bias: bool = False
@@ -126,6 +128,7 @@ FAMILIES: dict[str, Family] = {
         query_key_norm=QueryKeyNorm.head,
         wide_norms=True,
         full_every=6,
+        value_norm=True,
         mlp_and_experts=True,
         shared_gate=False,
         sizes={"hidden_size_per_layer_input": 256, "global_head_dim": 512},

@@ -182,6 +182,10 @@ def _attention(w: Workload, kind: LayerKind) -> tuple[float, float, float]:
     if a.family.query_key_norm is not QueryKeyNorm.none:
         wide = a.family.norm_offset or a.family.wide_norms
         saved += (c if w.fused else 4 + max(c, 4 * wide)) * (queries + keys)
+    if a.family.value_norm:
+        saved += 4 * keys
+    if kind.is_windowed and not w.on_gpu:  # torch's kernel for CPUs takes as many key-value heads as heads with a mask
+        saved += 2 * c * (queries - keys)
     scores = heads * w.seq_len if w.eager_attention else 0
     widened = 4 if c < 4 and not a.family.sinks else 0
     saved += scores * (c + widened + (c if a.family.softcap else 0))
@@ -242,7 +246,7 @@ def _kimi_delta(heads: LinearHeads, c: int) -> tuple[float, float]:
     keys, values = heads.values * heads.key_width, heads.values * heads.value_width
     saved = 4.0 * (heads.chunk * (3 * keys + 2 * heads.values + heads.values * heads.chunk / 3) + 22 * keys)
     saved += 4 * heads.state / heads.chunk + c * (2 * heads.convolved + values + 2 * heads.value_width)
-    return saved, 4 * heads.chunk * keys
+    return saved, 3 * 4 * heads.chunk * keys
 
 
 def _mamba2(heads: LinearHeads, c: int) -> tuple[float, float]:

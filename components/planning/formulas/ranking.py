@@ -1,10 +1,11 @@
-"""Meshes for a run on N ranks: those that fit the device, the fastest first, and why others are left out."""
+"""A run's memory against its device, and meshes that fit it: the fastest first, and why others are left out."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +22,7 @@ from components.config.mesh_rules import (
 )
 from components.config.rules import validate
 from components.config.schema.checks import field_values
+from components.config.schema.model import LossMethod
 from components.config.schema.parallelism import (
     AXES,
     ONE_F_ONE_B,
@@ -36,12 +38,16 @@ from components.config.schema.run import PeftConfig
 from components.config.shape import ModelShape
 from components.planning.formulas.hardware import Hardware, find_hardware
 from components.planning.formulas.memory import MemoryEstimate, estimate_memory
-from components.planning.formulas.memory_check import (
+from components.planning.formulas.policies import (
     ESTIMATE_ERROR,
+    RESERVED_BYTES,
     chooses_grad_sync,
-    usable_bytes,
+    fitting_grad_sync,
+    fitting_policy,
+    grad_sync_peaks,
+    policy_peaks,
     with_grad_sync,
-    workload_on,
+    with_policy,
 )
 from components.planning.formulas.step_time import StepTime, estimate_time
 from components.planning.formulas.workload import Workload, build_workload, bytes_text
@@ -54,6 +60,96 @@ _SCHEDULES = (ONE_F_ONE_B, PipelineSchedule("Interleaved1F1B"), PipelineSchedule
 _SHORT_ROW = 4096
 """Rows of fewer tokens per rank than this are not split by cp: attention is then a small part of the step."""
 _LARGEST_MICRO_BATCH = 16
+
+
+class Verdict(StrEnum):
+    """fits; tight: within the error of the estimate; exceeds: beyond it."""
+
+    fits = "fits"
+    tight = "tight"
+    exceeds = "exceeds"
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryCheck:
+    """Estimated memory of a run's fullest rank on its device."""
+
+    estimate: MemoryEstimate
+    hardware: Hardware
+    verdict: Verdict
+    text: str
+    """One sentence: the memory, and if it does not fit, the largest term and the smallest change that fits."""
+
+
+def usable_bytes(hardware: Hardware) -> float:
+    """Return the bytes of a device that a run may fill."""
+    return hardware.memory_bytes - (RESERVED_BYTES if hardware.is_gpu else 0.0)
+
+
+def check_memory(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> _MemoryCheck:
+    """Estimate the memory of a run and compare it with its device.
+
+    Raises ConfigError if the sizes of the model are unknown.
+    """
+    estimate, limit = estimate_memory(workload_on(cfg, mesh, hardware), hardware.device_type), usable_bytes(hardware)
+    needs = f"needs about {bytes_text(estimate.peak)} of the {bytes_text(limit)} usable on {hardware.name}"
+    if estimate.peak * (1 + ESTIMATE_ERROR) <= limit:
+        return _MemoryCheck(estimate, hardware, Verdict.fits, f"memory: the fullest rank {needs}")
+    exceeds = estimate.peak * (1 - ESTIMATE_ERROR) > limit or estimate.state > limit
+    largest = max(estimate.terms, key=lambda each: each.value)
+    change = next(_fitting_changes(cfg, mesh, hardware), "no single change fits; run scripts/plan.py, or add nodes")
+    text = (
+        f"cluster.gpu={hardware.name}: the fullest rank {needs}, most for {largest.name} "
+        f"({bytes_text(largest.value)}); {change}"
+    )
+    return _MemoryCheck(estimate, hardware, Verdict.exceeds if exceeds else Verdict.tight, text)
+
+
+def workload_on(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Workload:
+    """Return the work of a run on its device, with defer_grad_sync=auto resolved, and activation_checkpointing=auto to
+    the least recomputation that fits, or to full.
+
+    Raises ConfigError if the sizes of the model are unknown.
+    """
+    workload = build_workload(cfg, mesh, on_gpu=hardware.is_gpu, device_memory=hardware.gpu_memory)
+    usable = usable_bytes(hardware)
+    if chooses_grad_sync(workload, hardware.device_type):
+        defers = fitting_grad_sync(grad_sync_peaks(cfg, workload, hardware.device_type), usable)
+        workload = with_grad_sync(workload, defers=defers)
+    if cfg.parallelism.activation_checkpointing is not ActivationCheckpointing.auto:
+        return workload
+    return with_policy(workload, fitting_policy(policy_peaks(cfg, workload, hardware.device_type), usable))
+
+
+def _fitting_changes(cfg: TrainConfig, mesh: MeshShape, hardware: Hardware) -> Iterator[str]:
+    """Yield the changes of one key that fit, those that cost the least speed first."""
+    limit = usable_bytes(hardware) / (1 + ESTIMATE_ERROR)
+    for text, changed in _changes(cfg, mesh):
+        try:
+            if estimate_memory(workload_on(changed, mesh, hardware), hardware.device_type).peak <= limit:
+                yield f"{text} fits"
+        except ConfigError:
+            continue
+
+
+def _changes(cfg: TrainConfig, mesh: MeshShape) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield legal changes of one key."""
+    training, parallelism = cfg.training, cfg.parallelism
+    size = training.micro_batch_size // 2
+    while size >= 1:
+        smaller = replace(training, micro_batch_size=size)
+        if not batch_problems(smaller, parallelism, mesh):
+            yield f"training.micro_batch_size={size}", replace(cfg, training=smaller)
+        size //= 2
+    if mesh.tp > 1 and not parallelism.sequence_parallel and training.seq_len % (2 * mesh.cp * mesh.tp) == 0:
+        sharded = replace(parallelism, sequence_parallel=True)
+        yield "parallelism.sequence_parallel=true", replace(cfg, parallelism=sharded)
+    for policy in (ActivationCheckpointing.selective, ActivationCheckpointing.full):
+        recomputed = replace(parallelism, activation_checkpointing=policy)
+        if policy is not parallelism.activation_checkpointing and not recompute_problems(cfg.model, recomputed, mesh):
+            yield f"parallelism.activation_checkpointing={policy}", replace(cfg, parallelism=recomputed)
+    if cfg.model.loss is LossMethod.logits:
+        yield "model.loss=chunked", replace(cfg, model=replace(cfg.model, loss=LossMethod.chunked))
 
 
 @dataclass(frozen=True, slots=True)

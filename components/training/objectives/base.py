@@ -17,6 +17,9 @@ from components.config.schema.data import IGNORED
 from components.protocol.errors import ConfigError
 from components.training.loss import count_targets
 
+CROSS_ENTROPY = "cross_entropy"
+"""Metric of an objective whose loss is another one: a held-out loss is the cross-entropy of the data."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:

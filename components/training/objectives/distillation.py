@@ -25,7 +25,7 @@ from components.config.schema.data import IGNORED
 from components.config.schema.objective import DistillationConfig, Divergence
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.batches import TokenValues
-from components.training.objectives.base import Chunk, TokenLoss, TokenObjective, Vocabulary
+from components.training.objectives.base import CROSS_ENTROPY, Chunk, TokenLoss, TokenObjective, Vocabulary
 from components.training.objectives.cross_entropy import log_mass_of_others, log_softmax, sum_over_shards
 
 HIDDEN = "teacher_hidden"
@@ -141,7 +141,7 @@ class Distillation(TokenObjective):
         hidden_states: Runs the teacher on a step's micro-batches; None: its most likely tokens are stored.
     """
 
-    metrics = ("divergence", "cross_entropy", "teacher_cross_entropy")
+    metrics = ("divergence", CROSS_ENTROPY, "teacher_cross_entropy")
 
     def __init__(self, cfg: DistillationConfig, hidden_states: TeacherHidden | None = None) -> None:
         self.token_loss = DistillationLoss(cfg, hidden_states)
