@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, Strategy
+from components.planning.formulas.families import LinearKind
 from components.planning.formulas.policies import GIB
 from components.planning.formulas.ranking import Plan, usable_bytes
 from components.planning.formulas.step_time import TIME_ERROR
@@ -164,7 +165,19 @@ def _summary(request: PlanRequest, plan: Plan) -> list[str]:
         f"{plan.workload.parameters_text}, {plan.workload.tokens_text}, on {request.choice.world:,} x "
         f"{request.hardware.name} ({request.choice.ranks_per_node} per node)"
     )
-    return [*size_warnings(request, plan), *fit(text).split("\n")]
+    return [*size_warnings(request, plan), *_kernel_warning(request, plan), *fit(text).split("\n")]
+
+
+def _kernel_warning(request: PlanRequest, plan: Plan) -> list[str]:
+    """Return the warning that kernels of linear attention or Mamba-2 are not counted."""
+    linear = plan.workload.architecture.family.linear
+    if linear is LinearKind.none or plan.workload.kernels or not request.hardware.is_gpu:
+        return []
+    package = "mamba-ssm" if linear is LinearKind.mamba2 else "flash-linear-attention"
+    return fit(
+        f"warning: {package} is not installed here, so this plan counts plain PyTorch in its place, which takes more "
+        f"memory and time; plan where it is: pip install {package}"
+    ).split("\n")
 
 
 def _row(number: int, plan: Plan, first: int) -> tuple[str, ...]:

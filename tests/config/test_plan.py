@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
 import signal
@@ -94,6 +95,22 @@ def test_sizes_that_nobody_set_are_warned_about(
     assert [next(key for key in ("seq_len=", "global_batch_size=") if key in line)[:-1] for line in warnings] == warned
     proposed = [line.rpartition(" ")[2] for line in warnings]  # what ends the warning, sets the key
     assert warned == [] or "warning: " not in commands.run(PLAN, [*arguments, *proposed, "--json"], tmp_path).errors
+
+
+def test_a_plan_without_the_kernels_of_linear_attention_says_so(commands: Commands, tmp_path: Path) -> None:
+    arguments = ["model=qwen3_5_9b", "cluster=slurm_1node", *LONG, "--top", "1"]
+    on_gpus = [*arguments, "cluster.gpu=h100_80"]
+    plain = commands.run(PLAN, on_gpus, tmp_path, COLUMNS="400").output
+    assert plain.startswith("warning: flash-linear-attention is not installed here, so this plan counts plain PyTorch")
+    assert "warning: " not in commands.run(PLAN, [*arguments, "cluster.gpu=cpu"], tmp_path).output
+    (row,) = rows(commands, on_gpus, tmp_path)
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    command = [sys.executable, str(PLAN), *on_gpus, "--json"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "warning: " not in done.stderr
+    assert json.loads(done.stdout)["rows"][0]["step_seconds"] < 0.95 * row["step_seconds"]
 
 
 def test_documented_plans_are_for_stated_sizes() -> None:
