@@ -26,7 +26,7 @@ from components.planning import parity as comparison
 from components.planning.formulas.ranking import MeshPlan, plan_mesh
 from components.planning.parity_reference import Curve, Sample
 from components.protocol.errors import ConfigError
-from tests.distributed.parity import EXPERTS, SMALL, Case, build, reference, run_case
+from tests.distributed.parity import EXPERTS, HYBRID_MODELS, SMALL, Case, build, reference, run_case
 from tests.harness import run_ranks
 
 GLOBAL_BATCH, MAX_LENGTH = 16, 24
@@ -107,7 +107,9 @@ def samples_of_step(step: int) -> list[Sample]:
 
 
 def values_of(model: str, layers: int) -> dict[str, Any]:
-    """Config values of a model with this many layers."""
+    """Config values of a model with this many layers, or of a hybrid model."""
+    if model in HYBRID_MODELS:  # one layer of each kind
+        return dict(HYBRID_MODELS[model])
     values = {**MODELS[model], "n_layer" if model == "gpt2" else "num_hidden_layers": layers}
     if model == "gemma3":
         values["layer_types"] = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]

@@ -1,6 +1,7 @@
 """Save on one mesh and resume on another: the state, the samples and the loss curve are the same.
 
-Covers every ordered pair of the meshes below, for a dense model, one with fused projections and a mixture of experts.
+Covers every ordered pair of the meshes below, for a dense model, one with fused projections, a mixture of experts, and
+models with linear attention and Mamba-2.
 The vocabulary size of 97 and the head counts are chosen so that shards are uneven. A few pairs by default, all of them
 with `make torture`.
 """
@@ -34,6 +35,7 @@ DEFAULT_MESHES = {
     "llama": {2: ["pp2 ZBVZeroBubble"], 4: ["dp_shard2_tp2"]},
     "phi3": {1: ["fsdp2"], 4: ["dp_shard2_tp2"]},
     "qwen3_moe": {2: ["dp_shard2"], 4: ["pp2_ep2"]},
+    "qwen3_5_text": {2: ["tp2"], 4: ["dp_shard2_cp2"]},
 }
 ALL_MESHES = {
     "qwen3_moe": {
@@ -50,11 +52,14 @@ ALL_MESHES = {
         6: ["pp2_tp3_sp"],
     },
     "phi3": {1: ["fsdp2"], 2: ["tp2", "pp2"], 4: ["dp_shard2_tp2", "dp_shard4"], 8: ["pp2_dp_shard2_tp2_sp"]},
+    "qwen3_5_text": {1: ["fsdp2"], 2: ["tp2", "cp2", "pp2", "ddp2"], 4: ["dp_shard2_tp2", "tp2_cp2"]},
+    "nemotron_h": {1: ["fsdp2"], 2: ["tp2", "cp2", "pp2", "ep2"], 4: ["dp_shard2_tp2", "pp2_ep2"]},
+    "kimi_linear": {1: ["fsdp2"], 2: ["tp2", "cp2"], 4: ["ep2_tp2"]},
 }
 """Model -> world size -> meshes."""
 
 
-@pytest.mark.parametrize("model", ALL_MESHES if TORTURE else ["qwen3_moe"])
+@pytest.mark.parametrize("model", ALL_MESHES if TORTURE else ["qwen3_moe", "qwen3_5_text"])
 def test_every_mesh_resumes_the_checkpoint_of_every_mesh(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
