@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied": parity.MODELS["llama_tied"],
     "gemma3": {**SMALL, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8,
                "final_logit_softcapping": 0.5, "tie_word_embeddings": True},
+    "gemma4": {**SMALL, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 8,
+               "hidden_size_per_layer_input": 0, "final_logit_softcapping": 0.5, "tie_word_embeddings": True},
     "cohere": {**SMALL, "model_type": "cohere", "logit_scale": 0.3, "tie_word_embeddings": True},
     "granite": {**SMALL, "model_type": "granite", "logits_scaling": 3.0, "tie_word_embeddings": False},
     "phi": {**SMALL, "model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": False},  # a head with a bias
@@ -49,6 +51,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("llama", TP),
         ("llama_tied", {**TP, **SP}),
         ("gemma3", TP),
+        ("gemma4", FSDP2),
         ("stablelm", TP),
         ("gemma3", CP),
         ("llama_tied", PP),

@@ -283,9 +283,10 @@ def _logits_transform(model: Any, name: str) -> _LogitsTransform | None:
     class_forward = type(placeholder).forward
 
     def transform(logits: torch.Tensor) -> torch.Tensor:  # (tokens, vocabulary) -> the same shape
-        placeholder._modules[model.base_model_prefix] = _Constant(_BaseModelOutput(logits[None, :, :1]))
+        hidden = logits[None, :, :1]  # as long as the logits, which Gemma 4's forward compares
+        placeholder._modules[model.base_model_prefix] = _Constant(_BaseModelOutput(hidden))
         placeholder._modules[name] = _Constant(logits[None])
-        return class_forward(placeholder, input_ids=None, use_cache=False).logits[0]
+        return class_forward(placeholder, input_ids=None, inputs_embeds=hidden, use_cache=False).logits[0]
 
     logits = 4 * torch.randn(3, vocabulary_of(model), generator=torch.Generator().manual_seed(0))
     half = logits.shape[1] // 2
