@@ -252,6 +252,12 @@ def test_unknown_sizes_and_families_are_config_errors() -> None:
         read_architecture(ModelShape(family="nemotron_h", **known, **experts), "me/mine")
     with pytest.raises(ConfigError, match=r"formulas do not cover layers with inputs of their own"):
         read_architecture(ModelShape(family="gemma4_text", **known), "me/mine")
+    short = {"layer_types": ["full_attention"]}
+    for family, config in {"nemotron_h": {"hybrid_override_pattern": "MX"}, "qwen3_5_text": short}.items():
+        with pytest.raises(ConfigError, match=r"model=me/mine: the lists of its layers cannot be read"):
+            read_architecture(ModelShape(family=family, config=config, **known, **experts), "me/mine")
+    with pytest.raises(ConfigError, match=r"model.config.linear_key_head_dim=wide: must be a whole number"):
+        read_architecture(ModelShape(family="qwen3_5_text", config={"linear_key_head_dim": "wide"}, **known), "me/mine")
 
 
 def test_options_of_hub_models_state_every_size() -> None:

@@ -338,6 +338,10 @@ class Architecture:
                 yield Weight("shared expert gate", 1, self.hidden)
 
 
+_MORE_SIZES = ("num_global_key_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+"""Keys of sizes, beside those of `Family.sizes`, whose defaults follow from others."""
+
+
 def read_architecture(shape: ModelShape, model: str, section: str = "model") -> Architecture:
     """Return the architecture of a model.
 
@@ -372,6 +376,9 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
             "another layer (model.config.hidden_size_per_layer_input and num_kv_shared_layers are not 0); simulate a "
             "mesh of your choice with cluster.dry_run=plan"
         )
+    counts = (*family.sizes, *_MORE_SIZES)
+    if wrong := [key for key in counts if type(values.get(key, 0)) is not int or values.get(key, 0) < 0]:
+        raise ConfigError([f"model.config.{key}={values[key]}: must be a whole number of at least 0" for key in wrong])
     moe = family.moe or bool(values.get("enable_moe_block"))
     expert_mlp = (shape.expert_mlp or shape.mlp) if moe else None
     mlp = 4 * shape.hidden if shape.mlp is None and shape.family == "gpt2" and shape.hidden else shape.mlp
@@ -384,11 +391,21 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
         needed["config.hybrid_override_pattern"] = next((1 for name in names if values.get(name)), None)
     if missing := [f"model.{name}" for name, value in needed.items() if value is None]:
         raise ConfigError(f"model={model}: {', '.join(missing)} unknown; set the missing sizes")
-    sizes = {name: value or 0 for name, value in needed.items()}
-    hidden, heads = sizes["hidden"], sizes["heads"]
-    own: Mapping[str, int] = next(
-        iter(values.get("per_layer_config", {}).values()), {}
-    )  # of the layers that attend to all tokens
+    try:
+        return _assemble(shape, family, values, {name: value or 0 for name, value in needed.items()})
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"model={model}: the lists of its layers cannot be read ({error!r}); correct layer_types, mlp_layer_types, "
+            "layers_block_type, per_layer_config or linear_attn_config in config.json or model.config"
+        ) from error
+
+
+def _assemble(shape: ModelShape, family: Family, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Architecture:
+    """Return the architecture, given the sizes that must be known, and values by transformers' keys."""
+    hidden, heads, mlp = sizes["hidden"], sizes["heads"], sizes.get("mlp", shape.mlp or 0)
+    expert_mlp, moe = sizes.get("expert_mlp", 0), "expert_mlp" in sizes
+    # Of the layers that attend to all tokens, which are alike.
+    own: Mapping[str, int] = next(iter(values.get("per_layer_config", {}).values()), {})
     stated_kv_heads = values.get("num_global_key_value_heads", 0) if values.get("attention_k_eq_v") else 0
     return Architecture(
         family=family,
@@ -397,13 +414,13 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
         heads=heads,
         kv_heads=shape.kv_heads or heads,
         head_dim=shape.head_dim or family.head_dim or hidden // heads,
-        mlp=mlp or 0,
+        mlp=mlp,
         vocab=sizes["vocab"],
         tied=family.tied if shape.tied is None else shape.tied,
         experts=sizes.get("experts", 0),
         experts_per_token=sizes.get("experts_per_token", 0),
-        shared_mlp=_shared_mlp(shape, values, expert_mlp or 0) if moe else 0,
-        expert_mlp=expert_mlp or 0,
+        shared_mlp=_shared_mlp(shape, values, expert_mlp) if moe else 0,
+        expert_mlp=expert_mlp,
         full_kv_heads=own.get("num_key_value_heads") or stated_kv_heads,
         full_head_dim=own.get("head_dim") or values.get("global_head_dim", 0),
         shares_values=values.get("attention_k_eq_v", False),

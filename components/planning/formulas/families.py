@@ -283,7 +283,7 @@ def _are_full(family: Family, values: Mapping[str, Any], layers: int) -> list[bo
     if family.linear is LinearKind.none and not family.full_every:
         return [not family.windowed] * layers
     if "layer_types" in values:
-        return [each == "full_attention" for each in values["layer_types"]]
+        return [values["layer_types"][index] == "full_attention" for index in range(layers)]
     if family.linear is LinearKind.kimi_delta:
         full = values.get("linear_attn_config", {}).get("full_attn_layers", range(5, layers + 1, 4))
         return [index + 1 in full for index in range(layers)]
