@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from components.config.shape import (
@@ -103,7 +104,7 @@ class LatentHeads:
     """Width of a value head."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Architecture:
     """Weights and FLOPs of a model whose sizes are all known. Make it with `read_architecture`."""
 
@@ -153,8 +154,12 @@ class Architecture:
         latent, width = self.latent, self.heads_of(kind)[2]
         return (latent.plain + latent.rotated, latent.value) if latent else (width, width)
 
-    def layer_weights(self, kind: LayerKind, tp: int = 1, ep: int = 1) -> Iterator[Weight]:
-        """Yield the parameters of a decoder layer as a rank of `tp` x `ep` ranks holds them."""
+    @lru_cache(maxsize=4096)  # noqa: B019 (the planner needs those of one model in thousands of candidates)
+    def layer_weights(self, kind: LayerKind, tp: int = 1, ep: int = 1) -> tuple[Weight, ...]:
+        """Return the parameters of a decoder layer as a rank of `tp` x `ep` ranks holds them."""
+        return tuple(self._weights_of(kind, tp, ep))
+
+    def _weights_of(self, kind: LayerKind, tp: int, ep: int) -> Iterator[Weight]:
         family = self.family
         for _ in range(self.norms_of(kind) if family.norm_weight else 0):
             yield Weight("norm", self.hidden, 1)
