@@ -62,7 +62,7 @@ FULL = (
     "training.ema_decay=0.5",
     "run.dir=full",
 )
-LORA = (*JOB, *PAIRS, "model.path=full/export", "peft=lora", "training.max_steps=30", "run.dir=lora")
+LORA = (*JOB, *PAIRS, "model.path=full/export", "peft=lora", "training.max_steps=60", "run.dir=lora")
 TOKENS = 20
 SHORT = ("--max-new-tokens", str(TOKENS))
 
@@ -124,7 +124,7 @@ def loaded(folder: Path, adapter: Path | None = None) -> tuple[Any, Any]:
         ("full", "full/export", None),
         ("full/checkpoints/step_40", "full/export", None),
         ("full/export", "full/export", None),
-        ("lora/checkpoints/step_30", "lora/export", None),
+        ("lora/checkpoints/step_60", "lora/export", None),
         ("lora/adapter", "full/export", "lora/adapter"),
     ],
 )
@@ -161,7 +161,7 @@ def test_averaged_weights_are_used_if_the_run_evaluates_them(trained: Path) -> N
 def test_run_directory_selects_the_export_unless_a_checkpoint_is_newer(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.symlink_to(trained / "lora")
-    manifest, export = run / "checkpoints" / "step_30" / "manifest.json", run / "export" / "config.json"
+    manifest, export = run / "checkpoints" / "step_60" / "manifest.json", run / "export" / "config.json"
     assert isinstance(find_source(run), ExportSource)
     written = manifest.stat().st_mtime_ns
     try:
@@ -170,7 +170,7 @@ def test_run_directory_selects_the_export_unless_a_checkpoint_is_newer(trained: 
     finally:
         os.utime(manifest, ns=(written, written))
     assert isinstance(source, CheckpointSource)
-    assert (source.step, source.peft.adapts, source.averaged) == (30, True, False)
+    assert (source.step, source.peft.adapts, source.averaged) == (60, True, False)
     assert isinstance(find_source(trained / "lora" / "adapter"), AdapterSource)
 
 
