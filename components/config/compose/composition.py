@@ -327,18 +327,26 @@ def _switches_kind(file: ConfigFile, below: Mapping[str, Any]) -> bool:
 def _without_sizes(model: dict[str, Any], option: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Return the section model without the sizes of its option, if `model.path` is another model than the option's.
 
-    Sizes of the wrong model would reject meshes that the model can have. Sizes that are `given` are kept.
+    Sizes of the wrong model would reject meshes that the model can have, or change the model. Sizes that are `given`
+    are kept.
     """
     if model.get("path") == option.get("path"):
         return model
     stated = {
         each.name: None
         for each in fields(ModelShape)
-        if option.get(each.name) is not None
+        if each.name != "config"
+        and option.get(each.name) is not None
         and model.get(each.name) == option[each.name]
         and f"model.{each.name}" not in given
     }
-    return {**model, **stated}
+    own = option.get("config") or {}
+    config = {
+        key: value
+        for key, value in (model.get("config") or {}).items()
+        if f"model.config.{key}" in given or key not in own or own[key] != value
+    }
+    return {**model, **stated, **({"config": config} if own else {})}
 
 
 def _section(text: str) -> str:
