@@ -414,3 +414,17 @@ def test_sizes_of_an_option_do_not_describe_another_model(commands: Commands, tm
     assert "36 layers" not in ended.errors
     assert "30 layers" not in ended.errors
     assert "training.max_step" in ended.errors
+
+
+def test_the_config_of_an_option_does_not_change_another_model() -> None:
+    nemotron, own = "model=nemotron3_nano_30b_a3b", "model.config.n_groups=4"
+    assert set(compose("finetune", nemotron).model.config) == {
+        *("hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups"),
+        "moe_shared_expert_intermediate_size",
+    }
+    assert compose("finetune", nemotron, own).model.config["n_groups"] == 4
+    assert compose("finetune", nemotron, "model.path=me/mine").model.config == {}
+    assert compose("finetune", nemotron, "model.path=me/mine", own).model.config == {"n_groups": 4}
+    same = "model.config.n_groups=8"  # the option's value, but given
+    assert compose("finetune", nemotron, "model.path=me/mine", same).model.config == {"n_groups": 8}
+    assert compose("finetune", "model=tiny", "model.path=me/mine").model.config == {}
