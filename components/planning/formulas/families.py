@@ -242,9 +242,15 @@ class LayerKind(NamedTuple):
     has_experts: bool = False
 
     def __str__(self) -> str:
-        """Return the parts: `attention and MLP`."""
-        names = ("attention", "a window", "linear attention or Mamba-2", "an MLP", "experts")
-        return " and ".join(name for name, has in zip(names, self, strict=True) if has)
+        """Return the parts: `attention and an MLP`."""
+        attention = "attention within a window" if self.is_windowed else "attention"
+        parts = {
+            attention: self.attends,
+            "linear attention or Mamba-2": self.is_linear,
+            "an MLP": self.has_mlp,
+            "experts": self.has_experts,
+        }
+        return " and ".join(name for name, has in parts.items() if has)
 
 
 def layer_kinds(

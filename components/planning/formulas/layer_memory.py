@@ -34,7 +34,7 @@ _NF4_BYTES = 0.53125
 
 
 @dataclass(frozen=True, slots=True)
-class LayerActivations:
+class _LayerActivations:
     """Bytes that one layer saves under each policy of activation checkpointing."""
 
     none: float
@@ -66,9 +66,6 @@ class Held:
     def __add__(self, other: Held) -> Held:
         return Held(self.sharded + other.sharded, self.gathered + other.gathered)
 
-    def __mul__(self, factor: float) -> Held:
-        return Held(self.sharded * factor, self.gathered * factor)
-
 
 def held(workload: Workload, weights: Iterable[Weight]) -> Held:
     """Return the elements of weights that a rank holds."""
@@ -79,7 +76,7 @@ def held(workload: Workload, weights: Iterable[Weight]) -> Held:
     return Held(sharded, gathered)
 
 
-def adapters(workload: Workload, kind: LayerKind) -> Held:
+def _adapters(workload: Workload, kind: LayerKind) -> Held:
     """Return the elements of a layer's LoRA matrices: A (rank, in) and B (out, rank) for each linear layer."""
     rank, mesh, layer, factors = workload.peft.rank, workload.mesh, workload.architecture.layer_weights, []
     for whole, local in zip(layer(kind), layer(kind, mesh.tp, mesh.ep), strict=True):
@@ -106,13 +103,13 @@ class Layer:
     """Share of the base weights that QLoRA stores in 4 bits."""
     stored_bytes: float
     """Bytes per stored element of the base weights."""
-    saved: LayerActivations
+    saved: _LayerActivations
 
 
 def read_layer(w: Workload, kind: LayerKind) -> Layer:
     """Return the parameters and activations of a layer."""
     weights = list(w.architecture.layer_weights(kind, w.mesh.tp, w.mesh.ep))
-    base, adapter = held(w, weights), adapters(w, kind) if w.peft.adapts else Held()
+    base, adapter = held(w, weights), _adapters(w, kind) if w.peft.adapts else Held()
     quantized = _quantized_share(w.architecture, kind) if w.peft.quantizes else 0.0
     return Layer(
         kind=kind,
@@ -133,7 +130,7 @@ def _quantized_share(architecture: Architecture, kind: LayerKind) -> float:
     return linear / sum(weight.size for weight in weights)
 
 
-def layer_activations(w: Workload, kind: LayerKind) -> LayerActivations:
+def layer_activations(w: Workload, kind: LayerKind) -> _LayerActivations:
     """Return the saved bytes of a layer on a rank."""
     a, sp, c = w.architecture, w.sequence_shards, w.compute_bytes
     tokens, hidden = w.local_tokens, a.hidden
@@ -160,7 +157,7 @@ def layer_activations(w: Workload, kind: LayerKind) -> LayerActivations:
     if kind.has_experts or kind.has_mlp:
         matmuls += c * hidden / sp
     layer_input = tokens * hidden * c / sp
-    return LayerActivations(
+    return _LayerActivations(
         tokens * none + _fake_quantized(w, kind) + _selected_rows(w, kind),
         selective=layer_input + tokens * matmuls,
         full=layer_input,
