@@ -335,14 +335,15 @@ class Heads:
 
 
 def read_heads(anatomy: Anatomy, tp: int) -> dict[str, Heads]:
-    """Return the heads of each decoder layer and their layout over tp, by the layer's name; empty if the config has
-    none."""
+    """Return the heads of each decoder layer and their layout over tp, by the layer's name (of a model without a list
+    of layers, by ""); empty if the config has none."""
+    layers = anatomy.layers or ("",)
     counts = [(each.heads, each.kv_heads) for each in anatomy.layer_heads]
     if not counts and anatomy.heads is not None and anatomy.kv_heads is not None:
-        counts = [(anatomy.heads, anatomy.kv_heads)] * len(anatomy.layers)
+        counts = [(anatomy.heads, anatomy.kv_heads)] * len(layers)
     return {
         layer: Heads(heads, kv_heads, attention_layout(heads, kv_heads, tp))
-        for layer, (heads, kv_heads) in zip(anatomy.layers, counts, strict=bool(counts))
+        for layer, (heads, kv_heads) in zip(layers, counts, strict=bool(counts))
     }
 
 
@@ -362,7 +363,8 @@ def fit_attention(model: nn.Module, plan: TpPlan, tp: int, anatomy: Anatomy) -> 
     fitted = dict(plan)
     for parent in attention:
         for name, module in matching(model, parent):
-            heads = next(own for layer, own in by_layer.items() if name.startswith(f"{layer}."))
+            others = next(iter(by_layer.values()))  # attention outside of the layers, in a plan of the user's
+            heads = next((own for layer, own in by_layer.items() if name.startswith(f"{layer}.")), others)
             if heads.layout == AttentionLayout.replicated:
                 leaves = [path.rpartition(".")[2] for path in plan if path.rpartition(".")[0] == parent]
                 fitted |= {f"{name}.{leaf}": ReplicatedParameters() for leaf in leaves}

@@ -16,7 +16,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from components import models
 from components.config.compute_rules import _WHOLE_ROWS, attention_problems
-from components.config.schema import ModelConfig, PeftConfig
+from components.config.mesh_rules import model_problems
+from components.config.schema import ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.cluster import Device
 from components.config.schema.model import MIXERS
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
@@ -250,6 +251,15 @@ def test_heads_are_those_of_each_layer() -> None:
     assert [(each.kv_heads, each.layout.value) for each in heads.values()] == [(2, "sharded"), (1, "kv_replicated")]
     assert [(each.heads, each.keys, each.values) for each in anatomy.layer_heads] == [(4, 8, 8), (4, 16, 16)]
     assert read_heads(replace(anatomy, layer_heads=(), heads=None), 2) == {}
+    (without_list,) = read_heads(replace(anatomy, layers=(), layer_heads=(), kv_heads=2), 2).items()
+    assert (without_list[0], without_list[1].heads, without_list[1].kv_heads) == ("", 4, 2)
+
+
+def test_sequence_parallel_of_experts_beside_an_mlp_is_rejected_before_launch() -> None:
+    sharded, mesh = ParallelismConfig(tp=2, sequence_parallel=True), MeshShape(tp=2)
+    for experts, problems in ((4, 1), (0, 0)):
+        found = model_problems(sharded, mesh, ModelShape(family="gemma4_text", experts=experts))
+        assert len([each for each in found if each.startswith("parallelism.sequence_parallel=true: ")]) == problems
 
 
 def test_layers_of_a_model_outside_transformers_are_its_longest_module_list() -> None:
