@@ -221,6 +221,7 @@ def target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> li
         if isinstance(module, nn.Linear | Conv1D) and module is not head and f"{name}.weight" not in unused
     }
     problems, kind = [], type(model).__name__
+    # Each target by itself: a misspelled one would otherwise pass unnoticed beside others that match.
     for target in cfg.targets:
         if target != ALL_LINEAR and not any(ends_with(name, target) for name in linear):
             problems.append(_no_such_target(model, target, sorted({name.rpartition(".")[2] for name in linear})))

@@ -68,6 +68,7 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
     for step in range(settings.steps):
         optimizer.zero_grad()
         samples = list(samples_of(step))
+        # Of the whole step, so that the divisor does not depend on how samples are divided over ranks.
         count = sum(int((labels[1:] != -100).sum()) for _, labels in samples)
         total = 0.0
         for tokens, labels in samples:

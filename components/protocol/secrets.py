@@ -237,6 +237,7 @@ def _known_secrets(arguments: tuple[str, ...], environ: tuple[tuple[str, str], .
             values += [argument.lstrip("+~")] if len(value) < _SHORTEST and _is_literal(names[-1], value) else []
         elif before.startswith("--") and _is_secret_name(before) and not argument.startswith("-"):
             values.append(argument)
+    # Messages quote single lines of a key in PEM format, and values as they are escaped in JSON, URLs and shells.
     values += [line for value in values for line in value.splitlines() if len(line) > 2 * _SHORTEST]
     written = {
         form

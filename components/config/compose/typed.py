@@ -331,7 +331,7 @@ def _as_container(value: Any, hint: Any) -> Any:
 def _as_type(value: Any, hint: Any) -> Any:
     """Return a value as a type other than a container or null. Raises ValueError with the rule that it violates."""
     is_plain = isinstance(value, str | int | float) and not isinstance(value, Enum)
-    if hint is bool:
+    if hint is bool:  # as a text, since environment variables and command lines have nothing else
         if isinstance(value, str) and value.lower() in _BOOLEANS:
             return _BOOLEANS[value.lower()]
         raise ValueError("must be true or false")

@@ -297,6 +297,7 @@ def _fits(found: Mapping[str, str], columns: Sequence[str], rows: Sequence[Mappi
     if {"chosen", "rejected"} <= found.keys():
         settings = {f"{each}_column": found[each] for each in ("prompt", "chosen", "rejected") if each in found}
         fits.append(_Fit(PreferencesDataConfig, "recipes/dpo.py", "preferences", settings))
+    # A boolean label is a judgement of the response (KTO); a class is of the text.
     if {"prompt", "response", "label"} <= found.keys() and all(isinstance(label, bool) for label in labels):
         settings = {"prompt_column": found["prompt"], "completion_column": found["response"]}
         settings |= {} if found["label"] == "label" else {"label_column": found["label"]}

@@ -163,6 +163,7 @@ def read_manifest(path: str, key: str = "data.path") -> Manifest:
                 f"{key}={path}: {file.name} is a {stored['format']!r} of version {stored['version']}; this version of "
                 f"Meshbook reads a {FORMAT!r} of version {_VERSION} or {_MASKED_VERSION}"
             )
+        # Before any value is used: an edited list of shards would train on other ids without an error.
         if stored.pop("checksum", None) != _checksum(stored):
             raise ConfigError(f"{key}={path}: {file} is damaged or was edited: it does not match its checksum; {write}")
         shards = [entry_of(values) for values in stored["shards"]]

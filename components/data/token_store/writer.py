@@ -146,6 +146,7 @@ def scan_shard(
         index = open_file(index_of(format, path))
         for start in range(0, index.size, _BYTES_AT_ONCE):
             index_hashes.update(index.read(min(_BYTES_AT_ONCE, index.size - start), start))
+    # In parts, since a shard may be larger than the memory.
     for start in range(0, tokens, _IDS_AT_ONCE):
         raw = column.raw(start, min(start + _IDS_AT_ONCE, tokens))
         summary.add(raw)
@@ -199,7 +200,7 @@ def index_folder(
     """
     folder = folder.resolve()
     entries, unread = [], {each for each in folder.rglob("*") if each.suffix.lower() in _SUFFIXES and each.is_file()}
-    unread -= {mask_of(each) for each in unread}
+    unread -= {mask_of(each) for each in unread}  # read with their shards
     for file in sorted(each for each in unread if each.suffix in _SUFFIXES and each.parent == folder):
         if file.suffix == ".safetensors":
             stored = read_entry(file)

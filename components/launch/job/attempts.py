@@ -229,7 +229,7 @@ def _choose_nodes(run_dir: Path, attempt: int, counts: Sequence[int], down: Sequ
     failures = Counter(node for each in earlier for node in lines_of(each / _FAILED_NODES))
     failing = {node for node, count in failures.items() if count >= _FAILURES}
     if earlier and (earlier[-1] / _LEFT_OUT_NODES).exists():
-        failing = set()
+        failing = set()  # another requeue would not help: the scheduler allocated them again
     allocated = lines_of(logs / _NODES)
     usable = [node for node in allocated if node not in failing]
     left_out = [node for node in allocated if node in failing]

@@ -134,6 +134,7 @@ def _describe_status(job: dict[str, Any], workload: Workload) -> tuple[JobState,
     """Return the state of a Job or JobSet object, the condition that the cluster reports, and whether it has ended."""
     status, deleted = job.get("status") or {}, "deletionTimestamp" in (job.get("metadata") or {})
     conditions = {each.get("type"): each for each in status.get("conditions") or () if each.get("status") == "True"}
+    # A Job says Complete, a JobSet Completed. Counts of pods lag behind conditions, so that they come last.
     for ending in ("Complete", "Completed"):
         if ending in conditions:
             return JobState.ended, ending, True

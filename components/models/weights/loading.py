@@ -164,6 +164,7 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
 
         return read_as_filled
 
+    # Drawn in float32, since the random numbers of other dtypes differ; kept while the blocks of a tensor are read.
     float32 = meta_copy(model, dtype=torch.float32)
     drawn = lru_cache(maxsize=1)(lambda name: _drawn_weight(float32, name, seed))
     if cfg.init == WeightInit.random:

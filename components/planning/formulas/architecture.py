@@ -374,6 +374,7 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
             f"model.family={shape.family}: the formulas do not cover this model type; choose one of "
             f"{', '.join(sorted(FAMILIES))}, or simulate a mesh of your choice with cluster.dry_run=plan"
         )
+    # A key that config.json sets to null has the default of its family, as in transformers.
     values: dict[str, Any] = {**family.sizes, **{key: each for key, each in shape.config.items() if each is not None}}
     if values.get("hidden_size_per_layer_input") or values.get("num_kv_shared_layers"):
         raise ConfigError(
@@ -391,7 +392,7 @@ def read_architecture(shape: ModelShape, model: str, section: str = "model") -> 
     needed |= {"expert_mlp": expert_mlp} if moe else {"mlp": mlp}
     if moe:
         needed |= {"experts": shape.experts, "experts_per_token": shape.experts_per_token}
-    if family.single:
+    if family.single:  # nothing but the list says which layers there are
         names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
         needed["config.hybrid_override_pattern"] = next((1 for name in names if values.get(name)), None)
     if missing := [f"model.{name}" for name, value in needed.items() if value is None]:

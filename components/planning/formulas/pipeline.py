@@ -274,6 +274,7 @@ class _Recorder:
 
 def _zbv(rank: int, pp: int, micro_batches: int) -> list[StageWork]:
     """Return the order of ZBV (Qi et al. 2024); stages 0 to pp - 1 go down the ranks, the others up."""
+    # The order needs this many micro-batches to fill the pipeline; those that the run does not have are left out.
     number = max(2 * pp - 1, micro_batches)
     record = _Recorder((rank, 2 * pp - 1 - rank))
     for _ in range(2 * (pp - rank) - 1):
@@ -285,6 +286,7 @@ def _zbv(rank: int, pp: int, micro_batches: int) -> list[StageWork]:
         for kind in (F, I):
             record.add(kind, 1)
         record.add_weights()
+    # The steady state ends when the rank's later stage has caught up with its earlier one.
     while record.count(1) < record.count(0) or record.count(0) < number:
         if record.count(0) < number:
             record.add(F, 0)
@@ -309,6 +311,7 @@ def _dual_pipe_v(rank: int, pp: int, micro_batches: int) -> list[StageWork]:
     """Return the order of DualPipeV (DeepSeek 2025), whose forwards and backwards do not overlap here."""
     record = _Recorder((rank, 2 * pp - 1 - rank))
     below = pp - rank - 1
+    # Ranks below receive their first input later, so earlier ranks run ahead by two forwards per rank below.
     for _ in range(2 * below):
         record.add(F, 0)
     for _ in range(rank + 1):
@@ -324,6 +327,7 @@ def _dual_pipe_v(rank: int, pp: int, micro_batches: int) -> list[StageWork]:
     for _ in range(below):
         for kind, local in ((B, 1), (F, 1), (B, 0)):
             record.add(kind, local)
+    # Weight gradients are delayed from the middle of this phase on: they fill the wait for the last input gradients.
     half, odd = (rank + 1) // 2, rank % 2
     for step in range(rank + 1):
         record.add(I if step > half or (step == half and odd) else B, 1)
