@@ -74,7 +74,7 @@ def export(options: Namespace) -> Path:
             if options.adapter:
                 adapters = source.adapters()
                 config = models.adapter_config(model, adapters, cfg.model, cfg.peft)
-                models.write_adapter(tokenizer, folder, adapters, config, card)
+                models.write_adapter(tokenizer, folder, adapters, config, models.with_decoding(card, model))
                 return folder
             return models.export_stored(
                 model,

@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
-from components.config.shape import locate
 from components.data.token_store.corpus import (
     InputFile,
     Outcome,

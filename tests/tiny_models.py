@@ -45,12 +45,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Name -> fields of a Hugging Face config, dense models first. Mixtral stores its experts as separate tensors."""
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"model_type": "qwen3_moe", **SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 24},
+    "gpt_oss": {"model_type": "gpt_oss", **SIZES, "intermediate_size": 64, "head_dim": 8, "num_local_experts": 4,
+                "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}  # fmt: skip
+"""Mixtures of experts of which quantized files are made."""
+
 DENSE = [name for name in FAMILIES if name != "mixtral"]
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
     """Return the config of a model family, of FAMILIES or of the hybrid models of the parity tests."""
-    values = dict(FAMILIES[family] if family in FAMILIES else {**HYBRID_MODELS[family], "vocab_size": VOCAB})
+    known = {**FAMILIES, **MIXTURES}
+    values = dict(known[family] if family in known else {**HYBRID_MODELS[family], "vocab_size": VOCAB})
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 

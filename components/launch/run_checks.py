@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from components.config.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
 from components.config.mesh_rules import fit_micro_batches
+from components.config.model_files import check_settings, check_weights, locate
 from components.config.rules import harness_problems, legal_node_counts, tracker_problems, validate
 from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
@@ -28,7 +29,7 @@ from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig, TrainConfig, named_models, section
 from components.config.schema.run import CheckpointConfig
 from components.config.schema.training import EvaluationConfig, TasksConfig
-from components.config.shape import ModelShape, check_settings, check_weights, locate, read_shape
+from components.config.shape import ModelShape, read_shape
 from components.config.teacher_files import check_stored_teacher
 from components.data.preflight import check_files, check_token_stores
 from components.data.sources.files import is_hub_name

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         materialize,
         weight_reader,
     )
-    from components.models.weights.untrained import untrained_note
+    from components.models.weights.untrained import file_notes, with_decoding
     from components.models.weights.weight_files import Merge, adapter_config, write_adapter
 else:
     __getattr__, __dir__ = package.lazy_names(__name__)

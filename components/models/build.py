@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from components.config.model_files import QUANTIZATION_KEYS, ModelFiles, locate, read_quantization
 from components.config.schema.checks import raise_all
 from components.config.schema.model import Attention, DType, ModelConfig, RopeConfig, RopeType, WeightInit
-from components.config.shape import ModelFiles, ModelShape, locate, shape_of_config, size_problems
+from components.config.shape import ModelShape, shape_of_config, size_problems
 from components.models.anatomy import encoder_parameters
 from components.models.attention import use_causal_sdpa
 from components.models.classifier import return_token_scores, set_labels
@@ -210,7 +211,7 @@ def load_config(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedCo
             )
     else:
         values, cls = _read_values(cfg, locate(cfg.path))
-        _reject_quantized(values, cfg.path)
+        values = _without_quantization(values, cfg)
     _check_keys(overrides, values, cls)
     raise_all(size_problems(values, f"model.path={cfg.path}: config.json", overrides))
     if isinstance(layers := overrides.get("num_hidden_layers"), int):
@@ -327,14 +328,14 @@ def _reads_head_dim(cls: type[PreTrainedConfig]) -> bool:
     return 'self.head_dim = getattr(config, "head_dim"' in Path(spec.origin).read_text("utf-8")
 
 
-def _reject_quantized(values: dict[str, Any], path: str) -> None:
-    quantization = values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "an unnamed method")
-        raise ConfigError(
-            f"model.path={path}: its weights are quantized ({method}) and cannot be trained; set model.path to the "
-            "unquantized model"
-        )
+def _without_quantization(values: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
+    """Return a config of a model whose weights are decoded. Raises ConfigError if their format is not read."""
+    if cfg.init == WeightInit.pretrained:
+        read_quantization(values, f"model.path={cfg.path}")
+    plain = {key: value for key, value in values.items() if key not in QUANTIZATION_KEYS}
+    if isinstance(text := plain.get("text_config"), dict):
+        plain["text_config"] = {key: value for key, value in text.items() if key not in QUANTIZATION_KEYS}
+    return plain
 
 
 def _vocabulary_for(tokens: int) -> int:

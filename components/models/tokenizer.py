@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from components.config.model_files import ModelFiles, locate
 from components.config.schema.model import ModelConfig
-from components.config.shape import ModelFiles, locate
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import RECORD, read_json
 from components.protocol.safe_parsing import read_regular

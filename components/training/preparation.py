@@ -149,7 +149,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
     if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint of adapters does not contain base weights
         (fill or models.fill_weights)(model, cfg.model, cfg.run.seed)
     counts = models.count_parameters(model)
-    notes = [*layers, models.untrained_note(model)] if trains else layers
+    notes = [*layers, *models.file_notes(model)] if trains else layers
     prepared = Prepared(
         module=model,
         replica=distributed.wrap_replicas(model, mesh, cfg.parallelism, layout),

@@ -33,11 +33,12 @@ from components.checkpoint.manifest import (
     write_json,
 )
 from components.config.compose.frozen import frozen_text, intact_copy, read_frozen
+from components.config.model_files import ModelFiles
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import CheckpointConfig
-from components.config.shape import ModelFiles, read_shape
+from components.config.shape import read_shape
 from components.config.stored_run import MetricsLog, StoredRun, read_run
 from components.config.teacher_files import TeacherHeader, check_stored_teacher
 from components.conversation import Prompt

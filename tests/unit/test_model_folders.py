@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 
 from components.config.compose.sources import CONF
+from components.config.model_files import ModelFiles, check_settings
 from components.config.schema.model import Attention, CausalLMConfig, RouterAux, WeightInit
-from components.config.shape import CONFIG_NAMES, ModelFiles, ModelShape, check_settings, read_shape, size_problems
+from components.config.shape import CONFIG_NAMES, ModelShape, read_shape, size_problems
 from components.models.anatomy import read_anatomy
 from components.models.build import build_on_meta, load_config, model_shape
 from components.models.tokenizer import byte_tokenizer, load_tokenizer

@@ -21,8 +21,8 @@ from typing import Any
 
 import xxhash
 
+from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
-from components.config.shape import locate
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write, is_replaceable
 from components.protocol.safe_parsing import load_json, parse_json

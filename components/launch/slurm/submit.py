@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from components.config.model_files import locate
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.recipes import RecipeConfig, named_models
 from components.config.schema.schedulers import ContainerRuntime
-from components.config.shape import locate
 from components.launch.backend import CheckedRun, Job, JobState
 from components.launch.job.scheduler import (
     LOCAL_FILE_SYSTEMS,

@@ -20,7 +20,7 @@ from components.models.classifier import TokenScores
 from components.models.layers import meta_copy
 from components.models.tokenizer import save_tokenizer
 from components.models.weights.shards import WRITER, Index, gathered_tensors
-from components.models.weights.untrained import Untrained, find_untrained
+from components.models.weights.untrained import Untrained, find_untrained, with_decoding
 from components.models.weights.weight_files import Merge, NewFolder, WeightFiles, base_class, export_adapter, row_blocks
 from components.models.weights.weight_sources import saved_tensors
 from components.protocol.errors import ConfigError
@@ -45,7 +45,8 @@ def export_run(
     """
     run_dir, folders = Path(run_dir), []
     if peft.adapts and peft.export != PeftExport.merged:
-        folders.append(export_adapter(model, tokenizer, run_dir / "adapter", base, peft, card))
+        described = with_decoding(card, model)
+        folders.append(export_adapter(model, tokenizer, run_dir / "adapter", base, peft, described))
     if not peft.adapts or peft.export != PeftExport.adapter:
         folders.append(export_model(model, tokenizer, run_dir / "export", card=card))
     return folders
@@ -329,6 +330,7 @@ def _add_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenize
 
 def _card(name: str, text: str, model: PreTrainedModel, untrained: Untrained | None) -> str:
     scores = isinstance(model, TokenScores)
+    text = with_decoding(text, model)
     if untrained is not None and untrained.names:
         text = f"{text.strip()}\n\n## Not trained\n\nCopied from {untrained.base.path}: {untrained}."
     return _CARD.format(

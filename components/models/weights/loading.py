@@ -19,18 +19,17 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, RopeConfig, WeightInit
-from components.config.shape import locate
 from components.models.anatomy import is_transposed, plain_tensors, read_anatomy
 from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
 from components.models.layers import copy_with_buffers, meta_copy
 from components.models.lora import initialize_adapters, quantized_layers
 from components.models.quantization import fill_or_pack, is_packed, level_pairs, packed_reader, transposed_reader
+from components.models.weights.quantized_files import open_safetensors
 from components.models.weights.shards import Index, local_blocks, local_part
 from components.models.weights.weight_sources import (
     GGUFTensors,
-    SafetensorsTensors,
-    find_safetensors,
     require_finite,
     saved_tensors,
     tied_names,
@@ -194,7 +193,7 @@ def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> _StoredTensors:
     files = locate(str(cfg.path))
     if files.gguf_file:
         return GGUFTensors(Path(files.name_or_folder) / files.gguf_file, meta_model)
-    return SafetensorsTensors(find_safetensors(files, cfg.revision))
+    return open_safetensors(files, cfg.revision)
 
 
 def plan_loading(meta_model: PreTrainedModel, stored_names: list[str], cfg: ModelConfig) -> LoadPlan:

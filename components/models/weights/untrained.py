@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
-from components.config.shape import locate
 from components.json_collectives import this_rank
 from components.models.anatomy import encoder_parameters, kept_in_float32
 from components.models.build import BUILT_FROM, load_config
 from components.models.layers import meta_copy
 from components.models.weights.loading import LoadPlan, plan_loading
+from components.models.weights.quantized_files import open_safetensors, quantization_of
 from components.models.weights.shards import local_part
-from components.models.weights.weight_sources import SafetensorsTensors, find_file, find_safetensors
+from components.models.weights.weight_sources import SafetensorsTensors, find_file
 from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def find_untrained(model: PreTrainedModel) -> Untrained | None:
     is_announced = bool(is_part or encoders or meta_model._keys_to_ignore_on_load_unexpected)
     is_announced |= any(keys[key] for key in keys if _MTP_KEYS.search(key))
     try:
-        stored = SafetensorsTensors(find_safetensors(locate(base.path), base.revision, download=is_announced))
+        stored = open_safetensors(locate(base.path), base.revision, download=is_announced)
     except ConfigError:
         if is_announced:
             raise
@@ -168,17 +169,38 @@ def find_untrained(model: PreTrainedModel) -> Untrained | None:
     return Untrained(base, stored, plan, config, values, meta_model, held, prefixes, quantized)
 
 
-def untrained_note(model: PreTrainedModel) -> str:
-    """Return the line of rank 0's banner about tensors that are not trained; empty without any, or in a simulation."""
+def file_notes(model: PreTrainedModel) -> list[str]:
+    """Return the lines of rank 0's banner about weights that are decoded, and tensors that are not trained.
+
+    Empty if there are none, and in a simulation.
+    """
     if this_rank() != 0 or any(isinstance(local_part(parameter), FakeTensor) for parameter in model.parameters()):
-        return ""
+        return []
     try:
-        untrained = find_untrained(model)
+        untrained, quantization = find_untrained(model), _decoded_from(model)
     except ConfigError as error:  # a run that resumes needs no weights of the base model before its export
-        return f"tensors that are not trained are unknown: {error}"
-    if untrained is None or not untrained.names:
-        return ""
-    return f"not trained, copied to exports from {untrained.base.path}: {untrained}"
+        return [f"tensors that are not trained are unknown: {error}"]
+    notes = [f"weights: decoded from {quantization} to bfloat16, which the export is in too"] if quantization else []
+    if untrained is not None and untrained.names:
+        notes.append(f"not trained, copied to exports from {untrained.base.path}: {untrained}")
+    return notes
+
+
+def with_decoding(card: str, model: PreTrainedModel) -> str:
+    """Return the text of a model card, with a sentence about the format of weights that were decoded."""
+    method = _decoded_from(model)
+    if method is None:
+        return card
+    return f"{card.strip()}\n\nBefore the training, the weights were decoded from {method} to bfloat16."
+
+
+def _decoded_from(model: PreTrainedModel) -> str | None:
+    """Return the format of the quantized weights that a model was loaded from; None if they were plain."""
+    base: ModelConfig | None = vars(model).get(BUILT_FROM)
+    if base is None or base.path is None or base.init == WeightInit.random:
+        return None
+    quantization = quantization_of(locate(base.path), base.revision)
+    return None if quantization is None else quantization.method
 
 
 def _prefixes(ours: str, theirs: str) -> tuple[str, str]:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import nn
 
+from components.config.model_files import GGUF_BASE, locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import PeftConfig
-from components.config.shape import GGUF_BASE, locate
 from components.json_collectives import broadcast_json, this_rank
 from components.models.anatomy import is_transposed, stores_transposed
 from components.models.build import IMAGE_TEXT

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from components.config.shape import ModelFiles
+from components.config.model_files import ModelFiles
 from components.models.tokenizer import explain_loading_error
 from components.protocol.errors import ConfigError
 from components.protocol.safe_parsing import load_json
@@ -68,6 +68,10 @@ class SafetensorsTensors:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return shapes by stored name."""
         return self._shapes
+
+    def dtypes(self) -> dict[str, str]:
+        """Return dtypes by stored name, as the files call them."""
+        return self._dtypes
 
     def not_floats(self) -> dict[str, str]:
         """Return the dtypes of the tensors that hold no floating-point numbers, as the files call them."""

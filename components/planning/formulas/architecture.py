@@ -9,12 +9,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from components.config.shape import (
-    AttentionLayout,
-    ModelShape,
-    attention_layout,
-    local_heads,
-)
+from components.config.shape import AttentionLayout, ModelShape, attention_layout, local_heads
 from components.planning.formulas.families import FAMILIES, Family, LayerKind, LinearKind, QueryKeyNorm, layer_kinds
 from components.protocol.errors import ConfigError
 

@@ -16,6 +16,7 @@ from safetensors.torch import save
 
 from components import data, models
 from components.batch import Batch
+from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.objective import (
     DPOConfig,
@@ -27,7 +28,6 @@ from components.config.schema.objective import (
 )
 from components.config.schema.recipes import DpoConfig
 from components.config.schema.run import PeftMethod
-from components.config.shape import locate
 from components.distributed.fsdp import reshard
 from components.json_collectives import all_gather_json, broadcast_json
 from components.protocol.errors import ConfigError

@@ -1,0 +1,198 @@
+"""Files of a model: where they are, and whether weights can be loaded from them; read without transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.protocol.errors import ConfigError
+from components.protocol.safe_parsing import load_json
+
+_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
+GGUF_BASE = " (a GGUF file, which PEFT cannot open by itself: load the base model first)"
+"""Follows the path of a GGUF file where an adapter names its base model: PEFT repeats the name in its error."""
+_SETTINGS = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "adapter_config.json", "model.safetensors.index.json"),
+)
+"""JSON files of a model's folder that hold an object."""
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Keys of a config.json that describe quantized weights."""
+_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp4")
+"""Values of `quant_method` whose weights are read."""
+_ALGORITHMS = ("FP8", "NVFP4", "MIXED_PRECISION")
+"""Values of ModelOpt's `quant_algo` whose weights are read."""
+_FORMATS = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"),
+)
+"""Formats of compressed-tensors that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Arguments of transformers' `from_pretrained`: a hub name or folder, and the GGUF file in it, if any."""
+
+    name_or_folder: str
+    gguf_file: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the files are in a local folder, so that no hub is contacted."""
+        return Path(self.name_or_folder).is_dir()
+
+
+def locate(path: str, key: str = "model.path") -> ModelFiles:
+    """Resolve `package:NAME/FILE`, a .gguf file, a folder or a hub name.
+
+    Raises ConfigError, naming `key`, if a local file, folder or package does not exist.
+    """
+    if path.startswith("package:"):
+        path = str(_packaged_file(path, key))
+    local = Path(os.path.expanduser(path))
+    if path.endswith(".gguf"):
+        if not local.is_file():
+            raise ConfigError(f"{key}={path}: no such file; give a .gguf file, a folder or a hub name")
+        return ModelFiles(str(local.resolve().parent), local.name)
+    if local.is_dir():
+        return ModelFiles(str(local.resolve()))
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:  # gpt2 and owner/model are hub names
+        raise ConfigError(f"{key}={path}: no such folder; give a folder, a .gguf file or a hub name (owner/model)")
+    return ModelFiles(path)
+
+
+def check_weights(path: str, key: str = "model.path") -> list[str]:
+    """Return the problems of loading pretrained weights from a local folder. Hub names are not checked here."""
+    files = locate(path, key)
+    if not files.is_local or files.gguf_file:
+        return []
+    folder = Path(files.name_or_folder)
+    if not (folder / "config.json").is_file():
+        exported = folder / "export"
+        if (exported / "config.json").is_file():
+            return [
+                f"{key}={path}: is the directory of a run; give the model that it exported, {path.rstrip('/')}/export"
+            ]
+        return [f"{key}={path}: the folder has no config.json; give the folder of a Hugging Face model"]
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
+        return [
+            f"{key}={path}: the folder has no weights (*.safetensors); give one that has, or set model.init=random "
+            "to start from scratch"
+        ]
+    try:
+        config = load_json(folder / "config.json")
+        if isinstance(config, dict):  # otherwise reported by check_settings
+            read_quantization(config, f"{key}={path}")
+    except ConfigError as error:
+        return error.problems
+    except (OSError, ValueError) as error:
+        return [f"{key}={path}: config.json cannot be read: {error}"]
+    return []
+
+
+def check_settings(path: str, key: str = "model.path") -> list[str]:
+    """Return the problems of the settings in a local folder of a model: of their form, and of files that never end."""
+    files = locate(path, key)
+    if not files.is_local or files.gguf_file:
+        return []
+    folder, problems = Path(files.name_or_folder), []
+    for file in sorted(folder.iterdir()):
+        with suppress(OSError):  # a dangling link is a missing file
+            if not stat.S_ISREG(mode := file.stat().st_mode) and not stat.S_ISDIR(mode):
+                problems.append(f"{key}={path}: {file.name} is a pipe or a device; replace it by a regular file")
+    for name in _SETTINGS if not problems else ():
+        try:
+            if (folder / name).is_file() and not isinstance(load_json(folder / name), dict):
+                problems.append(f"{key}={path}: {name} does not hold a JSON object; correct the file")
+        except (OSError, ValueError) as error:
+            problems.append(f"{key}={path}: {name} cannot be read: {error}")
+    return problems
+
+
+def _packaged_file(path: str, key: str) -> Path:
+    package, _, file = path.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package) if package else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"{key}={path}: the package {package!r} is not installed; run `make install`, "
+            f"or `pip install --no-deps {package.replace('_', '-')}`"
+        )
+    found = Path(spec.submodule_search_locations[0]) / file
+    if not found.is_file():
+        raise ConfigError(f"{key}={path}: the package {package!r} has no file {file!r}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Format of quantized weights. They are decoded when they are read, and trained in ordinary dtypes."""
+
+    method: str
+    """`quant_method` in config.json."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of the blocks that share a scale, which may differ between layers."""
+
+
+def read_quantization(config: Mapping[str, Any], key: str) -> Quantization | None:
+    """Return the format of the weights that belong to a config.json; None if they are not quantized.
+
+    Args:
+        key: Key and value that name the model, for messages.
+
+    Raises ConfigError with the name of a format that cannot be read.
+    """
+    parts = (config, config.get("text_config"))
+    for values in (each.get(name) for each in parts if isinstance(each, dict) for name in QUANTIZATION_KEYS):
+        if values:
+            if refused := next(_refused_formats(values), None):
+                raise ConfigError(
+                    f"{key}: its weights are quantized in a format that is not read ({refused}); give the same model "
+                    f"in bfloat16, or quantized by {', '.join(_METHODS)}"
+                )
+            return Quantization(str(values["quant_method"]), tuple(_blocks(values)))
+    return None
+
+
+def _refused_formats(values: Any) -> Iterator[str]:
+    """Yield the names of formats in a description of quantized weights that are not read."""
+    if not isinstance(values, dict) or values.get("quant_method") not in _METHODS:
+        yield str(values.get("quant_method", "an unnamed method") if isinstance(values, dict) else values)
+        return
+    if values["quant_method"] == "modelopt" and values.get("quant_algo", "NVFP4") not in _ALGORITHMS:
+        yield f"modelopt {values['quant_algo']}"
+    if values["quant_method"] != "compressed-tensors":
+        return
+    groups = [each for each in _groups(values) if isinstance(each.get("weights"), dict)]
+    formats = {each.get("format") for each in (*groups, values)} - {None, "dense", "mixed-precision"}
+    yield from (f"compressed-tensors {each}" for each in sorted(map(str, formats)) if each not in _FORMATS)
+    if any(each["weights"].get("symmetric") is False for each in groups):
+        yield "compressed-tensors with zero points"
+    if any(each["weights"].get("actorder") in ("group", True) for each in groups):
+        yield "compressed-tensors with groups in the order of activations"
+    if values.get("transform_config"):
+        yield "compressed-tensors with transforms of activations"
+    if (values.get("sparsity_config") or {}).get("format") not in (None, "dense"):
+        yield f"compressed-tensors {values['sparsity_config']['format']}"
+
+
+def _groups(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = values.get("config_groups")
+    return [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
+
+
+def _blocks(values: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield the sizes of blocks that a description of quantized weights states."""
+    stated = [values.get("weight_block_size")]
+    for weights in (each.get("weights") for each in _groups(values)):
+        if isinstance(weights, dict):
+            size = weights.get("group_size")
+            stated += [weights.get("block_structure"), [1, size] if size else None]
+    for block in stated:
+        if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+            yield block[0], block[1]
