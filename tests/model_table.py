@@ -251,6 +251,8 @@ def table(found: Evidence) -> Iterator[str]:
     for family in sorted(found.reasons):
         yield from (f"- `{family}`, {column}: {reason}" for column, reason in found.reasons[family])
     yield ""
+    yield from QUANTIZED
+    yield ""
     yield "## Options"
     yield ""
     yield "Options of `conf/model` for models on the hub. Each states its sizes, from which the number of parameters"
@@ -275,6 +277,24 @@ transformers in one process; adapters with the peft library, packed rows with th
 The first four columns hold the strongest mark on any mesh; those of axes are for all parameters (`sp`: sequence
 parallel). `planner`: the formulas of `scripts/plan.py` cover the family; for others, `cluster.dry_run=plan` simulates a
 step on a mesh of your choice.
+""".splitlines()
+
+QUANTIZED = """\
+## Quantized checkpoints
+
+Weights are decoded while each rank reads its shards, slice by slice, to bfloat16; nothing else of a run changes. That is
+so for full training, LoRA and QLoRA, on every mesh. Exports hold bfloat16 and no `quantization_config`; banner and model
+card name the format. The planner counts decoded sizes.
+
+| format in config.json | weights | published by |
+|---|---|---|
+| `mxfp4` | 4-bit floats with a power of two per 32 | gpt-oss |
+| `fp8`, `fbgemm_fp8` | float8 with a scale per block, row or matrix; also powers of two, and 4-bit floats for experts | DeepSeek, Qwen, GLM, MiniMax, Mistral |
+| `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` | NVIDIA |
+| `compressed-tensors` | float8, MXFP8, MXFP4, NVFP4, integers of 4 and 8 bits | Red Hat, Moonshot (Kimi K2), Mistral |
+
+Block sizes are those of config.json, so matrices that blocks do not divide are right, such as the 576 x 7168 of DeepSeek V3.
+Other formats (GPTQ, AWQ, bitsandbytes, zero points, rotated weights) are rejected by name before launch.
 """.splitlines()
 
 

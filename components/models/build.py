@@ -24,6 +24,7 @@ from components.models.classifier import return_token_scores, set_labels
 from components.models.layers import keep_float32
 from components.models.quantization import use_float8, use_qat
 from components.models.tokenizer import error_line, explain_loading_error, load_tokenizer
+from components.models.weights.quantized_files import quantization_of
 from components.models.weights.weight_sources import read_config
 from components.protocol.errors import ConfigError
 from components.torch_kernels import torch_dtype
@@ -43,6 +44,8 @@ _POSITIONS = re.compile(r"pos|wpe")
 """Names of tables of position embeddings."""
 BUILT_FROM = "built_from"
 """Attribute of a model: the ModelConfig that it was built from. Exports copy from its files what is not trained."""
+DECODED_FROM = "decoded_from"
+"""Attribute of a model: the format of its quantized weights, which are decoded when they are read."""
 _OTHER_KEYS = {
     "dtype": "model.dtype",
     "torch_dtype": "model.dtype",
@@ -125,6 +128,9 @@ def build_on_meta(
     if not use_causal_sdpa(model, flash=cfg.attention == Attention.sdpa_flash):
         logger.info("attention: %s with transformers' own masks; one host sync per forward", cfg.attention)
     model.built_from = cfg  # type: ignore[assignment]
+    if cfg.path is not None and cfg.init == WeightInit.pretrained:
+        quantization = quantization_of(locate(cfg.path), cfg.revision)
+        model.decoded_from = None if quantization is None else quantization.method  # type: ignore[assignment]
     return model.train()
 
 

@@ -43,14 +43,16 @@ _SIZE_KEYS = {
 _EXPERT_KEYS = {
     "mixtral": "num_local_experts",
     "gpt_oss": "num_local_experts",
+    "minimax_m2": "num_local_experts",
     "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts",
+    "mistral4": "n_routed_experts",
     "nemotron_h": "n_routed_experts",
 }
 """Model type -> its key for the number of experts; num_experts for others."""
 _TOP_K = {"gemma4_text": "top_k_experts"}
 """Model type -> its key for the number of experts of a token, if it is not that of the others."""
-_SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe")
+_SINGLE_MLP_SIZE = ("mixtral", "gpt_oss", "olmoe", "minimax_m2")
 """Model types without dense MLPs, whose intermediate_size is that of an expert."""
 _TIMEOUT_SECONDS = 600.0
 """Time that one rank may take. 8B parameters take half a minute."""

@@ -216,7 +216,7 @@ def test_rows_with_other_columns_are_answered_with_settings_that_read_them(
         ("finetune", "logging=wandb", "is a section with keys, not a value; write logging.wandb.mode=online"),
         ("finetune", "logging.mlflow=true", "is a section with keys, not a value; write logging.mlflow.enabled=true"),
         ("finetune", "run=outputs/x", "is a section with keys, not a value; write run.dir=outputs/x"),
-        ("finetune", "model=qwen3-0.6b", "did you mean qwen3_0_6b? (there are 68, see meshbook help model)"),
+        ("finetune", "model=qwen3-0.6b", "did you mean qwen3_0_6b? (there are 70, see meshbook help model)"),
         ("finetune", "model=gpt2", "for a model of the hub, write model.path=gpt2"),
         ("finetune", "data=mine.jsonl data.path=b", "mine.jsonl: data.path=b sets a path, too; remove one of them"),
         ("finetune", "experiment=bare", "conf file experiment/bare.yaml overrides peft below its own package; make"),

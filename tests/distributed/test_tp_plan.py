@@ -75,6 +75,7 @@ TRANSFORMERS_PLANS: dict[str, dict[str, Any]] = {
     "ernie4_5": {"model_type": "ernie4_5", "head_dim": 8, "use_bias": True},
     **{name: HYBRID_MODELS[name] for name in ("qwen3_5_text", "qwen3_next", "olmo_hybrid")},
     "ministral3": {"model_type": "ministral3", "head_dim": 8},
+    "minimax_m2": {"model_type": "minimax_m2", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma4": GEMMA4,
     "gemma4_experts": {
         **GEMMA4,
@@ -91,7 +92,7 @@ PRODUCTS = [FSDP2_TP2, {**FSDP2_TP2, **SP}, TP, {**TP, **SP}, {**PP_TP, **SP}, E
 """Meshes of four ranks, in `make parity`; those with ep for families with experts."""
 WITH_EXPERTS = (
     *("gpt_oss", "gpt_oss_one_kv_head", "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "gemma4_experts"),
-    *("deepseek_v3", "mistral4"),
+    *("deepseek_v3", "mistral4", "minimax_m2"),
 )
 UNSHARDED_SEQUENCES = ("gemma4_experts",)
 """Families whose experts take the tokens of all rows together, so that sequence parallel is rejected."""

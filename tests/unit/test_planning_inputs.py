@@ -20,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import SINGLE_STAGE, SPLIT_BACKWARD, V_SHAPED, ParallelismConfig
@@ -157,6 +158,8 @@ def build(family: str) -> nn.Module:
         values |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 3}
         values |= {"enable_moe_block": True, "top_k_experts": 2, "global_head_dim": 32}
     with torch.device("meta"):
+        if family == "mistral4":  # not among transformers' causal LMs
+            return Mistral4ForCausalLM(cls(**values))
         return AutoModelForCausalLM.from_config(cls(**values))
 
 

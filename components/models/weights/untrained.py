@@ -23,10 +23,10 @@ from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
 from components.json_collectives import this_rank
 from components.models.anatomy import encoder_parameters, kept_in_float32
-from components.models.build import BUILT_FROM, load_config
+from components.models.build import BUILT_FROM, DECODED_FROM, load_config
 from components.models.layers import meta_copy
 from components.models.weights.loading import LoadPlan, plan_loading
-from components.models.weights.quantized_files import open_safetensors, quantization_of
+from components.models.weights.quantized_files import open_safetensors
 from components.models.weights.shards import local_part
 from components.models.weights.weight_sources import SafetensorsTensors, find_file
 from components.protocol.errors import ConfigError
@@ -176,11 +176,12 @@ def file_notes(model: PreTrainedModel) -> list[str]:
     """
     if this_rank() != 0 or any(isinstance(local_part(parameter), FakeTensor) for parameter in model.parameters()):
         return []
+    quantization = vars(model).get(DECODED_FROM)
+    notes = [f"weights: decoded from {quantization} to bfloat16; exports are not quantized"] if quantization else []
     try:
-        untrained, quantization = find_untrained(model), _decoded_from(model)
+        untrained = find_untrained(model)
     except ConfigError as error:  # a run that resumes needs no weights of the base model before its export
-        return [f"tensors that are not trained are unknown: {error}"]
-    notes = [f"weights: decoded from {quantization} to bfloat16, which the export is in too"] if quantization else []
+        return [*notes, f"tensors that are not trained are unknown: {error}"]
     if untrained is not None and untrained.names:
         notes.append(f"not trained, copied to exports from {untrained.base.path}: {untrained}")
     return notes
@@ -188,19 +189,10 @@ def file_notes(model: PreTrainedModel) -> list[str]:
 
 def with_decoding(card: str, model: PreTrainedModel) -> str:
     """Return the text of a model card, with a sentence about the format of weights that were decoded."""
-    method = _decoded_from(model)
+    method = vars(model).get(DECODED_FROM)
     if method is None:
         return card
     return f"{card.strip()}\n\nBefore the training, the weights were decoded from {method} to bfloat16."
-
-
-def _decoded_from(model: PreTrainedModel) -> str | None:
-    """Return the format of the quantized weights that a model was loaded from; None if they were plain."""
-    base: ModelConfig | None = vars(model).get(BUILT_FROM)
-    if base is None or base.path is None or base.init == WeightInit.random:
-        return None
-    quantization = quantization_of(locate(base.path), base.revision)
-    return None if quantization is None else quantization.method
 
 
 def _prefixes(ours: str, theirs: str) -> tuple[str, str]:

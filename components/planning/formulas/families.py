@@ -174,6 +174,19 @@ FAMILIES: dict[str, Family] = {
         shared_gate=False,
         sizes={**_LATENT_SIZES, "q_lora_rank": 1536, "first_k_dense_replace": 3, "n_shared_experts": 1},
     ),
+    "mistral4": Family(
+        moe=True,
+        shared_gate=False,
+        sizes={
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_shared_experts": 1,
+        },
+    ),
+    "minimax_m2": Family(moe=True, head_dim=128, query_key_norm=QueryKeyNorm.width),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": replace(_QWEN3_5, moe=True, sizes={**_DELTA_SIZES, "shared_expert_intermediate_size": 512}),
     "qwen3_next": replace(
