@@ -22,9 +22,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.config.schema.checks import raise_all
 from components.launch.machine import visible_gpus
-from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError, raise_all
 from components.protocol.failures import print_problems
 from components.terminal import HelpText, exit_with
 from scripts._chat.answer_screen import Screen, TerminalScreen, open_screen

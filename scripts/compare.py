@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.config.schema.checks import raise_all
 from components.config.stored_run import StoredRun, flat_config, read_run
 from components.launch.run_directory_lease import is_held
 from components.presentation import (
@@ -39,7 +38,7 @@ from components.presentation import (
     number_text,
     save_figure,
 )
-from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
+from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError, raise_all
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CONFIG, RECORD, atomic_write, is_replaceable
 from components.terminal import HelpText, exit_with, print_text, printable

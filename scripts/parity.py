@@ -17,10 +17,9 @@ from os import environ
 from pathlib import Path
 
 from components.config.mesh_rules import fit_micro_batches
-from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.launch.machine import device_problems, visible_gpus
-from components.protocol.errors import EXIT_INVALID, ConfigError
+from components.protocol.errors import EXIT_INVALID, ConfigError, raise_all
 from components.protocol.failures import print_problems
 from components.terminal import exit_with
 from scripts._parity.options import compose, plan, read_options

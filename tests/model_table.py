@@ -282,18 +282,19 @@ step on a mesh of your choice.
 QUANTIZED = """\
 ## Quantized checkpoints
 
-Weights are decoded while each rank reads its shards, slice by slice, to bfloat16; nothing else of a run changes. That is
-so for full training, LoRA and QLoRA, on every mesh. Exports hold bfloat16 and no `quantization_config`; banner and model
-card name the format. The planner counts decoded sizes.
+Weights are decoded to bfloat16, slice by slice, while each rank reads its shards; nothing else of a run changes. That
+is so for full training, LoRA and QLoRA, on every mesh. Exports hold bfloat16 and no `quantization_config`; banner and
+model card name the format. The planner counts decoded sizes.
 
 | format in config.json | weights | published by |
 |---|---|---|
-| `mxfp4` | 4-bit floats with a power of two per 32 | gpt-oss |
-| `fp8`, `fbgemm_fp8` | float8 with a scale per block, row or matrix; also powers of two, and 4-bit floats for experts | DeepSeek, Qwen, GLM, MiniMax, Mistral |
+| `mxfp4` | 4-bit floats, a power of two per 32 | gpt-oss |
+| `fp8`, `fbgemm_fp8` | float8, a scale per block, row or matrix | DeepSeek, Qwen, GLM, MiniMax, Mistral |
+| `fp8` with `expert_dtype=fp4` | the same with powers of two; 4-bit floats for experts | DeepSeek V4 |
 | `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` | NVIDIA |
-| `compressed-tensors` | float8, MXFP8, MXFP4, NVFP4, integers of 4 and 8 bits | Red Hat, Moonshot (Kimi K2), Mistral |
+| `compressed-tensors` | float8, MXFP8, MXFP4, NVFP4, integers of 4 and 8 bits | Red Hat, Kimi K2, Mistral |
 
-Block sizes are those of config.json, so matrices that blocks do not divide are right, such as the 576 x 7168 of DeepSeek V3.
+Block sizes are those of config.json, so matrices that blocks do not divide are right: DeepSeek V3 has one of 576 rows.
 Other formats (GPTQ, AWQ, bitsandbytes, zero points, rotated weights) are rejected by name before launch.
 """.splitlines()
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from components.config.model_files import locate
-from components.config.schema.checks import field_values, raise_all
 from components.config.schema.model import MIXERS, ModelConfig
 from components.package import PROJECT
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values, raise_all
 from components.protocol.safe_parsing import load_json, load_yaml
 
 CONFIG_NAMES = {

@@ -17,7 +17,6 @@ import numpy as np
 import xxhash
 
 from components.config.kinds import of_source
-from components.config.schema.checks import raise_all
 from components.config.schema.data import (
     BadRows,
     ChatDataConfig,
@@ -50,7 +49,7 @@ from components.data.sources.split import (
     split_of,
 )
 from components.data.token_store.rows import TokenRows, build_rows
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
 from components.config.compute_rules import split_backward_problems
-from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
 from components.distributed.fsdp import reshard
 from components.distributed.pipeline_stages import Stage, Stages
+from components.protocol.errors import raise_all
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from components.config.schema.checks import IMPORT_PATH
 from components.config.schema.cluster import ClusterConfig, ClusterKind, CustomClusterConfig
 from components.launch.backend import Backend, Job, JobState, record_job, recorded_job
 from components.launch.job.scheduler import Scheduler
-from components.protocol.errors import ConfigError
+from components.protocol.errors import IMPORT_PATH, ConfigError
 from components.protocol.run_files import SUBMISSION, read_text
 
 _OF_FACTORY = re.compile(rf"(?P<factory>{IMPORT_PATH})/.*", re.DOTALL)

@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.run import RunConfig
+from components.protocol.errors import raise_all
 from components.protocol.run_files import LOGS
 
 RANKS_PER_CORE = 4

@@ -19,7 +19,6 @@ import yaml
 
 from components.config.compose.frozen import from_yaml, intact_copy, read_intact, to_yaml
 from components.config.kinds import WITHOUT_KIND
-from components.config.schema.checks import field_values, raise_all
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import PeftConfig, accepts, is_defining, is_same_checkpoint
@@ -27,7 +26,7 @@ from components.config.schema.training import EvaluationConfig
 from components.launch.clusters import job_of, jobs_by_id, stop_command
 from components.launch.run_directory import RunDirectory, check_writable, make, make_new, reported_by_path
 from components.launch.run_directory_lease import take_lease
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values, raise_all
 from components.protocol.run_files import (
     CHECKPOINT_STATE,
     CHECKPOINTS,

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from components.config.model_files import QUANTIZATION_KEYS, ModelFiles, locate, read_quantization
-from components.config.schema.checks import raise_all
 from components.config.schema.model import Attention, DType, ModelConfig, RopeConfig, RopeType, WeightInit
 from components.config.shape import ModelShape, shape_of_config, size_problems
 from components.models.anatomy import encoder_parameters
@@ -26,7 +25,7 @@ from components.models.quantization import use_float8, use_qat
 from components.models.tokenizer import error_line, explain_loading_error, load_tokenizer
 from components.models.weights.quantized_files import quantization_of
 from components.models.weights.weight_sources import read_config
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.torch_kernels import torch_dtype
 
 if TYPE_CHECKING:

@@ -31,11 +31,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from components.config.compute_rules import torchao_problems
-from components.config.schema.checks import raise_all
 from components.config.schema.model import Float8, ModelConfig, Qat
 from components.models.anatomy import encoder_parameters, read_anatomy
 from components.models.weights.shards import Index, fill, local_part
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.torch_kernels import cast_by_autocast, torch_dtype
 
 if TYPE_CHECKING:

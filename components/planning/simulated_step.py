@@ -29,7 +29,6 @@ from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.config.compose.frozen import from_yaml
 from components.config.compute_rules import CHUNK_LOGITS
-from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterKind, Device
 from components.config.schema.data import LabelsDataConfig
 from components.config.schema.objective import (
@@ -74,7 +73,7 @@ from components.planning.simulation import (
     SimulatedTraffic,
     simulated_config,
 )
-from components.protocol.errors import EXIT_INVALID, ConfigError
+from components.protocol.errors import EXIT_INVALID, ConfigError, field_values
 from components.training.objectives.preference import REFERENCE
 from components.training.run import GarbageCollection
 from components.training.step_cost import Traffic, record_traffic, traffic_table

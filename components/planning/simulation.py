@@ -15,14 +15,13 @@ from typing import Any
 from components.config.compose.frozen import to_yaml
 from components.config.mesh_rules import fit_micro_batches
 from components.config.model_files import locate
-from components.config.schema.checks import raise_all
 from components.config.schema.model import Attention, DType, Float8, Fused, LossMethod, ModelConfig, Qat, WeightInit
 from components.config.schema.optimizer import AdamW8bitConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.recipes import DistillConfig, TrainConfig
 from components.config.shape import ModelShape
 from components.planning.formulas.workload import bytes_text
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.processes import without_ranks
 from components.terminal import fit
 

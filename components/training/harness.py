@@ -18,10 +18,9 @@ import torch
 from components import data, distributed
 from components.chat_template import ChatTemplate
 from components.checkpoint.save import random_state, set_random_state
-from components.config.schema.checks import raise_all
 from components.config.schema.training import TasksConfig, TrainingTasksConfig
 from components.json_collectives import all_gather_json
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.training.context import RunContext
 from components.training.evaluation import RequestBatches, TaskScores
 from components.training.prepared import Prepared

@@ -20,12 +20,11 @@ import torch
 
 from components import checkpoint, data, models, observability
 from components.checkpoint.load import STORED_DTYPE
-from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import TrainConfig
 from components.config.stored_run import STEP_KEYS, run_title
 from components.json_collectives import broadcast_json
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.training.attempt import Attempt, ReadAhead
 from components.training.optimizers.muon import Muon
 from components.training.optimizers.optim import AdamW8bit, keep_group_rates, learning_rate, set_learning_rate

@@ -11,11 +11,10 @@ from components.checkpoint.manifest import Manifest, ManifestError, newest_compl
 from components.config.compose.frozen import read_optional_section, read_section
 from components.config.model_files import GGUF_BASE, check_weights, locate
 from components.config.schema import ModelConfig, ObjectiveConfig, PeftConfig, RunConfig, ScoreConfig, WeightInit
-from components.config.schema.checks import raise_all
 from components.config.schema.data import DataConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.training import EvalWeights, TrainingConfig
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.run_files import CHECKPOINT_MANIFEST, CONFIG, checkpoint_step
 from components.protocol.safe_parsing import load_json
 

@@ -1,7 +1,7 @@
 """Messages of rejected configs, read from the source of the rules.
 
 A message is a string or an f-string of the form `KEY=VALUE: rule; what to change` in a dataclass of the schema, in a
-rule, or in the argument of `raise ConfigError(...)`. The range checks of components/config/schema/checks.py
+rule, or in the argument of `raise ConfigError(...)`. The range checks of components/protocol/errors.py
 (`at_least`, `above`, `within`) are read from their calls.
 """
 

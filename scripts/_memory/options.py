@@ -10,10 +10,9 @@ from typing import NoReturn
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF
-from components.config.schema.checks import raise_all
 from components.config.schema.model import ModelConfig
 from components.config.schema.recipes import FinetuneConfig
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.processes import whole_number
 from components.protocol.run_files import is_replaceable
 from components.terminal import HelpText

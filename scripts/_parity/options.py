@@ -13,13 +13,12 @@ from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF, option_groups
 from components.config.mesh_rules import RECOMPUTE, layout_of
-from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import AXES, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
 from components.launch.run_checks import problems_before_start
 from components.planning.formulas.ranking import MeshPlan, plan_all, plan_mesh
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.terminal import HelpText
 
 RECIPES = CONF.parent / "recipes"

@@ -9,7 +9,7 @@ from components.config.compose.composition import Check, compose, no_check
 from components.config.compose.help_text import RECIPES
 from components.config.compose.short_forms import long_forms
 from components.config.compose.sources import CONF, Request
-from components.config.schema.checks import raise_all
+from components.protocol.errors import raise_all
 
 
 def request(name: str, *overrides: str, schema: type | None = None, folders: tuple[Path, ...] = (CONF,)) -> Request:

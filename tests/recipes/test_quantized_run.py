@@ -16,7 +16,15 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pretrain.py"
 SHORT = (
     *("model.revision=null", "data=text", "data.path=texts.jsonl", "training.max_steps=2"),
     *("training.global_batch_size=4", "training.micro_batch_size=1", "training.seq_len=64", "generation.samples=0"),
-    *("checkpoint.every=1", "logging.plot=false", "cluster.device=cpu", "optimizer.lr=1e-2", "parallelism=fsdp2", TWO),
+    *(
+        "checkpoint.every=1",
+        "logging.every=1",
+        "logging.plot=false",
+        "cluster.device=cpu",
+        "optimizer.lr=1e-2",
+        "parallelism=fsdp2",
+        TWO,
+    ),
 )
 
 

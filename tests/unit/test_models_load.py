@@ -163,15 +163,6 @@ def test_damaged_file_is_rejected_by_name(tmp_path: Path) -> None:
         load(ModelConfig(path=str(folder)))
 
 
-def test_quantized_weights_are_rejected(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path, "llama")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"quantized \(gptq\)"):
-        build_on_meta(ModelConfig(path=str(folder)))
-
-
 def write_gguf(path: Path, architecture: str, tied: bool) -> None:
     """Write a random quantized model in the layout of llama.cpp's converter."""
     hidden, inner, heads, kv_heads, head_dim = 64, 96, 4, 2, 128 if architecture == "qwen3" else 16

@@ -22,8 +22,7 @@ from components.config.compose.short_forms import long_forms
 from components.config.compose.sources import Request, config_folders, value_at
 from components.config.compose.sweep_keys import is_sweep_key, needs_multirun
 from components.config.compose.typed import known_keys, literal
-from components.config.schema.checks import raise_all
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.secrets import secret_problems
 from components.terminal import print_text
 

@@ -24,10 +24,9 @@ from omegaconf.resolvers import oc
 
 from components.config.compose.explain import explain_resolution
 from components.config.compose.typed import literal, typed, yaml_with_texts
-from components.config.schema.checks import raise_all
 from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import Config, RecipeConfig
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.run_files import (
     CHECKPOINT_STATE,
     CHECKPOINTS,

@@ -39,9 +39,9 @@ from components.config.compose.typed import (
 )
 from components.config.kinds import KINDS, WITHOUT_KIND, have_same_keys, type_hints
 from components.config.rules import accepted_kinds
-from components.config.schema.checks import wrong_kind_problem
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.objective import ObjectiveConfig
+from components.protocol.errors import wrong_kind_problem
 
 
 @dataclass

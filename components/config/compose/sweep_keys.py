@@ -24,8 +24,7 @@ from hydra.errors import HydraException
 from components.config.compose.explain import SWEEP_FUNCTION, override_parts, unreadable
 from components.config.compose.sources import parsed
 from components.config.compose.typed import typed
-from components.config.schema.checks import at_least, raise_all
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, at_least, raise_all
 
 _PREFIX = "sweep."
 EVAL_LOSS = "eval_loss"

@@ -14,7 +14,6 @@ optimizer.py    update rule and learning-rate schedule; one class per kind
 parallelism.py  device mesh and sharding
 cluster.py      nodes, processes, devices, timeouts; one class per kind
 schedulers.py   parts of `cluster` for Slurm jobs and for Kubernetes jobs
-checks.py       range checks that the sections share
 """
 
 from components.config.schema.cluster import (

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
-from components.config.schema.checks import IMPORT_PATH, at_least, field_values, own_kind, raise_all, within
 from components.config.schema.schedulers import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
@@ -21,6 +20,7 @@ from components.config.schema.schedulers import (
     pod_variable_problems,
     seconds_of,
 )
+from components.protocol.errors import IMPORT_PATH, at_least, field_values, own_kind, raise_all, within
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")

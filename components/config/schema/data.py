@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
+from components.protocol.errors import above, at_least, field_values, own_kind, raise_all
 from components.storage.object_store import is_url, url_problems
 
 IGNORED = -100

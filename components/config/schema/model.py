@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, ParallelismConfig
+from components.protocol.errors import above, at_least, field_values, own_kind, raise_all
 
 CAUSAL_SDPA = "causal_sdpa"
 """Name registered with transformers for model.attention=sdpa without a mask; never written to a config.json."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from components.config.schema.checks import above, at_least, own_kind, raise_all
+from components.protocol.errors import above, at_least, own_kind, raise_all
 
 
 class ObjectiveKind(StrEnum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from components.config.schema.checks import IMPORT_PATH, above, at_least, own_kind, raise_all, within
+from components.protocol.errors import IMPORT_PATH, above, at_least, own_kind, raise_all, within
 
 if TYPE_CHECKING:
     from components.config.schema.training import TrainingConfig

@@ -14,8 +14,7 @@ import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, field_values, raise_all
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, at_least, field_values, raise_all
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The mesh axes, outermost first."""

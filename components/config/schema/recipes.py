@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig, LabelsDataConfig, PreferencesDataConfig, ScoredDataConfig
 from components.config.schema.model import CausalLMConfig, LossMethod, ModelConfig, TeacherConfig, TopKTeacherConfig
@@ -24,7 +23,7 @@ from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, RunConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig, TrainingTasksConfig
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values
 
 Section = TypeVar("Section")
 Config = TypeVar("Config", bound="RecipeConfig")

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.config.schema.checks import above, at_least, field_values, raise_all, within
+from components.protocol.errors import above, at_least, field_values, raise_all, within
 from components.storage.object_store import is_url, url_problems
 
 if TYPE_CHECKING:

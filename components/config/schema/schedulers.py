@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, raise_all
+from components.protocol.errors import at_least, raise_all
 from components.protocol.processes import ATTEMPT, RUN_DIR, WORKER, reserved_for_ranks
 
 NAMED_ELSEWHERE = {

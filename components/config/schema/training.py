@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
-from components.config.schema.checks import above, at_least, field_values, raise_all, within
+from components.protocol.errors import above, at_least, field_values, raise_all, within
 
 
 class EvalWeights(StrEnum):

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from components.config.schema.checks import field_values
 from components.config.schema.data import (
     ChatDataConfig,
     LabelsDataConfig,
@@ -35,7 +34,7 @@ from components.data.sources.rows import (
     number_of,
     text_value,
 )
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values
 
 _USUAL_COLUMNS = {
     "prompt_column": ("prompt", "question", "instruction", "input"),

@@ -10,7 +10,6 @@ from decimal import Decimal
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
-from components.config.schema.checks import field_values
 from components.config.schema.data import (
     BadRows,
     ChatDataConfig,
@@ -22,7 +21,7 @@ from components.config.schema.data import (
 )
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
 from components.data.sources.files import Location, Row
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values
 from components.protocol.safe_parsing import parse_json
 
 Sample = TypeVar("Sample")

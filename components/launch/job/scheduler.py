@@ -18,13 +18,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.config.schema.checks import field_values
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig, named_models
 from components.launch.backend import CheckedRun, Job, print_job, record_job, recorded_job
 from components.package import COMPONENTS, PROJECT
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values
 from components.protocol.processes import CpuLimitError, limited
 from components.protocol.run_files import (
     CODE,

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.schedulers import Workload
@@ -46,7 +45,7 @@ from components.launch.k8s.kubectl import (
 )
 from components.launch.run_checks import affects
 from components.package import PROJECT
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.run_files import JOB_MANIFEST, LOGS
 
 _TRIES, PAUSE = 3, 2.0

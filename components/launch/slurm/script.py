@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.schedulers import ContainerRuntime, GpuRequest, Launcher
 from components.launch.job.scheduler import render_template
 from components.package import COMPONENTS, PROJECT
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values
 from components.protocol.run_files import LOGS
 
 TEMPLATE = PROJECT / "slurm" / "train.sbatch.j2"

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.config.model_files import locate
-from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.recipes import RecipeConfig, named_models
 from components.config.schema.schedulers import ContainerRuntime
@@ -34,7 +33,7 @@ from components.launch.job.scheduler import (
 )
 from components.launch.run_checks import affects, hub_cache, is_offline
 from components.launch.slurm.script import BatchScript, as_argument, render_script, resource_options, setup_problems
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values
 from components.protocol.processes import without_ranks
 from components.protocol.run_files import LOGS, PRIVATE, SCRIPT, open_append
 

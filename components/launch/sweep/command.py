@@ -13,7 +13,6 @@ from pathlib import Path
 from components.config.compose.composition import Check, no_check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
 from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
-from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, trackers_without_group
 from components.launch.clusters import backend_of
@@ -37,7 +36,7 @@ from components.launch.sweep.plan import (
 from components.launch.sweep.points import PointLoop, conclude, point_command, run_points, share_problems
 from components.launch.sweep.ranking import choose_criterion, early_stop_problems, missing_metric, read_curve
 from components.launch.sweep.study import JOURNAL, MOST_REPEATS, PointStudy, space_of
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.storage.object_store import join
 from components.terminal import print_text
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from components.config.compose.sweep import override_of
-from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
@@ -43,7 +42,7 @@ from components.launch.sweep.plan import (
 from components.launch.sweep.ranking import MedianRule, first_line, read_curve
 from components.launch.sweep.report import report_command, report_now
 from components.launch.sweep.study import PointStudy, dimensions_of
-from components.protocol.errors import EXIT_INTERRUPTED, ConfigError
+from components.protocol.errors import EXIT_INTERRUPTED, ConfigError, raise_all
 from components.protocol.processes import CTRL_C_MESSAGE, collected_signals, killed_for_memory, without_ranks
 from components.protocol.run_files import PRIVATE, keep_only_folder, open_append
 from components.terminal import fit, print_text, terminal_width

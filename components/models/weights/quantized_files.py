@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -71,13 +72,16 @@ def open_safetensors(files: ModelFiles, revision: str | None, *, download: bool 
 
     Raises ConfigError as `find_safetensors` does, for damaged files, and for formats that are not read.
     """
-    stored = SafetensorsTensors(find_safetensors(files, revision, download=download))
+    paths = find_safetensors(files, revision, download=download)
     quantization = quantization_of(files, revision)
-    if quantization is None and any(dtype in _CODES for dtype in stored.dtypes().values()):
+    if quantization is None:
+        stored = SafetensorsTensors(paths)
+        has_codes = any(dtype in _CODES for dtype in stored.dtypes().values())
         # Earlier versions of ModelOpt described weights in a file of their own only.
-        described = find_file(files, "hf_quant_config.json", revision, download=download)
-        quantization = None if described is None else Quantization("modelopt")
-    return stored if quantization is None else _DecodedTensors(stored, quantization)
+        if not has_codes or find_file(files, "hf_quant_config.json", revision, download=download) is None:
+            return stored
+        quantization = Quantization("modelopt")
+    return _DecodedTensors(paths, quantization)
 
 
 def quantization_of(files: ModelFiles, revision: str | None) -> Quantization | None:
@@ -93,9 +97,9 @@ def quantization_of(files: ModelFiles, revision: str | None) -> Quantization | N
 class _DecodedTensors(SafetensorsTensors):
     """Tensors of quantized files, decoded, and under their stored names those that are not quantized."""
 
-    def __init__(self, stored: SafetensorsTensors, quantization: Quantization) -> None:
-        """Find the codes and scales among stored tensors. Raises ConfigError if the scales of a weight are missing."""
-        vars(self).update(vars(stored))
+    def __init__(self, paths: list[Path], quantization: Quantization) -> None:
+        """Read the headers. Raises ConfigError for damaged files, and if the scales of a weight are missing."""
+        super().__init__(paths)
         self._quantization = quantization
         self._stored = self._shapes
         self._encoded: dict[str, _Encoded] = {}

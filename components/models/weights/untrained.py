@@ -176,7 +176,7 @@ def file_notes(model: PreTrainedModel) -> list[str]:
     """
     if this_rank() != 0 or any(isinstance(local_part(parameter), FakeTensor) for parameter in model.parameters()):
         return []
-    quantization = vars(model).get(DECODED_FROM)
+    quantization = _decoded_from(model)
     notes = [f"weights: decoded from {quantization} to bfloat16; exports are not quantized"] if quantization else []
     try:
         untrained = find_untrained(model)
@@ -189,10 +189,15 @@ def file_notes(model: PreTrainedModel) -> list[str]:
 
 def with_decoding(card: str, model: PreTrainedModel) -> str:
     """Return the text of a model card, with a sentence about the format of weights that were decoded."""
-    method = vars(model).get(DECODED_FROM)
+    method = _decoded_from(model)
     if method is None:
         return card
     return f"{card.strip()}\n\nBefore the training, the weights were decoded from {method} to bfloat16."
+
+
+def _decoded_from(model: PreTrainedModel) -> str | None:
+    method: str | None = vars(model).get(DECODED_FROM)
+    return method
 
 
 def _prefixes(ours: str, theirs: str) -> tuple[str, str]:

@@ -21,7 +21,6 @@ from components.config.mesh_rules import (
     row_problems,
 )
 from components.config.rules import validate
-from components.config.schema.checks import field_values
 from components.config.schema.model import LossMethod
 from components.config.schema.parallelism import (
     AXES,
@@ -51,7 +50,7 @@ from components.planning.formulas.policies import (
 )
 from components.planning.formulas.step_time import StepTime, estimate_time
 from components.planning.formulas.workload import Workload, build_workload, bytes_text
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values
 
 _SINGLE = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
 _POLICIES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)

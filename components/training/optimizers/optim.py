@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from components.checkpoint.tensors import Optimizers
 from components.config.compute_rules import torchao_problems
-from components.config.schema.checks import raise_all
 from components.config.schema.optimizer import (
     AdamW8bitConfig,
     AdamWConfig,
@@ -37,7 +36,7 @@ from components.models.anatomy import Anatomy
 from components.models.compile import remove_truncated_libraries
 from components.models.layers import vector_parameters
 from components.models.weights.shards import local_blocks, shards_of_dim, zeros_sharded_like
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.muon import Muon, divide_parameters
 from components.training.prepared import Prepared
