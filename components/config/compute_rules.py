@@ -47,6 +47,14 @@ token to token in functions that Meshbook does not know. Others show it by the l
 _EAGER_ONLY = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
 """Model types whose attention has a soft cap or sinks and is otherwise full or sliding."""
 
+_UNBIASED_ROUTERS = frozenset({
+    *("aria_text", "cohere2_moe", "deepseek_v2", "flex_olmo", "gemma4", "gemma4_text", "gpt_oss", "granitemoe"),
+    *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "llama4", "llama4_text", "mellum", "minimax"),
+    *("mistral4", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"),
+    *("qwen3_next", "zaya"),
+})  # fmt: skip
+"""Mixtures of experts whose routers choose by their scores alone; the ranks find others."""
+
 
 def compile_problems(
     model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape
@@ -369,6 +377,24 @@ def qat_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshS
             "not support; set parallelism.pp_schedule=Interleaved1F1B, or model.qat=none"
         )
     return problems
+
+
+def router_problems(model: ModelConfig, shape: ModelShape, *, adapts: bool) -> list[str]:
+    """Reject a change of routers' biases where there are none, or where they are frozen."""
+    key, problems = f"model.router_bias_rate={model.router_bias_rate:g}", []
+    if model.router_bias_rate and (shape.experts == 0 or shape.family in _UNBIASED_ROUTERS):
+        problems.append(no_router_bias(model.router_bias_rate, str(shape.family)))
+    if model.router_bias_rate and adapts:
+        problems.append(f"{key}: the weights under adapters are frozen, and so are biases; set it to 0, or peft=none")
+    return problems
+
+
+def no_router_bias(rate: float, model: str) -> str:
+    """Return the message for a model whose routers have no bias."""
+    return (
+        f"model.router_bias_rate={rate:g}: routers of {model} add no bias to the scores of experts; set it to 0, and "
+        "balance experts by model.router_aux=sequence"
+    )
 
 
 def rope_problems(model: ModelConfig, shape: ModelShape) -> list[str]:

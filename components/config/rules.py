@@ -23,6 +23,7 @@ from components.config.compute_rules import (
     qat_problems,
     recompute_problems,
     rope_problems,
+    router_problems,
     torch_problems,
 )
 from components.config.kinds import KINDS, kinds_of
@@ -105,6 +106,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     if section(cfg, DistillationConfig) is not None:
         problems += distillation_problems(model, section(cfg, TeacherConfig), training)
     problems += rope_problems(model, shape)
+    problems += router_problems(model, shape, adapts=peft is not None and peft.adapts)
     problems += precision_problems(model, parallelism, section(cfg, TeacherConfig))
     problems += compile_problems(model, parallelism, mesh, shape)
     problems += async_tp_problems(model, parallelism, device, packs=cfg.data.pack)

@@ -88,7 +88,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, anatomy: Anatomy) 
         for name, module in modules.items()
         if (nested := _nested_parameters(module))
     ]
-    unrouted = next((name for name, module in modules.items() if not _takes_routing(module)), None)
+    unrouted = next((name for name, module in modules.items() if not takes_routing(module)), None)
     if unrouted is not None:
         problems.append(
             f"parallelism.ep={ep}: {unrouted} of {kind} does not receive the experts chosen for each token, so tokens "
@@ -126,7 +126,7 @@ def _nested_parameters(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters() if name not in direct]
 
 
-def _takes_routing(module: nn.Module) -> bool:
+def takes_routing(module: nn.Module) -> bool:
     """Return whether a module's forward takes hidden states, expert indices and router weights."""
     kinds = [parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()]
     return len(kinds) > 3 or inspect.Parameter.VAR_POSITIONAL in kinds

@@ -6,7 +6,7 @@ attempt.py           what training and evaluation runs share: process group, sig
 preparation.py       prepare: build, parallelize and fill a model from a config; what `auto` resolves to;
                      check_kernels: the attention kernel a run uses, and the loss difference float8 causes
 prepared.py          Prepared, StepSettings: its results; compute dtype, autocast, moving average
-router_loss.py       the auxiliary loss of mixture-of-experts routers
+routers.py           auxiliary losses of routers, loads of experts, and their balance by a bias
 step_cost.py         what a step costs: FLOPs and the devices' peak, for the MFU; collectives in calls and bytes;
                      a profile
 step.py              train_step: one optimizer step, normalized by the global number of units; the forward
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         prepare_frozen,
     )
     from components.training.prepared import Prepared, StepSettings, autocast_dtype, compute_dtype, stored_dtype
-    from components.training.router_loss import RouterLoss, attach_router_loss
+    from components.training.routers import Routers, attach_routers
     from components.training.run import GarbageCollection, Run, Step
     from components.training.state import (
         FIELDS,

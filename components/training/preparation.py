@@ -62,7 +62,7 @@ from components.training.evaluation import evaluate
 from components.training.objectives import PLAIN, TokenObjective
 from components.training.objectives.loss_head import attach_loss_head
 from components.training.prepared import Prepared, StepSettings, autocast_dtype, compute_dtype, stored_dtype
-from components.training.router_loss import attach_router_loss
+from components.training.routers import attach_routers
 from components.training.state import TrainState
 from components.training.step import forward_loss, local_batch
 from components.training.step_cost import step_flops
@@ -129,7 +129,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
     elif on_gpu and cfg.model.compile == "auto":
         layers.append(f"layers: not compiled, because of {cfg.model.uncompiled_because(parallelism, packs=packs)}")
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype, anatomy)
-    router_loss = attach_router_loss(model, cfg.model, mesh, anatomy) if trains else None
+    routers = attach_routers(model, cfg.model, mesh, anatomy, cfg.logging.experts) if trains else None
     sizes = training or section(cfg, EvaluationConfig) or EvaluationConfig()
     loss_head = None
     if section(cfg, ScoreConfig) is None:
@@ -159,7 +159,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
             defer_grad_sync=cfg.parallelism.defers_grad_sync,
             mesh=mesh,
             autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
-            router_loss=router_loss,
+            routers=routers,
             loss_head=loss_head,
             flops=flops,
             counts_inputs=section(cfg, ScoreConfig) is not None,
@@ -170,7 +170,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
         anatomy=anatomy,
         counts=counts,
         summary=f"{counts}, {cfg.model.stored_dtype()}, {dtype_note}",
-        notes=[each for each in (*layout.notes, *notes, router_loss, loss_head, recompute, grad_sync, flops) if each],
+        notes=[each for each in (*layout.notes, *notes, routers, loss_head, recompute, grad_sync, flops) if each],
     )
     return prepared if training is None else prepared.with_average(training)
 

@@ -20,7 +20,7 @@ from components.distributed.pipeline_schedule import Pipeline
 from components.torch_kernels import torch_dtype
 from components.training.objectives.loss_head import LossHead
 from components.training.optimizers.gradients import local_tensor
-from components.training.router_loss import RouterLoss
+from components.training.routers import Routers
 from components.training.step_cost import StepFlops
 
 if TYPE_CHECKING:
@@ -159,8 +159,8 @@ class StepSettings:
     """The mesh, for sharding rows over cp and for sums over all ranks; None: one process."""
     autocast: torch.dtype | None = None
     """Autocast dtype, for strategies that do not set the compute dtype themselves (single, ddp); None: no autocast."""
-    router_loss: RouterLoss | None = None
-    """Auxiliary loss of mixture-of-experts routers in training steps; evaluation leaves it out."""
+    routers: Routers | None = None
+    """Losses of routers and loads of experts in training steps; evaluation leaves them out."""
     loss_head: LossHead | None = None
     """How the loss is computed from hidden states; None: the model returns logits."""
     flops: StepFlops | None = None

@@ -3,7 +3,7 @@
 The loss of a step is the sum of its losses divided by the number of its units (target tokens, pairs), both summed over
 all micro-batches and ranks. The count is reduced before the first forward, every strategy sums gradients, and nothing
 is averaged over ranks, so the same samples give the same loss curve on every mesh. The routers' auxiliary loss
-(router_loss.py) is summed and divided in the same way. Row-weighted objectives (DPO) score their rows in a forward of
+(routers.py) is summed and divided in the same way. Row-weighted objectives (DPO) score their rows in a forward of
 their own first.
 """
 
@@ -36,7 +36,7 @@ from components.training.objectives import (
 )
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm, step_if_finite
 from components.training.prepared import Prepared, StepSettings
-from components.training.router_loss import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
+from components.training.routers import SEQUENCE_WEIGHTS, Routers, sequence_weights
 from components.training.state import FIELDS, StepNumbers
 from components.training.sync import get_sync_ctx
 
@@ -67,7 +67,7 @@ def train_step(
     local_tokens = local_targets
     if settings.counts_inputs:
         local_tokens = torch.stack([count_inputs(each.targets) for each in device_batches]).sum() * settings.counts_rows
-    local_batches = [local_batch(batch, settings, settings.router_loss) for batch in device_batches]
+    local_batches = [local_batch(batch, settings, settings.routers) for batch in device_batches]
     seconds = torch.tensor([seconds_at_peak], dtype=torch.float64).to(settings.device, non_blocking=True)
     # units, targets, tokens, seconds at peak
     totals = sum_over_ranks(torch.cat([torch.stack([local_count, local_targets, local_tokens]), seconds]))
@@ -83,8 +83,9 @@ def train_step(
         )
         measured = sum_over_ranks(measured * settings.counts_rows)
         targets = measured[0].clamp(min=1)
-    if settings.router_loss is not None:
-        settings.router_loss.start_step(targets)  # per target token, whatever the units of the objective
+    routers = settings.routers
+    if routers is not None:
+        routers.start_step(targets)  # per target token, whatever the units of the objective
     if pipeline is not None:
         loss_sum = _through_pipeline(pipeline, model, local_batches, objective, units)
     else:
@@ -103,21 +104,22 @@ def train_step(
 
     # Row losses are complete on every cp rank, so one of them counts; token losses are local to each cp rank.
     losses = [loss_sum * settings.counts_tokens if row_loss is None else row_loss * settings.counts_rows]
-    if settings.router_loss is not None:
-        losses.append(settings.router_loss.step_sum() * (units / targets))
+    if routers is not None:
+        losses.append(routers.step_sum() * (units / targets))
     loss, _ = reduce_loss(losses, local_count, dp_group=all_ranks(), check_finite=False)
     # A device reads the requests here, not when the host queues this copy: a signal counts in the step it arrives in.
     ended = [totals.new_zeros(3) if requests is None else requests.to(settings.device, non_blocking=True)]
     if rows is None:
         token_sums = objective.token_loss.take_sums(len(objective.metrics))
         ended.append(token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens)
-    flags, metrics = sum_over_ranks(torch.cat(ended)).tensor_split((3,))
+    ended += [] if routers is None else [routers.step_loads()]
+    parts = (3, 3 + len(objective.metrics) * (rows is None))
+    flags, metrics, loads = sum_over_ranks(torch.cat(ended)).tensor_split(parts)
     norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
-    tokens = totals[2:3]
-    if measured is not None:
-        tokens, metrics = measured[:1], measured[1:]
+    tokens, metrics = (totals[2:3], metrics) if measured is None else (measured[:1], measured[1:])
     vector = torch.cat([loss / units, norm, tokens, skipped, flags, totals[3:], metrics / units])
-    return StepNumbers(vector, (*FIELDS, *objective.metrics))
+    step = StepNumbers(vector, (*FIELDS, *objective.metrics))
+    return step if routers is None else routers.end_step(step, loads)
 
 
 def _forward_backward(
@@ -150,14 +152,14 @@ def _through_pipeline(
     return pipeline.forward_backward(batches, None, _head_keywords(max_targets, objective.token_loss), units)
 
 
-def local_batch(batch: Batch, settings: StepSettings, router_loss: RouterLoss | None = None) -> Batch:
+def local_batch(batch: Batch, settings: StepSettings, routers: Routers | None = None) -> Batch:
     """Return this rank's shard of a micro-batch: under cp a shard of each row, else the batch itself.
 
     Args:
         batch: Unsharded rows, on the device.
-        router_loss: If given, the layer inputs include the sequence weights that the routers' loss needs.
+        routers: If given, the layer inputs include the sequence weights that they need.
     """
-    if router_loss is not None:
+    if routers is not None:
         weights = sequence_weights(batch.targets, batch.document_bounds)
         batch = replace(batch, layer_inputs={**batch.layer_inputs, SEQUENCE_WEIGHTS: weights})
     return shard_rows(batch, settings.mesh)

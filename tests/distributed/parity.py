@@ -215,7 +215,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     model = copy.deepcopy(rank_model).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, case.dtype)
-    router_loss = training.attach_router_loss(model, recipe.model, mesh)
+    router_loss = training.attach_routers(model, recipe.model, mesh)
     loss_head = training.attach_loss_head(
         model, recipe.model, recipe.training, recipe.parallelism, mesh, layout.stages, torch.device("cpu")
     )
@@ -229,7 +229,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
         max_grad_norm=CLIP,
         mesh=mesh,
         defer_grad_sync=config.defers_grad_sync,
-        router_loss=router_loss,
+        routers=router_loss,
         loss_head=loss_head,
     )  # fmt: skip
     first_gradients: dict[str, torch.Tensor] = {}

@@ -186,13 +186,13 @@ def prepared(
     model = copy.deepcopy(plain).train(trains)
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
-    router_loss = training.attach_router_loss(model, cfg.model, mesh)
+    router_loss = training.attach_routers(model, cfg.model, mesh)
     head = training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout) if trains or axes.get("pp") else None
     if not trains:
         model.requires_grad_(False)
     settings = training.StepSettings(
-        device=CPU, max_grad_norm=curves.CLIP, mesh=mesh, loss_head=head, router_loss=router_loss
+        device=CPU, max_grad_norm=curves.CLIP, mesh=mesh, loss_head=head, routers=router_loss
     )
     return training.Prepared(model, settings, called, compute_dtype=dtype)
 

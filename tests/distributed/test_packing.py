@@ -85,16 +85,14 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     layout = distributed.parallelize(model, mesh, config, torch.float64)
     cfg = ModelConfig(path="made here", router_aux_coef=AUX if model.config.model_type in ROUTED else None)
     cfg.loss = exact_loss(model.config.model_type)
-    loss = training.attach_router_loss(model, cfg, mesh)
+    loss = training.attach_routers(model, cfg, mesh)
     if policy := recompute.removesuffix(" compiled"):
         models.checkpoint_activations(model, ActivationCheckpointing(policy))
     if "compiled" in recompute:
         models.compile_layers(model, backend="aot_eager")
     called = distributed.wrap_replicas(model, mesh, config, layout)
     head = training.attach_loss_head(model, cfg, TrainingConfig(), config, mesh, layout.stages, torch.device("cpu"))
-    settings = training.StepSettings(
-        torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, router_loss=loss, loss_head=head
-    )
+    settings = training.StepSettings(torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, routers=loss, loss_head=head)
     rows, dp = packed(), (mesh.rank("dp"), mesh.size("dp"))
     step = one_step(model, called, batches_of(rows, *dp).at(0), settings)
     padding = data.Padding(multiple=mesh.sequence_multiple)

@@ -200,11 +200,11 @@ def train(
     model = copy.deepcopy(rank_model).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
-    router_loss = training.attach_router_loss(model, cfg.model, mesh)
+    router_loss = training.attach_routers(model, cfg.model, mesh)
     head = training.attach_loss_head(model, cfg.model, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     settings = training.StepSettings(
-        device=CPU, max_grad_norm=curves.CLIP, mesh=mesh, loss_head=head, router_loss=router_loss
+        device=CPU, max_grad_norm=curves.CLIP, mesh=mesh, loss_head=head, routers=router_loss
     )
     prepared = training.Prepared(model, settings, called)
     plan = curves.plan_of(mesh, ROWS if packed else PAIRS, 1)

@@ -111,14 +111,14 @@ def start(cell: Cell, built: torch.nn.Module, seed: int = 0, dtype: torch.dtype 
     layout = distributed.parallelize(model, mesh, config, dtype)
     is_moe = hasattr(built.config, "num_experts_per_tok")
     case = Case(cell.model, {}, router_aux=ROUTER_AUX if is_moe else 0.0)
-    router_loss = training.attach_router_loss(model, router_config(case), mesh)
+    router_loss = training.attach_routers(model, router_config(case), mesh)
     called = distributed.wrap_replicas(model, mesh, config, layout)
     settings = training.StepSettings(
         device=torch.device("cpu"),
         max_grad_norm=CLIP,
         mesh=mesh,
         defer_grad_sync=config.defers_grad_sync,
-        router_loss=router_loss,
+        routers=router_loss,
     )
     plan = BatchPlan(
         global_batch_size=GLOBAL_BATCH,

@@ -142,10 +142,10 @@ def packed_step(
 ) -> Step:
     model: Any = copy.deepcopy(plain).train()
     assert models.use_causal_sdpa(model)
-    loss = training.attach_router_loss(model, ModelConfig(path="made here", router_aux_coef=aux)) if aux else None
+    loss = training.attach_routers(model, ModelConfig(path="made here", router_aux_coef=aux)) if aux else None
     if prepare:
         prepare(model)
-    settings = training.StepSettings(CPU, max_grad_norm=0.0, router_loss=loss)
+    settings = training.StepSettings(CPU, max_grad_norm=0.0, routers=loss)
     return one_step(model, model, batches_of(rows or packed(), micro=micro).at(0), settings)
 
 

@@ -32,7 +32,7 @@ from components.data.token_store.rows import RowSelection, StoreSplit, TokenRows
 from components.data.token_store.writer import index_folder, write_shard
 from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
-from components.training.router_loss import sequence_weights
+from components.training.routers import sequence_weights
 from tests.unit.token_shards import (
     EOS,
     documents_of,

@@ -16,7 +16,7 @@ from components.batch import Batch
 from components.config.schema import ModelConfig
 from components.config.schema.model import RouterAux
 from components.protocol.errors import ConfigError
-from components.training.router_loss import _balance_losses, sequence_weights
+from components.training.routers import _sequence_losses, sequence_weights
 from tests.distributed.parity import MOE_MODELS, build
 
 CPU = torch.device("cpu")
@@ -31,9 +31,9 @@ def batches(seed: int = 0) -> list[Batch]:
     return [Batch.from_labels(each, each.clone()) for each in tokens]
 
 
-def step(model: torch.nn.Module, loss: training.RouterLoss | None) -> list[float]:
+def step(model: torch.nn.Module, loss: training.Routers | None) -> list[float]:
     """Return loss and gradient norm of a step with learning rate 0."""
-    settings = training.StepSettings(CPU, max_grad_norm=0.0, router_loss=loss)
+    settings = training.StepSettings(CPU, max_grad_norm=0.0, routers=loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return training.train_step(training.Prepared(model, settings), batches(), optimizer).vector[:2].tolist()
 
@@ -43,7 +43,7 @@ def test_loss_of_single_sequences_equals_hugging_face() -> None:
     attended = torch.arange(7) < torch.tensor([[7], [4], [1]])
     chosen = logits.topk(2).indices
     weights = F.pad(torch.ones(3, 1, dtype=torch.int64), (0, 6))  # one target per sequence, stored at its first token
-    ours = _balance_losses(logits.softmax(-1), chosen, attended[:, None].float(), weights)[:, 0]
+    ours = _sequence_losses(logits.softmax(-1), chosen, attended[:, None].float(), weights)[0][:, 0]
     theirs = [load_balancing_loss_func((row[:n],), 5, 2) for row, n in zip(logits, (7, 4, 1), strict=True)]
     torch.testing.assert_close(ours, torch.stack(theirs))
 
@@ -51,7 +51,9 @@ def test_loss_of_single_sequences_equals_hugging_face() -> None:
 def test_sequence_without_targets_has_zero_loss() -> None:
     logits = torch.randn(1, 7, 5)
     no_targets = torch.zeros(1, 7, dtype=torch.int64)
-    assert _balance_losses(logits.softmax(-1), logits.topk(2).indices, no_targets[:, None].float(), no_targets) == 0
+    counted = no_targets[:, None].float()
+    losses = _sequence_losses(logits.softmax(-1), logits.topk(2).indices, counted, no_targets, logits[..., 0])
+    assert losses[0] == losses[1] == 0
 
 
 def test_tokens_after_the_last_target_are_padding() -> None:
@@ -73,20 +75,20 @@ def test_each_document_of_a_packed_row_is_a_separate_sequence() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
 def test_coefficient_defaults_to_that_of_the_model_config(name: str) -> None:
     model = build(name, torch.float32)
-    default = training.attach_router_loss(model, cfg(None))
+    default = training.attach_routers(model, cfg(None))
     assert default is not None
     assert default.coefficient == model.config.router_aux_loss_coef
     assert str(default).startswith("router loss: auxiliary, per sequence")
     assert str(default).endswith(f"coefficient {default.coefficient:g}")
-    assert training.attach_router_loss(build(name, torch.float32), cfg(0.25)).coefficient == 0.25
-    assert training.attach_router_loss(model, cfg(0.0)) is None
-    assert training.attach_router_loss(model, cfg(aux=RouterAux.none)) is None
+    assert training.attach_routers(build(name, torch.float32), cfg(0.25)).coefficient == 0.25
+    assert training.attach_routers(model, cfg(0.0)) is None
+    assert training.attach_routers(model, cfg(aux=RouterAux.none)) is None
 
 
 def test_dense_model_has_no_router_loss_and_rejects_a_coefficient() -> None:
-    assert training.attach_router_loss(build("llama", torch.float32), cfg(None)) is None
+    assert training.attach_routers(build("llama", torch.float32), cfg(None)) is None
     with pytest.raises(ConfigError, match=r"0\.5 applies to nothing.*LlamaForCausalLM; set model\.router_aux=none"):
-        training.attach_router_loss(build("llama", torch.float32), cfg())
+        training.attach_routers(build("llama", torch.float32), cfg())
 
 
 def test_router_without_logits_is_rejected() -> None:
@@ -96,7 +98,7 @@ def test_router_without_logits_is_rejected() -> None:
             lambda module, args, outputs: (outputs[0].unflatten(0, (2, -1)), *outputs[1:])
         )
     with pytest.raises(ConfigError, match=r"MixtralTopKRouter does not return logits, .*; set model\.router_aux=none"):
-        step(model, training.attach_router_loss(model, cfg()))
+        step(model, training.attach_routers(model, cfg()))
 
 
 class DropsKeywords(MixtralForCausalLM):
@@ -109,7 +111,7 @@ class DropsKeywords(MixtralForCausalLM):
 def test_model_that_drops_keyword_arguments_is_rejected() -> None:
     model = DropsKeywords(build("mixtral", torch.float32).config)
     with pytest.raises(ConfigError, match="does not pass keyword arguments down"):
-        step(model, training.attach_router_loss(model, cfg()))
+        step(model, training.attach_routers(model, cfg()))
 
 
 @pytest.mark.slow
@@ -118,8 +120,8 @@ def test_compiled_layers_have_the_same_loss_and_gradients(monkeypatch: pytest.Mo
     plain = build("qwen3_moe", torch.float32).train()
     models.use_causal_sdpa(plain)
     compiled = copy.deepcopy(plain)
-    expected = step(plain, training.attach_router_loss(plain, cfg()))
-    loss = training.attach_router_loss(compiled, cfg())
+    expected = step(plain, training.attach_routers(plain, cfg()))
+    loss = training.attach_routers(compiled, cfg())
     models.compile_layers(compiled, backend="aot_eager")
     assert step(compiled, loss) == pytest.approx(expected, rel=1e-6)
 
@@ -130,8 +132,8 @@ def test_router_loss_has_no_host_sync() -> None:
         model = MixtralForCausalLM(build("mixtral", torch.float32).config)
     model.set_experts_implementation("batched_mm")
     models.use_causal_sdpa(model)
-    loss = training.attach_router_loss(model, cfg())
-    settings = training.StepSettings(torch.device("meta"), router_loss=loss)
+    loss = training.attach_routers(model, cfg())
+    settings = training.StepSettings(torch.device("meta"), routers=loss)
     vector = training.train_step(
         training.Prepared(model, settings), batches(), torch.optim.AdamW(model.parameters(), fused=False)
     )

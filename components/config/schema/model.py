@@ -281,6 +281,13 @@ class ModelConfig:
     router_aux_coef: float | None = None
     """Coefficient of the load-balancing loss, at least 0; null: router_aux_loss_coef of the model's config, or no such
     loss if the config lacks it."""
+    router_z_coef: float = 0.0
+    """Coefficient of the z-loss of routers, the mean square of the logarithm of the sum of their logits' exponentials,
+    which keeps logits small; usual is 1e-3. 0: none. Part of the training loss, not of eval_loss."""
+    router_bias_rate: float = 0.0
+    """Balance experts without a loss: change the bias of an expert's score by this after each step, up if it received
+    fewer tokens than the mean of its layer, else down. DeepSeek-V3 used 1e-3. For routers with such a bias, and full
+    training only. 0: biases stay as they are."""
     trust_remote_code: bool = False
     """Allow transformers to run Python code from the model's repository; read that code first."""
     layers: int | None = None
@@ -371,7 +378,8 @@ class ModelConfig:
             problems.append(f"model.compile={self.compile}: must be {', '.join(_COMPILE[:-1])} or {_COMPILE[-1]}")
         for name in (*SIZES, "experts_per_token", "window"):
             problems += at_least(f"model.{name}", values[name], 1)
-        problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)
+        for name in ("router_aux_coef", "router_z_coef", "router_bias_rate"):
+            problems += at_least(f"model.{name}", values[name], 0)
         if self.path is None and self.init == WeightInit.pretrained:
             problems.append(
                 "model.path=null: pretrained weights need a path; set model.path to a hub name, folder or .gguf "

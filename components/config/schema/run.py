@@ -239,6 +239,15 @@ class ProfileConfig:
         ]
 
 
+class ExpertLoads(StrEnum):
+    """none: do not count the tokens that are sent to experts; summary: log the largest load of an expert, experts
+    without tokens and the entropy of the loads; layers: also the largest load in each layer."""
+
+    none = "none"
+    summary = "summary"
+    layers = "layers"
+
+
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig:
     """Console output, loss plot, profiler traces and trackers."""
@@ -253,6 +262,10 @@ class LoggingConfig:
     quiet: bool = False
     """Print only the run directory and the launcher's notes at the start, the summary at the end, and errors;
     `--quiet` on the command line sets it. metrics.jsonl has every number."""
+    experts: ExpertLoads = ExpertLoads.summary
+    """Loads of the experts of a mixture, over all ranks and micro-batches of a step: expert_load (the most tokens that
+    an expert of a layer receives, over the mean; 1 is balanced), dead_experts (without a token) and expert_entropy (1
+    is balanced); layers also logs expert_load_N of each layer N; none counts nothing."""
     plot: bool = True
     """Write RUN_DIR/loss.png at the end; if the optional dependency `plot` is not installed, skip it with a message."""
     peak_tflops: float | None = None
