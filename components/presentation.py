@@ -175,6 +175,37 @@ def plain_numbers(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def expert_figure(lines: Sequence[Mapping[str, Any]], title: str) -> Figure | None:
+    """Return the loads of experts over the steps of a run, those of layers as a map; None if none were logged.
+
+    Args:
+        lines: Objects of metrics.jsonl.
+    """
+    logged = [line for line in lines if line.get("expert_load") is not None]
+    if not logged:
+        return None
+    of_layers = sorted(
+        (int(match[1]), match[0]) for name in logged[-1] if (match := re.fullmatch(r"expert_load_(\d+)", name))
+    )
+    figure = new_figure(7, 6 if of_layers else 4)
+    first, second, *third = figure.subplots(3 if of_layers else 2, sharex=True)
+    draw_curves(first, {"load": [(line["step"], line["expert_load"]) for line in logged]})
+    draw_curves(second, {"entropy": [(line["step"], line["expert_entropy"]) for line in logged]})
+    first.set_title(figure_text(title, 64), fontsize="medium")
+    finish_axes(first, xlabel="", ylabel="largest load / mean", legend=False)
+    finish_axes(second, xlabel="" if third else STEP, ylabel="entropy of loads", legend=False)
+    for axes in third:
+        shown = [line for line in logged if all(name in line for _, name in of_layers)]
+        loads = [[line[name] for line in shown] for _, name in of_layers]  # (layers, steps)
+        steps, rows = [line["step"] for line in shown], range(len(of_layers))
+        ticks = rows[:: max(1, len(rows) // 8)]
+        axes.set_yticks(ticks, [str(of_layers[row][0]) for row in ticks])
+        image = axes.pcolormesh(steps, rows, loads, vmin=1, cmap="viridis", shading="nearest")
+        axes.set(xlabel=STEP, ylabel="layer")
+        figure.colorbar(image, ax=axes, label="largest load / mean")
+    return figure
+
+
 def save_figure(figure: Figure, file: Path) -> None:
     """Write a figure as PNG. Raises OSError."""
     with atomic_file(file) as image:

@@ -30,6 +30,7 @@ from components.presentation import (
     LOSS,
     MISSING,
     draw_curves,
+    expert_figure,
     figure_text,
     finish_axes,
     has_matplotlib,
@@ -442,7 +443,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class LossPlot:
-    """RUN_DIR/loss.png, redrawn by a thread during the run, and once more at its end."""
+    """RUN_DIR/loss.png, and experts.png of a mixture, redrawn by a thread during the run, and once more at its end."""
 
     def __init__(self, run_dir: Path, title: str, read: Callable[[], list[dict[str, Any]]]) -> None:
         """Plot what `read` returns, the objects of metrics.jsonl; without a title the name of the run directory."""
@@ -480,6 +481,8 @@ class LossPlot:
         if not training and not held_out:
             return "no plot: no loss was logged"
         save_figure(_figure(training, held_out, self._title, self.unit, name), self._file)
+        if (experts := expert_figure(metrics, self._title)) is not None:
+            save_figure(experts, self._file.with_name("experts.png"))
         return None
 
 

@@ -14,6 +14,7 @@ no gradient and no weight decay; a skipped step leaves it unchanged.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from dataclasses import dataclass
@@ -37,9 +38,10 @@ from components.models.weights.shards import local_blocks, local_part
 from components.protocol.errors import ConfigError
 from components.training.state import StepNumbers
 
+logger = logging.getLogger(__name__)
 SEQUENCE_WEIGHTS = "router_sequence_weights"
 """Keyword argument that passes `sequence_weights` through the model's forward to its decoder layers."""
-_SWITCH_OFF = "set model.router_aux=none, model.router_z_coef=0 and logging.experts=none"
+_SWITCH_OFF = "set model.router_aux=none, model.router_z_coef=0 and model.router_bias_rate=0"
 _BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of the tensors that transformers' routers add to the scores of experts for their choice."""
 
@@ -109,15 +111,16 @@ class Routers:
         """Whether sequence weights must still arrive: this rank has routers or experts, and none was called."""
 
     def __str__(self) -> str:
-        parts = []
+        rate, parts = 0.0 if self.loads is None else self.loads.rate, []
         if self.coefficient:
-            parts.append(f"auxiliary, per sequence (in packed rows: per document), coefficient {self.coefficient:g}")
+            parts.append(
+                f"auxiliary loss, per sequence (in packed rows: per document), coefficient {self.coefficient:g}"
+            )
         if self.z_coefficient:
             parts.append(f"z-loss, coefficient {self.z_coefficient:g}")
-        lines = [f"router loss: {'; '.join(parts)}"] if parts else []
-        if self.loads is not None and self.loads.rate:
-            lines.append(f"experts: balanced by biases, which change by {self.loads.rate:g} per step")
-        return "; ".join(lines)
+        if rate:
+            parts.append(f"biases of experts change by {rate:g} per step")
+        return f"routers: {'; '.join(parts)}" if parts else ""
 
     def __bool__(self) -> bool:
         return bool(str(self))
@@ -126,7 +129,7 @@ class Routers:
         """Reset the sums. tokens: target tokens of the whole step, over all ranks, a float64 scalar."""
         self._tokens, self._total = tokens, torch.zeros_like(tokens)
         if self.loads is not None:
-            self.loads.start_step(tokens.device)
+            self.loads.counts = torch.zeros_like(self.loads.counts, device=tokens.device)
 
     def step_sum(self) -> torch.Tensor:
         """Return this rank's part of the step's loss times its target tokens, a float64 scalar to sum over all ranks.
@@ -134,7 +137,7 @@ class Routers:
         Ranks along tp and cp hold the same value, so only the first of them counts. Raises ConfigError if the sequence
         weights never reached a decoder layer.
         """
-        if self.expects:
+        if self.expects and (self.coefficient or self.z_coefficient or (self.loads is not None and self.loads.rate)):
             raise ConfigError(
                 "model.router_aux=sequence: this model does not pass keyword arguments down to its decoder layers, so "
                 f"its routers do not receive the sequence weights; {_SWITCH_OFF}"
@@ -158,6 +161,10 @@ class Routers:
             loads: Sum of `step_loads` over all ranks.
         """
         if self.loads is None:
+            return numbers
+        if self.expects:
+            logger.warning("the loads of experts are unknown: the model passes no keyword arguments to its layers")
+            self.loads = None
             return numbers
         metrics = self.loads.end_step(loads, numbers["skipped"])
         return StepNumbers(torch.cat([numbers.vector, metrics]), (*numbers.names, *self.loads.metrics))
@@ -229,10 +236,6 @@ class _Loads:
         if logged is ExpertLoads.layers:
             self.metrics += tuple(f"expert_load_{layer}" for layer in layers)
 
-    def start_step(self, device: torch.device) -> None:
-        """Reset the counts."""
-        self.counts = torch.zeros_like(self.counts, device=device)
-
     def count(self, arguments: tuple[Any, ...], sequence_of: torch.Tensor, sink: torch.Tensor) -> tuple[Any, ...]:
         """Return the arguments of experts, whose backward adds the tokens of each expert to the step's sum.
 
@@ -261,7 +264,7 @@ class _Loads:
         loads = loads.view(self.counts.shape)
         for each in self.experts:
             if self.rate and each.owner is not None:
-                bias, load = _tensor_of(each.owner, each.bias), loads[each.row]
+                bias, load = each.owner.state_dict(keep_vars=True)[each.bias], loads[each.row]
                 change = (self.rate * (load.mean() - load).sign() * (1 - skipped)).view(bias.shape)
                 for block in local_blocks(bias, each.bias):
                     local_part(bias)[block.local] += change[block.full].to(bias.dtype)
@@ -483,12 +486,6 @@ def _bias_of(block: nn.Module) -> tuple[nn.Module | None, str]:
             if name in _BIASES:
                 return module, name
     return None, ""
-
-
-def _tensor_of(module: nn.Module, name: str) -> torch.Tensor:
-    """Return a parameter or buffer as it is now: FSDP2 replaces parameters while they are gathered."""
-    tensor = module._parameters.get(name)
-    return module.get_buffer(name) if tensor is None else tensor
 
 
 def _over_stages(value: int, operation: dist.ReduceOp.RedOpType, mesh: Mesh | None) -> int:

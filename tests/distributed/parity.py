@@ -19,6 +19,7 @@ from components.config.schema import FinetuneConfig, ModelConfig, ParallelismCon
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod, RouterAux
 from components.config.schema.optimizer import AdamWConfig, Schedule
+from components.config.schema.run import ExpertLoads
 from components.distributed.mesh import Mesh
 from components.planning import parity as comparison
 from components.planning import parity_reference as plain
@@ -214,8 +215,9 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     mesh = distributed.build_mesh(config, "cpu")
     model = copy.deepcopy(rank_model).train()
     models.use_causal_sdpa(model)
-    layout = distributed.parallelize(model, mesh, config, case.dtype)
-    router_loss = training.attach_routers(model, recipe.model, mesh)
+    anatomy = models.read_anatomy(model)
+    layout = distributed.parallelize(model, mesh, config, case.dtype, anatomy)
+    router_loss = training.attach_routers(model, recipe.model, mesh, anatomy, ExpertLoads.summary)
     loss_head = training.attach_loss_head(
         model, recipe.model, recipe.training, recipe.parallelism, mesh, layout.stages, torch.device("cpu")
     )

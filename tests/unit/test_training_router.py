@@ -78,7 +78,7 @@ def test_coefficient_defaults_to_that_of_the_model_config(name: str) -> None:
     default = training.attach_routers(model, cfg(None))
     assert default is not None
     assert default.coefficient == model.config.router_aux_loss_coef
-    assert str(default).startswith("router loss: auxiliary, per sequence")
+    assert str(default).startswith("routers: auxiliary loss, per sequence")
     assert str(default).endswith(f"coefficient {default.coefficient:g}")
     assert training.attach_routers(build(name, torch.float32), cfg(0.25)).coefficient == 0.25
     assert training.attach_routers(model, cfg(0.0)) is None

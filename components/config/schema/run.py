@@ -267,7 +267,8 @@ class LoggingConfig:
     an expert of a layer receives, over the mean; 1 is balanced), dead_experts (without a token) and expert_entropy (1
     is balanced); layers also logs expert_load_N of each layer N; none counts nothing."""
     plot: bool = True
-    """Write RUN_DIR/loss.png at the end; if the optional dependency `plot` is not installed, skip it with a message."""
+    """Write RUN_DIR/loss.png, and experts.png of a mixture of experts; if the optional dependency `plot` is not
+    installed, skip them with a message."""
     peak_tflops: float | None = None
     """Peak throughput of one device in TFLOP/s for the compute dtype, to compute the MFU, greater than 0; null: from a
     table of common GPUs."""
