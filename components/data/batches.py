@@ -14,7 +14,7 @@ from components.config.schema.training import TrainingConfig
 from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.loading import MixtureDataset, MixtureFacts
-from components.data.packing import Order, PackedDataset, SampleOrder
+from components.data.packing import Order, PackedDataset, SampleOrder, deal_rows, describe_dealing
 from components.data.pairs import EMPTY_EXAMPLE, PackedPairRow, PackedPairs, PairedRows, RowPair
 from components.data.token_store.rows import TokenRows
 from components.protocol.errors import ConfigError
@@ -29,6 +29,7 @@ Rows = Dataset | PackedDataset | TokenRows | MixtureDataset | PairedRows | Packe
 
 _PREFETCHED_STEPS = 8
 """Optimizer steps whose rows are fetched from an object store before they are used."""
+_MEASURED_STEPS = 8  # whose costs the banner states
 _CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
 
@@ -103,8 +104,8 @@ class BatchPlan:
 
     A global batch is split into `dp_size` contiguous slices, one per dp rank, and each slice into contiguous
     micro-batches. The concatenation of all slices in rank order is therefore the global batch in the order of
-    `SampleOrder`, for every dp_size and micro_batch_size. Ranks that differ only in tp, cp or pp have the same
-    dp_rank and read the same rows.
+    `SampleOrder`, for every dp_size and micro_batch_size; dealing changes the places of the same rows. Ranks that
+    differ only in tp, cp or pp have the same dp_rank and read the same rows.
     """
 
     global_batch_size: int
@@ -122,6 +123,10 @@ class BatchPlan:
     ramp: tuple[tuple[int, int], ...] = ()
     """Stages with smaller batches at the start of the run: (steps from the start of the run to its end, sequences per
     step); `global_batch_size` follows."""
+    deals: bool = False
+    """Whether rows are dealt to ranks and micro-batches by their cost (`packing.deal_rows`)."""
+    pipelined: bool = False
+    """Whether they go through pipeline stages."""
     length_ramp: tuple[tuple[int, int], ...] = ()
     """Stages with shorter rows at the start of the run: (steps from the start of the run to its end, tokens a row)."""
 
@@ -231,6 +236,8 @@ class TrainBatches:
             self._order: Order = dataset.order(seed)
         else:
             self._order = SampleOrder(len(dataset), seed)
+        has_costs = Dataset | PackedDataset | MixtureDataset
+        self._costs = dataset.costs if plan.deals and isinstance(dataset, has_costs) else None
         self._sample = self._step = 0
 
     def at(self, step: int) -> list[Batch]:
@@ -261,6 +268,14 @@ class TrainBatches:
         """
         sample, first = self._sample, self._step
         return self._assembled(sample, range(first, first + steps))
+
+    @property
+    def balance(self) -> str:
+        """Line about the places of rows in the next steps, for the banner; empty if they are not dealt."""
+        if (costs := self._costs) is None or (plan := self._plan).dp_size == 1:
+            return ""
+        steps = [costs[self.global_batch(step)] for step in range(self._step, self._step + _MEASURED_STEPS)]
+        return describe_dealing(steps, plan.dp_size, plan.micro_batch_size, evenly=plan.pipelined)
 
     @property
     def epoch(self) -> float:
@@ -327,8 +342,13 @@ class TrainBatches:
 
     def _indices(self, sample: int, step: int) -> list[int]:
         """Return the dataset indices of this rank's rows of step `step` (0-based), whose first sample is `sample`."""
-        count = self._plan.size_of(step) // self._plan.dp_size
-        return self._order.indices(sample + self._plan.dp_rank * count, count)
+        plan, rows = self._plan, self._plan.size_of(step)
+        if self._costs is None or plan.length_of(step) is not None:
+            count = rows // plan.dp_size
+            return self._order.indices(sample + plan.dp_rank * count, count)
+        indices = np.array(self._order.indices(sample, rows))
+        dealt = deal_rows(self._costs[indices], plan.dp_size, plan.micro_batch_size, evenly=plan.pipelined)
+        return indices[dealt[plan.dp_rank].ravel()].tolist()
 
     def _from(self, sample: int, step: int) -> list[Batch]:
         """Return this rank's micro-batches of step `step` (0-based), whose first sample is `sample`."""

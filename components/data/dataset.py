@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item", covariant=True)
 
+LINEAR_TOKENS = 2**15
+"""Length of a document whose attention costs as much as its matmuls, 12 x a hidden size of 2,700. Costs of rows are
+squares of lengths plus this per token."""
 _WARNED_SHARE = 0.1
 """Share of dropped rows from which on the banner has a warning."""
 _VALUES_AT_ONCE = 1 << 20
@@ -348,6 +351,11 @@ class Dataset(ItemSequence[Example]):
     def lengths(self) -> np.ndarray:
         """Length of each sample in tokens, (samples,) int64."""
         return self._tokens.stops - self._tokens.starts
+
+    @property
+    def costs(self) -> np.ndarray:
+        """Cost of each sample as a row, (samples,) float64; see `packing.deal_rows`."""
+        return self.lengths.astype(np.float64) * (self.lengths + LINEAR_TOKENS)
 
     @property
     def fingerprint(self) -> str:

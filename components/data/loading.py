@@ -189,6 +189,12 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
         return part[row]
 
     @property
+    def costs(self) -> np.ndarray | None:
+        """Cost of each row, (rows,) float64; None if a source is a token store. See `packing.deal_rows`."""
+        parts = [part for part in self.parts.values() if not isinstance(part, TokenRows)]
+        return np.concatenate([part.costs for part in parts]) if len(parts) == len(self.parts) else None
+
+    @property
     def is_remote(self) -> bool:
         """Whether rows of any source are read from an object store."""
         return any(part.is_remote for part in self.parts.values())

@@ -225,6 +225,12 @@ class PackedDataset(ItemSequence[PackedRow]):
         digest.update(self._plan.starts.tobytes())
         return digest.hexdigest()
 
+    @property
+    def costs(self) -> np.ndarray:
+        """Cost of each row, (rows,) float64; see `deal_rows`."""
+        of_documents = self._samples.costs[self._plan.documents]
+        return np.add.reduceat(of_documents, self._plan.starts[:-1])
+
     def show(self, index: int) -> str:
         """Return the texts of a row's samples, separated by a line, with the spans that contribute to the loss in
         [[ ]]."""
@@ -233,6 +239,50 @@ class PackedDataset(ItemSequence[PackedRow]):
     def _documents(self, row: int) -> list[int]:
         starts = self._plan.starts
         return self._plan.documents[starts[row] : starts[row + 1]].tolist()
+
+
+def deal_rows(costs: np.ndarray, ranks: int, size: int, *, evenly: bool = False) -> np.ndarray:
+    """Return which rows of a step each rank and micro-batch gets, (ranks, micro-batches, size) int64.
+
+    Ranks wait for one another in every micro-batch, so rows of similar cost become the micro-batches that run at the
+    same time, and of each group the next largest row goes to the rank with the smallest sum.
+
+    Args:
+        costs: Cost of each row, (ranks x micro-batches x size,): the squares of its documents' lengths plus
+            `LINEAR_TOKENS` per token.
+        evenly: Make all micro-batches alike, since the stages of a pipeline wait for its largest.
+    """
+    order = np.argsort(-costs, kind="stable")
+    cells = len(costs) // size if evenly else ranks
+    groups = order.reshape(-1, size, cells)  # in each group the rows of a round, from the largest
+    dealt = np.empty((len(groups), cells, size), dtype=np.int64)
+    for group, rounds in zip(dealt, groups, strict=True):
+        sums = np.zeros(cells)
+        for number, rows in enumerate(rounds):
+            smallest_first = np.argsort(sums, kind="stable")
+            group[smallest_first, number] = rows
+            sums[smallest_first] += costs[rows]
+    # (groups, cells, size), where a group is a micro-batch, or the only one holds those of all ranks
+    return dealt.reshape(-1, ranks, size).transpose(1, 0, 2)
+
+
+def describe_dealing(steps: Sequence[np.ndarray], ranks: int, size: int, *, evenly: bool = False) -> str:
+    """Return how much longer the slowest rank of a micro-batch takes than the mean, with dealt rows and without.
+
+    Args:
+        steps: Costs of the rows of each step, in the order in which they are drawn. Others: see `deal_rows`.
+    """
+    sums = np.zeros((2, 2))  # (drawn, dealt) x (largest rank of each micro-batch, mean of the ranks)
+    for costs in steps:
+        drawn = np.arange(len(costs)).reshape(ranks, -1, size)
+        for row, places in zip(sums, (drawn, deal_rows(costs, ranks, size, evenly=evenly)), strict=True):
+            of_ranks = costs[places].sum(2)  # (ranks, micro-batches)
+            row += of_ranks.max(0).sum(), of_ranks.mean(0).sum()
+    drawn_ratio, dealt_ratio = sums[:, 0] / sums[:, 1]
+    return (
+        f"row balance: dealt by cost, the slowest rank of a micro-batch has {dealt_ratio:.2f} x the mean "
+        f"({drawn_ratio:.2f} x as drawn)"
+    )
 
 
 def documents_size(max_documents: int) -> int:

@@ -21,6 +21,7 @@ import torch
 from components import checkpoint, data, models, observability
 from components.checkpoint.load import STORED_DTYPE
 from components.config.schema.cluster import ClusterKind
+from components.config.schema.data import Balance
 from components.config.schema.recipes import TrainConfig
 from components.config.stored_run import STEP_KEYS, run_title
 from components.json_collectives import broadcast_json
@@ -70,7 +71,8 @@ class Run(Attempt):
 
     def _batch_plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
         padding = data.Padding.on(device, mesh.sequence_multiple, self.cfg.training.seq_len)
-        return data.BatchPlan.of(self.cfg.training, mesh.rank("dp"), mesh.size("dp"), padding)
+        plan = data.BatchPlan.of(self.cfg.training, mesh.rank("dp"), mesh.size("dp"), padding)
+        return replace(plan, deals=self.cfg.data.balance is Balance.auto, pipelined=mesh.size("pp") > 1)
 
     def _find_checkpoint(self, folder: str) -> Path | None:
         self._mirror = checkpoint.Mirror.open(self.cfg.checkpoint, folder)
@@ -185,7 +187,10 @@ class Run(Attempt):
             if isinstance(optimizer, Muon | AdamW8bit)
         ]
         self._print_banner(
-            model, cfg.model.origin, batch, [*model.notes, *data_notes, *optimizers, self._replicas.note]
+            model,
+            cfg.model.origin,
+            batch,
+            [*model.notes, *data_notes, self._batches.balance, *optimizers, self._replicas.note],
         )
         for index in range(min(cfg.logging.examples, len(train_set))):
             self.print(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")

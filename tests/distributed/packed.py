@@ -64,8 +64,11 @@ def packed(count: int = 24, seed: int = 0, shorter: tuple[int, ...] = ()) -> dat
     return data.PackedDataset(unpacked(count, seed, shorter), SEQ_LEN)
 
 
-def batches_of(rows: data.PackedDataset, rank: int = 0, size: int = 1, micro: int = 1) -> data.TrainBatches:
-    plan = data.BatchPlan(global_batch_size=ROWS, micro_batch_size=micro, dp_rank=rank, dp_size=size)
+def batches_of(
+    rows: data.PackedDataset, rank: int = 0, size: int = 1, micro: int = 1, **values: Any
+) -> data.TrainBatches:
+    """`values`: further fields of the plan."""
+    plan = data.BatchPlan(global_batch_size=ROWS, micro_batch_size=micro, dp_rank=rank, dp_size=size, **values)
     return data.TrainBatches(rows, plan, seed=5, fingerprint=rows.fingerprint)
 
 

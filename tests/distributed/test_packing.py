@@ -94,7 +94,9 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     head = training.attach_loss_head(model, cfg, TrainingConfig(), config, mesh, layout.stages, torch.device("cpu"))
     settings = training.StepSettings(torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, routers=loss, loss_head=head)
     rows, dp = packed(), (mesh.rank("dp"), mesh.size("dp"))
-    step = one_step(model, called, batches_of(rows, *dp).at(0), settings)
+    # Rows in the places that a run gives them: the reference takes them as they are drawn.
+    batches = batches_of(rows, *dp, deals=True, pipelined=mesh.size("pp") > 1)
+    step = one_step(model, called, batches.at(0), settings)
     padding = data.Padding(multiple=mesh.sequence_multiple)
     plan = data.BatchPlan(
         global_batch_size=2 * dp[1], micro_batch_size=2, dp_rank=dp[0], dp_size=dp[1], padding=padding

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import time
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -19,8 +21,11 @@ from components.config.schema import TrainingConfig
 from components.config.schema.optimizer import AdamWConfig, Schedule
 from components.config.schema.run import ProfileConfig
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
+from components.data.dataset import LINEAR_TOKENS, Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.packing import SampleOrder
+from components.data.loading import MixtureDataset
+from components.data.packing import PackedDataset, SampleOrder
+from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
 from tests.tiny_models import SIZES
 
@@ -386,3 +391,70 @@ def test_final_decay_must_begin_after_the_warmup() -> None:
     (problem,) = wsd.decay_problems(training, 14)
     assert "after optimizer.warmup_steps=5, into the 14 steps of training.epochs=1.5; set it to at most 9" in problem
     assert dataclasses.replace(wsd, schedule=Schedule.cosine).decay_problems(training, 14) == []
+
+
+def dealt(dataset: Any, micro: int, dp_size: int, step: int = 0, **values: Any) -> list[list[list[int]]]:
+    """Return the lengths of the rows of each micro-batch of each rank."""
+    found = []
+    for rank in range(dp_size):
+        plan = BatchPlan(
+            global_batch_size=48, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size, deals=True, **values
+        )
+        batches = TrainBatches(dataset, plan, seed=3).at(step)
+        found.append([((batch.targets != IGNORED).sum(1) + 1).tolist() for batch in batches])
+    return found
+
+
+def of_lengths(lengths: Any) -> Dataset:
+    """Return samples of the given lengths, at most 100 tokens."""
+    samples = [Example([1] * length, [1] * length) for length in lengths]
+    return Dataset(samples, byte_tokenizer(), facts=Facts("made here"), seq_len=100)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize(("micro", "dp_size"), [(1, 1), (1, 4), (3, 4), (4, 2), (6, 8), (48, 1)])
+def test_dealing_keeps_the_rows_of_a_step(micro: int, dp_size: int, pipelined: bool) -> None:
+    lengths = np.random.default_rng(0).integers(2, 100, 150)
+    dataset = of_lengths(lengths)
+    for step in (0, 2, 5):  # the last crosses an epoch
+        drawn = TrainBatches(dataset, plan_of(48, 1), seed=3).global_batch(step)
+        found = dealt(dataset, micro, dp_size, step, pipelined=pipelined)
+        assert {len(batches) for batches in found} == {48 // micro // dp_size}
+        rows = [length for batches in found for batch in batches for length in batch]
+        assert sorted(rows) == sorted(dataset.lengths[drawn].tolist())
+
+
+def test_ranks_of_a_micro_batch_have_rows_of_similar_cost() -> None:
+    """By hand: of 2, 3, ..., 49 tokens, 4 ranks and micro-batches of 2, the first micro-batch has the longest 8."""
+    found = dealt(of_lengths(range(2, 50)), 2, 4)
+    assert [batches[0] for batches in found] == [[49, 42], [48, 43], [47, 44], [46, 45]]
+    assert [batches[-1] for batches in found] == [[9, 2], [8, 3], [7, 4], [6, 5]]
+    alike = dealt(of_lengths(range(2, 50)), 2, 4, pipelined=True)
+    assert {sum(batch) for batches in alike for batch in batches} == {51}
+
+
+def test_packed_rows_and_mixtures_are_dealt_by_the_squares_of_their_documents() -> None:
+    generator = np.random.default_rng(1)
+    samples = of_lengths(np.minimum(np.exp(generator.normal(2.5, 1, 4000)).astype(int) + 1, 100))
+    packed = PackedDataset(samples, 100)
+    squares = np.array([sum(np.diff([0, *row.ends]) ** 2) for row in packed])
+    tokens = np.array([len(row.input_ids) for row in packed])
+    assert packed.costs == pytest.approx(squares + LINEAR_TOKENS * tokens)
+    assert MixtureDataset({"a": packed, "b": packed}, {"a": 1, "b": 1}).costs == pytest.approx(
+        np.concatenate([packed.costs, packed.costs])
+    )
+    plan = replace(plan_of(64, 4, 0, 4), deals=True)
+    line = TrainBatches(samples, plan, seed=0).balance
+    drawn, after = (float(re.search(rf"([\d.]+) x {text}", line)[1]) for text in ("as drawn", "the mean"))
+    assert 1 <= after < 1.1 < 1.3 < drawn
+    assert TrainBatches(samples, replace(plan, deals=False), seed=0).balance == ""
+    assert TrainBatches(numbered_samples(80), plan, seed=0).balance == ""  # lengths are unknown
+
+
+def test_rows_that_a_ramp_cuts_keep_their_order() -> None:
+    plan = BatchPlan(global_batch_size=48, micro_batch_size=1, dp_size=4, deals=True, length_ramp=((2, 8),))
+    dataset = of_lengths(range(1, 101))
+    for step, same in ((0, True), (3, False)):
+        rows = [len(batch.input_ids[0]) for batch in TrainBatches(dataset, plan, seed=3).at(step)]
+        drawn = TrainBatches(dataset, plan_of(48, 1, 0, 4), seed=3).at(step)
+        assert (rows == [min(8, len(batch.input_ids[0])) for batch in drawn]) == same

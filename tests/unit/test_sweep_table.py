@@ -396,3 +396,12 @@ def test_running_point_reports_its_progress(tmp_path: Path) -> None:
 )
 def test_state_combines_result_and_job_state(result: str | None, job: str, state: str) -> None:
     assert _state_with_job(result, job) == state
+
+
+def test_start_that_submitted_no_job_has_its_own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm commands: the state of an older job is unknown
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2"))
+    files.finish(0, job="14", record=PointRecord(1.0, 2, 1.0, "sbatch rejects it"))  # submitted again in vain
+    files.finish(1, job="15", record=PointRecord(1.0, 1, 1.0, "OSError: disk full"))
+    assert [(row.state, row.seconds) for row in files.rows()] == [("invalid", None), ("failed", None)]
+    assert exit_status(read_report(files.sweep)) == 1

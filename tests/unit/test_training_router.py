@@ -126,6 +126,12 @@ def test_compiled_layers_have_the_same_loss_and_gradients(monkeypatch: pytest.Mo
     assert step(compiled, loss) == pytest.approx(expected, rel=1e-6)
 
 
+def test_sums_of_a_step_begin_at_zero() -> None:
+    model = build("mixtral", torch.float32).train()
+    attached = training.attach_routers(model, cfg())
+    assert step(model, attached) == step(model, attached)
+
+
 def test_router_loss_has_no_host_sync() -> None:
     """On the meta device .item() raises."""
     with torch.device("meta"):

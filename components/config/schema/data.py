@@ -52,6 +52,13 @@ class BadRows(StrEnum):
     drop = "drop"
 
 
+class Balance(StrEnum):
+    """Places of a step's rows. auto: dealt to ranks and micro-batches by their cost; none: as they are drawn."""
+
+    auto = "auto"
+    none = "none"
+
+
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Keys of every kind. Samples are read and tokenized at the start; token ids are stored on disk or in memory."""
@@ -75,6 +82,11 @@ class DataConfig:
     pack: bool = False
     """Pack several samples into each row of seq_len tokens. Samples do not attend to each other, and batch sizes count
     rows. Preference pairs are packed into rows of 2 x seq_len tokens. Requires model.attention=sdpa or sdpa_flash."""
+    balance: Balance = Balance.auto
+    """Deal the rows of each step to ranks and micro-batches by their cost, the squared lengths of their documents plus
+    a term for their tokens, so that no rank waits long for another; none keeps the order in which rows are drawn. The
+    rows of a step, its loss and its gradient are the same. Rows of token stores and pairs of answers keep their order.
+    """
     cache: str | None = "~/.cache/meshbook"
     """Folder that stores tokenized samples, shared by processes and later runs; entries not read for 30 days are
     deleted. null: keep them in memory."""
