@@ -14,11 +14,13 @@ Every value is its code times the scale of its block, computed in float32 and ro
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from components.config.model_files import ModelFiles, Quantization, read_quantization
 from components.models.weights.shards import Index
@@ -136,47 +138,53 @@ class _DecodedTensors(SafetensorsTensors):
         if encoded.transposed:
             index = (*index[:-2], index[-1], index[-2])
         *lead, rows, columns = (slice(*each.indices(size)) for each, size in zip(index, encoded.shape, strict=True))
+        unit = math.lcm(encoded.block[1] if encoded.block[1] < encoded.shape[-1] else 1, self._width(encoded))
+        whole = slice(columns.start // unit * unit, min(-(-columns.stop // unit) * unit, encoded.shape[-1]))
+        wanted = slice(columns.start - whole.start, columns.stop - whole.start)
         sizes = [each.stop - each.start for each in (*lead, rows, columns)]
         decoded = torch.empty(sizes, dtype=torch.bfloat16)
         step = max(1, _DECODED_AT_ONCE * sizes[-2] // max(1, decoded.numel()))
         for start in range(rows.start, rows.stop, step):
             part = slice(start, min(start + step, rows.stop))
-            decoded[..., part.start - rows.start : part.stop - rows.start, :] = self._decode(
-                encoded, lead, part, columns
-            )
+            values = self._decode(encoded, lead, part, whole)
+            decoded[..., part.start - rows.start : part.stop - rows.start, :] = values[..., wanted]
         return decoded.mT.contiguous() if encoded.transposed else decoded
 
     def _decode(self, encoded: _Encoded, lead: list[slice], rows: slice, columns: slice) -> torch.Tensor:
-        """Return a block of the values of a weight in float32."""
-        codes, first = self._read_codes(encoded, lead, rows, columns)
+        """Return a block of the values of a weight in float32; `columns` are those of whole elements and blocks."""
+        count, width = columns.stop - columns.start, encoded.block[1]
+        values = self._codes(encoded, lead, rows, columns)[..., :count]  # (..., rows, columns)
+        scales = self._scales(encoded, lead, rows, columns)  # (..., rows, blocks)
+        if scales.shape[-1] == 1:
+            return values.mul_(scales)
+        if count % width == 0:
+            return values.unflatten(-1, (-1, width)).mul_(scales[..., None]).flatten(-2)
+        return values.mul_(scales.repeat_interleave(width, -1)[..., :count])
+
+    def _codes(self, encoded: _Encoded, lead: list[slice], rows: slice, columns: slice) -> torch.Tensor:
+        """Return what the codes of a block stand for without their scales, in float32."""
+        elements = slice(columns.start // self._width(encoded), -(-columns.stop // self._width(encoded)))
+        index: Index = (*lead, rows, elements)
+        if encoded.in_groups:
+            codes = super().read(encoded.codes, (*index, slice(0, self._stored[encoded.codes][-1]))).flatten(-2)
+        else:
+            codes = super().read(encoded.codes, index)
         if encoded.e2m1:
-            packed = codes.view(torch.uint8)
-            halves = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
-            values = torch.tensor(_E2M1)[halves.int()]  # (..., rows, columns)
-        elif encoded.per_element > 1:
+            levels = torch.tensor(_E2M1)
+            pairs = torch.cartesian_prod(levels, levels).flip(1)  # (256, 2), the low bits first
+            return F.embedding(codes.view(torch.uint8).int(), pairs).flatten(-2)
+        if encoded.per_element > 1:
             bits = 32 // encoded.per_element
             shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-            values = ((codes[..., None] >> shifts) & (2**bits - 1)).flatten(-2).float() - 2 ** (bits - 1)
-        else:
-            values = codes.float()
-        values = values[..., columns.start - first : columns.stop - first]
-        return values * self._scales(encoded, lead, rows, columns)
+            return ((codes[..., None] >> shifts) & (2**bits - 1)).flatten(-2).float() - 2 ** (bits - 1)
+        return codes.float()
 
-    def _read_codes(
-        self, encoded: _Encoded, lead: list[slice], rows: slice, columns: slice
-    ) -> tuple[torch.Tensor, int]:
-        """Return the stored elements that hold a block of codes, and the column of the first of them."""
-        width = encoded.per_element
-        if encoded.in_groups:
-            width *= self._stored[encoded.codes][-1]
-        elements = slice(columns.start // width, -(-columns.stop // width))
-        if not encoded.in_groups:
-            return super().read(encoded.codes, (*lead, rows, elements)), elements.start * width
-        whole = slice(0, self._stored[encoded.codes][-1])
-        return super().read(encoded.codes, (*lead, rows, elements, whole)).flatten(-2), elements.start * width
+    def _width(self, encoded: _Encoded) -> int:
+        """Return the number of codes in a stored element, or in a group of bytes."""
+        return encoded.per_element * (self._stored[encoded.codes][-1] if encoded.in_groups else 1)
 
     def _scales(self, encoded: _Encoded, lead: list[slice], rows: slice, columns: slice) -> torch.Tensor:
-        """Return the scales of a block's values in float32, (..., rows, columns) or broadcastable to it."""
+        """Return the scales of a block's values in float32, (..., rows, blocks)."""
         height, width = encoded.block
         stored = self._stored[encoded.scale]
         *_, all_rows, all_columns = encoded.shape
@@ -195,9 +203,7 @@ class _DecodedTensors(SafetensorsTensors):
             if second.numel() > 1:
                 second = second.view(*second.shape, *[1] * (scales.dim() - second.dim()))[tuple(lead)]
             scales = scales / second if encoded.divides else scales * second
-        row_of = torch.arange(rows.start, rows.stop) // height - of_rows.start
-        column_of = torch.arange(columns.start, columns.stop) // width - of_columns.start
-        return scales[..., row_of, :][..., column_of]
+        return scales[..., torch.arange(rows.start, rows.stop) // height - of_rows.start, :]
 
     def _find(self, name: str) -> tuple[str, _Encoded] | None:
         """Return the plain name of a stored tensor that holds codes, and its layout; None for other tensors.
