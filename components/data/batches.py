@@ -274,7 +274,7 @@ class TrainBatches:
         """Line about the places of rows in the next steps, for the banner; empty if they are not dealt."""
         if (costs := self._costs) is None or (plan := self._plan).dp_size == 1:
             return ""
-        steps = [costs[self.global_batch(step)] for step in range(self._step, self._step + _MEASURED_STEPS)]
+        steps = [costs(self.global_batch(step)) for step in range(self._step, self._step + _MEASURED_STEPS)]
         return describe_dealing(steps, plan.dp_size, plan.micro_batch_size, evenly=plan.pipelined)
 
     @property
@@ -347,7 +347,7 @@ class TrainBatches:
             count = rows // plan.dp_size
             return self._order.indices(sample + plan.dp_rank * count, count)
         indices = np.array(self._order.indices(sample, rows))
-        dealt = deal_rows(self._costs[indices], plan.dp_size, plan.micro_batch_size, evenly=plan.pipelined)
+        dealt = deal_rows(self._costs(indices), plan.dp_size, plan.micro_batch_size, evenly=plan.pipelined)
         return indices[dealt[plan.dp_rank].ravel()].tolist()
 
     def _from(self, sample: int, step: int) -> list[Batch]:

@@ -352,10 +352,10 @@ class Dataset(ItemSequence[Example]):
         """Length of each sample in tokens, (samples,) int64."""
         return self._tokens.stops - self._tokens.starts
 
-    @property
-    def costs(self) -> np.ndarray:
-        """Cost of each sample as a row, (samples,) float64; see `packing.deal_rows`."""
-        return self.lengths.astype(np.float64) * (self.lengths + LINEAR_TOKENS)
+    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the costs of samples as rows, (indices,) float64; see `packing.deal_rows`."""
+        lengths = (self._tokens.stops[indices] - self._tokens.starts[indices]).astype(np.float64)
+        return lengths * (lengths + LINEAR_TOKENS)
 
     @property
     def fingerprint(self) -> str:

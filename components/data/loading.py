@@ -33,7 +33,7 @@ from components.config.schema.data import (
 )
 from components.conversation import Prompt
 from components.data.cache import TokenizedSplit, tokenize
-from components.data.dataset import Dataset, Facts, ItemSequence, Tokens
+from components.data.dataset import LINEAR_TOKENS, Dataset, Facts, ItemSequence, Tokens
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.packing import BlockOrder, PackedDataset
 from components.data.sources.columns import AnswerConfig
@@ -188,11 +188,11 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
         part, row = self._place_of(index)
         return part[row]
 
-    @property
-    def costs(self) -> np.ndarray | None:
-        """Cost of each row, (rows,) float64; None if a source is a token store. See `packing.deal_rows`."""
-        parts = [part for part in self.parts.values() if not isinstance(part, TokenRows)]
-        return np.concatenate([part.costs for part in parts]) if len(parts) == len(self.parts) else None
+    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the costs of rows, (indices,) float64; those of token stores as if each held one document."""
+        whole = float(self.seq_len) * (self.seq_len + LINEAR_TOKENS)
+        places = [self._place_of(int(index)) for index in indices]
+        return np.array([whole if isinstance(part, TokenRows) else part.costs([row])[0] for part, row in places])
 
     @property
     def is_remote(self) -> bool:

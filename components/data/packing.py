@@ -225,11 +225,9 @@ class PackedDataset(ItemSequence[PackedRow]):
         digest.update(self._plan.starts.tobytes())
         return digest.hexdigest()
 
-    @property
-    def costs(self) -> np.ndarray:
-        """Cost of each row, (rows,) float64; see `deal_rows`."""
-        of_documents = self._samples.costs[self._plan.documents]
-        return np.add.reduceat(of_documents, self._plan.starts[:-1])
+    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the costs of rows, (indices,) float64; see `deal_rows`."""
+        return np.array([self._samples.costs(self._documents(index)).sum() for index in indices])
 
     def show(self, index: int) -> str:
         """Return the texts of a row's samples, separated by a line, with the spans that contribute to the loss in

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from components.checkpoint.replica_check import ReplicaCheck
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.json_collectives import all_gather_json
+from components.models.weights.shards import local_part
 from components.protocol.failures import CorruptRank
+from components.training.prepared import WeightAverage
 from components.watch.faults import _STEP_POINTS, flip_random_bit
 from tests.distributed.grid import cell
 from tests.distributed.tiny_runs import LAYERS, TinyRun, build, start
@@ -119,6 +121,22 @@ def test_the_ranks_that_are_compared_are_those_with_equal_bytes(name: str) -> No
         each: sorted(sets) for each, sets in expected.items()
     }
     assert any(expected.values()) == (name not in ("fsdp2", "fsdp2 cp", "fsdp2 ep"))
+
+
+def test_a_flipped_bit_of_the_averaged_weights_is_found() -> None:
+    def body(rank: int) -> str:
+        run, _ = started("tp pair")
+        average = WeightAverage(run.model, 0.9)
+        check = ReplicaCheck(run.mesh, run.model, run.optimizer, every=1, average=average.tensors)
+        check.compare(4)
+        norm = next(each for name, each in average.tensors.items() if name.endswith("norm.weight"))
+        if rank == 1:
+            local_part(norm).view(torch.int32)[0] ^= 1
+        with pytest.raises(CorruptRank) as caught:
+            check.compare(5)
+        return str(caught.value)
+
+    assert all("average/" in message for message in run_ranks(2, body))
 
 
 def is_replicated(tensor: torch.Tensor) -> bool:
