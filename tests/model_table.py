@@ -291,6 +291,7 @@ model card name the format. The planner counts decoded sizes.
 | `mxfp4` | 4-bit floats, a power of two per 32 | gpt-oss |
 | `fp8`, `fbgemm_fp8` | float8, a scale per block, row or matrix | DeepSeek, Qwen, GLM, MiniMax, Mistral |
 | `fp8` with `expert_dtype=fp4` | the same with powers of two; 4-bit floats for experts | DeepSeek V4 |
+| `mxfp8` | float8, a power of two per 32 | MiniMax M3 |
 | `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` | NVIDIA |
 | `compressed-tensors` | float8, MXFP8, MXFP4, NVFP4, integers of 4 and 8 bits | Red Hat, Kimi K2, Mistral |
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,9 +91,9 @@ def fp4_in_int8(rows: int, columns: int) -> Made:
     return Made(stored, e2m1(codes) * spread(powers(scales), (1, 32), rows, columns))
 
 
-def mxfp8(rows: int, columns: int) -> Made:
+def mxfp8(rows: int, columns: int, suffix: str = "_scale") -> Made:
     codes, scales = float8(rows, columns), exponents(*grid(rows, columns, (1, 32)))
-    return Made({"": codes, "_scale": scales}, codes.double() * spread(powers(scales), (1, 32), rows, columns))
+    return Made({"": codes, suffix: scales}, codes.double() * spread(powers(scales), (1, 32), rows, columns))
 
 
 def fp4_codes(rows: int, columns: int) -> torch.Tensor:
@@ -162,6 +163,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[int, int], Made]]] = {
     "fp8 tensor": ("mistral", {"quant_method": "fp8", "weight_block_size": None}, fp8_tensor),
     "fp8 and fp4": ("qwen3_moe", {"quant_method": "fp8", "weight_block_size": list(BLOCK)}, exponent_blocks),
     "mxfp8": ("qwen3", compressed("mxfp8-quantized", num_bits=8, type="float", group_size=32), mxfp8),
+    "mxfp8 alone": ("qwen3_moe", {"quant_method": "mxfp8", "ignored_layers": []}, partial(mxfp8, suffix="_scale_inv")),
     "nvfp4 modelopt": ("llama", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_modelopt),
     "nvfp4": ("qwen3_moe", compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), nvfp4_packed),
     "mxfp4 packed": (

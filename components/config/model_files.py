@@ -24,7 +24,7 @@ _SETTINGS = (
 """JSON files of a model's folder that hold an object."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys of a config.json that describe quantized weights."""
-_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp4")
+_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp4", "mxfp8")
 """Values of `quant_method` whose weights are read."""
 _ALGORITHMS = ("FP8", "NVFP4", "MIXED_PRECISION")
 """Values of ModelOpt's `quant_algo` whose weights are read."""

@@ -189,7 +189,7 @@ def test_unknown_formats_are_refused_by_name(description: Any, name: str, tmp_pa
     folder = folder_of(tmp_path, named(fp8_tensor(16, 16)), description)
     expected = (
         f"model.path={folder}: its weights are quantized in a format that is not read ({name}); give the same model in "
-        "bfloat16, or quantized by compressed-tensors, fbgemm_fp8, fp8, modelopt, mxfp4"
+        "bfloat16, or quantized by compressed-tensors, fbgemm_fp8, fp8, modelopt, mxfp4, mxfp8"
     )
     assert check_weights(str(folder)) == [expected]
     if isinstance(description, dict):  # transformers cannot read the config otherwise
