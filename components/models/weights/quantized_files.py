@@ -36,7 +36,9 @@ _ACTIVATIONS = re.compile(
 """Scales of activations and of key-value caches, which training does not use."""
 _SCALES = re.compile(r"(_scale_inv|_scale|_scale_2|_global_scale|_scales|\.scale|\.qscale_weight)$")
 _CODES = ("U8", "F8_E4M3")
+"""Dtypes of ModelOpt's codes, as safetensors calls them."""
 _EXPONENTS = ("U8", "F8_E8M0")
+"""Dtypes of scales that are exponents of two."""
 _DECODED_AT_ONCE = 2**24
 """Approximate number of values that are decoded at a time: a matrix of 18,432 x 7,168 would take 0.5 GB in float32."""
 
@@ -106,7 +108,7 @@ class _DecodedTensors(SafetensorsTensors):
         self._stored = self._shapes
         self._encoded: dict[str, _Encoded] = {}
         used: set[str] = {name for name in self._stored if _ACTIVATIONS.search(name)}
-        for name in self._stored.keys() - used:
+        for name in sorted(self._stored.keys() - used):
             if (match := self._find(name)) is not None:
                 plain, encoded = match
                 self._encoded[plain] = encoded
@@ -211,7 +213,7 @@ class _DecodedTensors(SafetensorsTensors):
         Raises ConfigError if its scales are missing or do not belong to it.
         """
         dtype, shape = self._dtypes[name], self._stored[name]
-        if _SCALES.search(name):
+        if _SCALES.search(name) or len(shape) < 2:
             return None
         if name.endswith("_blocks") and dtype == "U8" and len(shape) == 4:
             plain = name.removesuffix("_blocks")
