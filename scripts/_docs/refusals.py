@@ -18,7 +18,7 @@ from scripts._docs.markdown import NOTE, ROOT, cell, code, table
 
 GROUPS = (
     ("The command line", ("config/compose",)),
-    ("Keys of one section", ("config/schema",)),
+    ("Keys of one section", ("config/schema", "protocol/errors")),
     ("Several sections, the mesh and the model", ("config", "protocol/secrets")),
     (
         "This machine, the run directory and sweeps",
@@ -39,8 +39,8 @@ GROUPS = (
     ),
 )
 """Heading of the page -> folders below components/ whose messages it lists."""
-WITHOUT_RAISE = ("config",)
-"""Top folder whose functions return messages; elsewhere they must be raised, or returned by a function of problems."""
+WITHOUT_RAISE = ("config", "config/compose", "config/schema", "protocol/errors")
+"""Folders whose functions return messages; elsewhere they must be raised, or returned by a function of problems."""
 ERRORS = ("ConfigError", "RunDirectoryInUse", "CheckpointError")
 RANGES = {
     "at_least": "must be at least {}",
@@ -86,7 +86,7 @@ def refusals(folder: str) -> list[Refusal]:
     found = [
         Refusal(template, str(file.relative_to(ROOT)))
         for file in files
-        for template in _templates(_parsed(file), everywhere=folder.split("/")[0] in WITHOUT_RAISE)
+        for template in _templates(_parsed(file), everywhere=folder in WITHOUT_RAISE)
     ]
     return list(dict.fromkeys(found))
 
