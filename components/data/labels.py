@@ -70,6 +70,10 @@ class LabeledTexts(Dataset):
         """Largest possible length of each sample in tokens, (samples,) int64; pad tokens at its end are left out."""
         return self._texts.lengths
 
+    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the costs of samples as rows, (indices,) float64."""
+        return self._texts.costs(indices)
+
     @property
     def fingerprint(self) -> str:
         """Hash of all token ids and labels."""
