@@ -382,7 +382,9 @@ def qat_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshS
 def router_problems(model: ModelConfig, shape: ModelShape, *, adapts: bool) -> list[str]:
     """Reject a change of routers' biases where there are none, or where they are frozen."""
     key, problems = f"model.router_bias_rate={model.router_bias_rate:g}", []
-    if model.router_bias_rate and (shape.experts == 0 or shape.family in _UNBIASED_ROUTERS):
+    if model.router_bias_rate and shape.experts == 0:
+        problems.append(f"{key}: balances the experts of a mixture, and {shape.family} has none; set it to 0")
+    elif model.router_bias_rate and shape.family in _UNBIASED_ROUTERS:
         problems.append(no_router_bias(model.router_bias_rate, str(shape.family)))
     if model.router_bias_rate and adapts:
         problems.append(f"{key}: the weights under adapters are frozen, and so are biases; set it to 0, or peft=none")

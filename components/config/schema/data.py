@@ -449,6 +449,10 @@ class MixtureDataConfig(DataConfig):
             f"{key}.cache={value}: all sources share the cache of the mixture; set data.cache instead"
             for _, value in _changed(source, ["cache"])
         ]
+        problems += [
+            f"{key}.balance={value}: rows of all sources are dealt together; set data.balance instead"
+            for _, value in _changed(source, ["balance"])
+        ]
         paths = (source.path, source.eval_path) if isinstance(source, RowsDataConfig | TokensDataConfig) else ()
         problems += [
             f"data.cache=null: objects of {path}, which {key} reads, are copied to it; set data.cache to a folder"
