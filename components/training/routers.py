@@ -162,10 +162,9 @@ class Routers:
         """
         if self.loads is None:
             return numbers
-        if self.expects:
+        if self.expects and self.loads.metrics:  # all ranks still sum the counts: others may have received them
             logger.warning("the loads of experts are unknown: the model passes no keyword arguments to its layers")
-            self.loads = None
-            return numbers
+            self.loads.metrics = ()
         metrics = self.loads.end_step(loads, numbers["skipped"])
         return StepNumbers(torch.cat([numbers.vector, metrics]), (*numbers.names, *self.loads.metrics))
 
