@@ -169,16 +169,17 @@ def _refused_formats(values: Any) -> Iterator[str]:
     if values["quant_method"] != "compressed-tensors":
         return
     groups = [each for each in _groups(values) if isinstance(each.get("weights"), dict)]
-    formats = {each.get("format") for each in (*groups, values)} - {None, "dense", "mixed-precision"}
-    yield from (f"compressed-tensors {each}" for each in sorted(map(str, formats)) if each not in _FORMATS)
+    formats = {str(each.get("format") or "dense") for each in (*groups, values)} - {"dense", "mixed-precision"}
+    yield from (f"compressed-tensors {each}" for each in sorted(formats) if each not in _FORMATS)
     if any(each["weights"].get("symmetric") is False for each in groups):
         yield "compressed-tensors with zero points"
     if any(each["weights"].get("actorder") in ("group", True) for each in groups):
         yield "compressed-tensors with groups in the order of activations"
     if values.get("transform_config"):
         yield "compressed-tensors with transforms of activations"
-    if (values.get("sparsity_config") or {}).get("format") not in (None, "dense"):
-        yield f"compressed-tensors {values['sparsity_config']['format']}"
+    sparsity = values.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
+        yield f"compressed-tensors {sparsity['format']}"
 
 
 def _groups(values: Mapping[str, Any]) -> list[dict[str, Any]]:

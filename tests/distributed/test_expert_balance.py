@@ -84,6 +84,7 @@ def reference(model: nn.Module) -> tuple[list[dict[str, float]], dict[str, torch
         optimizer.step()
         optimizer.zero_grad()
         worst, dead, entropy = 0.0, 0, []
+        tokens = sum(int(each.sum()) for each in counts.values())
         for name, bias in biases_of(model, experts).items():
             load = counts[name].double()
             bias += RATE * torch.sign(load.mean() - load).view(bias.shape)
@@ -91,7 +92,8 @@ def reference(model: nn.Module) -> tuple[list[dict[str, float]], dict[str, torch
             share = (load / load.sum()).clamp(min=1e-300)
             entropy.append(float(-(share * share.log()).sum() / math.log(4)))
             counts[name].zero_()
-        metrics.append({"expert_load": worst, "dead_experts": dead, "expert_entropy": sum(entropy) / len(entropy)})
+        measured = {"expert_load": worst, "dead_experts": dead, "expert_entropy": sum(entropy) / len(entropy)}
+        metrics.append({**measured, "tokens": tokens})
     return metrics, biases(model)
 
 
@@ -115,6 +117,14 @@ def on_mesh(case: Case, built: nn.Module) -> tuple[list[dict[str, float]], dict[
     layout = distributed.parallelize(model, mesh, config, torch.float64, anatomy)
     cfg = ModelConfig(path="made here", router_aux=RouterAux.none, router_bias_rate=RATE)
     attached = training.attach_routers(model, cfg, mesh, anatomy, ExpertLoads.summary)
+    assert attached is not None
+    end_step, tokens = attached.end_step, list[float]()  # tokens of all experts in each step
+
+    def recorded(numbers: training.StepNumbers, loads: torch.Tensor) -> training.StepNumbers:
+        tokens.append(float(loads.sum()))
+        return end_step(numbers, loads)
+
+    attached.end_step = recorded  # type: ignore[method-assign]
     models.checkpoint_activations(model, config.activation_checkpointing)
     called = distributed.wrap_replicas(model, mesh, config, layout)
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05, foreach=False)
@@ -130,7 +140,8 @@ def on_mesh(case: Case, built: nn.Module) -> tuple[list[dict[str, float]], dict[
         numbers = training.train_step(
             training.Prepared(model, settings, called), micro_batches(case, mesh, step), optimizer
         )
-        metrics.append({name: float(numbers[name]) for name in ("expert_load", "dead_experts", "expert_entropy")})
+        names = ("expert_load", "dead_experts", "expert_entropy")
+        metrics.append({**{name: float(numbers[name]) for name in names}, "tokens": tokens[-1]})
         losses.append(float(numbers["loss"]))
     return metrics, biases(model), losses
 
@@ -164,13 +175,16 @@ def test_biases_and_metrics_equal_those_of_one_process(name: str, world: int) ->
     assert not problems, "\n".join(problems[:6])
 
 
-def test_counts_of_recomputation_or_of_all_tp_ranks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: a sum over all ranks that counts tp ranks twice, and a count of padding."""
+def test_wrong_counts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: tokens of one dp rank counted twice, those of all tp ranks, and padding."""
     with monkeypatch.context() as patch:
         patch.setattr(
             routers.Routers, "step_loads", lambda self: self.loads.counts.flatten() * (1 + self._mesh.rank("dp"))
         )
         assert deviations(2, "minimax_m2")
+    with monkeypatch.context() as patch:
+        patch.setattr(routers.Routers, "step_loads", lambda self: self.loads.counts.flatten())
+        assert any("tokens" in line for line in deviations(2, "minimax_m2"))
     plain_count = routers._Loads.count
     monkeypatch.setattr(routers._Loads, "count", lambda self, args, of, sink: plain_count(self, args, of * 0, sink))
     assert deviations(1, "minimax_m2")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from components import models, training
 from components.batch import Batch
 from components.checkpoint.tensors import model_tensors
+from components.config.compute_rules import _UNBIASED_ROUTERS
 from components.config.schema.model import ModelConfig, RouterAux
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.run import ExpertLoads
 from components.models.weights.weight_sources import saved_tensors
 from components.presentation import expert_figure, save_figure
 from components.protocol.errors import ConfigError
+from components.training.routers import _BIASES
 from tests.distributed.parity import MOE_MODELS, SMALL, build
 from tests.unit.test_training_router import CPU, batches
 
@@ -155,3 +160,11 @@ def test_picture_of_the_loads(tmp_path: Path) -> None:
     assert [label.get_text() for label in figure.axes[2].get_yticklabels()] == ["1", "10"]
     assert (tmp_path / "experts.png").stat().st_size > 10_000
     assert len(expert_figure([lines[0]], "one step").axes) == 4
+
+
+@pytest.mark.parametrize("family", sorted(_UNBIASED_ROUTERS))
+def test_families_that_the_launcher_rejects_have_no_bias(family: str) -> None:
+    source = importlib.util.find_spec(CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_"))
+    assert source is not None
+    text = Path(str(source.origin)).read_text()
+    assert not any(re.search(rf"\b{name}\b", text) for name in _BIASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,13 @@ def test_modelopt_files_without_a_description_in_config_json(tmp_path: Path) -> 
     model = filled(ModelConfig(path=str(folder), dtype=DType.bfloat16))
     expected = reference(plain, torch.bfloat16).state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    for text, message in (
+        ('{"quantization": {"quant_algo": "W4A8_AWQ"}}', r"\(modelopt W4A8_AWQ\)"),
+        ("[]", "does not"),
+    ):
+        (folder / "hf_quant_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            open_safetensors(locate(str(folder)), None)
 
 
 def change(stored: dict[str, torch.Tensor], problem: str) -> dict[str, torch.Tensor]:
@@ -153,6 +161,29 @@ def test_damaged_scales_are_named(problem: str, message: str, tmp_path: Path) ->
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "lost"), [("nvfp4 modelopt", "_scale_2"), ("nvfp4", "weight_global_scale"), ("mxfp4", "_scales")]
+)
+def test_a_missing_scale_of_codes_of_four_bits_is_named(name: str, lost: str, tmp_path: Path) -> None:
+    folder, _ = quantized_folders(tmp_path, name)
+    files = load_file(folder / "model.safetensors")
+    gone = min(key for key in files if key.endswith(lost))
+    save_file({key: each for key, each in files.items() if key != gone}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"lack its scales, {re.escape(gone)}; download"):
+        open_safetensors(locate(str(folder)), None)
+
+
+def test_other_scales_of_bytes_are_rejected(tmp_path: Path) -> None:
+    """Integers of 4 bits have scales in other dtypes; a transposed grid has as many values."""
+    stored = named(FORMATS["nvfp4 modelopt"][2](32, 64))
+    wrong = {**stored, "x.weight_scale": stored["x.weight_scale"].float()}
+    with pytest.raises(ConfigError, match="x.weight has scales of dtype F32, a format that is not read"):
+        open_safetensors(locate(str(folder_of(tmp_path, wrong, {"quant_method": "modelopt"}))), None)
+    wrong = {**stored, "x.weight_scale": stored["x.weight_scale"].T.contiguous()}
+    with pytest.raises(ConfigError, match=r"x.weight_scale is \(4, 32\), which does not fit x.weight"):
+        open_safetensors(locate(str(folder_of(tmp_path, wrong, {"quant_method": "modelopt"}))), None)
+
+
 def test_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
     folder, _ = quantized_folders(tmp_path, "mxfp8")
     files = load_file(folder / "model.safetensors")
@@ -166,6 +197,7 @@ REFUSED = [
     ({"quant_method": "gptq", "bits": 4}, "gptq"),
     ({"quant_method": "awq"}, "awq"),
     ({"bits": 4}, "an unnamed method"),
+    ({"quant_method": "compressed-tensors", "format": [1], "sparsity_config": 2}, "compressed-tensors [1]"),
     ([1], "[1]"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors marlin-24"),

@@ -26,6 +26,7 @@ from components.config.model_files import ModelFiles, Quantization, read_quantiz
 from components.models.weights.shards import Index
 from components.models.weights.weight_sources import SafetensorsTensors, find_file, find_safetensors
 from components.protocol.errors import ConfigError
+from components.protocol.safe_parsing import load_json
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the codes of four bits."""
@@ -82,10 +83,22 @@ def open_safetensors(files: ModelFiles, revision: str | None, *, download: bool 
         stored = SafetensorsTensors(paths)
         has_codes = any(dtype in _CODES for dtype in stored.dtypes().values())
         # Earlier versions of ModelOpt described weights in a file of their own only.
-        if not has_codes or find_file(files, "hf_quant_config.json", revision, download=download) is None:
+        described = find_file(files, "hf_quant_config.json", revision, download=download) if has_codes else None
+        if described is None:
             return stored
-        quantization = Quantization("modelopt")
+        quantization = _read_description(described)
     return _DecodedTensors(paths, quantization)
+
+
+def _read_description(file: Path) -> Quantization:
+    """Return the format in a file of ModelOpt. Raises ConfigError if it is damaged or the format is not read."""
+    try:
+        stated = load_json(file)["quantization"]
+        values = {"quant_method": "modelopt", "quant_algo": stated["quant_algo"]}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{file}: does not describe quantized weights: {error!r}; download it again") from error
+    quantization = read_quantization({"quantization_config": values}, str(file))
+    return quantization or Quantization("modelopt")
 
 
 def quantization_of(files: ModelFiles, revision: str | None) -> Quantization | None:
@@ -239,7 +252,7 @@ class _DecodedTensors(SafetensorsTensors):
         *lead, rows, columns = self._stored[name]
         dtype = self._dtypes[name]
         if dtype == "U8" or (dtype == "I8" and self._quantization.method == "fp8"):
-            second = f"{name}_scale_2" if f"{name}_scale_2" in self._stored else None
+            second = self._second(name, scale, f"{name}_scale_2")
             shape = (*lead, rows, 2 * columns)
             return self._checked(_Encoded(name, scale, shape, self._group(scale, shape[-1]), 2, True, second))
         return self._checked(_Encoded(name, scale, self._stored[name], self._block(name, scale)))
@@ -255,7 +268,7 @@ class _DecodedTensors(SafetensorsTensors):
                     "bfloat16"
                 )
         if self._dtypes[name] == "U8":
-            second = f"{plain}_global_scale" if f"{plain}_global_scale" in self._stored else None
+            second = self._second(name, scale, f"{plain}_global_scale")
             shape = (*lead, rows, 2 * columns)
             group = self._group(scale, shape[-1])
             return self._checked(_Encoded(name, scale, shape, group, 2, True, second, divides=True))
@@ -276,6 +289,18 @@ class _DecodedTensors(SafetensorsTensors):
                 f"{other}; download the model again"
             )
         return other
+
+    def _second(self, name: str, scale: str, other: str) -> str | None:
+        """Return the name of the scale of E2M1 codes' scales, which float8 scales have and exponents have not."""
+        dtype = self._dtypes[scale]
+        if dtype in _EXPONENTS:
+            return None
+        if dtype != "F8_E4M3":
+            raise ConfigError(
+                f"{self._path_of[name]}: {name} has scales of dtype {dtype}, a format that is not read; give the model "
+                "in bfloat16"
+            )
+        return self._required(name, other)
 
     def _group(self, scale: str, columns: int) -> tuple[int, int]:
         """Return the block of E2M1 codes: a part of a row, of the size of the format or of one in config.json."""
@@ -306,10 +331,11 @@ class _DecodedTensors(SafetensorsTensors):
         )
 
     def _checked(self, encoded: _Encoded) -> _Encoded:
-        """Return a layout. Raises ConfigError if the number of its scales is not that of its blocks."""
+        """Return a layout. Raises ConfigError if the shape of its scales is not that of its blocks."""
         *lead, rows, columns = encoded.shape
         (height, width), stored = encoded.block, self._stored[encoded.scale]
-        if torch.Size(stored).numel() != torch.Size((*lead, -(-rows // height), -(-columns // width))).numel():
+        expected = (*lead, -(-rows // height), -(-columns // width))
+        if [size for size in stored if size != 1] != [size for size in expected if size != 1]:
             raise ConfigError(
                 f"{self._path_of[encoded.scale]}: {encoded.scale} is {tuple(stored)}, which does not fit "
                 f"{encoded.codes}, {encoded.shape}, in blocks of {height} x {width}; download the model again"
