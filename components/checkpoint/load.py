@@ -252,8 +252,10 @@ def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = F
     check_base_weights(path, fingerprint, base_fingerprint(model))
     averages: Tensors = {}
     if averaged:
+        has_average = any(name.startswith(AVERAGE) for name in stored.by_name)
         for name, each in parameters.items():
-            if each.requires_grad:
+            # The run may have frozen some of them (training.freeze): their weights are their averages.
+            if each.requires_grad and not (has_average and AVERAGE + name.removeprefix(MODEL) not in stored.by_name):
                 dtype = torch.promote_types(each.dtype, torch.float32)
                 averages[AVERAGE + name.removeprefix(MODEL)] = torch.zeros_like(each, dtype=dtype, requires_grad=False)
         _check_average(path, averages, stored.by_name)

@@ -91,6 +91,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         for number, (_, length) in enumerate(training.length_ramp):
             problems += row_problems(f"training.seq_len_ramp[{number}].seq_len", length, parallelism, mesh)
         problems += _ramp_problems(training, cfg.data)
+        problems += _frozen_problems(training, peft)
     if evaluation is not None:
         problems += row_problems("evaluation.seq_len", evaluation.seq_len, parallelism, mesh)
         if peft is not None:
@@ -216,6 +217,18 @@ def _ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
         f"from their prompts under data.kind={source.kind}; use data=text or data=tokens, or remove the ramp"
         for source in sources
         if not isinstance(source, TextDataConfig | TokensDataConfig)
+    ]
+
+
+def _frozen_problems(training: TrainingConfig, peft: PeftConfig | None) -> list[str]:
+    """Reject a choice of trained parameters beside adapters, under which all weights are frozen."""
+    if peft is None or not peft.adapts:
+        return []
+    return [
+        f"training.{name}={patterns}: peft.method={peft.method} freezes every weight of the model; choose what it "
+        "trains by peft.targets and peft.modules_to_save, or set peft=none"
+        for name, patterns in (("trainable", training.trainable), ("freeze", training.freeze))
+        if patterns
     ]
 
 

@@ -293,14 +293,15 @@ def _forward(
 def _reject_idle_stages(layers: list[nn.Module], ranges: list[range]) -> None:
     """Raise ConfigError for a stage without trainable parameters, whose backward would fail.
 
-    Happens with adapters on few layers.
+    Happens with adapters on few layers, or with training.freeze.
     """
     trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
     idle = [stage for stage, indices in enumerate(ranges) if not any(trained[index] for index in indices)]
     if idle:
         raise ConfigError(
-            f"parallelism.pp: no layer of pipeline stage {idle[0]} has an adapter, so it has nothing to train; set "
-            "peft.targets=[all-linear], or a smaller parallelism.pp"
+            f"parallelism.pp: no layer of pipeline stage {idle[0]} is trained or has an adapter, so that its backward "
+            "computes nothing; set a smaller parallelism.pp, or train more: training.freeze=[], or "
+            "peft.targets=[all-linear]"
         )
 
 

@@ -8,7 +8,7 @@ classifier.py          TokenScores: a score head instead of the LM head
 lora.py                add_adapters, operations on all adapters of a model, and LoRA on the fused matrices of experts
 lora_linear.py         LoRA, DoRA and QLoRA on linear layers, and the matmuls of an adapter's factors
 quantization.py        linear layers that compute in float8 or with fake-quantized weights, and 4-bit weights (NF4)
-layers.py              decoder_layers, count_parameters, meta_copy; full and selective activation checkpointing
+layers.py              decoder_layers, select_trained, meta_copy; full and selective activation checkpointing
 activation_offload.py  saved activations in host memory
 fused_layers.py        fuse_layers: norms, rotary embeddings and SwiGLUs in fewer kernels
 triton_kernels.py      kernels of SwiGLU and of NF4's unpacking, imported on a GPU only
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         checkpoint_activations,
         count_parameters,
         decoder_layers,
+        select_trained,
     )
     from components.models.lora import adapters_off, add_adapters
     from components.models.tokenizer import load_tokenizer

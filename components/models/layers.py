@@ -1,4 +1,4 @@
-"""Decoder layers of a model: finding them, activation checkpointing, parameter counts; and copies without memory.
+"""Decoder layers of a model: finding them, activation checkpointing; trained parameters; and copies without memory.
 
 Under pipeline parallelism, placeholders without parameters replace the layers of other stages. They keep their index in
 the list and are left unchanged.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.training import TrainingConfig
 from components.json_collectives import all_gather_json
 from components.models.anatomy import Anatomy, ParameterCounts, kept_in_float32, read_anatomy, transformers_class
 from components.models.lora import quantized_layers
 from components.models.weights.shards import local_part
+from components.models.weights.weight_sources import tied_names
+from components.protocol.errors import raise_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +78,54 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
         packed=sum(size for size, _, is_packed in by_name.values() if is_packed),
         local_bytes=sum(shard.numel() * shard.element_size() for shard in shards),
     )
+
+
+def select_trained(model: nn.Module, training: TrainingConfig, groups: Sequence[dict[str, Any]] = ()) -> None:
+    """Freeze what training.trainable and training.freeze leave out, in place.
+
+    Call it before the model is sharded, when every rank has all names. A tied parameter has its first name only.
+
+    Args:
+        groups: optimizer.groups, each of which must match a trained parameter that no earlier one matches.
+
+    Raises ConfigError for a regular expression that matches no parameter, or if nothing is left to train.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = _found(trained, training.trainable or [""])
+    problems = _unmatched(model, "training.trainable", training.trainable, trained)
+    problems += _unmatched(model, "training.freeze", training.freeze, kept)
+    frozen = set(_found(kept, training.freeze))
+    kept = [name for name in kept if name not in frozen]
+    if trained and not kept and not problems:
+        problems.append(
+            f"training.freeze={training.freeze}: freezes all that training.trainable={training.trainable} selects, so "
+            "that nothing is trained; freeze fewer"
+        )
+    rest = kept
+    for number, match in enumerate(str(group["match"]) for group in groups):
+        problems += _unmatched(model, f"optimizer.groups[{number}].match", [match], rest) if not problems else []
+        rest = [name for name in rest if not re.search(match, name)]
+    raise_all(problems)
+    for name in trained.keys() - set(kept):
+        trained[name].requires_grad_(False)
+
+
+def _found(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _unmatched(model: nn.Module, key: str, patterns: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return a problem for each regular expression that is found in none of the names."""
+    problems = []
+    for pattern in patterns:
+        if _found(names, [pattern]):
+            continue
+        others = [f"{name} is tied to {first}, whose name counts" for name, first in tied_names(model).items()]
+        others += [f"{name} is frozen, or matched before" for name, _ in model.named_parameters()]
+        reason = next(iter(_found(others, [pattern])), "no trained parameter has such a name")
+        kinds = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "N", name) for name in names)
+        problems.append(f"{key}={pattern}: {reason}; match some of {', '.join(kinds)}")
+    return problems
 
 
 def decoder_layers(model: nn.Module, anatomy: Anatomy | None = None) -> list[nn.Module]:

@@ -248,6 +248,7 @@ def _reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fo
     def curve_of(autocast: torch.dtype | None) -> Curve:
         model = models.build_on_meta(cfg.model, len(tokenizer)).eval()
         models.add_adapters(model, cfg.peft, exports=False)
+        models.select_trained(model, cfg.training, cfg.optimizer.groups)
         model.set_attn_implementation(str(cfg.model.attention))  # transformers' attention with its masks
         if comparison.dtype == "float64":
             compute_in_float64(model)

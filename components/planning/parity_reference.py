@@ -6,6 +6,7 @@ the number of targets, and uses torch's own gradient clipping and unfused AdamW.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -59,9 +60,13 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
     curve, config = Curve(), settings.optimizer
     device = next(model.parameters()).device
     vectors = vector_parameters(model)
-    decayed = [p for p in model.parameters() if p not in vectors]
-    not_decayed = [p for p in model.parameters() if p in vectors]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups: list[dict[str, Any]] = []
+    for name, parameter in trained.items():
+        group = {"lr": config.lr, "weight_decay": 0.0 if parameter in vectors else config.weight_decay}
+        matching = [rule for rule in config.groups if re.search(rule["match"], name)]
+        group |= {key: value for key, value in (matching[0] if matching else {}).items() if key != "match"}
+        groups.append({"params": [parameter], "scale": group["lr"] / config.lr, **group})
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, foreach=False
     )
@@ -92,9 +97,11 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
         curve.losses.append(total / count)
         curve.norms.append(float(norm))
         if settings.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.max_grad_norm, norm.to(decayed[0].dtype))
+            torch.nn.utils.clip_grads_with_norm_(
+                model.parameters(), settings.max_grad_norm, norm.to(groups[0]["params"][0].dtype)
+            )
         for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate(config, step, settings.max_steps)
+            group["lr"] = group["scale"] * training.learning_rate(config, step, settings.max_steps)
         optimizer.step()
     return curve
 

@@ -7,6 +7,8 @@ message, or an empty list. Non-finite values (inf, nan, 1e400) fail every check.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +67,19 @@ def above(key: str, value: float, bound: float) -> list[str]:
 def within(key: str, value: float, low: float, high: float) -> list[str]:
     """Require `low` <= `value` <= `high`."""
     return [] if low <= value <= high else [f"{key}={value}: must lie between {low:g} and {high:g}"]
+
+
+def pattern_problems(key: str, patterns: Sequence[str]) -> list[str]:
+    """Require regular expressions that compile, each once; an empty one would match everything."""
+    problems = []
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"{key}={pattern}: must be a regular expression ({error}); correct it")
+    if "" in patterns or len(set(patterns)) < len(patterns):
+        problems.append(f"{key}={list(patterns)}: must hold different expressions, none of them empty; correct it")
+    return problems
 
 
 def own_kind(section: str, cfg: Any) -> list[str]:

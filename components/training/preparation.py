@@ -26,6 +26,7 @@ from components.config.schema.objective import (
     RewardConfig,
     ScoreConfig,
 )
+from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.recipes import (
     EvaluateConfig,
@@ -107,6 +108,9 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
     """
     mesh, device, training = run.mesh, run.device, _sizes_in_rows(cfg)
     trains = training is not None
+    if training is not None:
+        optimizer = section(cfg, OptimizerConfig)
+        models.select_trained(model, training, [] if optimizer is None else optimizer.groups)
     dtype, dtype_note = compute_dtype(cfg.model, device, adapts=_adapters(cfg).adapts)
     flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
     recompute, grad_sync, parallelism, on_gpu = None, None, cfg.parallelism, device.type == "cuda"

@@ -33,8 +33,9 @@ from tests.suites import PARITY
 
 CPU = torch.device("cpu")
 STEPS = 4
+GROUPS = [{"match": "mlp", "lr": 5e-3, "weight_decay": 0.3}, {"match": "norm|ln_", "lr": 1e-3, "weight_decay": 0.2}]
 CONFIG = MuonConfig(
-    lr=2e-3, adamw_lr=5e-3, weight_decay=0.1, momentum=0.9, ns_dtype=NewtonSchulzDtype.float64, eps=1e-5
+    lr=2e-3, adamw_lr=5e-3, weight_decay=0.1, momentum=0.9, ns_dtype=NewtonSchulzDtype.float64, eps=1e-5, groups=GROUPS
 )
 """With a large eps: the gradients of key biases are zero but for rounding, which AdamW would amplify."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -86,6 +87,11 @@ def zeropower(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.T if gradient.size(0) > gradient.size(1) else x
 
 
+def rates(name: str, lr: float, decay: float) -> tuple[float, float]:
+    """Learning rate and weight decay of a parameter under GROUPS."""
+    return (5e-3, 0.3) if "mlp" in name else (1e-3, 0.2) if "norm" in name or "ln_" in name else (lr, decay)
+
+
 class PlainMuon:
     """Muon on unsharded parameters, one matrix after the other."""
 
@@ -100,14 +106,15 @@ class PlainMuon:
             gradient, momentum = parameter.grad, self.momentum[name]
             momentum.lerp_(gradient, 1 - cfg.momentum)
             update = gradient.lerp(momentum, cfg.momentum)
-            parameter.mul_(1 - cfg.lr * cfg.weight_decay)
+            lr, decay = rates(name, cfg.lr, cfg.weight_decay)
+            parameter.mul_(1 - lr * decay)
             for target, direction in zip(matrices(name, parameter), matrices(name, update), strict=True):
                 flat = direction.reshape(-1, direction.shape[-1])
                 rows, columns = flat.shape
                 scale = 0.2 * math.sqrt(max(rows, columns))
                 if cfg.scale is MatrixScale.shape:
                     scale = math.sqrt(max(1, rows / columns))
-                target.add_(zeropower(flat, dtype).view(direction.shape), alpha=-cfg.lr * scale)
+                target.add_(zeropower(flat, dtype).view(direction.shape), alpha=-lr * scale)
 
 
 def expected(plain: Any, cfg: MuonConfig) -> dict[str, torch.Tensor]:
@@ -116,10 +123,10 @@ def expected(plain: Any, cfg: MuonConfig) -> dict[str, torch.Tensor]:
     named = list(model.named_parameters())
     muon = PlainMuon([(n, p) for n, p in named if is_matrix(n, p)], cfg)
     others = [(n, p) for n, p in named if not is_matrix(n, p)]
-    groups = [
-        {"params": [p for _, p in others if p.dim() >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for _, p in others if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    groups = []
+    for name, parameter in others:
+        lr, decay = rates(name, cfg.adamw_lr, cfg.weight_decay if parameter.dim() >= 2 else 0.0)
+        groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
     adamw = torch.optim.AdamW(groups, lr=cfg.adamw_lr, betas=(0.9, 0.95), eps=cfg.eps)
     for step in range(STEPS):
         samples = samples_of_step(step)

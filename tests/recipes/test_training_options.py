@@ -95,6 +95,40 @@ def test_run_resumed_within_the_ramp_on_another_mesh_equals_an_uninterrupted_one
         assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-4)
 
 
+def test_run_with_frozen_weights_and_rates_by_name_resumes_on_another_mesh(texts: Bench) -> None:
+    chosen = (
+        *(*TEXTS, "training.max_steps=4", "checkpoint.every=2", "training.micro_batch_size=2"),
+        *("model.dtype=float64", "model.compute_dtype=float64"),
+        *("training.freeze=[embed_tokens,'layers.0.*mlp']", "optimizer.groups=[{match:norm,lr:1e-2,weight_decay:1}]"),
+        *("checkpoint.export=true", "training.ema_decay=0.5", "optimizer.lr=1e-3"),
+    )
+    texts.copy("finetune.py")
+    whole = texts.complete(*chosen, SINGLE, "run.dir=whole")
+    assert "of them trained (" in whole.output
+    texts.copy("finetune.py", EXIT_AFTER_SAVE)
+    assert texts.run(*chosen, SINGLE, "run.dir=again").status == 9
+    texts.copy("finetune.py")
+    texts.complete(*chosen, "parallelism=fsdp2", TWO, "run.dir=again")
+    expected, found = texts.lines("whole", "grad_norm"), texts.lines("again", "grad_norm")
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-9)
+
+    texts.complete(*TEXTS, "training.max_steps=1", "run.dir=start", "optimizer.lr=1e-30", "checkpoint.export=true")
+    start, ends = (load_file(texts.folder / run / "export" / "model.safetensors") for run in ("start", "again"))
+    same = {name for name, each in start.items() if torch.equal(each, ends[name].float())}
+    assert same == {name for name in start if "embed" in name or "layers.0.mlp" in name}
+    assert export.main([str(texts.folder / "again"), "--averaged"]) == 0
+    wrong = texts.run(*TEXTS, "run.dir=other", "training.freeze=[layer.0]")
+    assert wrong.status == 2
+    assert "training.freeze=layer.0: no trained parameter has such a name; match some of model.embed" in wrong.errors
+
+    texts.copy("evaluate.py")  # which knows of no frozen weights
+    averaged = ("evaluation.checkpoint=again", "evaluation.average=true", "evaluation.seq_len=64", "run.dir=evaluated")
+    texts.complete(*TEXTS[-3:], *averaged, "model.dtype=float64", "model.compute_dtype=float64", "generation.samples=0")
+    loss = texts.lines("again", "eval_loss")[-1]["eval_loss"]
+    assert texts.lines("evaluated", "eval_loss")[-1]["eval_loss"] == pytest.approx(loss, rel=1e-9)
+
+
 def test_every_row_is_used_once_per_epoch_also_by_a_resumed_run(bench: Bench) -> None:
     for name, count in (("train", 10), ("eval", 2)):
         rows = [{"prompt": f"{name} {number}?", "response": "x" * (1 + number)} for number in range(count)]

@@ -17,10 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import training
 from components.batch import Batch
+from components.checkpoint.tensors import list_optimizers
 from components.config.schema import AdamWConfig, Schedule
+from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, MuonConfig, SGDConfig
+from components.config.schema.training import TrainingConfig
 from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
-from components.models.layers import vector_parameters
+from components.models.layers import select_trained, vector_parameters
 from components.protocol.errors import ConfigError
 from components.protocol.processes import _FORWARDED_SIGNALS, STOP_SIGNALS, collected_signals, record_stop_signals
 from components.training.loss import count_inputs
@@ -246,6 +249,73 @@ def test_stacked_biases_and_norms_are_vectors_for_weight_decay_and_muon() -> Non
             if parameter in vectors and parameter.dim() > 1:
                 stacked.add(".".join(name.split(".")[-2:]))
     assert stacked == {"experts.gate_up_proj_bias", "experts.down_proj_bias", "q_norm.weight", "k_norm.weight"}
+
+
+def test_parameters_are_selected_by_their_names() -> None:
+    model = tiny_model()
+    cfg = TrainingConfig(trainable=["self_attn", "norm", "embed"], freeze=[r"layers\.0\.", r"v_proj"])
+    select_trained(model, cfg)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    attention = {f"model.layers.1.self_attn.{name}_proj.weight" for name in "qko"}
+    norms = {f"model.layers.1.{name}_layernorm.weight" for name in ("input", "post_attention")}
+    assert trained == attention | norms | {"model.norm.weight", "model.embed_tokens.weight"}
+
+    tied = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA, tie_word_embeddings=True))
+    names = {name: parameter.requires_grad for name, parameter in tied.named_parameters()}
+    wrong = TrainingConfig(trainable=["self_atn"], freeze=["lm_head"])
+    with pytest.raises(ConfigError) as error:
+        select_trained(tied, wrong)
+    assert error.value.problems[0].startswith(
+        "training.trainable=self_atn: no trained parameter has such a name; match some of model.embed_tokens.weight, "
+        "model.layers.N.self_attn.q_proj.weight"
+    )
+    with pytest.raises(ConfigError, match=r"freeze=lm_head: lm_head.weight is tied to model.embed_tokens.weight"):
+        select_trained(tied, TrainingConfig(freeze=["lm_head"]))
+    with pytest.raises(ConfigError, match="so that nothing is trained"):
+        select_trained(tied, TrainingConfig(trainable=["norm"], freeze=["model"]))
+    for groups, message in (
+        (
+            [{"match": "q_proj", "lr": 1.0}, {"match": "q_proj.weight", "lr": 2.0}],
+            r"\[1\].match=q_proj.weight: .*before",
+        ),
+        ([{"match": "norm.bias", "lr": 1.0}], r"\[0\].match=norm.bias: no trained parameter"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            select_trained(tied, TrainingConfig(), groups)
+    assert names == {name: parameter.requires_grad for name, parameter in tied.named_parameters()}
+
+
+def test_groups_have_their_own_rates_in_every_optimizer() -> None:
+    groups = [
+        {"match": "norm", "weight_decay": 0.2},
+        {"match": r"layers\.1.*mlp", "lr": 0.5},
+        {"match": "mlp", "lr": 3},
+    ]
+    kinds = [
+        AdamWConfig(lr=0.1, groups=groups),
+        SGDConfig(lr=0.1, groups=groups, weight_decay=0.01),
+        AdamW8bitConfig(lr=0.1, groups=groups),
+        MuonConfig(lr=0.1, adamw_lr=0.4, groups=groups, weight_decay=0.01),
+        CustomOptimizerConfig(factory="torch.optim:Adagrad", lr=0.1, groups=groups),
+    ]
+    for config in kinds:
+        model = tiny_model()
+        ready = training.Prepared(model, prepared(model).settings, anatomy=read_anatomy(model))
+        optimizers = list_optimizers(training.build_optimizer(ready, config))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for optimizer in optimizers:
+            keep_group_rates(optimizer, config)
+            training.set_learning_rate(optimizer, config, 0, 10)
+        scale = training.learning_rate(config, 0, 10) / config.lr
+        rates = {
+            names[p]: (g["lr"], g["weight_decay"]) for o in optimizers for g in o.param_groups for p in g["params"]
+        }
+        assert rates.keys() == set(names.values())
+        for name, (rate, decay) in rates.items():
+            outside = isinstance(config, MuonConfig) and ("norm" in name or "layers" not in name)
+            lr = 0.4 if outside else 0.1
+            lr = lr if "mlp" not in name else 0.5 if "layers.1" in name else 3
+            assert (rate, decay) == (pytest.approx(scale * lr), 0.2 if "norm" in name else 0.01), (config.kind, name)
 
 
 def test_learning_rate_schedules_reach_their_end_points() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from components.protocol.errors import IMPORT_PATH, above, at_least, own_kind, raise_all, within
+from components.protocol.errors import IMPORT_PATH, above, at_least, own_kind, pattern_problems, raise_all, within
 
 if TYPE_CHECKING:
     from components.config.schema.training import TrainingConfig
@@ -53,6 +53,11 @@ class OptimizerConfig:
     Other schedules ignore it."""
     min_lr_ratio: float = 0.1
     """Learning rate of the last step as a fraction of lr, in [0, 1]; ignored by the constant schedule."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Other rates for some of the trained parameters: [{match: embed_tokens, lr: 1e-5, weight_decay: 0}, ...]. `match`
+    is a regular expression that is found in transformers' name of the parameter; of several groups the first that
+    matches counts. lr is the peak of the same schedule; weight_decay also applies to norms and biases. Either may be
+    left out."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -65,7 +70,34 @@ class OptimizerConfig:
             *at_least("optimizer.warmup_steps", self.warmup_steps, 0),
             *at_least("optimizer.decay_steps", self.decay_steps, 0),
             *within("optimizer.min_lr_ratio", self.min_lr_ratio, 0, 1),
+            *self._group_problems(),
         ]
+
+    def _group_problems(self) -> list[str]:
+        problems: list[str] = []
+        for number, group in enumerate(self.groups):
+            key = f"optimizer.groups[{number}]={group}"
+            numbers = {name: value for name, value in group.items() if name in ("lr", "weight_decay")}
+            if unknown := sorted(group.keys() - {"match", "lr", "weight_decay"}):
+                problems.append(f"{key}: has no key {unknown[0]}; use match, lr and weight_decay")
+            if not isinstance(group.get("match"), str) or not numbers:
+                problems.append(
+                    f"{key}: needs match, a regular expression, and lr or weight_decay; add what is missing"
+                )
+            for name, value in numbers.items():
+                given = f"optimizer.groups[{number}].{name}"
+                if type(value) not in (int, float):
+                    problems.append(f"{given}={value}: must be a number")
+                elif name == "weight_decay":
+                    problems += at_least(given, value, 0)
+                elif value == 0:
+                    problems.append(
+                        f"{given}=0: must be greater than 0; to keep weights as they are, set training.freeze"
+                    )
+                else:
+                    problems += above(given, value, 0)
+        matches = [group["match"] for group in self.groups if isinstance(group.get("match"), str)]
+        return problems + pattern_problems("optimizer.groups.match", matches)
 
     def decay_problems(self, training: TrainingConfig | None, steps: int | None = None) -> list[str]:
         """Require the final decay under wsd to begin after the warmup; `steps` None: training.max_steps, if set."""

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 _DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.batch_size_ramp", "training.seq_len",
-    "training.seq_len_ramp",
-    "model.path", "model.config", "model.rope", "data",
+    "training.seq_len_ramp", "training.trainable", "training.freeze",
+    "model.path", "model.config", "model.rope", "model.new_tokens", "data",
     "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.target_parameters",
-    "peft.rslora", "peft.dora",
+    "peft.modules_to_save", "peft.rslora", "peft.dora", "peft.path",
 )  # fmt: skip
 """Keys, and the section `data`, that define the experiment; a resume that changes one is rejected."""
 _HARMLESS_KEYS = ("data.cache", "data.cache_gib", "data.unused_keys")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
-from components.protocol.errors import above, at_least, field_values, raise_all, within
+from components.protocol.errors import above, at_least, field_values, pattern_problems, raise_all, within
 
 
 class EvalWeights(StrEnum):
@@ -67,6 +67,12 @@ class TrainingConfig:
     """Optimizer steps between evaluations on the held-out split; 0: evaluate only at the start and the end."""
     max_grad_norm: float = 1.0
     """Clip gradients to this global L2 norm; 0: no clipping."""
+    trainable: list[str] = field(default_factory=list)
+    """Train only the parameters in whose names one of these regular expressions is found, such as [self_attn, norm];
+    names are transformers', as in model.layers.0.self_attn.q_proj.weight. []: every parameter. Not with adapters."""
+    freeze: list[str] = field(default_factory=list)
+    """Do not train the parameters in whose names one of these regular expressions is found, such as [embed_tokens,
+    'layers\\.[0-3]\\.']; applies after `trainable`. []: none. Not with adapters."""
     stop_after_skipped: int = 10
     """Fail the run after this many consecutive steps whose gradients were not finite; such steps leave the weights
     unchanged. 0: never."""
@@ -102,6 +108,8 @@ class TrainingConfig:
                 *at_least("training.log_every", self.log_every, 1),
                 *at_least("training.eval_every", self.eval_every, 0),
                 *at_least("training.max_grad_norm", self.max_grad_norm, 0),
+                *pattern_problems("training.trainable", self.trainable),
+                *pattern_problems("training.freeze", self.freeze),
                 *at_least("training.stop_after_skipped", self.stop_after_skipped, 0),
                 *at_least("training.gc_every", self.gc_every, 0),
                 *_timeout_problems("training", self.step_timeout_seconds),

@@ -70,14 +70,20 @@ class Muon(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
     """Set before a step: not 0 if the gradients are not finite, a scalar on the device."""
 
-    def __init__(self, matrices: Sequence[Matrix], cfg: MuonConfig) -> None:
-        """Plan the exchanges. A collective if a parameter is sharded."""
-        parameters = list({id(matrix.parameter): matrix.parameter for matrix in matrices}.values())
-        super().__init__(parameters, {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "momentum": cfg.momentum})
+    def __init__(self, matrices: Sequence[Matrix], cfg: MuonConfig, groups: list[dict[str, Any]]) -> None:
+        """Plan the exchanges. A collective if a parameter is sharded.
+
+        Args:
+            groups: Parameter groups of the matrices' parameters; lr and weight_decay default to those of `cfg`.
+        """
+        super().__init__(groups, {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "momentum": cfg.momentum})
         self._steps, self._scale = cfg.ns_steps, cfg.scale
         self._dtype = torch_dtype(cfg.ns_dtype)
         self._exchange = MatrixExchange(matrices, lambda matrix: _newton_schulz_flops(matrix.shape, cfg.ns_steps))
         self._matrices = len(matrices)
+        self._group_numbers = {
+            parameter: number for number, group in enumerate(self.param_groups) for parameter in group["params"]
+        }
 
     @property
     def note(self) -> str:
@@ -104,8 +110,7 @@ class Muon(torch.optim.Optimizer):
 
     def _direction(self, parameter: nn.Parameter, skipped: torch.Tensor | None) -> torch.Tensor:
         """Update the momentum of this rank's shard; return its Nesterov direction in the dtype of Newton-Schulz."""
-        group = self.param_groups[0]
-        momentum = group["momentum"]
+        momentum = self._group_of(parameter)["momentum"]
         if parameter.grad is None:
             raise ValueError("a parameter of Muon has no gradient in this step; freeze it, or use another optimizer")
         state = self.state[parameter]
@@ -116,11 +121,14 @@ class Muon(torch.optim.Optimizer):
         buffer.copy_(updated if skipped is None else torch.where(skipped, buffer, updated))
         return gradient.lerp(updated, momentum).to(self._dtype)
 
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return self.param_groups[self._group_numbers[parameter]]
+
     def _finish(self, transfer: Transfer, skipped: torch.Tensor | None) -> None:
         """Decay the weights of a bucket and add the orthogonalized directions."""
-        group = self.param_groups[0]
-        decay = 1 - group["lr"] * group["weight_decay"]
         for parameter in transfer.bucket.parameters:
+            group = self._group_of(parameter)
+            decay = 1 - group["lr"] * group["weight_decay"]
             local = local_tensor(parameter.detach())
             decayed = local * decay  # by a Python number: a bfloat16 tensor would round a decay near 1
             local.copy_(decayed if skipped is None else torch.where(skipped, local, decayed))
@@ -129,7 +137,7 @@ class Muon(torch.optim.Optimizer):
 
     def _add(self, matrix: Matrix, piece: Piece, result: torch.Tensor, skipped: torch.Tensor | None) -> None:
         shape = matrix.shape[:-3:-1] if matrix.is_transposed else matrix.shape
-        rate = self.param_groups[0]["lr"] * _learning_rate_scale(shape, self._scale)
+        rate = self._group_of(matrix.parameter)["lr"] * _learning_rate_scale(shape, self._scale)
         if skipped is not None:
             result = torch.where(skipped, 0.0, result)
         local_tensor(matrix.parameter.detach())[piece.local].add_(result, alpha=-rate)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 import pkgutil
+import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,47 +72,51 @@ def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Opt
     """
     module = model.module if isinstance(model, Prepared) else model
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    vectors = vector_parameters(module)
+    groups = partial(_groups, module, config)
     match config:
         case AdamWConfig():
-            return _adamw(trained, vectors, config, config.lr)
+            return _adamw(groups(trained), config)
         case AdamW8bitConfig():
-            return _adamw8bit(trained, vectors, config)
+            return _adamw8bit(trained, groups, config)
         case SGDConfig():
-            return torch.optim.SGD(
-                _groups(trained, vectors, config), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
-            )
+            return torch.optim.SGD(groups(trained), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
         case MuonConfig():
             if not isinstance(model, Prepared) or model.anatomy is None:
                 raise TypeError("build_optimizer needs the model from training.prepare for optimizer=muon")
-            return _muon(module, model.anatomy, vectors, config)
+            return _muon(module, model.anatomy, groups, config)
         case CustomOptimizerConfig():
-            return _custom(_groups(trained, vectors, config), config)
+            return _custom(groups(trained), config)
     raise TypeError(f"build_optimizer: there is no optimizer for {type(config).__name__}")
 
 
 def _groups(
-    parameters: list[nn.Parameter], vectors: set[nn.Parameter], config: OptimizerConfig
+    module: nn.Module, config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups with and without weight decay that are not empty."""
-    groups = [
-        {"params": [p for p in parameters if p not in vectors], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p in vectors], "weight_decay": 0.0},
+    """Return parameter groups by learning rate and weight decay, of the first of config.groups that matches a name.
+
+    Args:
+        parameters: Some parameters of the module.
+        lr: Peak learning rate of parameters in no group; None: config.lr.
+    """
+    vectors, names = vector_parameters(module), {parameter: name for name, parameter in module.named_parameters()}
+    members: dict[tuple[float | None, float], list[nn.Parameter]] = {}
+    # Matrices come first, so that sums over all parameters have one order whatever the groups.
+    for parameter in sorted(parameters, key=vectors.__contains__):
+        rule = next((each for each in config.groups if re.search(each["match"], names[parameter])), {})
+        decay = 0.0 if parameter in vectors else config.weight_decay
+        members.setdefault((rule.get("lr", lr), rule.get("weight_decay", decay)), []).append(parameter)
+    return [
+        {"params": each, "weight_decay": decay} | ({} if rate is None else {"lr": rate, _LR_SCALE: rate / config.lr})
+        for (rate, decay), each in members.items()
     ]
-    return [group for group in groups if group["params"]]
 
 
-def _adamw(
-    parameters: list[nn.Parameter],
-    vectors: set[nn.Parameter],
-    config: AdamWConfig | AdamW8bitConfig | MuonConfig,
-    lr: float,
-) -> AdamW:
+def _adamw(groups: list[dict[str, Any]], config: AdamWConfig | AdamW8bitConfig | MuonConfig) -> AdamW:
     """Return AdamW with fused kernels, except on the meta device, which has none."""
-    fused = parameters[0].device.type != "meta"
+    fused = groups[0]["params"][0].device.type != "meta"
     return AdamW(
-        _groups(parameters, vectors, config),
-        lr=lr,
+        groups,
+        lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
         fused=fused,
@@ -118,27 +124,25 @@ def _adamw(
     )
 
 
-def _adamw8bit(parameters: list[nn.Parameter], vectors: set[nn.Parameter], config: AdamW8bitConfig) -> Optimizers:
+def _adamw8bit(parameters: list[nn.Parameter], groups: Callable[..., Any], config: AdamW8bitConfig) -> Optimizers:
     quantized = [parameter for parameter in parameters if _is_quantized(parameter)]
     others = [parameter for parameter in parameters if not _is_quantized(parameter)]
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if quantized:
-        optimizers["adamw8bit"] = AdamW8bit(_groups(quantized, vectors, config), config)
+        optimizers["adamw8bit"] = AdamW8bit(groups(quantized), config)
     if others:
-        optimizers["adamw"] = _adamw(others, vectors, config, config.lr)
+        optimizers["adamw"] = _adamw(groups(others), config)
     return optimizers
 
 
-def _muon(module: nn.Module, anatomy: Anatomy, vectors: set[nn.Parameter], config: MuonConfig) -> Optimizers:
-    divided = divide_parameters(module, anatomy, vectors)
+def _muon(module: nn.Module, anatomy: Anatomy, groups: Callable[..., Any], config: MuonConfig) -> Optimizers:
+    divided = divide_parameters(module, anatomy, vector_parameters(module))
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if divided.matrices:  # some pipeline stage may hold none
-        optimizers["muon"] = Muon(divided.matrices, config)
+        parameters = list({id(matrix.parameter): matrix.parameter for matrix in divided.matrices}.values())
+        optimizers["muon"] = Muon(divided.matrices, config, groups(parameters))
     if divided.others:
-        lr = config.lr if config.adamw_lr is None else config.adamw_lr
-        optimizers["adamw"] = _adamw(divided.others, vectors, config, lr)
-        for group in optimizers["adamw"].param_groups:
-            group[_LR_SCALE] = lr / config.lr
+        optimizers["adamw"] = _adamw(groups(divided.others, config.adamw_lr), config)
     return optimizers
 
 
