@@ -73,8 +73,9 @@ def export(options: Namespace) -> Path:
         try:
             if options.adapter:
                 adapters = source.adapters()
-                config = models.adapter_config(model, adapters, cfg.model, cfg.peft)
-                models.write_adapter(tokenizer, folder, adapters, config, models.with_decoding(card, model))
+                described = models.with_decoding(card, model)
+                base_weights = f"{source.cfg.model.stored_dtype()} {stored.base_fingerprint}"
+                models.write_adapter(model, tokenizer, folder, adapters, cfg.peft, described, base_weights)
                 return folder
             return models.export_stored(
                 model,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from components.checkpoint.replica_check import ReplicaCheck
     from components.checkpoint.save import Mark, save_checkpoint
     from components.checkpoint.saver import Saver
+    from components.checkpoint.stored_tensors import load_adapter
     from components.checkpoint.tensors import Optimizers, list_optimizers
 else:
     __getattr__, __dir__ = package.lazy_names(__name__)

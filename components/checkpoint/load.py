@@ -437,7 +437,7 @@ class StoredWeights:
         self.manifest = Manifest.read(path)
         state = load_json(path / CHECKPOINT_STATE)
         self.extra: dict[str, Any] = state["extra"]
-        self._base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
+        self.base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
         self._path = path
         self._stored = find_checkpoint_tensors(path, self.manifest)
         self._names = self._with_prefix(MODEL)
@@ -469,7 +469,7 @@ class StoredWeights:
         Args:
             base: The base parameters; only names and shapes are used.
         """
-        check_base_weights(self._path, self._base_fingerprint, fingerprint_by_blocks(base, read))
+        check_base_weights(self._path, self.base_fingerprint, fingerprint_by_blocks(base, read))
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """Return the block `index` of a tensor in the stored dtype; nothing else is read. Raises OSError."""

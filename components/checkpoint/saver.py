@@ -161,10 +161,11 @@ class Saver:
         return self._write(self._snapshot(step, extra, mark), None, last)
 
     def _snapshot(self, step: int, extra: dict[str, Any], mark: Mark | None) -> Snapshot:
-        return take_snapshot(step, self._model, self._optimizer, extra, mark, self._base_fingerprint, self._average)
+        return take_snapshot(step, self._model, self._optimizer, extra, mark, self.base_fingerprint, self._average)
 
     @cached_property
-    def _base_fingerprint(self) -> str | None:
+    def base_fingerprint(self) -> str | None:
+        """The fingerprint of the base weights under adapters, which do not change; a collective at first."""
         return base_fingerprint(self._model)
 
     def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None, last: bool = False) -> Path:

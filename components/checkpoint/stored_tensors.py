@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,13 +41,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.manifest import CheckpointError, FileRecord, HashedFile, Manifest, fail_together
 from components.checkpoint.tensors import Tensors
+from components.config.schema.run import PeftConfig
 from components.json_collectives import all_gather_json, this_rank, world_size
 from components.models.anatomy import has_adapters
+from components.models.lora import read_adapter
 from components.models.weights.shards import Block, Index, is_first_holder, local_blocks, local_part
 from components.models.weights.weight_files import row_blocks
 from components.models.weights.weight_sources import saved_tensors
 from components.protocol.errors import ConfigError
-from components.torch_kernels import torch_dtypes
+from components.torch_kernels import torch_dtype, torch_dtypes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FILE_BYTES = 512 * 1024**2
 """Approximate size of a rank's files. torch assembles a file in host memory and needs twice its size."""
@@ -362,12 +368,15 @@ class _HashingFileSystem(FileSystem):
 
 
 @torch.no_grad()
-def base_fingerprint(model: nn.Module) -> str | None:
+def base_fingerprint(model: nn.Module, cast: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})) -> str | None:
     """Return the fingerprint of the base weights of a model with adapters, or None without adapters; a collective.
 
     It is a sum of the weights' bits, read as integers and multiplied by a hash of parameter name and position. Integer
     sums do not depend on the order, so the result is the same on every mesh. It detects a different base model, not
     deliberate tampering.
+
+    Args:
+        cast: Dtypes of weights, and the dtype in which the fingerprint of each is taken; others keep theirs.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -380,10 +389,34 @@ def base_fingerprint(model: nn.Module) -> str | None:
             continue
         if is_first_holder(parameter) if isinstance(parameter, DTensor) else this_rank() == 0:
             for block in local_blocks(parameter, name):
-                total += _fingerprint_of_block(name, local_part(parameter)[block.local], block)
+                values = local_part(parameter)[block.local]
+                total += _fingerprint_of_block(name, values.to(cast.get(values.dtype, values.dtype)), block)
     if dist.is_initialized():
         dist.all_reduce(total)
     return _to_hex(total)
+
+
+def load_adapter(model: PreTrainedModel, cfg: PeftConfig, stored: torch.dtype) -> str:
+    """Set the adapters of a model from the PEFT folder at `cfg.path`; return a note for the banner. A collective.
+
+    Args:
+        stored: Dtype of the base weights. The fingerprint is taken in the dtype that the adapter was trained over, so
+            that a GPU and a CPU, which choose different ones, can continue each other's adapters.
+
+    Raises ConfigError like `models.read_adapter`, and for an adapter that was trained over other base weights.
+    """
+    trained_over = read_adapter(model, cfg)
+    if not trained_over:
+        return f"adapter: from {cfg.path}, which does not state the weights that it was trained over"
+    dtype, _, expected = trained_over.partition(" ")
+    found = base_fingerprint(model, {stored: torch_dtype(dtype)})
+    if found != expected:
+        raise ConfigError(
+            f"peft.path={cfg.path}: the adapter was trained over other base weights (fingerprint {expected}, {dtype}) "
+            f"than the ones from model.path, model.config and peft.method (fingerprint {found}); restore those "
+            "settings, or give another adapter"
+        )
+    return f"adapter: from {cfg.path}, trained over these base weights"
 
 
 def fingerprint_by_blocks(tensors: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> str:

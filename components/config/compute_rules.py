@@ -18,8 +18,8 @@ from components.config.schema.model import (
     ModelConfig,
     Qat,
     RopeType,
-    TeacherConfig,
 )
+from components.config.schema.objective import TeacherConfig
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
     ActivationCheckpointing,

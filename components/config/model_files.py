@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.protocol.errors import ConfigError
 from components.protocol.safe_parsing import load_json
+from components.storage.object_store import is_url, url_problems
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""Files of PEFT's folder of an adapter: its config and its weights."""
 GGUF_BASE = " (a GGUF file, which PEFT cannot open by itself: load the base model first)"
 """Follows the path of a GGUF file where an adapter names its base model: PEFT repeats the name in its error."""
 _SETTINGS = (
@@ -22,6 +26,11 @@ _SETTINGS = (
     *("chat_template.json", "adapter_config.json", "model.safetensors.index.json"),
 )
 """JSON files of a model's folder that hold an object."""
+_OTHER_FEATURES = (
+    *("bias", "lora_bias", "rank_pattern", "alpha_pattern", "trainable_token_indices", "layer_replication"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "lora_ga_config"),
+)
+"""Keys of an adapter_config.json that change what an adapter computes, and that are not supported."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys of a config.json that describe quantized weights."""
 _METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp4", "mxfp8")
@@ -113,6 +122,79 @@ def check_settings(path: str, key: str = "model.path") -> list[str]:
         except (OSError, ValueError) as error:
             problems.append(f"{key}={path}: {name} cannot be read: {error}")
     return problems
+
+
+def adapter_folder(path: str) -> Path:
+    """Return the folder of an adapter, which may be given by the directory of the run that exported it."""
+    folder = Path(path).expanduser()
+    in_run = folder / "adapter"
+    return in_run if (in_run / ADAPTER_FILES[0]).is_file() and not (folder / ADAPTER_FILES[0]).is_file() else folder
+
+
+def check_adapter(peft: PeftConfig) -> list[str]:
+    """Return the problems of starting from the adapter at peft.path. Hub names and URLs are not checked here."""
+    if peft.path is None or is_url(peft.path):
+        return url_problems("peft.path", peft.path)
+    try:
+        files = locate(str(adapter_folder(peft.path)), "peft.path")
+    except ConfigError as error:
+        return error.problems
+    if not files.is_local:
+        return []
+    folder = Path(files.name_or_folder)
+    if missing := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
+        return [f"peft.path={peft.path}: the folder has no {missing[0]}; give the folder of an adapter, or of its run"]
+    try:
+        config = load_json(folder / ADAPTER_FILES[0])
+    except (OSError, ValueError) as error:
+        return [f"peft.path={peft.path}: {ADAPTER_FILES[0]} cannot be read: {error}"]
+    return adapter_problems(peft, config)
+
+
+def adapter_problems(peft: PeftConfig, config: Any) -> list[str]:
+    """Return how the adapter_config.json at peft.path differs from the adapters of this run."""
+    given = f"peft.path={peft.path}"
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type", "unknown") if isinstance(config, dict) else "no JSON object"
+        return [f"{given}: its {ADAPTER_FILES[0]} is of kind {kind}; give an adapter of LoRA"]
+    settings = {
+        "rank": ("r", peft.rank),
+        "alpha": ("lora_alpha", peft.alpha),
+        "rslora": ("use_rslora", peft.rslora),
+        "dora": ("use_dora", peft.dora),
+    }
+    problems = [
+        f"peft.{key}={own}: the adapter at {given} has {config[name]}; set peft.{key}={str(config[name]).lower()}"
+        for key, (name, own) in settings.items()
+        if config.get(name, own) != own
+    ]
+    problems += [
+        f"{given}: uses PEFT's {name}={config[name]}, which is not supported; give another adapter"
+        for name in _OTHER_FEATURES
+        if config.get(name) not in (None, False, "none", 0, {}, [])
+    ]
+    for key, name, own in (
+        ("targets", "target_modules", peft.targets),
+        ("target_parameters", "target_parameters", peft.target_parameters),
+        ("modules_to_save", "modules_to_save", peft.modules_to_save),
+    ):
+        theirs = config.get(name) or []
+        theirs = theirs if isinstance(theirs, str) else sorted(map(str, theirs))
+        if isinstance(theirs, str) or own == [ALL_LINEAR]:  # compared with the layers of the model later
+            continue
+        if not (_covers(own, theirs) and _covers(theirs, own)):
+            problems.append(
+                f"peft.{key}=[{','.join(own)}]: the adapter at {given} has [{','.join(theirs)}]; set peft.{key}="
+                f"[{','.join(theirs)}]"
+            )
+    return problems
+
+
+def _covers(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Return whether each of the other names of modules ends with one of the names, or is the end of one."""
+    return all(
+        any(f".{name}".endswith(f".{each}") or f".{each}".endswith(f".{name}") for name in names) for each in others
+    )
 
 
 def _packaged_file(path: str, key: str) -> Path:

@@ -38,7 +38,7 @@ from components.config.schema.data import (
     TextDataConfig,
     TokensDataConfig,
 )
-from components.config.schema.model import DType, LossMethod, ModelConfig, TeacherConfig
+from components.config.schema.model import DType, LossMethod, ModelConfig
 from components.config.schema.objective import (
     DistillationConfig,
     DPOConfig,
@@ -47,6 +47,7 @@ from components.config.schema.objective import (
     Reference,
     RewardConfig,
     ScoreConfig,
+    TeacherConfig,
 )
 from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig
 from components.config.schema.parallelism import MeshShape
@@ -54,7 +55,7 @@ from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, ProfileConfig, WandbMode
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TasksConfig, TrainingConfig
 from components.config.shape import ModelShape
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, field_values
 
 
 def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None = None) -> list[str]:
@@ -91,7 +92,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         for number, (_, length) in enumerate(training.length_ramp):
             problems += row_problems(f"training.seq_len_ramp[{number}].seq_len", length, parallelism, mesh)
         problems += _ramp_problems(training, cfg.data)
-        problems += _frozen_problems(training, peft)
+        problems += _frozen_problems(training, model, peft)
     if evaluation is not None:
         problems += row_problems("evaluation.seq_len", evaluation.seq_len, parallelism, mesh)
         if peft is not None:
@@ -220,11 +221,17 @@ def _ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
     ]
 
 
-def _frozen_problems(training: TrainingConfig, peft: PeftConfig | None) -> list[str]:
-    """Reject a choice of trained parameters beside adapters, under which all weights are frozen."""
+def _frozen_problems(training: TrainingConfig, model: ModelConfig, peft: PeftConfig | None) -> list[str]:
+    """Reject a choice of trained parameters, and new tokens, beside adapters, under which all weights are frozen."""
     if peft is None or not peft.adapts:
         return []
-    return [
+    problems = []
+    if model.new_tokens and not peft.modules_to_save:
+        problems.append(
+            "peft.modules_to_save=[]: the embedding is frozen, so that the tokens of model.new_tokens would not be "
+            "learned; set peft.modules_to_save=[embed_tokens,lm_head]"
+        )
+    return problems + [
         f"training.{name}={patterns}: peft.method={peft.method} freezes every weight of the model; choose what it "
         "trains by peft.targets and peft.modules_to_save, or set peft=none"
         for name, patterns in (("trainable", training.trainable), ("freeze", training.freeze))
@@ -255,6 +262,12 @@ def _preference_problems(
             f"objective.reference={reference}: the model has no adapters; set objective.reference to precomputed or "
             "frozen_copy, or peft=lora"
         )
+    for key in ("path", "modules_to_save") if reference is Reference.adapters_off else ():
+        if peft is not None and (value := field_values(peft)[key]):
+            problems.append(
+                f"objective.reference={reference}: the model without its adapters is not the one that training begins "
+                f"with, because of peft.{key}={value}; set objective.reference=precomputed"
+            )
     if reference is Reference.frozen_copy and adapts:
         problems.append(
             f"objective.reference={reference}: the model without its adapters already is the reference, without a "
@@ -382,9 +395,9 @@ def _optimizer_problems(optimizer: OptimizerConfig, model: ModelConfig, peft: Pe
 
 def _adapter_problems(peft: PeftConfig, evaluation: EvaluationConfig) -> list[str]:
     """Require a checkpoint to load the adapters from."""
-    if not peft.adapts or evaluation.checkpoint is not None:
+    if not peft.adapts or evaluation.checkpoint is not None or peft.path is not None:
         return []
     return [
         f"peft.method={peft.method}: evaluation.checkpoint=null provides no trained adapters to evaluate; set "
-        "it to a checkpoint (.../checkpoints/step_N), or set peft=none"
+        "it to a checkpoint (.../checkpoints/step_N), peft.path to an adapter, or peft=none"
     ]

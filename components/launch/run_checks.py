@@ -18,16 +18,16 @@ from urllib.parse import urlsplit
 
 from components.config.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
 from components.config.mesh_rules import fit_micro_batches
-from components.config.model_files import check_settings, check_weights, locate
+from components.config.model_files import check_adapter, check_settings, check_weights, locate
 from components.config.rules import harness_problems, legal_node_counts, tracker_problems, validate
 from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
-from components.config.schema.model import CausalLMConfig, Float8, Qat, TeacherConfig, TopKTeacherConfig, WeightInit
-from components.config.schema.objective import DistillationConfig
+from components.config.schema.model import CausalLMConfig, Float8, Qat, WeightInit
+from components.config.schema.objective import DistillationConfig, TeacherConfig, TopKTeacherConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig, TrainConfig, named_models, section
-from components.config.schema.run import CheckpointConfig
+from components.config.schema.run import CheckpointConfig, PeftConfig
 from components.config.schema.training import EvaluationConfig, TasksConfig
 from components.config.shape import ModelShape, read_shape
 from components.config.teacher_files import check_stored_teacher
@@ -145,6 +145,8 @@ def _storage_problems(cfg: RecipeConfig) -> list[str]:
         if isinstance(source, RowsDataConfig | TokensDataConfig):
             urls |= {f"{key}.path": source.path, f"{key}.eval_path": source.eval_path}
     problems = [problem for key, url in urls.items() for problem in package_problems(key, url)]
+    peft = section(cfg, PeftConfig)
+    problems += package_problems("peft.path", None if peft is None else peft.path)
     return problems + package_problems("checkpoint.remote", remote, "set it to null")
 
 
@@ -162,7 +164,8 @@ def _model_problems(cfg: RecipeConfig) -> list[str]:
         problems += check_weights(cfg.model.path)
     if (teacher := section(cfg, TeacherConfig)) is not None and teacher.path is not None:
         problems += check_weights(teacher.path, "teacher.path")
-    return problems
+    peft = section(cfg, PeftConfig)
+    return problems if peft is None else problems + check_adapter(peft)
 
 
 def _teacher_problems(cfg: RecipeConfig, student: ModelShape) -> list[str]:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         decoder_layers,
         select_trained,
     )
-    from components.models.lora import adapters_off, add_adapters
+    from components.models.lora import adapters_off, add_adapters, read_adapter
     from components.models.tokenizer import load_tokenizer
     from components.models.weights.export import export_model, export_run, export_stored
     from components.models.weights.loading import (
@@ -59,6 +59,6 @@ if TYPE_CHECKING:
         weight_reader,
     )
     from components.models.weights.untrained import file_notes, with_decoding
-    from components.models.weights.weight_files import Merge, adapter_config, write_adapter
+    from components.models.weights.weight_files import Merge, write_adapter
 else:
     __getattr__, __dir__ = package.lazy_names(__name__)

@@ -86,6 +86,7 @@ def build_on_meta(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     config = load_config(cfg, vocab_size)
+    new_rows = _grow_vocabulary(config, cfg, vocab_size)
     listed_by_images = (*IMAGE_TEXT, "mistral4")  # Mistral 4's text model is missing among transformers' causal LMs
     auto_class: Any = AutoModelForImageTextToText if config.model_type in listed_by_images else AutoModelForCausalLM
     if labels is not None:
@@ -127,10 +128,37 @@ def build_on_meta(
     if not use_causal_sdpa(model, flash=cfg.attention == Attention.sdpa_flash):
         logger.info("attention: %s with transformers' own masks; one host sync per forward", cfg.attention)
     model.built_from = cfg  # type: ignore[assignment]
+    _set_new_rows(model, new_rows)
     if cfg.path is not None and cfg.init == WeightInit.pretrained:
         quantization = quantization_of(locate(cfg.path), cfg.revision)
         model.decoded_from = None if quantization is None else quantization.method  # type: ignore[assignment]
     return model.train()
+
+
+def _grow_vocabulary(config: PreTrainedConfig, cfg: ModelConfig, vocab_size: int | None) -> range:
+    """Make room for model.new_tokens in a config, and return their ids, which are the tokenizer's last."""
+    if not cfg.new_tokens:
+        return range(0)
+    tokens, text_config = vocab_size or len(load_tokenizer(cfg)), config.get_text_config()
+    text_config.vocab_size = max(text_config.vocab_size, tokens)
+    return range(tokens - len(cfg.new_tokens), tokens)
+
+
+def _set_new_rows(model: PreTrainedModel, rows: range) -> None:
+    """Record the ids of new tokens, which the attribute `new_rows` of a model holds.
+
+    Raises ConfigError if a table besides the input embedding is too small for them.
+    """
+    model.new_rows = rows  # type: ignore[assignment]
+    for name, module in model.named_modules() if rows else ():
+        if not isinstance(module, nn.Embedding) or module is model.get_input_embeddings() or _POSITIONS.search(name):
+            continue
+        if module.num_embeddings < rows.stop and f"{name}.weight" not in encoder_parameters(model):
+            raise ConfigError(
+                f"model.new_tokens: {type(model).__name__} reads token ids in {name} too, which has "
+                f"{module.num_embeddings} rows, fewer than the {rows.stop} tokens; remove model.new_tokens, or choose "
+                "another model"
+            )
 
 
 def _explain_vocabulary(cfg: ModelConfig, model_vocab: int, tokens: int) -> str:
@@ -140,9 +168,8 @@ def _explain_vocabulary(cfg: ModelConfig, model_vocab: int, tokens: int) -> str:
     if cfg.init == WeightInit.random:
         return f"model.config.vocab_size={model_vocab}: the tokenizer has {tokens} tokens; set it to {tokens}, {other}"
     return (
-        f"model.path={cfg.path}: its embedding has {model_vocab} rows, but the tokenizer {tokens} tokens; save it and "
-        f"its tokenizer after transformers' model.resize_token_embeddings({tokens}), and set model.path to the result, "
-        f"{other}"
+        f"model.path={cfg.path}: its embedding has {model_vocab} rows, but the tokenizer {tokens} tokens; set "
+        f"model.tokenizer to the model's own, and model.new_tokens to the tokens that it lacks, {other}"
     )
 
 

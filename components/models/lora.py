@@ -12,17 +12,24 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from components.config.model_files import ADAPTER_FILES, adapter_folder, adapter_problems, locate
 from components.config.schema.run import PeftConfig, PeftExport
+from components.json_collectives import all_gather_json
 from components.models.anatomy import Adapted, is_experts, stores_transposed
-from components.models.classifier import TokenScores
+from components.models.classifier import LM_HEAD_TENSORS, TokenScores
 from components.models.lora_linear import (
+    ADAPTER_PARAMETERS,
     LoraLayer,
     QuantizedLoraLinear,
     adapted_linear,
@@ -30,12 +37,22 @@ from components.models.lora_linear import (
     set_magnitudes,
     target_layers,
 )
-from components.models.weights.shards import fill, local_part
-from components.protocol.errors import ConfigError
+from components.models.weights.shards import Index, fill, local_blocks, local_part
+from components.models.weights.weight_sources import SafetensorsTensors, find_file
+from components.protocol.errors import ConfigError, raise_all
+from components.protocol.safe_parsing import load_json
+from components.storage.node_cache import FOLDER, NodeCache
+from components.storage.object_store import ObjectStore, describe, is_url, join, package_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_SHOWN = 4
+"""Maximum number of layers named in an error."""
+_COPIES = "~/.cache/meshbook"
+"""Folder for copies of an adapter in an object store."""
+BASE_WEIGHTS = "base_weights"
+"""Key in the header of the weights: dtype and fingerprint of the weights that the adapter was trained over."""
 FACTORS = ("_lora_A", "_lora_B")
 """Suffixes that a matrix's name gets for the names of its factors."""
 
@@ -43,8 +60,8 @@ FACTORS = ("_lora_A", "_lora_B")
 def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = True) -> None:
     """Freeze a model and add adapters to its target layers and experts in place; do nothing for peft.method=none.
 
-    A score head, whose weights no pretrained model has, is trained too, in float32 or wider. Call it before the model
-    is sharded, usually on the meta device. `fill_weights` initializes the adapters.
+    peft.modules_to_save are trained as a whole, and so is a score head, whose weights no pretrained model has. Call it
+    before the model is sharded, usually on the meta device. `fill_weights` initializes the adapters.
 
     Args:
         exports: Whether the run writes an export; PEFT must then be able to read the adapters, unless peft.export
@@ -56,6 +73,7 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = Tru
         return
     targets = target_layers(model, cfg, exports and cfg.export != PeftExport.merged)
     experts = _target_experts(model, cfg)
+    saved = _modules_to_save(model, cfg, {*targets, *experts})
     model.requires_grad_(False)
     for name in targets:
         path, _, leaf = name.rpartition(".")
@@ -63,8 +81,58 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = Tru
         parent.register_module(leaf, adapted_linear(parent.get_submodule(leaf), cfg))
     for path, names in experts.items():
         _adapt_experts(model.get_submodule(path), names, cfg)
+    for name in saved:
+        _train_whole(model.get_submodule(name))
     if isinstance(model, TokenScores):
         model.score.to(torch.promote_types(model.score.weight.dtype, torch.float32)).requires_grad_(True)
+
+
+def _train_whole(module: nn.Module) -> None:
+    """Let a module of a frozen model be trained, with weights of at least float32; its output keeps its dtype."""
+    stored = next(module.parameters()).dtype
+    module.to(torch.promote_types(stored, torch.float32)).requires_grad_(True)
+    if stored.itemsize >= torch.float32.itemsize:
+        return
+    if isinstance(module, nn.Linear):
+        module.forward = partial(_linear_in_dtype, module)  # type: ignore[method-assign]
+    else:
+        module.register_forward_hook(partial(_output_in_dtype, stored))
+
+
+def _linear_in_dtype(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """Apply a linear layer in the dtype of its input (..., in)."""
+    bias = None if layer.bias is None else layer.bias.to(hidden.dtype)
+    return F.linear(hidden, layer.weight.to(hidden.dtype), bias)
+
+
+def _output_in_dtype(dtype: torch.dtype, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+    return output.to(dtype)
+
+
+def _modules_to_save(model: PreTrainedModel, cfg: PeftConfig, adapted: Container[str]) -> list[str]:
+    """Return the names of the modules that peft.modules_to_save selects.
+
+    Raises ConfigError for a name that matches no module with weights, or one within or around an adapted layer.
+    """
+    problems, chosen = [], []
+    own = {
+        name: module
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    }
+    for target in cfg.modules_to_save:
+        found = [name for name in own if ends_with(name, target)]
+        key = f"peft.modules_to_save=[{target}]"
+        if not found:
+            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in own if name not in adapted))
+            problems.append(f"{key}: {type(model).__name__} has no such module with weights; choose some of {ends}")
+        if twice := [name for name in found if name in adapted]:
+            problems.append(
+                f"{key}: {twice[0]} has an adapter; remove it from peft.modules_to_save or from peft.targets"
+            )
+        chosen += found
+    raise_all(problems)
+    return list(dict.fromkeys(chosen))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer | _LoraExperts]:
@@ -221,3 +289,154 @@ def _no_such_parameter(model: PreTrainedModel, target: str, matrices: dict[str, 
         nearest = difflib.get_close_matches(target, leaves, n=1, cutoff=0.6)
         reason = f"{kind} has no such parameter{f'; did you mean {leaves[nearest[0]]}?' if nearest else ''}"
     return f"{given}: {reason}; choose some of {', '.join(short)}"
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's."""
+    return name.rpartition(".")[2] in ADAPTER_PARAMETERS or name.endswith(FACTORS)
+
+
+def peft_layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that were trained as PEFT stores them, by their names in its files.
+
+    PEFT flattens the factors of all experts: A to (experts * rank, in), with the ranks of an expert together, and B to
+    (out, rank * experts), with the experts of a rank together.
+    """
+    stored = {}
+    for name, peft_name in _peft_names(tensors).items():
+        tensor = tensors[name]
+        if name.endswith(FACTORS):
+            is_first = name.endswith(FACTORS[0])
+            tensor = tensor.flatten(0, 1) if is_first else tensor.permute(1, 2, 0).flatten(1).contiguous()
+        stored[peft_name] = tensor
+    return stored
+
+
+def _peft_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names that trained parameters have in PEFT's files, by the model's names.
+
+    PEFT wraps a module of experts once for each adapted matrix, the first one innermost.
+    """
+    names = list(names)
+    matrices: dict[str, list[str]] = {}
+    for name in names:
+        if name.endswith(FACTORS[0]):
+            matrices.setdefault(name.rpartition(".")[0], []).append(name.removesuffix(FACTORS[0]))
+    stored = {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        if name.endswith(FACTORS):
+            matrix, factor = name[: -len(FACTORS[0])], name[1 - len(FACTORS[0]) :]
+            wrappers = len(matrices[path]) - 1 - matrices[path].index(matrix)
+            stored[name] = f"base_model.model.{path}{'.base_layer' * wrappers}.{factor}.weight"
+        else:
+            stored[name] = f"base_model.model.{name}{'.weight' * (leaf in ('lora_A', 'lora_B'))}"
+    return stored
+
+
+def read_adapter(model: PreTrainedModel, cfg: PeftConfig) -> str:
+    """Set the adapters of a model on any mesh, and the modules trained beside them, from `cfg.path`. A collective.
+
+    A rank reads its own shards, except for experts, whose factors PEFT stores in another layout. The model must be
+    filled already.
+
+    Returns dtype and fingerprint of the base weights that the adapter was trained over; empty if its files do not say.
+
+    Raises ConfigError if the files are missing or unreachable, or hold an adapter of other settings, layers or shapes.
+    """
+    config_file, weights_file = _adapter_files(str(cfg.path))
+    raise_all(adapter_problems(cfg, load_json(config_file)))
+    stored = SafetensorsTensors([weights_file])
+    targets = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sources = _peft_names(targets)
+    _check_adapter(cfg, stored, {sources[name]: _peft_shape(name, each) for name, each in targets.items()}, model)
+    head, embedding = _tied_head(model, stored.shapes()), model.get_input_embeddings().weight
+    for name, parameter in targets.items():
+        source = sources[name]
+        if head and parameter is embedding:
+            _check_tied(parameter, partial(stored.read, source), partial(stored.read, head), str(cfg.path))
+        if not name.endswith(FACTORS):
+            fill(parameter, name, partial(stored.read, source))
+            continue
+        flat = stored.read(source, ())
+        experts, rank = parameter.shape[0], cfg.rank
+        full = flat.unflatten(0, (experts, rank)) if name.endswith(FACTORS[0]) else flat.unflatten(1, (rank, experts))
+        fill(parameter, name, (full if name.endswith(FACTORS[0]) else full.permute(2, 0, 1)).__getitem__)
+    return stored.metadata().get(BASE_WEIGHTS, "")
+
+
+def _adapter_files(path: str) -> list[Path]:
+    """Return local copies of ADAPTER_FILES of a folder, a run, a hub name or a URL. Raises ConfigError."""
+    if is_url(path):
+        raise_all(package_problems("peft.path", path))
+        try:
+            store, cache = ObjectStore(path), NodeCache(Path(_COPIES).expanduser() / FOLDER)
+            return [cache.object(store, store.stat(join(path, name))) for name in ADAPTER_FILES]
+        except OSError as error:
+            reason = "there is no such object" if isinstance(error, FileNotFoundError) else describe(error)
+            raise ConfigError(f"peft.path={path}: {reason}; give the folder of an adapter") from error
+    files = locate(str(adapter_folder(path)), "peft.path")
+    found = {name: find_file(files, name, None, key="peft.path") for name in ADAPTER_FILES}
+    raise_all(
+        [f"peft.path={path}: has no {name}; give the folder of an adapter" for name, file in found.items() if not file]
+    )
+    return [file for file in found.values() if file is not None]
+
+
+def _peft_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape that a trained parameter has in PEFT's files."""
+    shape = tuple(parameter.shape)
+    if name.endswith(FACTORS[0]):
+        return (shape[0] * shape[1], shape[2])
+    return (shape[1], shape[2] * shape[0]) if name.endswith(FACTORS[1]) else shape
+
+
+def _check_adapter(
+    cfg: PeftConfig, stored: SafetensorsTensors, expected: dict[str, tuple[int, ...]], model: PreTrainedModel
+) -> None:
+    """Raise ConfigError on every rank if the stored tensors are not those that some rank expects, by stored name."""
+    shapes = stored.shapes()
+    local = {name: [list(shape), list(shapes.get(name, ()))] for name, shape in expected.items()}
+    trained = {name: both for of_rank in all_gather_json(local) for name, both in of_rank.items()}
+    key, problems = f"peft.path={cfg.path}", []
+    if missing := sorted(trained.keys() - shapes.keys()):
+        problems.append(
+            f"{key}: has no adapter for {_listed(missing)}, which peft.targets or peft.modules_to_save selects; select "
+            "the layers that it was trained with"
+        )
+    if further := sorted(shapes.keys() - trained.keys() - {_tied_head(model, shapes)}):
+        problems.append(
+            f"{key}: has weights for {_listed(further)}, which this run does not train; add the layers to peft.targets "
+            "or peft.modules_to_save"
+        )
+    problems += [
+        f"{key}: {name} is {tuple(found)} in the file but {tuple(wanted)} in this run; set peft.rank, model.path and "
+        "model.new_tokens as in the run that trained it"
+        for name, (wanted, found) in sorted(trained.items())
+        if name in shapes and found != wanted
+    ][:_SHOWN]
+    raise_all(problems)
+
+
+def _tied_head(model: PreTrainedModel, stored: Collection[str]) -> str:
+    """Return the stored name of an LM head that the model ties to its embedding; empty if there is none."""
+    ties = model.config.get_text_config().tie_word_embeddings or model.config.tie_word_embeddings
+    names = [name for name in stored if re.match(LM_HEAD_TENSORS, name.removeprefix("base_model.model."))]
+    return names[0] if ties and names else ""
+
+
+def _check_tied(
+    embedding: torch.Tensor, first: Callable[[Index], torch.Tensor], second: Callable[[Index], torch.Tensor], path: str
+) -> None:
+    """Raise ConfigError if the stored values of an embedding and its tied head differ in this rank's shard."""
+    for block in local_blocks(embedding, "embedding"):
+        if not torch.equal(first(block.full), second(block.full)):
+            raise ConfigError(
+                f"peft.path={path}: its LM head and its embedding differ, but the model ties them; set "
+                "model.config.tie_word_embeddings=false"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    short = list(dict.fromkeys(name.removeprefix("base_model.model.") for name in names))
+    return ", ".join(short[:_SHOWN]) + (f" and {len(short) - _SHOWN} more" if len(short) > _SHOWN else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +46,19 @@ BYTE_CHAT_TEMPLATE = (
 def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `cfg.tokenizer`, or of `cfg.path` if that is None, with the template `cfg.chat_template`.
 
-    It pads on the right. If it has no pad token, the end-of-text token becomes the pad token, which is logged.
+    The last ids are those of `cfg.new_tokens`. It pads on the right. If it has no
+    pad token, the end-of-text token becomes the pad token, which is logged.
 
     Args:
         checkpoint: Checkpoint of a training run that the tokenizer is used with. With one of recipes/pretrain.py, whose
             model is not trained on chats, the tokenizer has no chat template.
 
     Raises:
-        ConfigError: The tokenizer is missing or unreachable, has neither a pad nor an end-of-text token, or lacks the
-            template.
+        ConfigError: The tokenizer is missing or unreachable, has neither a pad nor an end-of-text token, lacks the
+            template, or has one of the new tokens already.
     """
     tokenizer = _padded(cfg)
+    _add_tokens(tokenizer, cfg.new_tokens)
     if cfg.chat_template is not None:
         _set_default_template(tokenizer, cfg.chat_template)
     if checkpoint is not None and read_json(checkpoint.parent.parent / RECORD).get("recipe") == "pretrain":
@@ -90,6 +93,27 @@ def _padded(cfg: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no pad token: padding rows with %s", tokenizer.eos_token)
     return tokenizer
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Give new tokens the ids after the last. Raises ConfigError for a token that exists."""
+    from transformers import AddedToken
+
+    known, before = tokenizer.get_vocab(), len(tokenizer)
+    if existing := [token for token in tokens if token in known]:
+        raise ConfigError(
+            f"model.new_tokens={existing}: the tokenizer has {'this token' if len(existing) == 1 else 'these tokens'} "
+            f"already (id {known[existing[0]]}); leave out what it has"
+        )
+    for token in tokens:
+        special = token.startswith("<|") and token.endswith("|>")
+        tokenizer.add_tokens(AddedToken(token, normalized=False, special=special), special_tokens=special)
+    ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    if ids != list(range(before, before + len(tokens))):
+        raise ConfigError(
+            f"model.new_tokens={list(tokens)}: the ids of this tokenizer are not consecutive, so that they cannot be "
+            "added after the last; save it with the tokens, and set model.tokenizer to the result"
+        )
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

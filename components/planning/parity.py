@@ -303,6 +303,7 @@ def _run_mesh(
     model = models.build_on_meta(cfg.model, vocab_size).eval()
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, cfg.peft, exports=False)
+    models.select_trained(model, cfg.training, cfg.optimizer.groups)
     if comparison.dtype == "float64":
         compute_in_float64(model)
     eager = replace(cfg, model=replace(cfg.model, compile="false"))

@@ -90,7 +90,17 @@ def prepare(cfg: RecipeConfig, run: RunContext, vocabulary: int) -> Prepared:
         if sizes is not None:
             models.check_positions(model, f"{name}.seq_len", sizes.seq_len)
     anatomy = models.read_anatomy(model)
-    models.add_adapters(model, _adapters(cfg), exports=section(cfg, TrainingConfig) is not None)
+    training, optimizer = section(cfg, TrainingConfig), section(cfg, OptimizerConfig)
+    models.add_adapters(model, _adapters(cfg), exports=training is not None)
+    if training is not None:
+        models.select_trained(model, training, [] if optimizer is None else optimizer.groups)
+    embedding = model.get_input_embeddings()
+    if training is not None and cfg.model.new_tokens and not embedding.weight.requires_grad:
+        ends = [name for name, module in model.named_modules() if module in (embedding, model.get_output_embeddings())]
+        raise ConfigError(
+            f"model.new_tokens: the embedding is frozen, so that they would not be learned; add {','.join(ends)} to "
+            "peft.modules_to_save, or remove training.freeze"
+        )
     return prepare_built(model, anatomy, cfg, run)
 
 
@@ -102,15 +112,13 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
     of compiled code. Without a training section in the config the model can only be evaluated.
 
     Args:
+        model: With adapters, and with what is not trained frozen (`models.select_trained`).
         anatomy: Anatomy of the model without adapters. fill: Sets the weights; None: `models.fill_weights`.
 
     Raises ConfigError for a model that the mesh cannot run.
     """
     mesh, device, training = run.mesh, run.device, _sizes_in_rows(cfg)
     trains = training is not None
-    if training is not None:
-        optimizer = section(cfg, OptimizerConfig)
-        models.select_trained(model, training, [] if optimizer is None else optimizer.groups)
     dtype, dtype_note = compute_dtype(cfg.model, device, adapts=_adapters(cfg).adapts)
     flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
     recompute, grad_sync, parallelism, on_gpu = None, None, cfg.parallelism, device.type == "cuda"
@@ -124,10 +132,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
     fuses = cfg.model.fuses(parallelism, packs=packs, on_gpu=on_gpu)
     layers: list[Any] = [models.fuse_layers(model)] if fuses else []
     if cfg.parallelism.async_tp and not on_gpu:
-        raise ConfigError(
-            f"parallelism.async_tp=true: needs the symmetric memory of GPUs, and this rank computes on {device}; set "
-            "it to false"
-        )
+        raise ConfigError(f"parallelism.async_tp=true: needs GPUs, and this rank computes on {device}; set it to false")
     if compiles:
         layers.append(f"layers: compiled one by one{', async tp' * cfg.parallelism.async_tp}")
     elif on_gpu and cfg.model.compile == "auto":
@@ -152,6 +157,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
     if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint of adapters does not contain base weights
         (fill or models.fill_weights)(model, cfg.model, cfg.run.seed)
+    layers.append(_start_from_adapter(model, cfg, run))
     counts = models.count_parameters(model)
     notes = [*layers, *models.file_notes(model)] if trains else layers
     prepared = Prepared(
@@ -177,6 +183,14 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
         notes=[each for each in (*layout.notes, *notes, routers, loss_head, recompute, grad_sync, flops) if each],
     )
     return prepared if training is None else prepared.with_average(training)
+
+
+def _start_from_adapter(model: Any, cfg: RecipeConfig, run: RunContext) -> str:
+    """Load the adapter at peft.path, unless a checkpoint replaces it; return a note for the banner. A collective."""
+    peft, evaluation = _adapters(cfg), section(cfg, EvaluationConfig)
+    if peft.path is None or run.resume_from is not None or (evaluation and evaluation.checkpoint is not None):
+        return ""
+    return checkpoint.load_adapter(model, peft, torch_dtype(cfg.model.stored_dtype()))
 
 
 def _stored_dtype(cfg: RecipeConfig, run: RunContext) -> DType:

@@ -316,7 +316,8 @@ class Run(Attempt):
         state = {**self.state.to_dict(), STORED_DTYPE: self._model.stored_dtype}
         card = observability.render_model_card(self.dir, state, str(self.mesh.shape), averaged=averaged)
         with self._model.with_weights(averaged), self.status("exporting"):
-            folders = models.export_run(self._model.module, tokenizer, self.dir, cfg.model, cfg.peft, card)
+            base_weights = f"{self._model.stored_dtype} {self._saver.base_fingerprint}"
+            folders = models.export_run(self._model.module, tokenizer, self.dir, cfg.peft, card, base_weights)
         for folder in folders:
             self.print(f"exported {folder}")
         if self._mirror is not None:

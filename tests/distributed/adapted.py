@@ -26,6 +26,8 @@ DORA = replace(LORA, dora=True)
 ATTENTION = replace(LORA, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
 """For mixtures of experts: all-linear would include the router, which peft treats as a linear layer."""
 RSLORA = replace(LORA, rslora=True, rank=5)
+SAVED = replace(LORA, modules_to_save=["embed_tokens", "lm_head", "model.norm"])
+"""The embedding, the head and the last norm are trained too."""
 QLORA = replace(LORA, method="qlora")
 QDORA = replace(DORA, method="qlora")
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
@@ -118,7 +120,7 @@ def lora_config(cfg: PeftConfig, **extra: Any) -> peft.LoraConfig:
     targets = "all-linear" if cfg.targets == ["all-linear"] else cfg.targets
     return peft.LoraConfig(
         r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=targets, use_rslora=cfg.rslora,
-        use_dora=cfg.dora, **extra,
+        use_dora=cfg.dora, modules_to_save=cfg.modules_to_save or None, **extra,
     )  # fmt: skip
 
 
@@ -146,7 +148,7 @@ def with_peft(model: torch.nn.Module, cfg: PeftConfig, adapted: torch.nn.Module)
 
 def our_name(name: str) -> str:
     """model.layers.0.mlp.up_proj.lora_A.default.weight -> model.layers.0.mlp.up_proj.lora_A"""
-    return name.removesuffix(".default.weight")
+    return name.replace(".modules_to_save.default", "").removesuffix(".default.weight")
 
 
 def expected_curve(case: Adapted) -> Curve:

@@ -17,8 +17,8 @@ from components.checkpoint.tensors import list_optimizers
 from components.config.mesh_rules import fit_micro_batches
 from components.config.schema.cluster import Device, LocalClusterConfig
 from components.config.schema.data import DocsDataConfig, LabelsDataConfig, PreferencesDataConfig
-from components.config.schema.model import LossMethod, ModelConfig, TeacherConfig, WeightInit
-from components.config.schema.objective import ClassificationConfig, DPOConfig, Reference, RewardConfig
+from components.config.schema.model import LossMethod, ModelConfig, WeightInit
+from components.config.schema.objective import ClassificationConfig, DPOConfig, Reference, RewardConfig, TeacherConfig
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,

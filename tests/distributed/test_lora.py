@@ -43,6 +43,7 @@ from tests.distributed.adapted import (
     QDORA,
     QLORA,
     RSLORA,
+    SAVED,
     WIDE,
     Adapted,
     our_name,
@@ -68,6 +69,7 @@ DEFAULT_CASES = {
         Adapted("gpt2", "single", peft=RSLORA),
         Adapted("qwen3", "single", F32, DORA),
         Adapted("llama", "single", peft=QDORA),
+        Adapted("qwen3", "single", peft=SAVED),
     ],
     2: [
         Adapted("gpt2", "ddp2"),
@@ -81,6 +83,7 @@ DEFAULT_CASES = {
         Adapted("llama", "ddp2", peft=QLORA),
         Adapted("llama", "dp_shard2", F32, QLORA),
         Adapted("llama", "tp2_sp", peft=QDORA, config=WIDE),
+        *(Adapted("llama", mesh, peft=SAVED) for mesh in ("dp_shard2", "tp2_sp", "pp2")),
     ],
     4: [
         Adapted("llama", "dp_replicate2_dp_shard2", layout={"defer_grad_sync": False}),
@@ -110,6 +113,7 @@ def all_cases(world: int) -> list[Adapted]:
     ]
     grid += [Adapted("llama", mesh, peft=RSLORA) for mesh in DENSE[world]]
     grid += [Adapted("llama", mesh, peft=DORA, config=BIASES) for mesh in DENSE[world]]
+    grid += [Adapted("llama", mesh, peft=SAVED) for mesh in DENSE[world]]
     staged = [Adapted("llama", "pp2", layout={"pp_schedule": name}, layers=5) for name in SCHEDULES]
     moe = {2: ["ep2", "tp2"], 4: ["ep2_tp2", "dp_shard2_ep2", "pp2_ep2"]}.get(world, [])
     quantized = [
@@ -456,7 +460,9 @@ def test_unsupported_adapters_on_a_mesh_are_rejected() -> None:
         return problems
 
     of_pp, of_quantized = run_ranks(2, problems_of_rank)[0]
-    assert re.search(r"parallelism.pp: no layer of pipeline stage 1 has an adapter.*peft.targets=\[all-linear\]", of_pp)
+    assert re.search(
+        r"parallelism.pp: no layer of pipeline stage 1 is trained or has an adapter.*peft.targets=\[all-linear\]", of_pp
+    )
     assert re.search(
         r"parallelism.tp=2: .* quantized 64 inputs .*\.o_proj \(48\), .*\.down_proj \(48\); ", of_quantized
     )

@@ -204,7 +204,7 @@ def test_exports_of_a_mesh_equal_those_of_its_checkpoint(
                 parameter.grad = parameter.detach().sign() + 0.5
         optimizer.step()
         checkpoint.save_checkpoint(run_dir, 1, model, optimizer, {"state": {}}, KEEP)
-        models.export_run(model, models.load_tokenizer(cfg.model), run_dir, cfg.model, cfg.peft)
+        models.export_run(model, models.load_tokenizer(cfg.model), run_dir, cfg.peft)
         return initial, gathered(model)
 
     initial, now = run_ranks(2, body)[0]

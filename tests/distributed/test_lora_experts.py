@@ -130,17 +130,13 @@ def test_exported_adapter_is_loaded_by_peft_and_merges(name: str, tmp_path: Path
     base, model = build(case).eval(), ours(case).eval()
     base.save_pretrained(tmp_path / "base")
     tokenizer: Any = _Tokenizer()
+    model.built_from = ModelConfig(path=str(tmp_path / "base"))
     models.write_adapter(
+        model,
         tokenizer,
         tmp_path / "adapter",
         {key: full for key, full in gathered_tensors(model, [], trained=True) if full is not None},
-        models.adapter_config(
-            model,
-            [key for key, each in model.named_parameters() if each.requires_grad],
-            ModelConfig(path=str(tmp_path / "base")),
-            case.peft,
-        ),
-        "",
+        case.peft,
     )
     loaded = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval(), tmp_path / "adapter"

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, training
 from components.config.schema.data import DocsDataConfig, PreferencesDataConfig
-from components.config.schema.model import DType, ModelConfig, TeacherConfig, WeightInit
-from components.config.schema.objective import DPOConfig, Reference
+from components.config.schema.model import DType, ModelConfig, WeightInit
+from components.config.schema.objective import DPOConfig, Reference, TeacherConfig
 from components.config.schema.parallelism import ActivationCheckpointing, ParallelismConfig
 from components.config.schema.recipes import DistillConfig, DpoConfig, TrainConfig, frozen_model
 from components.config.schema.training import TrainingConfig

@@ -11,8 +11,7 @@ import torch
 from components import data, training
 from components.config.schema import DistillConfig, DpoConfig, ModelConfig, RewardConfig
 from components.config.schema.data import IGNORED, DocsDataConfig, PreferencesDataConfig
-from components.config.schema.model import TeacherConfig
-from components.config.schema.objective import DistillationConfig, DPOConfig, KTOConfig, Reference
+from components.config.schema.objective import DistillationConfig, DPOConfig, KTOConfig, Reference, TeacherConfig
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.dataset import Facts
 from components.data.pairs import DESIRABLE

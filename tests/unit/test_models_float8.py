@@ -235,7 +235,7 @@ def test_export_is_quantized_to_the_model_that_was_trained(tmp_path: Path) -> No
     cfg = qat_config(Qat.int8_int4)
     model = initialized_model(cfg)
     trained(model, training.StepSettings(device=torch.device("cpu")))
-    models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, PeftConfig())
+    models.export_run(model, models.load_tokenizer(cfg), tmp_path, PeftConfig())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
     quantize_(loaded, _quantized_config(cfg), filter_fn=in_decoder)
     ids = torch.arange(3, 19)[None]

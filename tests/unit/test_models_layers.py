@@ -330,7 +330,7 @@ def test_exports_name_the_pad_token_of_the_pretrained_model(
     add_adapters(model, peft)
     materialize(model, "cpu")
     fill_weights(model, cfg, 0)
-    for folder in export_run(model, tokenizer, tmp_path, cfg, peft):
+    for folder in export_run(model, tokenizer, tmp_path, peft):
         assert AutoTokenizer.from_pretrained(folder).pad_token == text
         assert folder.name == "adapter" or pad_tokens(folder) == pad_tokens(saved)
 

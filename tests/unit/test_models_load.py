@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from components.config.schema.model import DType, ModelConfig
-from components.models import build_on_meta, load_weights, materialize
+from components.config.schema.model import DType, ModelConfig, WeightInit
+from components.models import build_on_meta, export_model, load_tokenizer, load_weights, materialize, weight_reader
 from components.protocol.errors import ConfigError
 from tests.suites import PARITY
 from tests.tiny_models import FAMILIES, VOCAB, logits, reference, tiny_folder
@@ -55,6 +55,63 @@ def test_saved_model_loads_bit_for_bit(family: str, dtype: DType, tmp_path: Path
     model = load(ModelConfig(path=str(folder), dtype=dtype))
     assert_same_state(model, expected)
     assert torch.equal(logits(model), logits(expected))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma"])
+@pytest.mark.parametrize("count", [3, 40], ids=["in the padding", "beyond the vocabulary"])
+def test_rows_of_new_tokens_are_the_mean_of_the_others(family: str, count: int, tmp_path: Path) -> None:
+    """Of the bytes tokenizer's 260 tokens, for which the embedding has 272 rows; of the head too, tied or not."""
+    folder = tiny_folder(tmp_path / "base", family)
+    tokens = [f"<word {number}>" for number in range(count - 1)] + ["<|end of turn|>"]
+    cfg = ModelConfig(path=str(folder), tokenizer="bytes", new_tokens=tokens)
+    model, before = load(cfg), reference(folder)
+    rows, stored = max(VOCAB, 260 + count), dict(before.named_parameters())
+    assert model.config.vocab_size == rows
+    for name, parameter in model.named_parameters():
+        expected = stored[name]
+        if expected.shape[0] == VOCAB:
+            mean = expected[:260].double().mean(0)
+            torch.testing.assert_close(parameter[260 : 260 + count].double(), mean.expand(count, -1), rtol=1e-6, atol=0)
+            assert torch.equal(parameter[:260], expected[:260])
+            assert torch.equal(parameter[260 + count :], expected[260 + count :])
+        else:
+            assert torch.equal(parameter, expected), name
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == (family != "qwen3")
+    read = weight_reader(build_on_meta(cfg), cfg, seed=0)
+    for name, parameter in model.named_parameters():
+        part = (slice(len(parameter) // 3, len(parameter) - 2), *(slice(0, size) for size in parameter.shape[1:]))
+        assert torch.equal(read(name, part), parameter[part]), name
+
+    tokenizer = load_tokenizer(cfg)
+    ids = tokenizer("a<word 0>b<|end of turn|>")["input_ids"]
+    assert ids == [97, 260, 98, 259 + count]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<word 0>b"
+    exported = export_model(model, tokenizer, tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(exported).eval()
+    assert AutoTokenizer.from_pretrained(exported)("a<word 0>b<|end of turn|>")["input_ids"] == ids
+    with torch.no_grad():
+        inputs = torch.tensor([ids])
+        torch.testing.assert_close(loaded(inputs).logits, model(inputs).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_new_tokens_that_a_tokenizer_or_a_model_cannot_take_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "tokens.txt").write_text("<one>\n<two>\n\n")
+    listed = ModelConfig(path="x", new_tokens=["<zero>", f"file:{tmp_path}/tokens.txt"])
+    assert listed.new_tokens == ["<zero>", "<one>", "<two>"]
+    for tokens, message in (
+        (["<one>", f"file:{tmp_path}/tokens.txt"], "new_tokens='<one>': is empty or given twice"),
+        (["file:absent.txt"], r"new_tokens=file:absent.txt: cannot be read \(.*No such file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ModelConfig(path="x", new_tokens=tokens)
+    with pytest.raises(ConfigError, match=r"\['<\|im_start\|>'\]: the tokenizer has this token already \(id "):
+        load_tokenizer(ModelConfig(path="x", tokenizer="bytes", new_tokens=["<|im_start|>", "<one>"]))
+    gemma = {**FAMILIES["qwen3"], "model_type": "gemma4_text", "vocab_size_per_layer_input": VOCAB}
+    tokens = [str(number) for number in range(1000, 1020)]
+    gemma |= {"hidden_size_per_layer_input": 8, "global_head_dim": 8}
+    scratch = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=gemma, new_tokens=tokens)
+    with pytest.raises(ConfigError, match="reads token ids in model.embed_tokens_per_layer too, which has 272 rows"):
+        build_on_meta(scratch)
 
 
 def test_building_allocates_and_reads_no_weights(tmp_path: Path) -> None:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import models
+from components.config.model_files import check_adapter
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.run import PeftExport
 from components.models.lora import adapted_layers
 from components.models.weights.weight_files import _base_name
 from components.protocol.errors import ConfigError
-from tests.tiny_models import FAMILIES, SIZES, filled, logits, reference, tiny_folder
+from components.training.objectives import PLAIN
+from components.training.objectives.base import Vocabulary
+from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
+from tests.distributed.adapted import lora_config, our_name
+from tests.tiny_models import FAMILIES, SIZES, VOCAB, filled, logits, reference, tiny_folder
 
 LORA = PeftConfig(method="lora", rank=4, alpha=6.0)
 
@@ -124,7 +130,7 @@ def test_peft_and_transformers_load_the_exported_adapter_and_merged_model(
     cfg = ModelConfig(path=str(folder), tokenizer="bytes", config={})
     model = filled(cfg, peft)
     expected = logits(perturb_adapters(model))
-    adapter, merged = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
+    adapter, merged = models.export_run(model, models.load_tokenizer(cfg), tmp_path, peft)
     with safe_open(adapter / "adapter_model.safetensors", framework="pt") as stored:
         assert len(list(stored.keys())) == sum(each.requires_grad for each in model.parameters())
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
@@ -133,6 +139,132 @@ def test_peft_and_transformers_load_the_exported_adapter_and_merged_model(
     loaded = AutoModelForCausalLM.from_pretrained(merged).eval()
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
     assert (logits(reference(folder)) - expected).abs().max() > 0.1
+
+
+CONTINUED = {
+    "lora": ("llama3", LORA),
+    "dora": ("llama3", replace(LORA, dora=True)),
+    "conv1d": ("gpt2", replace(LORA, rslora=True, targets=["c_attn", "mlp.c_proj"])),
+    "saved": ("llama3", replace(LORA, modules_to_save=["embed_tokens", "lm_head", "model.norm"])),
+    "tied": ("llama", replace(LORA, modules_to_save=["embed_tokens", "lm_head"])),
+}
+
+
+@pytest.mark.parametrize("case", CONTINUED)
+def test_adapter_that_peft_wrote_is_continued(case: str, tmp_path: Path) -> None:
+    """As by PeftModel.from_pretrained(is_trainable=True): the same parameters train, with the same values."""
+    family, peft = CONTINUED[case]
+    folder = tiny_folder(tmp_path / "base", family)
+    theirs = get_peft_model(reference(folder), lora_config(peft, task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        if case == "tied":  # PEFT trains two copies; a user's are equal if he ties them
+            base = theirs.base_model.model
+            base.lm_head.weight.copy_(base.model.embed_tokens.weight)
+    theirs.save_pretrained(tmp_path / "adapter")
+    cfg = ModelConfig(path=str(folder), tokenizer="bytes", config={})
+    ours = filled(cfg, continued := replace(peft, path=str(tmp_path / "adapter")))
+    assert models.read_adapter(ours, continued) == ""
+    loaded = PeftModel.from_pretrained(reference(folder), tmp_path / "adapter", is_trainable=True)
+    torch.testing.assert_close(logits(ours.eval()), logits(loaded.eval()), rtol=1e-5, atol=1e-5)
+    values = {
+        our_name(name).removeprefix("base_model.model."): parameter
+        for name, parameter in loaded.named_parameters()
+        if parameter.requires_grad
+    }
+    own = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    assert own.keys() == values.keys() - ({"lm_head.weight"} if case == "tied" else set())
+    assert all(torch.equal(parameter, values[name]) for name, parameter in own.items())
+
+    exported = models.export_run(ours, models.load_tokenizer(cfg), tmp_path, peft, fingerprint="float32 0123")
+    again = PeftModel.from_pretrained(reference(folder), exported[0]).eval()
+    torch.testing.assert_close(logits(again), logits(ours), rtol=1e-5, atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(exported[1]).eval()
+    torch.testing.assert_close(logits(merged), logits(ours), rtol=1e-5, atol=1e-5)
+    assert models.read_adapter(filled(cfg, peft), replace(peft, path=str(tmp_path))) == "float32 0123"  # of a run
+
+
+def test_tied_head_that_differs_from_the_embedding_is_rejected(tmp_path: Path) -> None:
+    family, peft = CONTINUED["tied"]
+    folder = tiny_folder(tmp_path / "base", family)
+    theirs = get_peft_model(reference(folder), lora_config(peft, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        theirs.base_model.model.lm_head.weight.add_(1)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = filled(ModelConfig(path=str(folder), tokenizer="bytes"), peft)
+    with pytest.raises(ConfigError, match="its LM head and its embedding differ, but the model ties them"):
+        models.read_adapter(ours, replace(peft, path=str(tmp_path / "adapter")))
+
+
+def test_adapters_of_other_layers_or_settings_are_rejected_by_name(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "base", "llama3")
+    base = ModelConfig(path=str(folder), tokenizer="bytes")
+    peft = replace(LORA, targets=["q_proj", "v_proj"], path=str(tmp_path))
+    models.export_run(filled(base, peft), models.load_tokenizer(base), tmp_path, replace(peft, export="adapter"))
+    wrong = {
+        "rank": (replace(peft, rank=8), "peft.rank=8: the adapter at peft.path=.* has 4; set peft.rank=4"),
+        "dora": (replace(peft, dora=True), "peft.dora=True: the adapter at .* has False; set peft.dora=false"),
+        "targets": (replace(peft, targets=["q_proj"]), r"set peft.targets=\[q_proj,v_proj\]"),
+        "saved": (replace(peft, modules_to_save=["lm_head"]), r"peft.modules_to_save=\[lm_head\]: .*set .*=\[\]"),
+    }
+    for other, message in wrong.values():
+        (problem,) = check_adapter(other)
+        assert re.search(message, problem), problem
+    assert not check_adapter(peft)
+    for targets, message in (
+        (["all-linear"], r"has no adapter for model.layers.0.mlp.down_proj.lora_A.weight, .* and 16 more, which"),
+        (["layers.0.self_attn.q_proj", "v_proj"], "has weights for model.layers.1.self_attn.q_proj.lora_A.weight, mod"),
+    ):
+        other = replace(peft, targets=targets)
+        with pytest.raises(ConfigError, match=message):
+            models.read_adapter(filled(base, other), other)
+    for path, message in (
+        (str(folder), "the folder has no adapter_config.json; give the folder of an adapter, or of its run"),
+        (str(tmp_path / "none"), "no such folder"),
+    ):
+        assert message in check_adapter(replace(peft, path=path))[0]
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "rank_pattern": {"q_proj": 3}, "peft_type": "LORA"})
+    )
+    assert "uses PEFT's rank_pattern={'q_proj': 3}, which is not supported" in check_adapter(peft)[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["embed_tokenz"],
+            r"modules_to_save=\[embed_tokenz\]: LlamaForCausalLM has no such module .* choose some of embed",
+        ),
+        (["q_proj"], r"model.layers.0.self_attn.q_proj has an adapter; remove it from peft.modules_to_save"),
+    ],
+)
+def test_modules_that_cannot_be_saved_are_rejected(names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adapted("llama", replace(LORA, modules_to_save=names))
+
+
+def test_trained_modules_are_float32_over_bfloat16_and_compute_in_it() -> None:
+    """The forward has the dtypes of the frozen model, and the chunked loss the gradient of a float32 copy."""
+    peft = replace(LORA, modules_to_save=["embed_tokens", "lm_head", "model.norm"])
+    model = adapted("llama3", peft, dtype=DType.bfloat16)
+    for name in ("model.embed_tokens", "lm_head", "model.norm"):
+        assert model.get_parameter(f"{name}.weight").dtype == torch.float32
+    output = model(input_ids=torch.arange(8)[None], use_cache=False).logits
+    assert output.dtype == torch.bfloat16
+    hidden = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    targets = Targets(torch.arange(8), 8)
+    head = Head(Vocabulary(), chunk_logits=4 * VOCAB)
+    linear_token_loss(hidden, model.lm_head.weight, None, targets, head, PLAIN.token_loss).backward()
+    wide = model.lm_head.weight.detach().bfloat16().float().requires_grad_()
+    logits_of = hidden.detach().float() @ wide.T
+    torch.nn.functional.cross_entropy(logits_of, torch.arange(8), reduction="sum").backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(model.lm_head.weight.grad, wide.grad, rtol=2e-2, atol=2e-2)
 
 
 def test_adapter_names_a_base_model_that_peft_can_open_or_explains_why_not(
@@ -152,7 +284,7 @@ def test_adapter_and_merged_export_can_each_be_written_alone(export: str, folder
     model = adapted("llama", peft := replace(LORA, export=export))
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"])
     (tmp_path / f"{folders[0]}.tmp-0123abcd").mkdir()  # left by a killed attempt
-    paths = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
+    paths = models.export_run(model, models.load_tokenizer(cfg), tmp_path, peft)
     assert [path.name for path in paths] == [path.name for path in tmp_path.iterdir()] == folders
 
 

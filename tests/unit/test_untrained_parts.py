@@ -191,7 +191,7 @@ def test_an_export_copies_tensors_in_their_dtype_unless_it_is_asked_for_a_narrow
     model = trained(cfg, peft)
     before = stored(folder)
     assert len(list(folder.glob("*.safetensors"))) > 3
-    (merged,) = export_run(model, byte_tokenizer(), tmp_path, cfg, peft)
+    (merged,) = export_run(model, byte_tokenizer(), tmp_path, peft)
     narrow = export_model(model, byte_tokenizer(), tmp_path / "narrow", dtype=torch.bfloat16)
     for name, value in before.items():
         if not is_trained(name):

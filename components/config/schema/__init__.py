@@ -9,7 +9,7 @@ run.py          `run`, `checkpoint`, `logging`, `peft`: directory, seed, resume 
 model.py        model, precision, kernels
 data.py         sources, splits, columns; one class per kind
 training.py     `training`, `evaluation`, `generation`: batch sizes, intervals, limits
-objective.py    training loss; one class per kind
+objective.py    training loss, one class per kind; teacher
 optimizer.py    update rule and learning-rate schedule; one class per kind
 parallelism.py  device mesh and sharding
 cluster.py      nodes, processes, devices, timeouts; one class per kind
@@ -31,8 +31,6 @@ from components.config.schema.model import (
     DType,
     ModelConfig,
     RopeConfig,
-    TeacherConfig,
-    TopKTeacherConfig,
     WeightInit,
 )
 from components.config.schema.objective import (
@@ -47,6 +45,8 @@ from components.config.schema.objective import (
     RewardConfig,
     ScoreConfig,
     SimPOConfig,
+    TeacherConfig,
+    TopKTeacherConfig,
 )
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
 from components.config.schema.parallelism import (

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, ParallelismConfig
 from components.protocol.errors import above, at_least, field_values, own_kind, raise_all
+from components.protocol.safe_parsing import read_regular
 
 CAUSAL_SDPA = "causal_sdpa"
 """Name registered with transformers for model.attention=sdpa without a mask; never written to a config.json."""
@@ -215,6 +217,8 @@ _ROPE_KEYS = {
 }
 """Type of scaling -> keys that only it has."""
 
+_LARGEST_LIST = 1 << 24
+"""Maximum size in bytes of a file of tokens."""
 SIZES = ("layers", "heads", "kv_heads", "hidden", "vocab", "experts", "head_dim", "linear_heads", "mlp", "expert_mlp")
 """Keys that state sizes of the model before it is loaded."""
 
@@ -242,6 +246,10 @@ class ModelConfig:
     """Name of one of the tokenizer's chat templates, or a file with one; null: the tokenizer's, and of several the one
     named default. It becomes the default of the exported tokenizer, which keeps the others. As in transformers,
     conversations with tools use the template named tool_use instead, if there is one."""
+    new_tokens: list[str] = field(default_factory=list)
+    """Tokens to add to the tokenizer, in this order, or file:PATH for those in the lines of a text file. Those of the
+    form <|...|> are special: decoding leaves them out. Their rows of the embedding and the head begin as the mean of
+    the other tokens' rows, and a vocabulary that is too small grows by them. []: none."""
     dtype: DType = DType.auto
     """Dtype of the stored parameters, gradients and optimizer state: float32, bfloat16 (pure bfloat16), float64 or auto
     (float32, but bfloat16 for the frozen weights of adapters on a GPU that computes in bfloat16). Adapters, their
@@ -323,7 +331,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML's true and false become True and False
-        raise_all(self._problems())
+        self.new_tokens, problems = _tokens_in(self.new_tokens)  # so that the frozen config does not need the files
+        raise_all([*problems, *self._problems()])
 
     @property
     def origin(self) -> str:
@@ -419,68 +428,26 @@ class ModelConfig:
         return problems
 
 
+def _tokens_in(tokens: list[str]) -> tuple[list[str], list[str]]:
+    """Return tokens with each file:PATH replaced by the file's lines, and their problems."""
+    found: list[str] = []
+    problems = []
+    for token in tokens:
+        path = Path(token.removeprefix("file:")).expanduser()
+        if not token.startswith("file:"):
+            found.append(token)
+            continue
+        try:
+            found += [line for line in read_regular(path, _LARGEST_LIST).decode().splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(
+                f"model.new_tokens={token}: cannot be read ({error}); give a text file with a token per line"
+            )
+    if repeated := [token for token in found if found.count(token) > 1 or not token.strip()]:
+        problems.append(f"model.new_tokens={repeated[0]!r}: is empty or given twice; remove it")
+    return found, problems
+
+
 @dataclass(kw_only=True, slots=True)
 class CausalLMConfig(ModelConfig):
     """A causal language model."""
-
-
-@dataclass(kw_only=True, slots=True)
-class TeacherConfig:
-    """The teacher of recipes/distill.py: a causal LM with the student's tokenizer on the same mesh, or its most likely
-    tokens, stored before. Exactly one of path and stored must be set."""
-
-    path: str | None = None
-    """Hub name (owner/model), local folder, .gguf file, or package:NAME/FILE for a file in an installed package."""
-    stored: str | None = None
-    """Run directory of scripts/teacher.py, which stored the teacher's most likely tokens for the same data; the teacher
-    is not loaded then."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub model; null: the default branch."""
-    tokenizer: str | None = None
-    """Where the teacher's tokenizer comes from: like path; bytes: one token per byte; null: from path."""
-    dtype: DType | None = None
-    """Dtype of the stored weights: float32, bfloat16 or float64; null: model.dtype."""
-    trust_remote_code: bool = False
-    """Allow transformers to run Python code from the teacher's repository; read that code first."""
-
-    def __post_init__(self) -> None:
-        raise_all(self._problems())
-
-    def _problems(self) -> list[str]:
-        problems = []
-        if self.path is None and self.stored is None:
-            problems.append(
-                "teacher.path: not set; set it to a model, or set teacher.stored to a run directory of "
-                "scripts/teacher.py"
-            )
-        if self.path is not None and self.stored is not None:
-            problems.append(
-                f"teacher.stored={self.stored}: teacher.path={self.path} is set too; set one of them to null, as the "
-                "probabilities come either from a model or from a folder"
-            )
-        if self.dtype == DType.auto:
-            problems.append("teacher.dtype=auto: must be float32, bfloat16 or float64, or null for model.dtype")
-        return problems
-
-
-@dataclass(kw_only=True, slots=True)
-class TopKTeacherConfig(TeacherConfig):
-    """The teacher of scripts/teacher.py, which stores its most likely tokens."""
-
-    top_k: int = 64
-    """Most likely tokens to store for each target token, at least 1; 8 bytes each. The probability of all others is
-    stored as one number."""
-
-    def _problems(self) -> list[str]:
-        problems = at_least("teacher.top_k", self.top_k, 1)
-        if self.stored is not None:
-            return [
-                *problems,
-                f"teacher.stored={self.stored}: scripts/teacher.py runs a model and stores its most likely tokens in "
-                "run.dir; set teacher.path, and remove teacher.stored",
-            ]
-        if self.path is None:
-            problems.append("teacher.path: not set; set it to the model whose most likely tokens to store")
-        if self.dtype == DType.auto:
-            problems.append("teacher.dtype=auto: must be float32, bfloat16 or float64, or null for model.dtype")
-        return problems

@@ -1,4 +1,4 @@
-"""`objective`: the training loss. One class per kind of objective."""
+"""`objective`: the training loss, one class per kind; `teacher`: the model whose distribution is learned."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
+from components.config.schema.model import DType
 from components.protocol.errors import above, at_least, own_kind, raise_all
 
 
@@ -243,3 +244,65 @@ class RewardConfig(ScoreConfig):
 
     def _problems(self) -> list[str]:
         return [*ObjectiveConfig._problems(self), *at_least("objective.center_weight", self.center_weight, 0)]
+
+
+@dataclass(kw_only=True, slots=True)
+class TeacherConfig:
+    """The teacher of recipes/distill.py: a causal LM with the student's tokenizer on the same mesh, or its most likely
+    tokens, stored before. Exactly one of path and stored must be set."""
+
+    path: str | None = None
+    """Hub name (owner/model), local folder, .gguf file, or package:NAME/FILE for a file in an installed package."""
+    stored: str | None = None
+    """Run directory of scripts/teacher.py, which stored the teacher's most likely tokens for the same data; the teacher
+    is not loaded then."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model; null: the default branch."""
+    tokenizer: str | None = None
+    """Where the teacher's tokenizer comes from: like path; bytes: one token per byte; null: from path."""
+    dtype: DType | None = None
+    """Dtype of the stored weights: float32, bfloat16 or float64; null: model.dtype."""
+    trust_remote_code: bool = False
+    """Allow transformers to run Python code from the teacher's repository; read that code first."""
+
+    def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> list[str]:
+        problems = []
+        if self.path is None and self.stored is None:
+            problems.append(
+                "teacher.path: not set; set it to a model, or set teacher.stored to a run directory of "
+                "scripts/teacher.py"
+            )
+        if self.path is not None and self.stored is not None:
+            problems.append(
+                f"teacher.stored={self.stored}: teacher.path={self.path} is set too; set one of them to null, as the "
+                "probabilities come either from a model or from a folder"
+            )
+        if self.dtype == DType.auto:
+            problems.append("teacher.dtype=auto: must be float32, bfloat16 or float64, or null for model.dtype")
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class TopKTeacherConfig(TeacherConfig):
+    """The teacher of scripts/teacher.py, which stores its most likely tokens."""
+
+    top_k: int = 64
+    """Most likely tokens to store for each target token, at least 1; 8 bytes each. The probability of all others is
+    stored as one number."""
+
+    def _problems(self) -> list[str]:
+        problems = at_least("teacher.top_k", self.top_k, 1)
+        if self.stored is not None:
+            return [
+                *problems,
+                f"teacher.stored={self.stored}: scripts/teacher.py runs a model and stores its most likely tokens in "
+                "run.dir; set teacher.path, and remove teacher.stored",
+            ]
+        if self.path is None:
+            problems.append("teacher.path: not set; set it to the model whose most likely tokens to store")
+        if self.dtype == DType.auto:
+            problems.append("teacher.dtype=auto: must be float32, bfloat16 or float64, or null for model.dtype")
+        return problems

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig, LabelsDataConfig, PreferencesDataConfig, ScoredDataConfig
-from components.config.schema.model import CausalLMConfig, LossMethod, ModelConfig, TeacherConfig, TopKTeacherConfig
+from components.config.schema.model import CausalLMConfig, LossMethod, ModelConfig
 from components.config.schema.objective import (
     ClassificationConfig,
     DistillationConfig,
@@ -18,12 +18,15 @@ from components.config.schema.objective import (
     Reference,
     RewardConfig,
     ScoreConfig,
+    TeacherConfig,
+    TopKTeacherConfig,
 )
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, RunConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig, TrainingTasksConfig
 from components.protocol.errors import ConfigError, field_values
+from components.storage.object_store import is_url
 
 Section = TypeVar("Section")
 Config = TypeVar("Config", bound="RecipeConfig")
@@ -182,8 +185,10 @@ def frozen_model(cfg: RecipeConfig) -> ModelConfig | None:
 
 
 def named_models(cfg: RecipeConfig) -> dict[str, str]:
-    """Return the paths of the models and tokenizers that a run loads, by key."""
+    """Return the paths of the models, tokenizers and adapters that a run loads, by key; not URLs."""
     paths = {"model.path": cfg.model.path, "model.tokenizer": cfg.model.tokenizer}
+    if (peft := section(cfg, PeftConfig)) is not None and not is_url(peft.path or ""):
+        paths["peft.path"] = peft.path
     if (teacher := section(cfg, TeacherConfig)) is not None:
         paths |= {"teacher.path": teacher.path, "teacher.tokenizer": teacher.tokenizer}
     return {key: path for key, path in paths.items() if path is not None and path != "bytes"}

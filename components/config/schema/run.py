@@ -326,6 +326,10 @@ class PeftConfig:
     method: PeftMethod = PeftMethod.none
     """none (train every parameter), lora or qlora (lora over 4-bit base weights). With none, the other keys must keep
     their defaults."""
+    path: str | None = None
+    """Adapter to start from: a folder of PEFT, the directory of a run that exported one, a hub name, or a URL (s3://,
+    gs://, az://, hf://). Its rank, alpha and layers must be those set here, and its base model that of model.path.
+    null: a new one, which does not change the model."""
     rank: int = 16
     """Rank of the update: number of rows of A and of columns of B."""
     alpha: float = 32.0
@@ -338,6 +342,9 @@ class PeftConfig:
     target_parameters: list[str] = field(default_factory=list)
     """Matrices of fused experts that get adapters, one pair per expert: suffixes of parameter names, such as
     [mlp.experts.gate_up_proj, mlp.experts.down_proj]. Their base weights are not quantized under qlora."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained as a whole beside the adapters, and saved with them: suffixes of module names, such as
+    [embed_tokens, lm_head] for new tokens. Their weights are at least float32."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rank-stabilized LoRA, Kalajdzievski 2023); useful for large ranks."""
     dora: bool = False
@@ -350,6 +357,11 @@ class PeftConfig:
     def adapts(self) -> bool:
         """Whether adapters are trained and the base weights are frozen."""
         return self.method != PeftMethod.none
+
+    @property
+    def trains_ends(self) -> bool:
+        """Whether the embedding or the head is trained, as peft.modules_to_save is for."""
+        return not self.adapts or bool(self.modules_to_save)
 
     @property
     def quantizes(self) -> bool:
@@ -388,5 +400,5 @@ class PeftConfig:
     def _changed(self) -> dict[str, object]:
         """Return the fields whose value differs from the default, by name."""
         defaults = {each.name: each.default for each in fields(self) if each.default is not MISSING}
-        defaults |= {"targets": [ALL_LINEAR], "target_parameters": []}
+        defaults |= {"targets": [ALL_LINEAR], "target_parameters": [], "modules_to_save": []}
         return {name: value for name, value in field_values(self).items() if value != defaults[name]}

@@ -313,7 +313,7 @@ def _is_missing(name: str, key: str, cache: Path) -> bool:
     except ConfigError:
         return False  # problems of the name are reported by other checks
     folder = cache / ("models--" + files.name_or_folder.replace("/", "--")) / "snapshots"
-    return not files.is_local and not any(folder.glob("*/config.json"))
+    return not files.is_local and not any(folder.glob("*/*config.json"))
 
 
 def _shared_paths(cfg: RecipeConfig) -> dict[str, Path]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from components.chat_template import ChatTemplate
-from components.config.schema.model import ModelConfig
 from components.config.schema.run import PeftConfig, PeftExport
 from components.json_collectives import broadcast_json, this_rank
 from components.models.anatomy import transformers_class
@@ -35,9 +34,9 @@ def export_run(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     run_dir: Path | str,
-    base: ModelConfig,
     peft: PeftConfig,
     card: str = "",
+    fingerprint: str = "",
 ) -> list[Path]:
     """Export the model of a run and return the folders: RUN/export for transformers, RUN/adapter for PEFT, or both.
 
@@ -46,7 +45,7 @@ def export_run(
     run_dir, folders = Path(run_dir), []
     if peft.adapts and peft.export != PeftExport.merged:
         described = with_decoding(card, model)
-        folders.append(export_adapter(model, tokenizer, run_dir / "adapter", base, peft, described))
+        folders.append(export_adapter(model, tokenizer, run_dir / "adapter", peft, described, fingerprint))
     if not peft.adapts or peft.export != PeftExport.adapter:
         folders.append(export_model(model, tokenizer, run_dir / "export", card=card))
     return folders

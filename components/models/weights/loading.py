@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from components.models.weights.quantized_files import open_safetensors
 from components.models.weights.shards import Index, local_blocks, local_part
 from components.models.weights.weight_sources import (
     GGUFTensors,
+    GrownTensors,
+    StoredTensors,
     require_finite,
     saved_tensors,
     tied_names,
@@ -49,19 +51,6 @@ _MTP = re.compile(r"(^|\.)(mtp[._]|(eh_proj|enorm|hnorm|shared_head)\.)")
 decoder layer."""
 _SHOWN = 8
 """Maximum number of tensors named in an error."""
-
-
-class _StoredTensors(Protocol):
-    """Reader of the tensors in a model's files."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return shapes by stored name."""
-
-    def not_floats(self) -> dict[str, str]:
-        """Return the dtypes of the tensors that hold no floating-point numbers, as the files call them."""
-
-    def read(self, name: str, index: Index) -> torch.Tensor:
-        """Return a block of a stored tensor."""
 
 
 @dataclass(slots=True)
@@ -110,8 +99,7 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> list[str]:
     if cfg.path is None:
         raise ConfigError("model.path=null: there are no weights to load; set model.init=random")
     meta_model = meta_copy(model)
-    stored = _open(cfg, meta_model)
-    plan = plan_loading(meta_model, list(stored.shapes()), cfg)
+    stored, plan = _open_with_plan(cfg, meta_model, model)
     given = f"model.path={cfg.path}"
     new = _use_new_head(plan, meta_model, model)
     _check(plan, meta_model, stored, given, new)
@@ -168,8 +156,7 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
     drawn = lru_cache(maxsize=1)(lambda name: _drawn_weight(float32, name, seed))
     if cfg.init == WeightInit.random:
         return cast(lambda name, index: drawn(name)[index])
-    stored = _open(cfg, meta_model)
-    plan = plan_loading(meta_model, list(stored.shapes()), cfg)
+    stored, plan = _open_with_plan(cfg, meta_model, model)
     new = _use_new_head(plan, meta_model, model)
     _check(plan, meta_model, stored, f"model.path={cfg.path}", new)
     source = {name: first for first, each in plan.converted.items() for name in _converted_names(each, first)}
@@ -189,11 +176,29 @@ def _is_transposed(meta_model: PreTrainedModel, name: str) -> bool:
     return is_transposed(meta_model.get_submodule(name.rpartition(".")[0]))
 
 
-def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> _StoredTensors:
+def _open_with_plan(
+    cfg: ModelConfig, meta_model: PreTrainedModel, model: PreTrainedModel
+) -> tuple[StoredTensors, LoadPlan]:
+    """Open the files of `cfg.path`, with rows for the model's new tokens, and plan how they are loaded."""
     files = locate(str(cfg.path))
+    stored: StoredTensors
     if files.gguf_file:
-        return GGUFTensors(Path(files.name_or_folder) / files.gguf_file, meta_model)
-    return open_safetensors(files, cfg.revision)
+        stored = GGUFTensors(Path(files.name_or_folder) / files.gguf_file, meta_model)
+    else:
+        stored = open_safetensors(files, cfg.revision)
+    plan = plan_loading(meta_model, list(stored.shapes()), cfg)
+    if not cfg.new_tokens:
+        return stored, plan
+    rows: Any = model.new_rows
+    ends = [
+        each for each in (meta_model.get_input_embeddings(), meta_model.get_output_embeddings()) if each is not None
+    ]
+    of_ends = {id(parameter) for module in ends for parameter in module.parameters()}
+    named = meta_model.named_parameters(remove_duplicate=False)
+    names = {name for name, parameter in named if id(parameter) in of_ends}
+    sources = {plan.direct[name] for name in names & plan.direct.keys()}
+    sources |= {source for alias, (_, source) in plan.repeated.items() if alias in names}
+    return GrownTensors(stored, sources, rows), plan
 
 
 def plan_loading(meta_model: PreTrainedModel, stored_names: list[str], cfg: ModelConfig) -> LoadPlan:
@@ -304,7 +309,7 @@ def _decoder_prefix(plan: LoadPlan) -> str:
 
 
 def _convert(
-    conversion: Conversion, first: str, meta_model: PreTrainedModel, stored: _StoredTensors
+    conversion: Conversion, first: str, meta_model: PreTrainedModel, stored: StoredTensors
 ) -> dict[str, torch.Tensor]:
     """Return the parameters that a conversion makes from its stored tensors, by name."""
     for source, pattern in conversion.sources:
@@ -325,12 +330,12 @@ def _use_new_head(plan: LoadPlan, meta_model: PreTrainedModel, model: PreTrained
     return [name for name, _ in head if name not in plan.direct]
 
 
-def _read(stored: _StoredTensors, name: str, index: Index) -> torch.Tensor:
+def _read(stored: StoredTensors, name: str, index: Index) -> torch.Tensor:
     return require_finite(stored.read(name, index), f"model.path: the stored tensor {name}")
 
 
 def _check(
-    plan: LoadPlan, meta_model: PreTrainedModel, stored: _StoredTensors, given: str, new: Sequence[str] = ()
+    plan: LoadPlan, meta_model: PreTrainedModel, stored: StoredTensors, given: str, new: Sequence[str] = ()
 ) -> None:
     """Raise ConfigError with all missing, unexpected and misshaped tensors, and parameters stored as integers.
 

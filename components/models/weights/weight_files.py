@@ -11,16 +11,17 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import nn
 
-from components.config.model_files import GGUF_BASE, locate
+from components.config.model_files import ADAPTER_FILES, GGUF_BASE, locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import PeftConfig
 from components.json_collectives import broadcast_json, this_rank
@@ -28,12 +29,19 @@ from components.models.anatomy import is_transposed, stores_transposed
 from components.models.build import IMAGE_TEXT
 from components.models.classifier import SCORE, TokenScores
 from components.models.layers import meta_copy
-from components.models.lora import FACTORS, expert_factors, quantized_layers, scaling_of
+from components.models.lora import (
+    BASE_WEIGHTS,
+    expert_factors,
+    is_adapter,
+    peft_layout,
+    quantized_layers,
+    scaling_of,
+)
 from components.models.lora_linear import ADAPTER_PARAMETERS, row_norms
 from components.models.quantization import transposed_reader, unpacked_reader
 from components.models.tokenizer import save_tokenizer
 from components.models.weights.shards import WRITER, Index, gathered_tensors
-from components.models.weights.weight_sources import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
+from components.models.weights.weight_sources import INDEX_FILE, SINGLE_FILE, STORED_DTYPES, tied_names
 from components.storage.tensor_files import SafetensorsWriter, TensorEntry
 
 if TYPE_CHECKING:
@@ -142,10 +150,13 @@ class WeightFiles:
         return self._open[2]
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors in memory to one file. Raises OSError."""
+def write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Write tensors in memory, and texts about them, to one file. Raises OSError."""
     with path.open("xb") as file:
-        writer = SafetensorsWriter(file, {name: _entry(each) for name, each in tensors.items()}, _METADATA)
+        entries = {name: _entry(each) for name, each in tensors.items()}
+        writer = SafetensorsWriter(file, entries, {**_METADATA, **metadata})
         for name, each in tensors.items():
             writer.write(name, [_bytes_of(each)])
 
@@ -249,9 +260,9 @@ def export_adapter(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path | str,
-    base: ModelConfig,
     peft: PeftConfig,
     card: str = "",
+    fingerprint: str = "",
 ) -> Path:
     """Write the adapters of a model on any mesh to `folder`, for `peft.PeftModel.from_pretrained`.
 
@@ -259,8 +270,8 @@ def export_adapter(
     into place once it is complete, and replaces an existing one.
 
     Args:
-        base: Config of the base model; its path is written to the adapter's config.
         card: Text of the model card, below its title.
+        fingerprint: Dtype and fingerprint of the base weights, as `read_adapter` returns them.
 
     Raises OSError on every rank if rank 0 could not write.
     """
@@ -268,8 +279,7 @@ def export_adapter(
     tensors = {name: full for name, full in gathered_tensors(model, [], trained=True) if full is not None}
     if this_rank() == WRITER:
         try:
-            config = adapter_config(model, tensors, base, peft)
-            write_adapter(tokenizer, folder, tensors, config, card)
+            write_adapter(model, tokenizer, folder, tensors, peft, card, fingerprint)
         except (OSError, ValueError) as error:
             failure = str(error)
     failure = broadcast_json(failure, src=WRITER)
@@ -279,15 +289,30 @@ def export_adapter(
 
 
 def write_adapter(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, tensors: Mapping[str, torch.Tensor], config: object, card: str
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    peft: PeftConfig,
+    card: str = "",
+    fingerprint: str = "",
 ) -> None:
-    """Write `folder` from full tensors of adapters and the score head under the model's names. Raises OSError."""
+    """Write `folder` from the full tensors that were trained, by the model's names; see `export_adapter`.
+
+    Raises OSError.
+    """
     new_folder = NewFolder(folder)
+    # PEFT has its own copy of each module that it saves, so that both ends of a tied model are stored.
+    tied = {alias: tensors[name] for alias, name in tied_names(meta_copy(model)).items() if name in tensors}
+    tensors, config = {**tensors, **tied}, _adapter_config(model, [*tensors, *tied], peft)
     try:
         new_folder.begin()
-        stored = _in_peft_layout(tensors)
-        write_file(new_folder.path / "adapter_model.safetensors", stored)
-        config.save_pretrained(new_folder.path)  # type: ignore[attr-defined]
+        write_file(
+            new_folder.path / ADAPTER_FILES[1],
+            peft_layout(tensors),
+            {BASE_WEIGHTS: fingerprint} if fingerprint else {},
+        )
+        config.save_pretrained(new_folder.path)
         if f"{SCORE}.weight" in tensors:
             tokenizer.save_pretrained(new_folder.path)
         else:
@@ -313,21 +338,23 @@ def _card(name: str, config: Any, text: str, tensors: Mapping[str, torch.Tensor]
     )
 
 
-def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConfig, peft: PeftConfig) -> object:
-    """Return the `peft.LoraConfig` of the adapters whose parameters have these names.
+def _adapter_config(model: PreTrainedModel, names: Sequence[str], peft: PeftConfig) -> Any:
+    """Return the `peft.LoraConfig` of the trained parameters with these names.
 
-    PEFT stores the weights of a score head in the same file (`modules_to_save`).
+    PEFT stores the weights of other modules that are trained, such as a score head, in the same file.
     """
     from peft import LoraConfig  # takes two seconds to import
 
+    base: Any = model.built_from
     meta_model, scores, loader = meta_copy(model), isinstance(model, TokenScores), base_class(model)
-    layers = {name.rpartition(".")[0] for name in names if not name.endswith(FACTORS) and not _is_head(name)}
+    layers = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in ADAPTER_PARAMETERS}
+    saved = {name.rpartition(".")[0] for name in names if not is_adapter(name)}
     leaves = {name.rpartition(".")[2] for name in layers}
     same_leaf = {name for name, _ in meta_model.named_modules() if name.rpartition(".")[2] in leaves}
     linear = any(isinstance(meta_model.get_submodule(name), nn.Linear) for name in layers)
     return LoraConfig(
         task_type="SEQ_CLS" if scores else "CAUSAL_LM",
-        modules_to_save=[SCORE] if scores else None,
+        modules_to_save=_short_names(meta_model, saved) or None,
         auto_mapping={"base_model_class": loader, "parent_library": "transformers"} if loader != CAUSAL_LM else None,
         base_model_name_or_path=_base_name(base),
         revision=base.revision,
@@ -341,6 +368,17 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
         fan_in_fan_out=bool(layers) and not linear,
         inference_mode=True,
     )
+
+
+def _short_names(meta_model: nn.Module, modules: set[str]) -> list[str]:
+    """Return the last components of the names of modules, or the names where PEFT would match others too."""
+    names = [name for name, _ in meta_model.named_modules(remove_duplicate=False)]
+    short = []
+    for module in sorted(modules):
+        leaf = module.rpartition(".")[2]
+        others = {name for name in names if name.endswith(leaf)} - modules
+        short.append(module if others else leaf)
+    return list(dict.fromkeys(short))
 
 
 def base_class(model: PreTrainedModel) -> str:
@@ -376,10 +414,9 @@ class Merge:
 
     def take(self, name: str, whole: torch.Tensor) -> bool:
         """Store a full tensor if it belongs to an adapter, until `forget`; return whether it does."""
-        is_adapter = name.rpartition(".")[2] in ADAPTER_PARAMETERS or name.endswith(FACTORS)
-        if is_adapter:
+        if is_adapter(name):
             self._adapters[name] = whole
-        return is_adapter
+        return is_adapter(name)
 
     def reader(self, name: str, read: Read) -> Read:
         """Return a function that reads blocks of a weight with its layer's adapter, if any, merged into them."""
@@ -426,36 +463,6 @@ def _adapter_of(name: str) -> list[str]:
     """Return the names that adapter parameters of the weight `name` have; it need not have any."""
     path, _, leaf = name.rpartition(".")
     return [f"{path}.{parameter}" for parameter in ADAPTER_PARAMETERS] if leaf == "weight" else expert_factors(name)
-
-
-def _in_peft_layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return adapter tensors as PEFT stores them, by their names in its files.
-
-    PEFT wraps a module of experts once for each adapted matrix, the first one innermost, and flattens the factors of
-    all experts: A to (experts * rank, in), with the ranks of an expert together, and B to (out, rank * experts), with
-    the experts of a rank together.
-    """
-    matrices: dict[str, list[str]] = {}
-    for name in tensors:
-        if name.endswith(FACTORS[0]):
-            matrices.setdefault(name.rpartition(".")[0], []).append(name.removesuffix(FACTORS[0]))
-    stored = {_name_in_file(name): tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
-    for path, of_module in matrices.items():
-        for index, matrix in enumerate(of_module):
-            lora_A, lora_B = (tensors[factor] for factor in expert_factors(matrix))
-            wrapper = path + ".base_layer" * (len(of_module) - 1 - index)
-            stored[_name_in_file(f"{wrapper}.lora_A")] = lora_A.flatten(0, 1)
-            stored[_name_in_file(f"{wrapper}.lora_B")] = lora_B.permute(1, 2, 0).flatten(1).contiguous()
-    return stored
-
-
-def _is_head(name: str) -> bool:
-    return name.startswith(f"{SCORE}.")
-
-
-def _name_in_file(name: str) -> str:
-    suffix = "" if name.endswith("lora_magnitude_vector") or _is_head(name) else ".weight"
-    return f"base_model.model.{name}{suffix}"
 
 
 _CARD = """---

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -36,11 +36,26 @@ STORED_DTYPES = {
 }  # fmt: skip
 """Dtypes by their names in safetensors headers."""
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+_MEAN_ROWS = 4096
+"""Rows of an embedding that are read at a time for their mean."""
 logger = logging.getLogger(__name__)
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Supported architectures: their config is a renaming of the header, and their tensors map one to one."""
 _ROTARY_FACTORS = "rope_freqs.weight"
 """Tensor with the scaling of rotary frequencies, which transformers does not read from GGUF files."""
+
+
+class StoredTensors(Protocol):
+    """Reader of the tensors in a model's files."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return shapes by stored name."""
+
+    def not_floats(self) -> dict[str, str]:
+        """Return the dtypes of the tensors that hold no floating-point numbers, as the files call them."""
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a stored tensor."""
 
 
 class SafetensorsTensors:
@@ -85,6 +100,14 @@ class SafetensorsTensors:
                 f"with dtypes of {', '.join(STORED_DTYPES)}"
             )
         return torch.empty(self._shapes[name], dtype=STORED_DTYPES[self._dtypes[name]], device="meta")
+
+    def metadata(self) -> dict[str, str]:
+        """Return the texts in the headers of the files. Raises ConfigError."""
+        texts: dict[str, str] = {}
+        for path in dict.fromkeys(self._path_of.values()):
+            with _opened(path) as file:
+                texts |= file.metadata() or {}
+        return texts
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Return a block of a tensor in its stored dtype; only the block's bytes are read. Raises ConfigError."""
@@ -140,10 +163,12 @@ def _is_inside(name: object) -> bool:
     return is_short and not path.is_absolute() and ".." not in path.parts
 
 
-def find_file(files: ModelFiles, name: str, revision: str | None, *, download: bool = True) -> Path | None:
+def find_file(
+    files: ModelFiles, name: str, revision: str | None, *, download: bool = True, key: str = "model.path"
+) -> Path | None:
     """Return a file of the model's folder, or of the hub after downloading it; None if there is none.
 
-    Without `download`, it is None if the cache of the hub does not hold it.
+    Errors name `key`. Without `download`, it is None if the cache of the hub does not hold it.
     """
     if files.is_local:
         path = Path(files.name_or_folder) / name
@@ -160,7 +185,7 @@ def find_file(files: ModelFiles, name: str, revision: str | None, *, download: b
             _raise_exceptions_for_connection_errors=download,
         )
     except (OSError, ValueError) as error:
-        raise explain_loading_error(error, files, "model.path", "weights") from error
+        raise explain_loading_error(error, files, key, "weights") from error
     return Path(cached) if cached else None
 
 
@@ -275,6 +300,43 @@ class GGUFTensors:
             data = data.reshape(quant_shape_to_byte_shape(info.shape, kind))
         values = self._processor.process(dequantize(data, kind), info.name).weights
         return torch.from_numpy(np.ascontiguousarray(values))[index]
+
+
+class GrownTensors:
+    """Stored tensors, of which those of the vocabulary have rows for new tokens: the mean of the other tokens' rows."""
+
+    def __init__(self, stored: StoredTensors, names: Collection[str], rows: range) -> None:
+        """`names`: stored names of the embedding and the head. `rows`: ids of the new tokens, after all others."""
+        self._stored, self._names, self._rows = stored, names, rows
+        self._means: dict[str, torch.Tensor] = {}
+        self.not_floats = stored.not_floats
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return shapes by stored name."""
+        shapes = self._stored.shapes()
+        return shapes | {name: (max(shapes[name][0], self._rows.stop), *shapes[name][1:]) for name in self._names}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a stored tensor."""
+        if name not in self._names or index[0].stop <= self._rows.start or index[0].start >= self._rows.stop:
+            return self._stored.read(name, index)
+        wanted, rest = index[0], index[1:]
+        before, after = slice(wanted.start, self._rows.start), slice(self._rows.stop, wanted.stop)
+        new = min(wanted.stop, self._rows.stop) - max(wanted.start, self._rows.start)
+        mean = self._mean(name)[rest]
+        parts = [self._stored.read(name, (part, *rest)).to(mean) for part in (before, after) if part.start < part.stop]
+        parts.insert(before.start < before.stop, mean.expand(new, *mean.shape))
+        return torch.cat(parts)
+
+    def _mean(self, name: str) -> torch.Tensor:
+        """Return the mean of the other tokens' rows in float64; computed once, in blocks of rows."""
+        if name not in self._means:
+            rows, *rest = self._stored.shapes()[name]
+            rows, columns = min(rows, self._rows.start), tuple(slice(0, size) for size in rest)
+            blocks = [slice(start, min(start + _MEAN_ROWS, rows)) for start in range(0, rows, _MEAN_ROWS)]
+            sums = [self._stored.read(name, (block, *columns)).double().sum(0) for block in blocks]
+            self._means[name] = torch.stack(sums).sum(0) / rows
+        return self._means[name]
 
 
 def _model_names(architecture: str, meta_model: PreTrainedModel) -> dict[str, str]:

@@ -435,7 +435,7 @@ def head_work(workload: Workload, hardware: Hardware, implementation: Implementa
     matmul = Matmul(workload.local_tokens, architecture.hidden, outputs)
     rate = hardware.matmul_flops(workload.compute_bytes)
     product = matmul.flops * matmul.slowdown(hardware.matmul_tile) / rate
-    weights = 0.0 if workload.peft.adapts else product
+    weights = product * workload.peft.trains_ends
     method = LossMethod.chunked if workload.loss is LossMethod.auto else workload.loss
     losses = architecture.vocab if implementation.gathers_logits else outputs
     traffic = workload.local_tokens * losses * _LOGIT_BYTES[method] * workload.compute_bytes / 2

@@ -108,7 +108,7 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
             *waiting,
             activations,
             _head_gradients(w, rank),
-            _head_buffers(w, rank, _accumulated_bytes(w) * (not w.peft.adapts) * (2 if device == "cpu" else 1)),
+            _head_buffers(w, rank, _accumulated_bytes(w) * w.peft.trains_ends * (2 if device == "cpu" else 1)),
             _gathered_term(w, rank, 1),
         ],
         **{
@@ -182,7 +182,7 @@ def _read_rank(w: Workload, stage: int) -> _Rank:
             head = weight.size
             if architecture.tied and mesh.pp > 1:
                 tied_copy = held(w, [weight])
-    trained = sum((each.trained for each in layers), Held() if w.peft.adapts else outer)
+    trained = sum((each.trained for each in layers), outer if w.peft.trains_ends else Held())
     return _Rank(stage, layers, first, last, outer, head, tied_copy, trained)
 
 
@@ -193,12 +193,13 @@ def _state_terms(w: Workload, rank: _Rank) -> list[Term]:
     stored = sum(each.base.sharded * each.stored_bytes for each in rank.layers)
     outer = rank.outer.sharded + rank.tied_copy.sharded
     trained = rank.trained.sharded
+    outer_bytes = w.trained_bytes if w.peft.trains_ends else w.stored_bytes
     terms = [
         Term(
             "parameters",
-            stored + outer * w.stored_bytes + adapter * w.trained_bytes,
+            stored + outer * outer_bytes + adapter * w.trained_bytes,
             f"{base:,.0f} elements of {len(rank.layers)} layers x {stored / base:.4g} B, {outer:,.0f} others x "
-            f"{w.stored_bytes} B" + (f" and {adapter:,.0f} of adapters x {w.trained_bytes} B" if adapter else ""),
+            f"{outer_bytes} B" + (f" and {adapter:,.0f} of adapters x {w.trained_bytes} B" if adapter else ""),
         ),
         _optimizer_term(w, trained, rank.outer.sharded),
     ]
@@ -248,7 +249,7 @@ def _waiting_gradients(w: Workload, rank: _Rank, gradients: Term) -> list[Term]:
         return []
     if not _defers(w):
         return [gradients]
-    wide, elements = _accumulated_bytes(w), rank.trained.gathered + rank.tied_copy.gathered * (not w.peft.adapts)
+    wide, elements = _accumulated_bytes(w), rank.trained.gathered + rank.tied_copy.gathered * w.peft.trains_ends
     return [Term("gradients", elements * wide, f"{elements:,.0f} unsharded trained elements x {wide} B")]
 
 
@@ -301,7 +302,7 @@ def _split_backward(w: Workload, rank: _Rank) -> Term:
 def _head_gradients(w: Workload, rank: _Rank) -> Term:
     """Return the gradients of a head that is not tied, unless they are among those that wait."""
     is_new = w.micro_batches == 1 or not _defers(w)
-    size = rank.head * w.compute_bytes if is_new and not w.architecture.tied and not w.peft.adapts else 0.0
+    size = rank.head * w.compute_bytes if is_new and not w.architecture.tied and w.peft.trains_ends else 0.0
     return Term("new gradients", size, "of the head")
 
 
@@ -321,7 +322,7 @@ def _cast_gradients(w: Workload, rank: _Rank, number: int) -> Term:
     """Return the new gradients of layer `number` or the head, before they are reduced or added to those that wait."""
     trained = rank.layers[number - 1].trained.gathered
     size = trained * w.compute_bytes if w.compute_bytes < 4 and _defers(w) else 0.0
-    if w.is_sharded and not _defers(w) and not w.peft.adapts:
+    if w.is_sharded and not _defers(w) and w.peft.trains_ends:
         # A tied head is reduced with the embedding; others before the layers, whose reductions wait for it.
         size = rank.head * (w.compute_bytes if w.architecture.tied else _accumulated_bytes(w))
     return Term("new gradients", size, "of one layer, or of the head")
@@ -388,7 +389,7 @@ def _loss_term(w: Workload, device: str) -> Term:
         return Term("loss", 12.0 * w.micro_batch * w.labels, "12 B x rows x labels")
     known = device == "cuda" and w.device_memory is not None
     at_once = chunk_logits(w.device_memory or 0) if known else CHUNK_LOGITS[device]
-    head = 0.0 if w.peft.adapts else vocabulary * hidden * (c + (4 if c < 4 else 0))
+    head = vocabulary * hidden * (c + (4 if c < 4 else 0)) * w.peft.trains_ends
     logits = w.architecture.vocab  # tp ranks gather them
     # A run chooses by its configured batch size, which counts pairs.
     fits = tokens // w.rows_per_unit <= max(1, at_once // logits)
@@ -404,12 +405,12 @@ def _loss_term(w: Workload, device: str) -> Term:
     rows = -(-tokens // chunks)  # chunks are equally long
     if w.frozen is not None:  # the student's logits and log-probabilities, and the teacher's
         wide = 2 * (c + max(4, c)) + (8 if c < 4 else 0)
-    gradient = 0.0 if w.peft.adapts else 4.0 * vocabulary * hidden
+    gradient = 4.0 * vocabulary * hidden * w.peft.trains_ends
     return Term(
         "loss",
         rows * vocabulary * wide + gradient + tokens * hidden * c,
         f"chunk of {rows:,} tokens x {vocabulary:,} logits x {wide} B, gradients of the hidden states"
-        + ("" if w.peft.adapts else f" and of the head (4 B x {vocabulary:,} x {hidden:,})"),
+        + f" and of the head (4 B x {vocabulary:,} x {hidden:,})" * w.peft.trains_ends,
     )
 
 

@@ -112,7 +112,10 @@ def model_flops(workload: Workload) -> float:
     """Return the model FLOPs of a step: 6 per token and matrix element, 4 if it is frozen, and attention."""
     architecture = workload.architecture
     head = (architecture.vocab - workload.labels) * architecture.hidden if workload.labels else 0  # which it lacks
-    less = 6.0 * head + 2.0 * (architecture.matmul_weights - head) * workload.peft.adapts
+    frozen = architecture.matmul_weights - (
+        architecture.vocab * architecture.hidden if workload.peft.trains_ends else head
+    )
+    less = 6.0 * head + 2.0 * frozen * workload.peft.adapts
     return workload.rows_per_step * (architecture.step_flops_per_row(workload.seq_len) - less * workload.seq_len)
 
 

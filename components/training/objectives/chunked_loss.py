@@ -127,10 +127,11 @@ class _LinearTokenLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.twice = call.head.backward_twice
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        kind, dtype = hidden.device.type, active_autocast_dtype(hidden)
-        if dtype is not None:
-            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        with nullcontext() if dtype is None else torch.autocast(kind, enabled=False):
+        kind, autocast = hidden.device.type, active_autocast_dtype(hidden)
+        # Without autocast only a trained head over frozen weights in 16 bits has another dtype.
+        dtype = autocast or hidden.dtype
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        with nullcontext() if autocast is None else torch.autocast(kind, enabled=False):
             loss, ctx.gradients = _over_chunks(hidden, weight, bias, call)
         return loss
 

@@ -350,8 +350,8 @@ def _liger(
             "model.loss=liger: its kernel computes the sum of cross-entropies only, but this objective weights token "
             "losses or needs each of them; set model.loss=chunked"
         )
-    if (dtype := active_autocast_dtype(hidden)) is not None:
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    dtype = active_autocast_dtype(hidden) or hidden.dtype  # a trained head over frozen weights is wider
+    hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     # Sums over chunks are accumulated in float32, as in linear_token_loss. The kernel's wrapper counts targets on the
     # host, which waits for the device.
     return liger_fused_linear_cross_entropy(

@@ -60,6 +60,8 @@ class Preference(RowObjective):
         self.reference = reference
         self.load_reference: Callable[[], Any] | None = None
         """Loads the reference model (`Prepared`) for a resumed run that lacks its log-probabilities; a collective."""
+        self.keeps_adapters = False
+        """Whether the reference is the model with the adapters that training begins with, not the one without any."""
         self.reference_weights = ""
         """Identity of the weights and the dtype of the reference model; "": unknown."""
 

@@ -14,9 +14,9 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-from components import data, models
+from components import checkpoint, data, models
 from components.batch import Batch
-from components.config.model_files import locate
+from components.config.model_files import ADAPTER_FILES, adapter_folder, locate
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.objective import (
     DPOConfig,
@@ -33,6 +33,7 @@ from components.json_collectives import all_gather_json, broadcast_json
 from components.protocol.errors import ConfigError
 from components.protocol.run_files import atomic_write
 from components.storage.tensor_files import OpenFile, read_header
+from components.torch_kernels import torch_dtype
 from components.training.context import RunContext
 from components.training.loss import sum_over_ranks
 from components.training.objectives.preference import (
@@ -75,14 +76,24 @@ def build_preference(cfg: DpoConfig, run: RunContext, model: Prepared, vocabular
     _check_dropout(model.module, cfg.objective.kind)
     preference = _preference_of(cfg, run, vocabulary)
     preference.load_reference = lambda: prepare_frozen(cfg, run, vocabulary)
+    if cfg.peft.path is not None:
+        preference.keeps_adapters = True
+        preference.load_reference = lambda: _with_first_adapter(model, cfg)
     if isinstance(cfg.objective, DPOConfig | KTOConfig):
         when = "once before training" if preference.needs_stored_reference else "in each step"
-        reference = f"{cfg.model.origin}: log-probabilities {when} ({cfg.objective.reference})"
+        adapter = "" if cfg.peft.path is None else f" with {cfg.peft.path}"
+        reference = f"{cfg.model.origin}{adapter}: log-probabilities {when} ({cfg.objective.reference})"
         model.notes.insert(0, ("reference", reference))
     if preference.needs_stored_reference and run.rank == 0:
         with suppress(OSError):
             preference.reference_weights = _identity_of_weights(cfg)
     return preference
+
+
+def _with_first_adapter(model: Prepared, cfg: DpoConfig) -> Prepared:
+    """Set the adapters that training began with, until a checkpoint is loaded. A collective."""
+    checkpoint.load_adapter(model.module, cfg.peft, torch_dtype(model.stored_dtype or cfg.model.stored_dtype()))
+    return model
 
 
 def _preference_of(cfg: DpoConfig, run: RunContext, vocabulary: int) -> Preference:
@@ -131,11 +142,11 @@ def with_reference(
     A collective. The log-probabilities are left out if the objective does not need them stored: it has no reference, or
     scores it at every step.
 
-    Call it before a checkpoint is loaded: the reference is the model at that time, or with adapters the model without
-    them. The log-probabilities (16 bytes per pair) are computed in one pass over the pairs when a run begins, and saved
-    in the run directory, from which a resume on any mesh reads them. A resume without that file, such as one in another
-    directory, or with a damaged one computes them again: with adapters with the model, otherwise with a second copy of
-    the base weights.
+    Call it before a checkpoint is loaded: the reference is the model at that time, or with new adapters the model
+    without them. The log-probabilities (16 bytes per pair) are computed in one pass over the pairs when a run begins,
+    and saved in the run directory, from which a resume on any mesh reads them. A resume without that file, such as one
+    in another directory, or with a damaged one computes them again: with adapters with the model, otherwise with a
+    second copy of the base weights. Adapters from peft.path are loaded again for this.
 
     Raises ConfigError if such a copy is needed and the objective cannot load it, if the file was computed with other
     base weights, or if the log-probabilities are not finite.
@@ -153,9 +164,9 @@ def with_reference(
             raise ConfigError(f"{file}: {problem}")
         if saved is not None and not problem:
             return data.pack_pairs(pairs.with_values(REFERENCE, saved))
-    has_adapters = models.has_adapters(model.module)
+    without_adapters = models.has_adapters(model.module) and not preference.keeps_adapters
     reference = model
-    if run.resume_from is not None and not has_adapters:
+    if run.resume_from is not None and not without_adapters:
         if preference.load_reference is None:
             raise ConfigError(
                 f"{file}: {problem}, and this resumed run does not load the reference weights; restore the file, "
@@ -164,7 +175,7 @@ def with_reference(
         reference = preference.load_reference()
     if problem and run.rank == 0:
         logger.warning("%s: %s; the log-probabilities under the reference model are computed again", file, problem)
-    with models.adapters_off(model.module) if has_adapters else nullcontext():
+    with models.adapters_off(model.module) if without_adapters else nullcontext():
         log_probs = score_pairs(reference, pairs, run.plan)
     if (wrong := _count_wrong(log_probs)) > 0:
         raise ConfigError(
@@ -227,6 +238,9 @@ def _identity_of_weights(cfg: DpoConfig) -> str:
         folder = Path(files.name_or_folder)
         weights = [folder / files.gguf_file] if files.gguf_file else sorted(folder.glob("*.safetensors"))
         parts["weights"] = _sample_of(weights) if files.is_local else [files.name_or_folder, cfg.model.revision]
+    if cfg.peft.path is not None:
+        weight_file = adapter_folder(cfg.peft.path) / ADAPTER_FILES[1]
+        parts["adapter"] = _sample_of([weight_file]) if weight_file.exists() else cfg.peft.path
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
