@@ -1,16 +1,20 @@
-"""The weights that scripts/average.py averages: checkpoints of runs and exported folders of one architecture."""
+"""The weights that scripts/average.py merges: checkpoints, exports and adapters of one architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.checkpoint.manifest import Manifest, ManifestError
+from components.config.model_files import ADAPTER_FILES, check_adapter
 from components.config.schema.model import Attention, DType, ModelConfig
-from components.protocol.errors import ConfigError
+from components.config.schema.run import ALL_LINEAR, PeftConfig, PeftMethod
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.run_files import CHECKPOINT_MANIFEST, CHECKPOINTS, checkpoint_folders
+from components.protocol.safe_parsing import load_json
 from scripts._export.checkpoints import OpenCheckpoint, read_run
 
 if TYPE_CHECKING:
@@ -29,7 +33,7 @@ SHOWN = 4
 
 @dataclass(slots=True)
 class Source:
-    """Weights to average."""
+    """Weights to merge."""
 
     path: Path
     model: Any
@@ -39,13 +43,15 @@ class Source:
     """Tensors of the model that an export contains, on the meta device."""
     read: Callable[[str, Any], torch.Tensor]
     """Returns a block of a tensor; adapters are merged."""
+    base: str | None = None
+    """Path of the base model of an adapter."""
 
 
 def find_sources(given: Sequence[Path], steps: Sequence[int]) -> list[Path]:
-    """Return the checkpoints and exports to average: each given one, and those of the given run directories.
+    """Return the checkpoints, exports and adapters to merge: each given one, and those of the given run directories.
 
     Args:
-        given: Run directories, checkpoints or exported folders.
+        given: Run directories, checkpoints, exported folders or folders of adapters.
         steps: Steps of the checkpoints of each run directory, in this order; empty: all of them, oldest first.
 
     Raises:
@@ -64,10 +70,10 @@ def find_sources(given: Sequence[Path], steps: Sequence[int]) -> list[Path]:
                 found += _checkpoints_of(path, steps)
             except ConfigError as error:
                 problems += error.problems
-        elif not (path / CHECKPOINT_MANIFEST).exists() and not (path / EXPORT_CONFIG).exists():
+        elif not any((path / name).exists() for name in (CHECKPOINT_MANIFEST, EXPORT_CONFIG, ADAPTER_FILES[0])):
             problems.append(
-                f"{path}: neither a run directory (no {CHECKPOINTS}/), a checkpoint (no {CHECKPOINT_MANIFEST}) nor an "
-                f"export (no {EXPORT_CONFIG}); give one of them"
+                f"{path}: neither a run directory (no {CHECKPOINTS}/), a checkpoint (no {CHECKPOINT_MANIFEST}), an "
+                f"export (no {EXPORT_CONFIG}) nor an adapter (no {ADAPTER_FILES[0]}); give one of them"
             )
         elif steps:
             problems.append(f"--steps: selects checkpoints of run directories, but {path} is not one; leave it out")
@@ -106,7 +112,8 @@ def open_sources(paths: Sequence[Path], *, trust_remote_code: bool) -> list[Sour
     """Open all sources and compare them with the first. Raises ConfigError for another architecture or shapes."""
     sources: list[Source] = []
     for path in paths:
-        source = (_open_checkpoint if (path / CHECKPOINT_MANIFEST).exists() else _open_export)(path, trust_remote_code)
+        kinds = {CHECKPOINT_MANIFEST: _open_checkpoint, ADAPTER_FILES[0]: _open_adapter, EXPORT_CONFIG: _open_export}
+        source = next(kind for name, kind in kinds.items() if (path / name).exists())(path, trust_remote_code)
         if sources and (problem := _difference(sources[0], source)):
             raise ConfigError(f"{path}: cannot be averaged with {paths[0]}: {problem}")
         sources.append(source)
@@ -118,24 +125,102 @@ def _open_checkpoint(path: Path, trust_remote_code: bool) -> Source:
     return _source(path, opened.model, opened.tokenizer, opened.reader())
 
 
+def open_base(path: str | None, sources: Sequence[Source], *, trust_remote_code: bool) -> Source:
+    """Open the base model of --base, or of the adapters. Raises ConfigError if it is unknown or of other shapes."""
+    named = {source.base for source in sources if source.base is not None}
+    if path is None and len(named) != 1:
+        raise ConfigError(
+            f"--base: needed, because {'the adapters name several' if named else 'the sources name no'} base model"
+            f"{'s (' + ', '.join(sorted(named)) + ')' if named else ''}; give that which all were trained from"
+        )
+    base = _open_model(path or named.pop(), trust_remote_code)
+    if problem := _difference(sources[0], base, compares_tokens=False):
+        raise ConfigError(f"--base {base.path}: is not the base of {sources[0].path}: {problem}")
+    return base
+
+
+def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
+    import torch
+    from torch import nn
+
+    from components import models
+    from components.models.tokenizer import TOKENIZER_FILES
+
+    peft, base = _adapter_config(path)
+    cfg = _config_of(base, trust_remote_code)
+    own = any((path / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = models.load_tokenizer(replace(cfg, tokenizer=str(path)) if own else cfg)
+    model: Any = models.build_on_meta(cfg, len(tokenizer))
+    read_base = models.weight_reader(model, cfg, seed=0)
+    models.add_adapters(model, peft, exports=False)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.requires_grad:
+            module, _, leaf = name.rpartition(".")
+            model.get_submodule(module).register_parameter(
+                leaf, nn.Parameter(torch.empty_like(parameter, device="cpu"))
+            )
+    models.read_adapter(model, peft)
+    merge = models.Merge(model)
+    whole = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    whole = {name: values for name, values in whole.items() if not merge.take(name, values)}
+
+    def read(name: str, index: Any) -> torch.Tensor:
+        return whole[name][index] if name in whole else merge.reader(name, partial(read_base, name))(index)
+
+    return replace(_source(path, model, tokenizer, read), base=base)
+
+
+def _adapter_config(path: Path) -> tuple[PeftConfig, str]:
+    """Return the settings of an adapter, and the path of its base model. Raises ConfigError."""
+    try:
+        config = load_json(path / ADAPTER_FILES[0])
+        rank, alpha, base = config["r"], config["lora_alpha"], config["base_model_name_or_path"]
+        peft = PeftConfig(
+            method=PeftMethod.lora,
+            path=str(path),
+            rank=rank,
+            alpha=alpha,
+            targets=sorted(config["target_modules"] or []) or [ALL_LINEAR],
+            target_parameters=list(config.get("target_parameters") or []),
+            modules_to_save=list(config.get("modules_to_save") or []),
+            rslora=bool(config.get("use_rslora")),
+            dora=bool(config.get("use_dora")),
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path / ADAPTER_FILES[0]}: is not the config of a LoRA adapter: {error!r:.200}") from error
+    raise_all(check_adapter(peft))
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: names no base model; give a checkpoint of its run instead")
+    return peft, base
+
+
 def _open_export(path: Path, trust_remote_code: bool) -> Source:
+    return _open_model(str(path), trust_remote_code)
+
+
+def _config_of(path: str, trust_remote_code: bool) -> ModelConfig:
+    """Return the config of a model in the dtype of its files."""
+    from components.models.build import load_config
+
+    cfg = ModelConfig(path=path, attention=Attention.eager, trust_remote_code=trust_remote_code)
+    name = str(load_config(cfg).dtype).removeprefix("torch.")
+    return replace(cfg, dtype=DType(name)) if name in set(DType) - {DType.auto} else cfg
+
+
+def _open_model(path: str, trust_remote_code: bool) -> Source:
     from components import models
     from components.models.build import load_config
 
-    cfg = ModelConfig(path=str(path), attention=Attention.eager, trust_remote_code=trust_remote_code)
+    cfg = _config_of(path, trust_remote_code)
     tokenizer = models.load_tokenizer(cfg)
     config = load_config(cfg, len(tokenizer))
-    stored = config.dtype
-    name = str(stored).removeprefix("torch.")
-    if name in set(DType) - {DType.auto}:
-        cfg = replace(cfg, dtype=DType(name))
     is_score_model = any(
         architecture.endswith("ForSequenceClassification") for architecture in config.architectures or []
     )
     labels = [config.id2label[index] for index in sorted(config.id2label)] if is_score_model else None
     model: Any = models.build_on_meta(cfg, len(tokenizer), labels)
-    model.config.dtype = stored or model.config.dtype  # float16 too, in which no run stores its weights
-    return _source(path, model, tokenizer, models.weight_reader(model, cfg, seed=0))
+    model.config.dtype = config.dtype or model.config.dtype  # float16 too, in which no run stores its weights
+    return _source(Path(path), model, tokenizer, models.weight_reader(model, cfg, seed=0))
 
 
 def _source(path: Path, model: Any, tokenizer: Any, read: Callable[[str, Any], torch.Tensor]) -> Source:
@@ -145,8 +230,8 @@ def _source(path: Path, model: Any, tokenizer: Any, read: Callable[[str, Any], t
     return Source(path, model, tokenizer, saved_tensors(meta_copy(model)), read)
 
 
-def _difference(first: Source, other: Source) -> str:
-    """Return why two sources cannot be averaged; empty if they can."""
+def _difference(first: Source, other: Source, *, compares_tokens: bool = True) -> str:
+    """Return why two sources cannot be merged; empty if they can."""
     kinds = [each.model.config.model_type for each in (first, other)]
     if kinds[0] != kinds[1]:
         return f"its architecture is {kinds[1]}, that of the other {kinds[0]}"
@@ -157,7 +242,7 @@ def _difference(first: Source, other: Source) -> str:
     keys = (configs[0] | configs[1]).keys() - NOT_ARCHITECTURE
     if unequal := sorted(key for key in keys if configs[0].get(key) != configs[1].get(key)):
         return f"config.json differs: {_listed(unequal, *configs)}"
-    if first.tokenizer.get_vocab() != other.tokenizer.get_vocab():
+    if compares_tokens and first.tokenizer.get_vocab() != other.tokenizer.get_vocab():
         return "its tokenizer has another vocabulary, so the rows of the embedding belong to other tokens"
     return ""
 
@@ -194,3 +279,72 @@ def read_average(sources: Sequence[Source], weights: Sequence[float], name: str,
         part = require_finite(source.read(name, index), f"{source.path}: {name}").to(torch.float64) * weight
         total = part if total is None else total.add_(part)
     return total
+
+
+class Changes:
+    """What training changed in several models, merged into their base; see scripts/average.py."""
+
+    def __init__(
+        self, base: Source, sources: Sequence[Source], weights: Sequence[float], density: float | None = None
+    ) -> None:
+        """`density`: Share of the largest changes of each tensor that ties keeps; None: task arithmetic."""
+        self._base, self._sources, self._weights, self._density = base, sources, weights, density
+        self._thresholds: tuple[str, list[torch.Tensor]] = ("", [])
+
+    def read(self, name: str, index: Any) -> torch.Tensor:
+        """Return a block of the merged weights in float64. Raises ConfigError as `read_average` does."""
+        import torch
+
+        tensor = self._base.tensors[name]
+        if not tensor.is_floating_point():
+            return read_average([*self._sources, self._base], [], name, index)
+        base = self._base.read(name, index).to(torch.float64)
+        changes = [self._change(source, name, index, base) for source in self._sources]
+        if self._density is None:
+            return base + sum(weight * each for weight, each in zip(self._weights, changes, strict=True))
+        if self._thresholds[0] != name:
+            self._thresholds = (name, [self._threshold(source, name) for source in self._sources])
+        # In float32, as the thresholds are.
+        kept = torch.stack(
+            [
+                each.where(each.abs().float() >= threshold, 0.0)
+                for each, threshold in zip(changes, self._thresholds[1], strict=True)
+            ]
+        )  # (sources, *block)
+        agrees = (kept.sign() == kept.sum(0).sign()) & (kept != 0)
+        weighted = torch.tensordot(torch.tensor(self._weights, dtype=torch.float64), kept * agrees, 1)
+        return base + weighted / agrees.sum(0).clamp(min=1)
+
+    def _change(self, source: Source, name: str, index: Any, base: torch.Tensor) -> torch.Tensor:
+        from components.models.weights.weight_sources import require_finite
+
+        return require_finite(source.read(name, index), f"{source.path}: {name}").to(base) - base
+
+    def _threshold(self, source: Source, name: str) -> torch.Tensor:
+        """Return the smallest magnitude of the largest changes that are kept of a tensor, in two passes over it.
+
+        The bits of positive float32 numbers have their order as integers: the first pass counts the upper half of the
+        bits, the second the lower half among the numbers with the upper half of the one sought. In float32, since a
+        difference of two stored numbers is rarely exact.
+        """
+        import torch
+
+        from components.models.weights.weight_files import row_blocks
+
+        tensor = self._base.tensors[name]
+        keep, upper = max(1, int((self._density or 1.0) * tensor.numel())), None
+        for _ in range(2):
+            counts = torch.zeros(1 << 16, dtype=torch.int64)
+            for index in row_blocks(tensor):
+                base = self._base.read(name, index).to(torch.float64)
+                bits = self._change(source, name, index, base).abs().float().flatten().view(torch.int32)
+                halves = bits >> 16 if upper is None else (bits & 0xFFFF)[bits >> 16 == upper]
+                counts += torch.bincount(halves, minlength=1 << 16)
+            from_largest = counts.flip(0).cumsum(0)
+            place = int((from_largest < keep).sum())  # of the half that holds the number sought, from the largest
+            keep -= int(from_largest[place - 1]) if place else 0
+            half = (1 << 16) - 1 - place
+            if upper is None:
+                upper = half
+        bits = torch.tensor(((upper or 0) << 16) | half, dtype=torch.int32)
+        return bits.view(torch.float32)

@@ -1,0 +1,115 @@
+"""scripts/average.py merges changes of a base model by task arithmetic and TIES, compared with the peft library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.utils.merge_utils import task_arithmetic, ties
+from safetensors.torch import load_file, save_file
+
+from components import models
+from components.config.schema import ModelConfig, PeftConfig
+from components.models.tokenizer import byte_tokenizer
+from scripts import average
+from tests.tiny_models import filled, reference, tiny_folder
+
+LORA = PeftConfig(method="lora", rank=4, alpha=6.0, modules_to_save=["lm_head"])
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """A base model, two models of other random weights, and two adapters of the base, with tokenizers."""
+    base = tiny_folder(tmp_path / "base", "llama3")
+    others = [tiny_folder(tmp_path / name, "llama3", seed=seed) for seed, name in ((1, "one"), (2, "two"))]
+    for folder in (base, *others):
+        byte_tokenizer().save_pretrained(folder)
+    adapters = []
+    for seed, name in enumerate(("first", "second")):
+        cfg = ModelConfig(path=str(base))
+        model = filled(cfg, LORA)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        adapters += models.export_run(model, models.load_tokenizer(cfg), tmp_path / name, LORA)[:1]
+    return [base, *others, *adapters]
+
+
+def merged(folder: Path, *arguments: str) -> dict[str, torch.Tensor]:
+    assert average.main([*arguments, "--out", str(folder)]) == 0
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("density", [None, 0.3, 1.0])
+def test_models_are_merged_like_peft_merges_task_vectors(
+    density: float | None, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block: TIES selects the largest changes of whole tensors."""
+    monkeypatch.setattr("components.models.weights.weight_files._BLOCK_BYTES", 1500)
+    base, one, two = (load_file(folder / "model.safetensors") for folder in folders[:3])
+    method = ["task-arithmetic"] if density is None else ["ties", "--density", str(density)]
+    sources = (str(folders[1]), str(folders[2]), "--base", str(folders[0]), "--weights", "0.7", "0.5")
+    found = merged(tmp_path / "out", *sources, "--method", *method)
+    weights = torch.tensor([0.7, 0.5], dtype=torch.float64)
+    for name, start in base.items():
+        # Ties of equal magnitudes do not occur: all weights are random.
+        changes = [each[name].double() - start.double() for each in (one, two)]
+        change = task_arithmetic(changes, weights) if density is None else ties(changes, weights, density)
+        torch.testing.assert_close(found[name].double(), start.double() + change, rtol=1e-6, atol=1e-6)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"Merged by {method[0]}." in card
+    assert "| 0.5 |" in card
+
+
+def test_adapters_are_merged_over_their_own_base(folders: list[Path], tmp_path: Path) -> None:
+    """The changes of an adapter are those of PEFT's merged model."""
+    base = load_file(folders[0] / "model.safetensors")
+    adapted = []
+    for adapter in folders[3:]:
+        model = PeftModel.from_pretrained(reference(folders[0]), adapter).merge_and_unload()
+        adapted.append({name: parameter.detach() for name, parameter in model.named_parameters()})
+    adapters = tuple(map(str, folders[3:]))
+    found = merged(tmp_path / "sum", *adapters, "--method", "task-arithmetic")
+    mean = merged(tmp_path / "mean", *adapters, "--weights", "3", "1")
+    for name, start in base.items():
+        first, second = (each[name] for each in adapted)
+        torch.testing.assert_close(found[name], first + second - start, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mean[name], (3 * first + second) / 4, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found["lm_head.weight"], base["lm_head.weight"], atol=0.1)
+
+
+def test_threshold_of_a_tensor_with_equal_changes_keeps_them(folders: list[Path], tmp_path: Path) -> None:
+    base = load_file(folders[0] / "model.safetensors")
+    for number, folder in enumerate(folders[1:3]):
+        changed = {name: each.clone() for name, each in base.items()}
+        changed["model.norm.weight"] += torch.where(torch.arange(32) < 4, 1.0 + number, 0.0)
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    sources = (str(folders[1]), str(folders[2]), "--base", str(folders[0]), "--method", "ties", "--density", "0.25")
+    found = merged(tmp_path / "out", *sources)
+    torch.testing.assert_close(found["model.norm.weight"][:4], base["model.norm.weight"][:4] + 1.5, rtol=1e-6, atol=0)
+    assert torch.equal(found["model.norm.weight"][4:], base["model.norm.weight"][4:])
+
+
+def test_wrong_merges_are_refused(folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, first, second = map(str, folders[1:])
+    other = tiny_folder(tmp_path / "other", "llama3", num_hidden_layers=1)
+    byte_tokenizer().save_pretrained(other)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "adapter_config.json").write_text(json.dumps({"r": 4}))
+    cases = {
+        (one, two, "--method", "ties"): "--base: needed, because the sources name no base model; give that which",
+        (one, two, "--density", "0.5"): "--density 0.5: must be in (0, 1], and only --method ties has it",
+        (one, two, "--base", one): "--base " + one + ": --method average needs none",
+        (first, second, "--method", "ties", "--base", str(other)): "is not the base of " + first + ": tensors differ",
+        (first, str(damaged)): "is not the config of a LoRA adapter: KeyError('lora_alpha')",
+    }
+    for arguments, message in cases.items():
+        assert average.main([*arguments, "--out", str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err.replace("\n", " ")
+        assert not (tmp_path / "out").exists()
