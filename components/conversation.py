@@ -14,6 +14,7 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 TOOL = "tool"
+_SYSTEM_ROLES = ("system", "developer")
 
 
 class Conversation(NamedTuple):
@@ -36,6 +37,27 @@ class Conversation(NamedTuple):
         """Indices of the assistant messages with loss."""
         is_answer = (message["role"] == ASSISTANT for message in self.messages)
         return [i for i, answers in enumerate(is_answer) if answers and i not in self.untrained]
+
+    @property
+    def turns(self) -> list[int]:
+        """Indices of the messages that begin a turn: the first after the system messages, and each user message that
+        follows one of another role."""
+        roles = [message["role"] for message in self.messages]
+        first = next((i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES), 0)
+        later = (i for i in range(first + 1, len(roles)) if roles[i] == "user" != roles[i - 1])
+        return [first, *later]
+
+    def with_last_turn_trained(self) -> Conversation:
+        """Return the conversation with a loss only on the turn of its last assistant message."""
+        last = max(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
+        start = max(turn for turn in self.turns if turn <= last)
+        return self._replace(untrained=self.untrained.union(i for i in self.trained if i < start))
+
+    def from_turn(self, start: int) -> Conversation:
+        """Return the system messages at the beginning, the messages from `start` on, and all other inputs."""
+        first = self.turns[0]
+        untrained = frozenset(i - start + first for i in self.untrained if i >= start)
+        return self._replace(messages=[*self.messages[:first], *self.messages[start:]], untrained=untrained)
 
 
 class Prompt(NamedTuple):

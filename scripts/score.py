@@ -142,8 +142,9 @@ def _write_rewards(
     """Write a line per pair, and return the counts of `score`. After a bad row, only further ones are looked for."""
     import torch
 
-    from components.data.examples import REJECTED, encode_scored
+    from components.data.examples import REJECTED
     from components.data.sources.rows import BadRowReport
+    from components.data.sources.text import encode_scored
 
     counts: Counter[str] = Counter()
     with torch.inference_mode():

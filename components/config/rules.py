@@ -29,10 +29,12 @@ from components.config.compute_rules import (
 from components.config.kinds import KINDS, kinds_of
 from components.config.mesh_rules import batch_problems, model_problems, quantized_problems, row_problems
 from components.config.schema.data import (
+    ChatDataConfig,
     DataConfig,
     DataKind,
     LabelsDataConfig,
     MixtureDataConfig,
+    Overlong,
     PreferencesDataConfig,
     RowsDataConfig,
     TextDataConfig,
@@ -167,8 +169,8 @@ def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEn
 
 
 def _data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = False) -> list[str]:
-    """Require a held-out split, weights only on sources of a mixture, and pairs or labels only if the recipe takes
-    them."""
+    """Require a held-out split, weights only on sources of a mixture, turns where they are cut, and pairs or labels
+    only if the recipe takes them."""
     problems = []
     parts = {"data": data}
     if isinstance(data, MixtureDataConfig):
@@ -184,6 +186,13 @@ def _data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = 
         f"or choose another option of {key}"
         for key, part in parts.items()
         if isinstance(part, LabelsDataConfig) and not takes_labels
+    ]
+    problems += [
+        f"{key}.overlong=keep_last: samples of {key}.kind={part.kind} have no older turns to leave out; set it to "
+        "truncate, drop or refuse, or use conversations (data=chat_jsonl)"
+        for key, part in parts.items()
+        if part.overlong is Overlong.keep_last
+        and not isinstance(part, ChatDataConfig | TextDataConfig | TokensDataConfig | MixtureDataConfig)
     ]
     if data.weight is not None:
         problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; remove it")

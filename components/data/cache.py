@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from components.chat_template import ChatTemplate, is_fast
-from components.config.schema.data import BadRows, DataConfig, RowsDataConfig, TextDataConfig
+from components.config.schema.data import BadRows, DataConfig, Overlong, RowsDataConfig, TextDataConfig
 from components.conversation import ASSISTANT, Conversation, Prompt, text_of
 from components.data import examples
 from components.data.dataset import MaskedLabels, Tokens, flattened
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 4
+_FORMAT = 5
 """Version of an entry's content; increment it when that changes."""
 _ENTRY, _TEMPORARY = (
     re.compile(r"[0-9a-f]{32}\.safetensors"),
@@ -92,6 +92,8 @@ class TokenizedSplit(NamedTuple):
     """Columns and message keys that neither the chat template nor Meshbook uses."""
     notes: list[str]
     """Notes on the rendered answers."""
+    cut_to_turns: int = 0
+    """Samples cut to their newest turns."""
 
 
 @dataclasses.dataclass
@@ -112,6 +114,8 @@ class _Encoder:
     """Whether a score head reads the last token of conversations."""
     refuses: bool = False
     """Whether bad rows end the run (`data.bad_rows=refuse`)."""
+    newest: examples.NewestTurns | None = None
+    """Limit to which conversations are cut (`data.overlong=keep_last`)."""
     count: int = 0
     """Samples of conversations and labeled texts so far."""
     bad: BadRowReport = dataclasses.field(default_factory=BadRowReport)
@@ -126,10 +130,10 @@ class _Encoder:
         labeled = [each for each in batch if isinstance(each, LabeledText)]
         options: dict[str, Any] = {"usage": self.usage, "bad": self.bad}
         if self.is_scored or labeled:
-            encoded = examples.encode_scored(self.tokenizer, conversations or labeled, **options)
+            encoded = text.encode_scored(self.tokenizer, conversations or labeled, **options)
         else:
             encoded = examples.encode_conversations(
-                self.tokenizer, conversations, one_sample_each=self.one_sample_each, **options
+                self.tokenizer, conversations, one_sample_each=self.one_sample_each, newest=self.newest, **options
             )
         self.bad.samples += [self.count + index for index, each in enumerate(encoded) if each is examples.REJECTED]
         self.count += len(encoded)
@@ -151,6 +155,7 @@ class _Encoder:
             "bad": dataclasses.asdict(bad),
             "unused": unused,
             "notes": [] if self.usage is None else self.usage.notes,
+            "cut_to_turns": 0 if self.newest is None else self.newest.count,
         }
 
 
@@ -172,6 +177,7 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
             one_sample_each=isinstance(cfg, AnswerConfig),
             is_scored=isinstance(cfg, AnswerConfig) and cfg.is_scored,
             refuses=isinstance(cfg, RowsDataConfig) and cfg.bad_rows is BadRows.refuse,
+            newest=examples.NewestTurns(seq_len) if cfg.overlong is Overlong.keep_last else None,
         )
     )
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenization(tokenizer)
@@ -185,7 +191,8 @@ def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizer
     content, size = _identity(split, folder)
     if size < _WORTH_BYTES:
         return _tokenize(encoder)
-    key = _key([content, tokenizer_hash, split.is_eval, held_out_by_hash(cfg), limit, encoder.seq_len], cfg)
+    lengths = [encoder.seq_len, None if encoder.newest is None else encoder.newest.seq_len]
+    key = _key([content, tokenizer_hash, split.is_eval, held_out_by_hash(cfg), limit, lengths], cfg)
     entry = folder / f"{key}.safetensors"
     if (cached := _read_entry(entry)) is not None:
         return cached
@@ -287,6 +294,8 @@ def _encode_batches(encoder: _Encoder) -> Iterator[Iterable[Example]]:
     """Yield the samples of a split in batches, up to `max_samples`; a long split shows a progress bar."""
     split, left = encoder.split, encoder.max_samples
     encoder.count, encoder.bad = 0, BadRowReport()  # after a file that could not be written, it is encoded again
+    if encoder.newest is not None:
+        encoder.newest.count = 0
     is_short = len(split) <= _ENCODED_AT_ONCE and split.characters <= _CHARACTERS_AT_ONCE
     with _progress(len(split), hidden=is_short) as advance:
         for batch in batches_of(split):

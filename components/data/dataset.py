@@ -47,8 +47,10 @@ class Facts:
     """Tokens that contribute to the loss."""
     truncated: int = 0
     """Samples truncated to seq_len tokens."""
+    cut_to_turns: int = 0
+    """Samples cut to their newest turns (`data.overlong=keep_last`)."""
     dropped_overlong: int = 0
-    """Samples dropped because they were longer than seq_len (`data.overlong=drop`)."""
+    """Samples dropped because they, or their newest turns, were longer than seq_len (`data.overlong=drop`)."""
     dropped_without_target: int = 0
     """Samples dropped because they had no target token, possibly after truncation."""
     dropped_equal: int = 0
@@ -116,7 +118,8 @@ class Facts:
     def __str__(self) -> str:
         counted = {f"{what} dropped": count for what, count in self._dropped.items()}
         what = "answers cut to seq_len" if self.unit == "pair" else "cut to seq_len"
-        counted = {what: self.truncated, **counted} if self.truncated else counted
+        cut = {what: self.truncated, "cut to their newest turns": self.cut_to_turns}
+        counted = {what: count for what, count in cut.items() if count} | counted
         is_scored = self.unit != "sample" and 0 < self.target_tokens <= 2 * self.samples
         loss = ", scored at the last token" if is_scored else f", {self.target_tokens:,} with loss"
         units = f"{self.unit}{'' if self.samples == 1 else 's'}"
@@ -304,8 +307,9 @@ def shortened(tokens: Tokens, seq_len: int, drop: bool) -> tuple[Tokens, np.ndar
 class Dataset(ItemSequence[Example]):
     """Samples in the order of their source; `facts` holds their statistics.
 
-    A sample longer than `seq_len` is truncated on the right, dropped or rejected, depending on `overlong`. A sample
-    without a target token is dropped. Every sample ends with a target token (see `trimmed`).
+    A sample longer than `seq_len` is truncated on the right, dropped or rejected, depending on `overlong`; keep_last
+    drops what is too long without its oldest turns. A sample without a target token is dropped. Every sample ends with
+    a target token (see `trimmed`).
     `prompts` holds prompts of the source, to generate sample answers from, and `bad` its rows that make no sample.
     """
 
@@ -382,9 +386,10 @@ class Dataset(ItemSequence[Example]):
                 f"seq_len={seq_len:,}; raise training.seq_len (in evaluate.py evaluation.seq_len), or set "
                 f"data.overlong to truncate or drop; the sample begins {begins!r}"
             )
-        fitted, after = shortened(tokens, seq_len, drop=overlong is Overlong.drop)
+        drops = overlong in (Overlong.drop, Overlong.keep_last)
+        fitted, after = shortened(tokens, seq_len, drop=drops)
         self.fates = np.where(after > 0, _Fate.kept, _Fate.without_target).astype(np.uint8)
-        if overlong is Overlong.drop:
+        if drops:
             self.fates[long] = _Fate.overlong
         self.fates[np.asarray(self.bad.samples, dtype=np.int64)] = _Fate.bad
         facts.truncated = int(np.count_nonzero(after[long]))

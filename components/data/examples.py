@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from components.chat_template import ChatTemplate, Rendering, TemplateLimitError
 from components.config.schema.data import IGNORED
 from components.conversation import ASSISTANT, Conversation, Message, arguments_of, function_of, text_of
-from components.data.sources.rows import BadRowReport, LabeledText
+from components.data.sources.rows import BadRowReport
 from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ __all__ = [
     "Example",
     "PackedRow",
     "encode_conversations",
-    "encode_scored",
     "record_bad",
     "render_example",
     "trimmed",
@@ -90,6 +90,7 @@ def encode_conversations(
     one_sample_each: bool = False,
     usage: KeyUsage | None = None,
     bad: BadRowReport | None = None,
+    newest: NewestTurns | None = None,
 ) -> list[Example]:
     """Tokenize conversations, with the loss on every assistant turn except those in `untrained`.
 
@@ -108,24 +109,35 @@ def encode_conversations(
     Some templates render an earlier answer differently from the last one (they drop its reasoning, or end it with
     another token). No single sequence then contains every turn as the model would generate it, so such a conversation
     becomes one example per answer: there may be more examples than conversations, unless `one_sample_each` rejects it.
-    `usage` records keys that the template does not use, and answers that it renders only in part.
+    `usage` records keys that the template does not use, and answers that it renders only in part. `newest` leaves out
+    the oldest turns of examples that are too long, of each on its own.
 
     Raises ConfigError if a template rejects a conversation, exceeds its time limit or leaves the loss mask ambiguous,
     or if a tokenizer has neither a chat template nor an end-of-text token. With `bad`, a conversation becomes the
     sample `REJECTED` and is recorded there, unless the template exceeded the time limit: it may do so on all of them.
     """
-    renderer = _Renderer(tokenizer, usage)
+    groups = _encode(_Renderer(tokenizer, usage), conversations, one_sample_each, bad)
+    if newest is not None:
+        groups = newest.apply(_Renderer(tokenizer), conversations, groups)
+    # A conversation without a trained answer becomes an empty sample, which the dataset drops and counts.
+    return [example for group in groups for example in group or [Example([], [])]]
+
+
+def _encode(
+    renderer: _Renderer, conversations: Sequence[Conversation], one_sample_each: bool, bad: BadRowReport | None
+) -> list[list[Example]]:
+    """Return the examples of each conversation; none if it has no trained answer, `REJECTED` if it is a bad row."""
     drafts: list[list[_Draft] | None] = []
     for each in conversations:
         try:
             drafts.append([renderer.draft(each, answer) for answer in each.trained])
-            if usage is not None:
-                usage.observe(each)
+            if renderer.usage is not None:
+                renderer.usage.observe(each)
         except ConfigError as error:
             record_bad(error, each.where, bad)
             drafts.append(None)
     turns = renderer.turns([draft for group in drafts for draft in group or ()])
-    examples: list[Example] = []
+    examples: list[list[Example]] = []
     for conversation, group in zip(conversations, drafts, strict=True):
         samples = _assemble([next(turns) for _ in group or ()])
         if one_sample_each and len(samples) > 1:
@@ -136,11 +148,54 @@ def encode_conversations(
             )
             record_bad(ConfigError(problem), conversation.where, bad)
             group = None
-        if group is None:
-            samples = [REJECTED]
-        # A conversation without a trained answer becomes an empty sample, which the dataset drops and counts.
-        examples += samples or [Example([], [])]
+        examples.append([REJECTED] if group is None else samples)
     return examples
+
+
+@dataclass(slots=True)
+class NewestTurns:
+    """Limit to which examples are cut by leaving out their oldest turns."""
+
+    seq_len: int
+    """Maximum length in tokens."""
+    count: int = 0
+    """Examples cut so far."""
+
+    def apply(
+        self, renderer: _Renderer, conversations: Sequence[Conversation], groups: list[list[Example]]
+    ) -> list[list[Example]]:
+        """Replace the examples of conversations that are too long by those without the oldest turns.
+
+        A bisection finds the most turns that fit, with all conversations tokenized together. If the newest turn is too
+        long, or the template rejects the rest, the example remains as it is.
+        """
+        found = {(row, index): [each] for row, group in enumerate(groups) for index, each in enumerate(group)}
+        searches: dict[tuple[int, int], tuple[Conversation, list[int]]] = {}  # with the turns that may come first
+        for (row, index), (sample,) in found.items():
+            if len(sample.input_ids) > self.seq_len:
+                own = conversations[row]
+                # Several examples of a conversation have the loss of one answer each.
+                answers = own.trained[index : index + 1] if len(groups[row]) > 1 else own.trained
+                own = own._replace(untrained=own.untrained.union(own.trained) - set(answers))
+                searches[row, index] = (own, [turn for turn in own.turns[1:] if turn < answers[-1]])
+        fitting: dict[tuple[int, int], list[Example]] = {}
+        while searches := {key: search for key, search in searches.items() if search[1]}:
+            cut = [own.from_turn(starts[(len(starts) - 1) // 2]) for own, starts in searches.values()]
+            for (key, (own, starts)), samples in zip(
+                list(searches.items()), _encode(renderer, cut, False, BadRowReport()), strict=True
+            ):
+                middle = (len(starts) - 1) // 2
+                if self._fit(samples):
+                    fitting[key] = samples
+                    searches[key] = (own, starts[:middle])
+                else:
+                    searches[key] = (own, starts[middle + 1 :])
+        self.count += len(fitting)
+        found |= fitting
+        return [[each for index in range(len(group)) for each in found[row, index]] for row, group in enumerate(groups)]
+
+    def _fit(self, samples: Iterable[Example]) -> bool:
+        return all(each is not REJECTED and len(each.input_ids) <= self.seq_len for each in samples)
 
 
 def record_bad(error: ConfigError, where: str, bad: BadRowReport | None) -> None:
@@ -148,48 +203,6 @@ def record_bad(error: ConfigError, where: str, bad: BadRowReport | None) -> None
     if bad is None or isinstance(error, TemplateLimitError):
         raise error
     bad.add({where: error.problems[0].removeprefix(f"{where}: ")})
-
-
-def encode_scored(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[LabeledText] | Sequence[Conversation],
-    *,
-    usage: KeyUsage | None = None,
-    bad: BadRowReport | None = None,
-) -> list[Example]:
-    """Tokenize texts, and conversations as `apply_chat_template` does, each followed by a padding token.
-
-    These are the tokens of which transformers' models for sequence classification score the last. Every token is a
-    target, so that a truncated sample keeps its first tokens. Labels are not part of the samples.
-
-    Raises ConfigError if a template rejects a conversation or exceeds its time limit; for `bad` see
-    `encode_conversations`.
-    """
-    template, pad = ChatTemplate(tokenizer), tokenizer.pad_token_id
-    rendered: dict[bool, list[str]] = {False: [], True: []}  # keyed by whether the tokenizer adds special tokens
-    adds_special: list[bool | None] = []  # None: rejected
-    for text in texts:
-        conversation = text if isinstance(text, Conversation) else text.conversation
-        if conversation is not None:
-            template.source(None)  # rejects a tokenizer without a default template, of which no row is bad
-        try:
-            content = str(text[1]) if conversation is None else template.render(conversation).text
-            if conversation is not None and usage is not None:
-                usage.observe(conversation)
-        except ConfigError as error:
-            record_bad(error, text.where, bad)
-            adds_special.append(None)
-            continue
-        adds = conversation is None or not tokenizer.chat_template
-        adds_special.append(adds)
-        rendered[adds].append(content)
-    encoded = {
-        adds: iter(tokenizer(found, add_special_tokens=adds, return_attention_mask=False, verbose=False)["input_ids"])
-        for adds, found in rendered.items()
-        if found
-    }
-    samples = [None if adds is None else [*next(encoded[adds]), pad] for adds in adds_special]
-    return [REJECTED if ids is None else trimmed(Example(ids, ids)) for ids in samples]
 
 
 def trimmed(example: Example) -> Example:

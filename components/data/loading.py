@@ -318,7 +318,9 @@ def _build_source(
         examples = compress(all_examples, split_mask(hashes, cfg, is_eval))
     else:
         source = SourceSplit(cfg, is_eval)
-        examples, prompts, bad, facts.unused, facts.notes = tokenize(source, cfg, tokenizer, seq_len)
+        examples, prompts, bad, facts.unused, facts.notes, facts.cut_to_turns = tokenize(
+            source, cfg, tokenizer, seq_len
+        )
         if isinstance(cfg, _CONVERSATIONS) and not tokenizer.chat_template:
             facts.notes.append(
                 "the tokenizer has no chat template: messages are joined with line breaks, without roles"

@@ -10,6 +10,7 @@ import json
 import re
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from tokenizers import models, pre_tokenizers
 
 from components import chat_template
 from components.chat_template import ChatTemplate, TemplateLimitError
-from components.config.schema.data import BadRows, ChatDataConfig, SftDataConfig, UnusedKeys
+from components.config.schema.data import BadRows, ChatDataConfig, Overlong, SftDataConfig, TrainOn, UnusedKeys
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import is_defining
 from components.conversation import Conversation, Prompt
 from components.data import cache
-from components.data.dataset import Dataset
+from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, encode_conversations, trimmed
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
@@ -339,7 +340,7 @@ def test_system_column_of_other_trainers_is_the_system_message(tmp_path: Path) -
     [
         *({"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}, {"loss": False}, {"masked": True}),
         *({"loss_mask": 0, "training": False}, {"loss_weight": 0.0, "loss_scale": 0}),
-        {"train_on_turn": False, "trainable": False},
+        {"train_on_turn": False, "trainable": False, "step_loss_mask": 0},
     ],
 )
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
@@ -503,6 +504,139 @@ def test_whatever_changes_the_rendered_text_changes_the_cache_key(tmp_path: Path
         for _ in range(2):
             dataset(tmp_path, rows, unmarked(QWEN3), cache=str(tmp_path / "cache"), **values)
         assert len(list((tmp_path / "cache").iterdir())) == number
+
+
+# Turns: the loss on the last one, and conversations cut to the newest ones
+
+
+SEARCH = [user("Find it."), assistant("", tool_calls=[CALL]), RESULT, assistant("Found.")]
+LONG = [
+    {"role": "system", "content": "Be brief."},
+    *(user("Hi " * 9), assistant("Hello."), user("And"), user("now?"), assistant("Later. " * 3)),
+    *(*SEARCH, user("Thanks!"), assistant("Bye.")),
+]
+TURNS = [1, 3, 6, 10]
+"""Messages of LONG that begin a turn; the second has two user messages, the third a tool call."""
+
+
+@pytest.mark.parametrize("template", [unmarked(HERMES), marked(HERMES), None], ids=["prefix", "blocks", "plain"])
+@pytest.mark.parametrize(
+    ("messages", "off", "targets"),
+    [
+        (LONG, (), ["Bye."]),
+        (LONG[:10], (), [CALL["function"]["name"], "Found."]),
+        (LONG[:11], (), [CALL["function"]["name"], "Found."]),
+        (LONG[:10], (7,), ["Found."]),
+        (LONG[:10], (9,), [CALL["function"]["name"]]),
+        (LONG[:10], (7, 9), []),
+        (LONG, (11,), []),
+    ],
+    ids=["answer", "agent", "trailing question", "call off", "answer off", "both off", "last off"],
+)
+def test_loss_of_the_last_turn_only(
+    template: str | None, messages: list[dict], off: tuple[int, ...], targets: list[str], tmp_path: Path
+) -> None:
+    """All that the assistant wrote after the last user message with an answer, but messages with a flag."""
+    flagged = [{**message, "train": False} if index in off else message for index, message in enumerate(messages)]
+    made = dataset(tmp_path, rows_of(flagged) + rows_of([user("a"), assistant("b")]), template, train_on=TrainOn.last)
+    assert made.facts.dropped_without_target == (not targets)
+    *examples, _ = made
+    if not targets:
+        assert examples == []
+        return
+    (example,) = examples
+    texts = target_texts(byte_tokenizer(template), example)
+    assert len(texts) == len(targets)
+    if template is not None:
+        assert all(target in text for target, text in zip(targets, texts, strict=True))
+    first = TURNS[-1] if targets == ["Bye."] else TURNS[-2]
+    earlier = [
+        {**message, "weight": 0} if message["role"] == "assistant" and index < first else message
+        for index, message in enumerate(flagged)
+    ]
+    assert list(dataset(tmp_path, rows_of(earlier), template)) == [example]
+
+
+def newest_of(tokenizer: Any, messages: list[dict], answer: int | None, seq_len: int) -> Example | None:
+    """Return the sample of the most turns that fit, by plain transformers, trying one after another.
+
+    answer: The only message with a loss, and the last one; None: all answers have one.
+    """
+    end = len(messages) if answer is None else answer + 1
+    for start in [turn for turn in TURNS if turn < end]:
+        kept = [messages[0], *messages[start:end]]
+        found = reference(tokenizer, kept, TOOLS)
+        if answer is not None:
+            prompt = tokenizer.apply_chat_template(kept[:-1], tools=TOOLS, add_generation_prompt=True)["input_ids"]
+            found = trimmed(Example(found.input_ids, [IGNORED] * len(prompt) + found.input_ids[len(prompt) :]))
+        if len(found.input_ids) <= seq_len:
+            return found
+    return None
+
+
+@pytest.mark.parametrize("reasons", [False, True], ids=["one sample", "a sample per answer"])
+def test_conversations_are_cut_to_the_most_turns_that_fit(reasons: bool, tmp_path: Path) -> None:
+    """At every length, bit-equal to what plain transformers makes of the shortened conversation."""
+    messages = [
+        {**each, "reasoning_content": "Because."} if reasons and each["role"] == "assistant" else each for each in LONG
+    ]
+    tokenizer = byte_tokenizer(marked(QWEN3 if reasons else HERMES))
+    path = write(tmp_path / "x.jsonl", rows_of(messages, tools=TOOLS))
+    answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"] if reasons else [None]
+    lengths = {len(reference(tokenizer, [messages[0], *messages[turn:]], TOOLS).input_ids) for turn in TURNS}
+    seen = set()
+    for seq_len in sorted({length + change for length in lengths for change in (-1, 0)} | {90, 10_000}):
+        cfg = ChatDataConfig(path=str(path), eval_fraction=0, cache=None, overlong=Overlong.keep_last)
+        expected = [newest_of(tokenizer, messages, answer, seq_len) for answer in answers]
+        whole = [newest_of(tokenizer, messages, answer, 10**6) for answer in answers]
+        kept = [each for each in expected if each is not None]
+        if not kept:
+            with pytest.raises(ConfigError, match=r"too short for every sample .*longer than seq_len dropped"):
+                build_dataset(cfg, tokenizer, seq_len=seq_len, split="train")
+            continue
+        made = build_dataset(cfg, tokenizer, seq_len=seq_len, split="train")
+        assert isinstance(made, Dataset)
+        assert list(made) == kept, seq_len
+        cut = sum(each is not None and each != other for each, other in zip(expected, whole, strict=True))
+        assert (made.facts.cut_to_turns, made.facts.dropped_overlong) == (cut, len(expected) - len(kept))
+        assert (f"{cut} cut to their newest turns" in str(made.facts)) == bool(cut)
+        seen.add((cut, len(expected) - len(kept)))
+        packed = build_dataset(replace(cfg, pack=True), tokenizer, seq_len=seq_len, split="train")
+        assert sorted(each for row in packed for each in row.examples) == sorted(kept)
+    assert len(seen) >= 2
+    assert any(cut for cut, _ in seen)
+
+
+def test_rows_that_the_template_rejects_are_bad_and_not_cut(tmp_path: Path) -> None:
+    """Nor is a conversation of which the template rejects the newest turns: it is dropped as too long."""
+    rejects = "{%- if messages | length > 11 or messages[0].content == 'Hi' %}{{ raise_exception('no') }}{%- endif %}"
+    long = [user("Hello " * 30), assistant("Ho."), user("Hi"), assistant("Ho.")]
+    path = str(write(tmp_path / "x.jsonl", [*rows_of(LONG), *rows_of(long), *rows_of([user("a"), assistant("b")])]))
+    cfg = ChatDataConfig(path=path, eval_fraction=0, cache=None, overlong=Overlong.keep_last, bad_rows=BadRows.drop)
+    facts = build_dataset(cfg, byte_tokenizer(rejects + unmarked(HERMES)), seq_len=150, split="train").facts
+    assert isinstance(facts, Facts)
+    assert (facts.samples, facts.dropped_bad_rows, facts.dropped_overlong, facts.cut_to_turns) == (1, 1, 1, 0)
+
+
+def test_turns_that_are_kept_depend_on_the_length_and_are_cached_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 0)
+    path = str(write(tmp_path / "x.jsonl", rows_of(LONG) * 3))
+    cfg = ChatDataConfig(path=path, eval_fraction=0, cache=str(tmp_path / "cache"), overlong=Overlong.keep_last)
+    tokenizer, found = byte_tokenizer(marked(HERMES)), []
+    for seq_len, overlong in ((150, "keep_last"), (300, "keep_last"), (150, "drop"), (10_000, "truncate")):
+        for _ in range(2):
+            given = replace(cfg, overlong=Overlong(overlong))
+            try:
+                found.append(str(build_dataset(given, tokenizer, seq_len=seq_len, split="train").facts))
+            except ConfigError as error:
+                found.append(error.problems[0])
+        assert found[-1] == found[-2]
+    assert len(set(found)) == 4
+    assert found[0].count("3 cut to their newest turns") == found[2].count("3 cut to their newest turns") == 1
+    entries = [file for file in (tmp_path / "cache").iterdir() if file.suffix == ".safetensors"]
+    assert len(entries) == 3  # drop and truncate read the same tokens
 
 
 # Templates that do not terminate

@@ -17,7 +17,7 @@ from components.config.schema.data import BadRows, DocsDataConfig, SftDataConfig
 from components.config.schema.model import WeightInit
 from components.config.schema.training import TasksConfig
 from components.conversation import Conversation
-from components.data import examples
+from components.data.sources import text
 from components.models.tokenizer import BYTE_CHAT_TEMPLATE, byte_tokenizer
 from components.protocol.errors import ConfigError
 from components.training.harness import load_tasks
@@ -104,7 +104,7 @@ def test_a_tokenizer_without_a_default_template_is_refused_where_one_is_needed(t
     conversation = Conversation("here", ASKED)
     for needs_it in (
         lambda: data.build_dataset(cfg, tokenizer, seq_len=64, split="train"),
-        lambda: examples.encode_scored(tokenizer, [conversation]),
+        lambda: text.encode_scored(tokenizer, [conversation]),
         lambda: models.encode_prompt(tokenizer, "Why?"),
         lambda: load_tasks(TasksConfig(tasks=["x"], apply_chat_template=True), tokenizer),
     ):

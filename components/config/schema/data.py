@@ -31,11 +31,20 @@ class DataKind(StrEnum):
 
 
 class Overlong(StrEnum):
-    """Handling of samples longer than seq_len. truncate: cut the right end; drop: skip; refuse: fail."""
+    """Handling of samples longer than seq_len. truncate: cut the right end; drop: skip; refuse: fail; keep_last: leave
+    out the oldest turns."""
 
     truncate = "truncate"
     drop = "drop"
     refuse = "refuse"
+    keep_last = "keep_last"
+
+
+class TrainOn(StrEnum):
+    """Turns of a conversation with a loss. all: every turn of the assistant; last: the last one."""
+
+    all = "all"
+    last = "last"
 
 
 class UnusedKeys(StrEnum):
@@ -78,7 +87,9 @@ class DataConfig:
     max_eval_samples: int | None = None
     """Use only the first this many held-out samples of the source, at least 1; null: all."""
     overlong: Overlong = Overlong.truncate
-    """Samples of more than seq_len tokens: truncate (cut the right end), drop (skip them) or refuse (fail the run)."""
+    """Samples of more than seq_len tokens: truncate (cut the right end), drop (skip them), refuse (fail the run) or, of
+    data=chat_jsonl, keep_last: leave out the oldest turns until the rest fits, with the system message and the tools. A
+    turn begins with a user message and is never cut; a sample whose newest turn is too long is dropped."""
     pack: bool = False
     """Pack several samples into each row of seq_len tokens. Samples do not attend to each other, and batch sizes count
     rows. Preference pairs are packed into rows of 2 x seq_len tokens. Requires model.attention=sdpa or sdpa_flash."""
@@ -313,6 +324,9 @@ class ChatDataConfig(RowsDataConfig):
     template_kwargs_column: str | None = "chat_template_kwargs"
     """Optional column with further variables for the chat template: an object such as {"enable_thinking": false}, or
     the same as JSON text; null: none."""
+    train_on: TrainOn = TrainOn.all
+    """Turns with a loss: all, or only the last, which is all that the assistant wrote after the last user message
+    before it: calls of tools, and the answer after their results. Messages with `train: false` have none in both."""
 
     def _problems(self) -> list[str]:
         keys = {"role_key": self.role_key, "content_key": self.content_key}

@@ -18,6 +18,7 @@ from components.config.schema.data import (
     RowsDataConfig,
     SftDataConfig,
     TextDataConfig,
+    TrainOn,
 )
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
 from components.data.sources.files import Location, Row
@@ -31,7 +32,8 @@ _LISTED = 5  # bad rows listed in an error; further ones are only counted
 
 _OTHER_ROLES = ("developer", "function", "ipython")
 """Roles of some chat templates, passed through unchanged."""
-_FLAGS = ("weight", "train", "training", "train_on_turn", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale")
+_FLAGS = ("weight", "train", "training", "train_on_turn", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale",
+          "step_loss_mask")  # fmt: skip
 """Message keys of other trainers that set whether the message is trained on; never passed to the template."""
 _INVERSE_FLAG = "masked"
 """Message key that sets whether the message is not trained on (torchtune)."""
@@ -370,7 +372,8 @@ def _chat_conversation(cfg: ChatDataConfig, row: Row) -> Conversation:
             f"data.template_kwargs_column={cfg.template_kwargs_column}: {reserved[0]} is an argument of "
             "apply_chat_template, not a template variable; remove it"
         )
-    return Conversation(row.where, messages, tools, kwargs, untrained)
+    conversation = Conversation(row.where, messages, tools, kwargs, untrained)
+    return conversation.with_last_turn_trained() if cfg.train_on is TrainOn.last else conversation
 
 
 def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:

@@ -1,4 +1,4 @@
-"""Plain text: documents, held-out ends and tokenization; Python's standard library as data for a first run."""
+"""Plain text: documents, held-out ends, tokenization, also of scored texts; Python's library as a first data set."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from components.chat_template import ChatTemplate
 from components.conversation import Conversation
-from components.data.examples import Example, trimmed
+from components.data.examples import REJECTED, Example, KeyUsage, record_bad, trimmed
 from components.data.sources.files import Row
-from components.data.sources.rows import Document
+from components.data.sources.rows import BadRowReport, Document, LabeledText
 from components.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -194,3 +195,45 @@ def split_document(document: Document, fraction: float, is_eval: bool) -> Docume
 def opening_line(document: Document) -> str:
     """Return the first non-empty line of a document, at most 80 characters, as a prompt for generation."""
     return document.text.strip().partition("\n")[0][:80]
+
+
+def encode_scored(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[LabeledText] | Sequence[Conversation],
+    *,
+    usage: KeyUsage | None = None,
+    bad: BadRowReport | None = None,
+) -> list[Example]:
+    """Tokenize texts, and conversations as `apply_chat_template` does, each followed by a padding token.
+
+    These are the tokens of which transformers' models for sequence classification score the last. Every token is a
+    target, so that a truncated sample keeps its first tokens. Labels are not part of the samples.
+
+    Raises ConfigError if a template rejects a conversation or exceeds its time limit; for `bad` see
+    `encode_conversations`.
+    """
+    template, pad = ChatTemplate(tokenizer), tokenizer.pad_token_id
+    rendered: dict[bool, list[str]] = {False: [], True: []}  # keyed by whether the tokenizer adds special tokens
+    adds_special: list[bool | None] = []  # None: rejected
+    for text in texts:
+        conversation = text if isinstance(text, Conversation) else text.conversation
+        if conversation is not None:
+            template.source(None)  # rejects a tokenizer without a default template, of which no row is bad
+        try:
+            content = str(text[1]) if conversation is None else template.render(conversation).text
+            if conversation is not None and usage is not None:
+                usage.observe(conversation)
+        except ConfigError as error:
+            record_bad(error, text.where, bad)
+            adds_special.append(None)
+            continue
+        adds = conversation is None or not tokenizer.chat_template
+        adds_special.append(adds)
+        rendered[adds].append(content)
+    encoded = {
+        adds: iter(tokenizer(found, add_special_tokens=adds, return_attention_mask=False, verbose=False)["input_ids"])
+        for adds, found in rendered.items()
+        if found
+    }
+    samples = [None if adds is None else [*next(encoded[adds]), pad] for adds in adds_special]
+    return [REJECTED if ids is None else trimmed(Example(ids, ids)) for ids in samples]
