@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from components.config.model_files import ModelFiles, locate
 from components.config.schema.model import ModelConfig
 from components.protocol.errors import ConfigError
+from components.protocol.processes import CpuLimitError, limited
 from components.protocol.run_files import RECORD, read_json
 from components.protocol.safe_parsing import read_regular
 
@@ -24,6 +27,11 @@ _BYTES = "bytes"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 """Files of which a folder with a tokenizer contains at least one."""
+
+_CONTROL_TOKEN = re.compile("<([|\uff5c])[^<>|\uff5c\\s]+\\1>|<(?:start|end)_of_turn>")
+"""Form of the tokens with which chat templates begin and end messages."""
+_PROBE_SECONDS, _PROBE_BYTES = 5.0, 2**29
+"""Limits on the CPU time and the memory of a chat template that is looked at."""
 
 _BYTE_SPECIAL_TOKENS = {
     "bos_token": "<|bos|>",
@@ -60,7 +68,9 @@ def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrain
     tokenizer = _padded(cfg)
     _add_tokens(tokenizer, cfg.new_tokens)
     if cfg.chat_template is not None:
-        _set_default_template(tokenizer, cfg.chat_template)
+        is_own = _set_default_template(tokenizer, cfg, cfg.chat_template)
+        if not is_own:
+            _check_control_tokens(tokenizer, cfg.chat_template)
     if checkpoint is not None and read_json(checkpoint.parent.parent / RECORD).get("recipe") == "pretrain":
         tokenizer.chat_template = None
     return tokenizer
@@ -126,27 +136,87 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _set_default_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
-    """Make one of a tokenizer's chat templates, by name, or that of a file its default. Raises ConfigError.
+def _set_default_template(tokenizer: PreTrainedTokenizerBase, cfg: ModelConfig, chosen: str) -> bool:
+    """Make the chat template that `model.chat_template` selects a tokenizer's default; return whether it had it before.
 
-    Of several templates all are kept: a default that is replaced as `original_default`.
+    Of several templates all are kept: those that are replaced with the prefix `original_`. One of another origin also
+    replaces the template for conversations with tools. Raises ConfigError.
     """
-    own = tokenizer.chat_template
+    own, path = tokenizer.chat_template, os.path.expanduser(chosen)
     named: dict[str, str] = own if isinstance(own, dict) else {} if own is None else {"default": own}
+    shipped = {file.stem: file for file in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
+    is_file, replaced = os.path.isfile(path), {"default"}
+    if chosen in {*named, *shipped} and (is_file or any(Path(path, name).is_file() for name in TOKENIZER_FILES)):
+        raise ConfigError(
+            f"model.chat_template={chosen}: is the name of a chat template, and a file or a model in this folder; "
+            f"write ./{chosen} for the latter, or rename it to use the template"
+        )
     try:
-        text = named[chosen] if chosen in named else read_regular(Path(chosen).expanduser(), 1 << 20).decode()
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        if chosen in named:
+            text = named[chosen]
+        elif chosen in shipped:
+            text, replaced = shipped[chosen].read_text(encoding="utf-8"), {"default", "tool_use"}
+        elif cfg.template_model is not None:
+            text, replaced = _template_of_model(cfg, chosen), {"default", "tool_use"}
+        else:
+            text = read_regular(Path(path), 1 << 20).decode()
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"model.chat_template={chosen}: is neither the name of a chat template of the tokenizer "
-            f"({', '.join(sorted(named)) or 'it has none'}) nor a file that can be read ({error_line(error)}); set one"
+            f"({', '.join(sorted(named)) or 'it has none'}) nor one of Meshbook ({', '.join(sorted(shipped))}), nor a "
+            f"model (a folder or OWNER/MODEL), nor a file that can be read ({error_line(error)}); set one"
         ) from error
     if not isinstance(own, dict):
         tokenizer.chat_template = text
-        return
-    others = {name: each for name, each in own.items() if name != "default"}
-    if own.get("default", text) not in (text, *others.values()):
-        others["original_default"] = own["default"]
+        return chosen in named
+    others = {name: each for name, each in own.items() if name not in replaced}
+    for name in sorted(replaced & own.keys()):
+        if own[name] not in (text, *others.values()):
+            others[f"original_{name}"] = own[name]
     tokenizer.chat_template = {**others, "default": text}
+    return chosen in named
+
+
+def _template_of_model(cfg: ModelConfig, path: str) -> str:
+    """Return the default chat template of another model's tokenizer. Raises ConfigError."""
+    template: Any = _load(cfg, path, "model.chat_template").chat_template
+    found = template.get("default") if isinstance(template, dict) else template
+    if isinstance(found, str):
+        return found
+    names = f"several ({', '.join(sorted(template))}), none of them named default" if template else "none"
+    raise ConfigError(
+        f"model.chat_template={path}: needs one chat template, but the tokenizer of that model has {names}; set it to "
+        "a file with the template, or to another model"
+    )
+
+
+def _check_control_tokens(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
+    """Reject a chat template whose control tokens the tokenizer would split, because no answer would end with one.
+
+    The template of a file, which may use such texts on purpose, only causes a warning.
+    """
+    from jinja2 import TemplateError
+
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    try:
+        with limited(_PROBE_SECONDS, _PROBE_BYTES):  # templates are untrusted code
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (CpuLimitError, MemoryError, TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        logger.debug("the control tokens of the chat template are not checked: %r", error)  # it fails again where used
+        return
+    tokens = dict.fromkeys(match[0] for match in _CONTROL_TOKEN.finditer(text))
+    missing = [token for token in tokens if len(tokenizer.encode(token, add_special_tokens=False)) != 1]
+    if not missing:
+        return
+    listed = ",".join(f'"{token}"' for token in missing)
+    problem = (
+        f"model.chat_template={chosen}: the tokenizer has no tokens {', '.join(missing)}, with which the template "
+        f"begins and ends messages; add them by 'model.new_tokens=[{listed}]', or set model.tokenizer to a tokenizer "
+        "that has them"
+    )
+    if not os.path.isfile(os.path.expanduser(chosen)):
+        raise ConfigError(problem)
+    logger.warning("%s", problem)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
@@ -175,17 +245,17 @@ def _load(cfg: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
     files = locate(path, key)
     folder = Path(files.name_or_folder)
     if files.is_local and not files.gguf_file and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(
-            f"{key}={path}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES)}); set model.tokenizer to one, "
-            "or to bytes for one token per byte"
-        )
+        remedy = "set model.tokenizer to one, or to bytes for one token per byte"
+        if key == "model.chat_template":
+            remedy = "set it to a folder that has one, or to a file with a template"
+        raise ConfigError(f"{key}={path}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES)}); {remedy}")
     try:
         if files.gguf_file:
             # AutoTokenizer returns this tokenizer too, but first spends 3.5 s on the model's config.
             return PreTrainedTokenizerFast.from_pretrained(files.name_or_folder, gguf_file=files.gguf_file)
         return AutoTokenizer.from_pretrained(
             files.name_or_folder,
-            revision=cfg.revision if cfg.tokenizer is None else None,
+            revision=cfg.revision if key == "model.path" else None,
             trust_remote_code=cfg.trust_remote_code,
         )
     except Exception as error:  # tokenizers raises no narrower class for a damaged file, and transformers any

@@ -91,7 +91,7 @@ def test_wheel_holds_two_packages_and_no_settings_of_its_builder(installed: Inst
     assert {
         "meshbook/recipes/finetune.py", "meshbook/scripts/_plan/report.py", "meshbook/conf/finetune.yaml",
         "meshbook/conf/optimizer/muon.yaml", "meshbook/slurm/train.sbatch.j2", "components/launch/recipe.py",
-        "components/planning/mesh.svg.j2",
+        "components/planning/mesh.svg.j2", "components/models/chat_templates/qwen3.jinja",
     } <= set(names)  # fmt: skip
     assert not [name for name in names if "/local/" in name or "__pycache__" in name]
 

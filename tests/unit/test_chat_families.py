@@ -6,18 +6,22 @@ that TRL trains the family with, whose {% generation %} blocks mark what the mod
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from components.chat_template import ChatTemplate
 from components.conversation import Conversation
 from components.data.examples import encode_conversations
+from components.models import tokenizer as tokenizer_module
 from components.models.tokenizer import byte_tokenizer
 from tests.unit.test_data_examples import target_texts
 
@@ -204,3 +208,76 @@ def test_no_value_of_a_tool_result_is_lost(name: str, content: Any) -> None:
     if text != tokenizer.decode(as_text[-1].input_ids):
         natively = tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
         assert natively.startswith(text.removesuffix("<|user|>"))
+
+
+# The templates that Meshbook ships
+
+
+SHIPPED = Path(tokenizer_module.__file__).parent / "chat_templates"
+SYSTEM = {"role": "system", "content": "Be brief. "}
+THOUGHT = {"role": "assistant", "content": "Bye", "reasoning_content": "\nhm\n"}
+WRITTEN = {"role": "assistant", "content": "\n<think>\nin\n</think>\n\nBye"}
+TWO = {**call({"city": "Oslo", "n": [1, None, True]}), "content": "On it."}
+TWO["tool_calls"] = TWO["tool_calls"] + call({})["tool_calls"]
+WRAPPED = {"role": "user", "content": "<tool_response>x</tool_response>"}
+CHATS = [
+    [USER],
+    [USER, ANSWER, {"role": "user", "content": " Hi \u00e9\n"}, ANSWER],
+    [USER, call({"city": "Oslo"}), result("4")],
+    [USER, call({}), result('"4"'), call({}), result("5"), ANSWER, USER, ANSWER],
+    [USER, TWO, result("4"), result("5"), ANSWER],
+    [USER, THOUGHT],
+    [USER, THOUGHT, USER, THOUGHT],
+    [USER, WRITTEN, USER, WRITTEN],
+    [USER, ANSWER, WRAPPED, ANSWER],
+    [USER, {**call({}), "reasoning_content": "why"}, result("4"), THOUGHT, USER, ANSWER],
+    [USER, ANSWER, SYSTEM, USER],
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "original"), [("qwen3", "qwen3"), ("llama3", "llama3"), ("llama3", "llama3_1"), ("chatml", "qwen2_5")]
+)
+def test_shipped_templates_render_what_the_originals_render(name: str, original: str) -> None:
+    """Of Llama 3 without tools, of Llama 3.1 with them; ChatML is Qwen2.5 without its own system message."""
+    tokenizer, compared = tokenizer_of(original), 0
+    tokenizer.bos_token = "<|begin_of_text|>"
+    own, theirs = (SHIPPED / f"{name}.jinja").read_text(), template(original)
+    options = [{}, {"add_generation_prompt": True}, {"add_generation_prompt": True, "enable_thinking": False}]
+    for chat, tools, values in product(CHATS + [[SYSTEM, *chat] for chat in CHATS], (None, TOOLS), options):
+        is_agent = tools is not None or any(each["role"] == "tool" for each in chat)
+        if (name == "llama3" and (is_agent, tools is not None) != (original == "llama3_1",) * 2) or (
+            name == "chatml" and chat[0] is not SYSTEM
+        ):
+            continue
+        given: Any = {"tools": tools, "tokenize": False, **values}
+        try:
+            expected = tokenizer.apply_chat_template(chat, chat_template=theirs, **given)
+        except TemplateError:  # Llama 3.1 writes one call per message
+            with pytest.raises(TemplateError):
+                tokenizer.apply_chat_template(chat, chat_template=own, **given)
+            continue
+        assert tokenizer.apply_chat_template(chat, chat_template=own, **given) == expected
+        compared += 1
+    assert compared >= 40
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3"])
+def test_generation_blocks_of_shipped_templates_mark_what_a_model_generates(name: str) -> None:
+    """The targets are those of the template without blocks, found by rendering prompts, and end with a stop token."""
+    source = (SHIPPED / f"{name}.jinja").read_text()
+    tokenizer, plain = (copy.deepcopy(tokenizer_of({"chatml": "qwen2_5"}.get(name, name))) for _ in range(2))
+    tokenizer.chat_template, plain.chat_template = source, re.sub(r"\{%- (end)?generation %\}", "", source)
+    stop = "<|eot_id|>" if name == "llama3" else "<|im_end|>"
+    assert set(ChatTemplate(tokenizer).stop_tokens) == {EOS, stop}
+    for chat in CHATS:
+        for tools in (None, TOOLS):
+            if chat[-1]["role"] != "assistant" or (name == "llama3" and TWO in chat):
+                continue
+            examples = encoded(tokenizer, chat, tools)
+            assert examples == encoded(plain, chat, tools)
+            texts = [text for example in examples for text in target_texts(tokenizer, example)]
+            assert len(texts) == sum(each["role"] == "assistant" for each in chat)
+            assert all(text.endswith(stop) for text in texts)
+    chat = Conversation("", [USER, ANSWER], None, {"enable_thinking": False})
+    assert encode_conversations(tokenizer, [chat]) == encode_conversations(plain, [chat])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from components import data, models
 from components.chat_template import ChatTemplate
-from components.config.schema import ModelConfig, PretrainConfig
+from components.config.schema import FinetuneConfig, ModelConfig, PretrainConfig
 from components.config.schema.data import BadRows, DocsDataConfig, SftDataConfig
 from components.config.schema.model import WeightInit
+from components.config.schema.recipes import named_models
 from components.config.schema.training import TasksConfig
 from components.conversation import Conversation
 from components.data.sources import text
+from components.models import tokenizer as tokenizer_module
 from components.models.tokenizer import BYTE_CHAT_TEMPLATE, byte_tokenizer
 from components.protocol.errors import ConfigError
 from components.training.harness import load_tasks
@@ -92,8 +95,88 @@ def test_the_chosen_template_is_used_and_exported_as_the_default(
 
 @pytest.mark.parametrize("chosen", ["Rag", "nowhere.jinja"])
 def test_a_template_that_does_not_exist_is_refused_with_the_names(chosen: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.chat_template={chosen}: .*\(rag, shout\).* set one"):
+    names = rf"model\.chat_template={chosen}: .*\(rag, shout\).*\(chatml, llama3, qwen3\), nor a model .* set one"
+    with pytest.raises(ConfigError, match=names):
         loaded(tmp_path, NAMED, chosen)
+
+
+@pytest.mark.parametrize("templates", [None, PLAIN, {**NAMED, "default": PLAIN, "tool_use": TOOLS}])
+def test_a_shipped_template_and_that_of_another_model_replace_the_own(
+    templates: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for conversations with tools; the exported tokenizer keeps the others, and answers end alike."""
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "other", {"default": SHOUT, "rag": RAG})
+    shipped = (Path(tokenizer_module.__file__).parent / "chat_templates" / "chatml.jinja").read_text()
+    for chosen, source in (("chatml", shipped), ("other", SHOUT), (str(tmp_path / "other"), SHOUT)):
+        tokenizer = loaded(tmp_path, templates, chosen)
+        expected = byte_tokenizer().apply_chat_template(ASKED, chat_template=source, tokenize=False)
+        assert ChatTemplate(tokenizer).render(Conversation("here", ASKED)).text == expected
+        with_tools = byte_tokenizer().apply_chat_template(ASKED, [TOOL], chat_template=source, tokenize=False)
+        assert ChatTemplate(tokenizer).render(Conversation("here", ASKED, [TOOL])).text == with_tools
+        assert ChatTemplate(tokenizer).stop_tokens == {"<|im_end|>": tokenizer.eos_token_id}
+        tokenizer.save_pretrained(tmp_path / "export")
+        again: Any = AutoTokenizer.from_pretrained(tmp_path / "export")
+        assert again.apply_chat_template(ASKED, tokenize=False) == expected
+        if isinstance(templates, dict):
+            assert set(templates.values()) <= set(again.chat_template.values())
+
+
+def test_a_name_that_may_mean_two_templates_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rag").write_text(TOOLS)
+    saved(tmp_path / "llama3", SHOUT)
+    for chosen in ("rag", "llama3"):
+        with pytest.raises(
+            ConfigError, match=rf"chat_template={chosen}: is the name .* write \./{chosen} for the latter"
+        ):
+            loaded(tmp_path, NAMED, chosen)
+    assert loaded(tmp_path, NAMED, "./rag").chat_template["default"] == TOOLS
+    assert loaded(tmp_path, NAMED, "./llama3").chat_template["default"] == SHOUT
+
+
+@pytest.mark.parametrize(
+    ("templates", "problem"),
+    [
+        (None, "needs one chat template, but the tokenizer of that model has none; set it to a file"),
+        (NAMED, r"has several \(rag, shout\), none of them named default"),
+        ("", "the folder has no tokenizer .*; set it to a folder that has one, or to a file"),
+    ],
+)
+def test_a_model_without_a_template_to_use_is_refused(templates: Any, problem: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    if templates != "":
+        saved(other, templates)
+    with pytest.raises(ConfigError, match=rf"model\.chat_template={other}: .*{problem}"):
+        loaded(tmp_path, PLAIN, str(other))
+    cfg = ModelConfig(
+        tokenizer="bytes", chat_template=str(other), init=WeightInit.random, config={"model_type": "llama"}
+    )
+    assert named_models(FinetuneConfig(model=cfg, data=DocsDataConfig()))["model.chat_template"] == str(other)
+
+
+def test_control_tokens_that_the_tokenizer_would_split_are_refused(tmp_path: Path, caplog: Any) -> None:
+    """The tokens that the message names are all that the template needs; those of a file are a warning."""
+    with pytest.raises(ConfigError) as raised:
+        loaded(tmp_path, PLAIN, "llama3")
+    (problem,) = raised.value.problems
+    named = json.loads("[" + problem.partition("model.new_tokens=[")[2].partition("]'")[0] + "]")
+    assert named == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    saved(tmp_path / "zephyr", PLAIN.replace("<|im_start|>", "<|says|>"))
+    with pytest.raises(ConfigError, match=r"zephyr: the tokenizer has no tokens <\|says\|>, with which"):
+        loaded(tmp_path, PLAIN, str(tmp_path / "zephyr"))
+    (tmp_path / "my.jinja").write_text(PLAIN.replace("<|im_start|>", "<|says|>"))
+    loaded(tmp_path, PLAIN, str(tmp_path / "my.jinja"))
+    assert "the tokenizer has no tokens <|says|>" in caplog.text
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *named]})
+    tokenizer.save_pretrained(tmp_path / "extended")
+    cfg = ModelConfig(tokenizer=str(tmp_path / "extended"), chat_template="llama3", init=WeightInit.random,
+                      config={"model_type": "llama"})  # fmt: skip
+    ends = ChatTemplate(models.load_tokenizer(cfg)).stop_tokens
+    assert ends == {"<|im_end|>": tokenizer.eos_token_id, "<|eot_id|>": tokenizer.convert_tokens_to_ids("<|eot_id|>")}
 
 
 def test_a_tokenizer_without_a_default_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:
@@ -131,4 +214,6 @@ def test_chats_need_the_name_of_a_template_too(
     command = [folder, "--device", "cpu", "--max-new-tokens", "2"]
     assert chat.main(command) == 2
     assert "--chat-template=null: the tokenizer has the chat templates rag, shout, and none" in capsys.readouterr().err
-    assert chat.main([*command, "--chat-template", "rag"]) == 0
+    for name in ("rag", "chatml"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
+        assert chat.main([*command, "--chat-template", name]) == 0

@@ -93,7 +93,7 @@ _NAMES = {
     "checkpoint.keep_best": "load_best_model_at_end metric_for_best_model save_best",
     "model.loss=liger": "use_liger_kernel use_liger enable_liger_kernel",
     "data.cache": "dataset_prepared_path",
-    "model.chat_template": "template",
+    "model.chat_template": "template chat_template chat_template_path chat_template_jinja",
     "peft.export": "save_adapter_weights_only save_only_model",
     "data.system_prompt": "system default_system",
     "objective.loss": "loss_type pref_loss rl_loss",

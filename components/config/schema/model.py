@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -243,9 +245,10 @@ class ModelConfig:
     tokenizer: str | None = None
     """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
     chat_template: str | None = None
-    """Name of one of the tokenizer's chat templates, or a file with one; null: the tokenizer's, and of several the one
-    named default. It becomes the default of the exported tokenizer, which keeps the others. As in transformers,
-    conversations with tools use the template named tool_use instead, if there is one."""
+    """Name of one of the tokenizer's chat templates, a file with one, another model whose template is used (a folder or
+    a hub name), or one for base models: chatml, llama3 or qwen3; null: the tokenizer's, and of several the one named
+    default. It becomes the default of the exported tokenizer, which keeps the others. As in transformers,
+    conversations with tools use the tokenizer's template named tool_use instead, if there is one."""
     new_tokens: list[str] = field(default_factory=list)
     """Tokens to add to the tokenizer, in this order, or file:PATH for those in the lines of a text file. Those of the
     form <|...|> are special: decoding leaves them out. Their rows of the embedding and the head begin as the mean of
@@ -340,6 +343,13 @@ class ModelConfig:
         if self.path is None:
             return "from scratch"
         return f"architecture of {self.path}, random weights" if self.init is WeightInit.random else self.path
+
+    @property
+    def template_model(self) -> str | None:
+        """The other model whose chat template is used: a folder, or a hub name (owner/model)."""
+        name = self.chat_template or ""
+        is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.jinja)", name) and not os.path.isfile(name)
+        return name if is_hub_name or os.path.isdir(os.path.expanduser(name)) else None
 
     def stored_dtype(self, *, frozen_on_gpu: bool = False) -> DType:
         """Return the dtype of stored parameters: `dtype`, with auto resolved.

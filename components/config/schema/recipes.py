@@ -186,7 +186,12 @@ def frozen_model(cfg: RecipeConfig) -> ModelConfig | None:
 
 def named_models(cfg: RecipeConfig) -> dict[str, str]:
     """Return the paths of the models, tokenizers and adapters that a run loads, by key; not URLs."""
-    paths = {"model.path": cfg.model.path, "model.tokenizer": cfg.model.tokenizer}
+    model = cfg.model
+    paths = {
+        "model.path": model.path,
+        "model.tokenizer": model.tokenizer,
+        "model.chat_template": model.template_model,
+    }
     if (peft := section(cfg, PeftConfig)) is not None and not is_url(peft.path or ""):
         paths["peft.path"] = peft.path
     if (teacher := section(cfg, TeacherConfig)) is not None:
