@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -67,6 +68,8 @@ class Prompt(NamedTuple):
     """Last message, or the beginning of a document, for logs."""
     tokens: list[int]
     """All tokens before the answer, with the system message and the tools."""
+    calls: list[Any] | None = None
+    """Tool calls of the answer that follows, as `parse_calls` reads them; None: a prompt without such an answer."""
 
 
 def text_of(content: Any) -> str:
@@ -95,3 +98,101 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
     if isinstance(arguments, str):
         arguments = parse_json(arguments) if arguments.strip() else None
     return {} if arguments is None else arguments
+
+
+_CALL_FORMS = {
+    "<tool_call>": r"<tool_call>\s*(?P<body>.*?)\s*</tool_call>",
+    "<function=>": r"(?P<body><function=.*?</function>)",
+    "[TOOL_CALLS] list": r"\[TOOL_CALLS\]\s*(?P<body>\[.*\])",
+    "[TOOL_CALLS]": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?"
+    r"(?P<json>.*?)(?=\[TOOL_CALLS\]|</s>|\Z)",
+    "deepseek": "<\uff5ctool\u2581call\u2581begin\uff5c>(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<name>[\\w.-]+)"
+    "(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n)(?P<json>.*?)(?:\n```)?<\uff5ctool\u2581call\u2581end\uff5c>",
+    "to=functions": r"to=functions\.(?P<name>[\w.-]+)[^{]*<\|message\|>(?P<json>.*?)(?:<\|call\|>|\Z)",
+    "json": r"\A\s*(?:<\|python_tag\|>)?(?P<body>[\[{].*[\]}])(?:\s|<[^<>]*>)*\Z",
+}
+"""Forms in which models write tool calls. The last is the whole answer as JSON, of Llama 3."""
+
+
+def parse_calls(text: str) -> list[list[Any]]:
+    """Return the tool calls that a model wrote, each as its form, its function's name and its arguments.
+
+    The name and the arguments of a call that cannot be read are None. XML-like forms write texts and numbers alike:
+    what is JSON is a number, a truth value, a list or an object, and the rest is text.
+    """
+    answer = text.rpartition("</think>")[2]
+    for form, pattern in _CALL_FORMS.items():
+        if matches := list(re.finditer(pattern, answer, re.DOTALL)):
+            return [[form, *call] for match in matches for call in _calls_of(match.groupdict())]
+    return []
+
+
+def same_calls(found: list[list[Any]], expected: list[list[Any]]) -> bool:
+    """Return whether two lists of calls, as `parse_calls` returns them, have equal forms, names and JSON arguments."""
+    return _same(found, expected)
+
+
+def reads_calls(parsed: list[list[Any]], calls: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether `parse_calls` has read the tool calls of a message from its text."""
+    if [name for _, name, _ in parsed] != [function_of(call).get("name") for call in calls]:
+        return False
+    pairs = ((arguments, arguments_of(call)) for (_, _, arguments), call in zip(parsed, calls, strict=True))
+    return all(
+        isinstance(given, dict)
+        and found.keys() == given.keys()
+        and all(_same(found[key], each) or _same(found[key], _untyped(each)) for key, each in given.items())
+        for found, given in pairs
+    )
+
+
+def _calls_of(groups: Mapping[str, str | None]) -> list[tuple[str | None, dict[str, Any] | None]]:
+    """Return the names and arguments of the calls in a match of one of the forms."""
+    body = (groups.get("body") or "").strip()
+    if name := groups.get("name"):
+        return [_named(name, groups["json"])]
+    if function := re.fullmatch(r"<function=([^<>\n]+)>(.*)</function>", body, re.DOTALL):
+        inner = function[2].strip()
+        if inner.startswith("{"):
+            return [_named(function[1], inner)]
+        pairs = re.findall(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", inner, re.DOTALL)
+        return [(function[1], {key: _untyped(value) for key, value in pairs})]
+    if call := re.fullmatch(r"([\w.-]+)\s*((?:<arg_key>.*</arg_value>)?)", body, re.DOTALL):
+        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", call[2], re.DOTALL)
+        return [(call[1], {key: _untyped(value) for key, value in pairs})]
+    try:
+        value = parse_json(body)
+    except ValueError:
+        return [(None, None)]
+    calls = []
+    for each in value if isinstance(value, list) else [value]:
+        inner = function_of(each) if isinstance(each, dict) else {}
+        calls.append(_named(inner.get("name"), inner.get("arguments", inner.get("parameters"))))
+    return calls
+
+
+def _named(name: Any, arguments: Any) -> tuple[str | None, dict[str, Any] | None]:
+    """Return a call whose arguments may be JSON text, or (None, None) if it is none."""
+    try:
+        found = arguments_of({"arguments": arguments})
+    except ValueError:
+        found = None
+    return (name, found) if isinstance(name, str) and isinstance(found, dict) else (None, None)
+
+
+def _untyped(value: Any) -> Any:
+    """Return the value that a text stands for in a form that writes texts and other values alike."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json({"True": "true", "False": "false", "None": "null"}.get(value, value))
+    except ValueError:
+        return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values of JSON are equal: 1 and 1.0 are, and 1 and true are not."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)

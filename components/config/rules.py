@@ -101,6 +101,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
             problems += _adapter_problems(peft, evaluation)
     if optimizer is not None:
         problems += [*_optimizer_problems(optimizer, model, peft), *optimizer.decay_problems(training)]
+    problems += _tool_call_problems(cfg.generation, cfg.data)
     takes_pairs = preference is not None or scores is not None
     problems += _data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
     if preference is not None:
@@ -215,6 +216,17 @@ def _data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = 
         other = "data.eval_path" if isinstance(data, TokensDataConfig) else other
         problems.append(f"data.eval_fraction={data.eval_fraction}: {rule}; set it above 0, or set {other}")
     return problems
+
+
+def _tool_call_problems(generation: GenerationConfig, data: DataConfig) -> list[str]:
+    """Require conversations, which may have tool calls, if generated ones are compared with them."""
+    sources = data.sources.values() if isinstance(data, MixtureDataConfig) else [data]
+    if not generation.tool_calls or any(isinstance(source, ChatDataConfig) for source in sources):
+        return []
+    return [
+        f"generation.tool_calls={generation.tool_calls}: data.kind={data.kind} has no tool calls to compare with; set "
+        "it to 0, or use conversations (data=chat_jsonl)"
+    ]
 
 
 def _ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:

@@ -28,7 +28,8 @@ import xxhash
 
 from components.chat_template import ChatTemplate, is_fast
 from components.config.schema.data import BadRows, DataConfig, Overlong, RowsDataConfig, TextDataConfig
-from components.conversation import ASSISTANT, Conversation, Prompt, text_of
+from components.config.schema.training import MOST_TOOL_CALLS
+from components.conversation import ASSISTANT, Conversation, Prompt, parse_calls, reads_calls, text_of
 from components.data import examples
 from components.data.dataset import MaskedLabels, Tokens, flattened
 from components.data.examples import Example, KeyUsage
@@ -118,6 +119,8 @@ class _Encoder:
     """Limit to which conversations are cut (`data.overlong=keep_last`)."""
     count: int = 0
     """Samples of conversations and labeled texts so far."""
+    turns: list[Prompt] = dataclasses.field(default_factory=list)
+    """Prompts of the first turns with tool calls so far, of held-out conversations."""
     bad: BadRowReport = dataclasses.field(default_factory=BadRowReport)
     """Records so far that could not be tokenized."""
 
@@ -127,6 +130,10 @@ class _Encoder:
             documents = [record for record in batch if isinstance(record, Document)]
             return text.encode_documents(self.tokenizer, documents, self.seq_len)
         conversations = [each for each in batch if isinstance(each, Conversation)]
+        if self.split.is_eval and not (self.one_sample_each or self.is_scored):
+            template = ChatTemplate(self.tokenizer)
+            turns = (turn for each in conversations for turn in _turns_with_calls(template, self.tokenizer, each))
+            self.turns += islice(turns, MOST_TOOL_CALLS - len(self.turns))
         labeled = [each for each in batch if isinstance(each, LabeledText)]
         options: dict[str, Any] = {"usage": self.usage, "bad": self.bad}
         if self.is_scored or labeled:
@@ -151,7 +158,7 @@ class _Encoder:
         bad.add(self.bad.problems, self.bad.count)
         unused += [] if self.usage is None else self.usage.unused
         return {
-            "prompts": prompts,
+            "prompts": [*prompts, *self.turns],
             "bad": dataclasses.asdict(bad),
             "unused": unused,
             "notes": [] if self.usage is None else self.usage.notes,
@@ -279,6 +286,29 @@ def _first_prompts(encoder: _Encoder) -> Iterator[Prompt]:
             yield Prompt(text_of(record.messages[answer - 1].get("content")), tokens)
 
 
+def _turns_with_calls(
+    template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> Iterator[Prompt]:
+    """Yield the prompt of each trained answer with tool calls, and the calls that its rendered text is read as.
+
+    No calls are stored for a text that is not read as the calls of the message.
+    """
+    for answer in conversation.trained:
+        calls = conversation.messages[answer].get("tool_calls")
+        if not calls:
+            continue
+        try:
+            prompt = template.render(conversation, answer, add_generation_prompt=True).text
+            through = template.render(conversation, answer + 1).text
+        except ConfigError:  # a bad row is reported when it is tokenized
+            continue
+        start = next((i for i, (a, b) in enumerate(zip(prompt, through, strict=False)) if a != b), len(prompt))
+        parsed = parse_calls(through[start:])
+        tokens = tokenizer.encode(prompt, add_special_tokens=not tokenizer.chat_template)
+        question = text_of(conversation.messages[answer - 1].get("content"))
+        yield Prompt(question, tokens, parsed if reads_calls(parsed, calls) else [])
+
+
 def _entry_batches(
     encoder: _Encoder, content: str, prompts: list[Prompt], summary: dict[str, object]
 ) -> Iterator[list[Example]]:
@@ -293,7 +323,8 @@ def _entry_batches(
 def _encode_batches(encoder: _Encoder) -> Iterator[Iterable[Example]]:
     """Yield the samples of a split in batches, up to `max_samples`; a long split shows a progress bar."""
     split, left = encoder.split, encoder.max_samples
-    encoder.count, encoder.bad = 0, BadRowReport()  # after a file that could not be written, it is encoded again
+    # After a file that could not be written, the split is encoded again.
+    encoder.count, encoder.bad, encoder.turns = 0, BadRowReport(), []
     if encoder.newest is not None:
         encoder.newest.count = 0
     is_short = len(split) <= _ENCODED_AT_ONCE and split.characters <= _CHARACTERS_AT_ONCE

@@ -328,7 +328,7 @@ class Dataset(ItemSequence[Example]):
     ) -> None:
         self.facts, self.bad = facts, bad or BadRowReport()
         facts.dropped_bad_rows = self.bad.count
-        self.prompts = prompts
+        self.prompts = [each for each in prompts if each.calls is None or len(each.tokens) < seq_len]
         self.pad_token_id: int | None = tokenizer.pad_token_id
         """Input id at padded positions."""
         self.sources: np.ndarray
@@ -414,6 +414,27 @@ class HasPrompts(Protocol):
 
 def sample_prompts(dataset: HasPrompts, count: int) -> list[Prompt]:
     """Return up to `count` prompts of a dataset, evenly spaced."""
-    prompts = dataset.prompts
+    return _spaced([prompt for prompt in dataset.prompts if prompt.calls is None], count)
+
+
+def prompts_of_calls(dataset: HasPrompts, count: int) -> list[Prompt]:
+    """Return up to `count` prompts whose answers are tool calls, evenly spaced.
+
+    Raises ConfigError if there are none, or if their calls cannot be read from the texts that the template renders.
+    """
+    turns = [prompt for prompt in dataset.prompts if prompt.calls is not None]
+    readable = [prompt for prompt in turns if prompt.calls]
+    if count and not readable:
+        reason = "the held-out conversations have no answer with tool calls after a prompt of less than seq_len tokens"
+        if turns:
+            reason = (
+                "the tool calls cannot be read from the text that the chat template renders; those in <tool_call>, "
+                "after [TOOL_CALLS], as <function=NAME>, or as JSON with a name and arguments can"
+            )
+        raise ConfigError(f"generation.tool_calls={count}: {reason}; set it to 0, or change the data or the template")
+    return _spaced(readable, count)
+
+
+def _spaced(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     count = min(count, len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]

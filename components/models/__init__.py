@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         encode_messages,
         encode_prompt,
         generate,
+        generate_tokens,
         stop_tokens,
         stream_tokens,
     )

@@ -85,7 +85,6 @@ class Sampling:
 _GREEDY = Sampling()
 
 
-@torch.no_grad()
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -95,7 +94,25 @@ def generate(
     stopped: Callable[[], bool] | None = None,
     sampling: Sampling = _GREEDY,
 ) -> list[str]:
-    """Return the continuation of each prompt, without the prompt and special tokens.
+    """Return the continuation of each prompt as text, without special tokens, as `generate_tokens` makes them.
+
+    Returns an empty list if the generation was stopped.
+    """
+    answers = generate_tokens(model, tokenizer, prompts, max_new_tokens, forward, stopped, sampling)
+    return [str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in answers]
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | Prompt],
+    max_new_tokens: int,
+    forward: GenerationForward | None = None,
+    stopped: Callable[[], bool] | None = None,
+    sampling: Sampling = _GREEDY,
+) -> list[list[int]]:
+    """Return the tokens of the continuation of each prompt, without the prompt and the stop token.
 
     Prompts given as text are formatted with the tokenizer's chat template if it has one. Call it on all ranks with the
     same prompts: they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step.
@@ -125,9 +142,7 @@ def generate(
                 token_lists.append(list(answer))
     finally:
         model.train(was_training)
-    if stopped is not None and stopped():
-        return []
-    return [str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in token_lists]
+    return [] if stopped is not None and stopped() else token_lists
 
 
 @torch.no_grad()

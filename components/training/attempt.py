@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from components.distributed.mesh import Mesh
     from components.training.prepared import Prepared
 
+_TOOL_CALLS = "tool_calls"
+"""Name of the metrics of generation.tool_calls in metrics.jsonl and result.json."""
 _CLOSE_SECONDS = 5.0
 """Longest wait for the thread at the end: it assembles at most one batch, but a file system may block it."""
 
@@ -195,6 +197,11 @@ class Attempt(RunContext):
         prompts, answers = [prompt for prompt, _ in generations], [answer for _, answer in generations]
         self._report.generations(prompts, answers, when=self._when)
 
+    def report_tool_calls(self, shares: Mapping[str, float], answers: int) -> None:
+        """Log the shares of generated answers with the right tool calls, like the scores of a benchmark task."""
+        metrics = {f"{_TOOL_CALLS}/{name}": share for name, share in shares.items()}
+        self.report_tasks(TaskScores(metrics, {_TOOL_CALLS: answers}))
+
     @property
     def _when(self) -> str:
         """When the generations are made, for their heading."""
@@ -215,7 +222,7 @@ class Attempt(RunContext):
     def report_tasks(self, scores: TaskScores) -> None:
         """Log the scores of benchmark tasks; nothing if there are none, or if their evaluation was stopped."""
         self._report.tasks(step=self.state.step, metrics=scores.metrics, documents=scores.documents)
-        self._task_scores = dict(scores.metrics) or self._task_scores
+        self._task_scores |= scores.metrics
 
     def _print_banner(self, model: Prepared, source: str, batch: str, notes: Iterable[object]) -> None:
         observability.print_banner(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,3 +56,6 @@ class RunContext:
 
     def report_generations(self, generations: list[tuple[str, str]]) -> None:
         """Print (prompt, answer) pairs on rank 0."""
+
+    def report_tool_calls(self, shares: Mapping[str, float], answers: int) -> None:
+        """Log the shares of generated answers with the right tool calls."""

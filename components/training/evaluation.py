@@ -15,7 +15,7 @@ from components import data, distributed, models, observability
 from components.batch import Batch
 from components.config.schema.data import IGNORED, DataConfig, MixtureDataConfig
 from components.config.schema.training import EvalWeights, GenerationConfig
-from components.conversation import Prompt
+from components.conversation import Prompt, parse_calls, same_calls
 from components.data.batches import Padding
 from components.distributed.init import get_local_world_size_preinit
 from components.json_collectives import all_gather_json
@@ -148,24 +148,27 @@ def show_generations(
 ) -> None:
     """Generate and print answers to held-out prompts and to `generation.prompts`. A collective.
 
-    Held-out prompts have the system message and tools of their sample; the others have `data.system_prompt`.
+    Held-out prompts have the system message and tools of their sample; the others have `data.system_prompt`. Held-out
+    answers with tool calls (generation.tool_calls) are generated greedily, and only compared, not printed.
 
     FSDP2 gathers the weights once for all tokens if they fit in `_FREE_SHARE` of the free memory of every rank, else
     for every token; a line reports which. Under pp they are always gathered for every token. Nothing is printed once a
     stop request arrives.
     """
-    prompts = []
+    prompts, turns = [], list[Prompt]()
     if not run.agreed_to_stop():
         given = [Prompt(text, _encoded(tokenizer, text, run.data)) for text in cfg.prompts]
         prompts = [*data.sample_prompts(held_out, cfg.samples), *given]
+        turns = data.prompts_of_calls(held_out, cfg.tool_calls)
+    total = (len(prompts) + len(turns)) * cfg.max_new_tokens
     with (
-        run.status("generating", len(prompts) * cfg.max_new_tokens) as advance,
+        run.status("generating", total) as advance,
         model.with_weights(model.evaluates_average),
-        gathered_weights(model, run) if prompts else nullcontext(),
+        gathered_weights(model, run) if total else nullcontext(),
         distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward,
     ):
         sampling = models.Sampling(cfg.temperature, cfg.top_p, cfg.seed)
-        left = iter(range(len(prompts) * cfg.max_new_tokens))
+        left = iter(range(total))
 
         def stopped() -> bool:
             if next(left, None) is not None:  # called before each token, and at the end
@@ -173,8 +176,27 @@ def show_generations(
             return run.agreed_to_stop()
 
         answers = models.generate(model.module, tokenizer, prompts, cfg.max_new_tokens, forward, stopped, sampling)
+        called = models.generate_tokens(model.module, tokenizer, turns, cfg.max_new_tokens, forward, stopped)
     texts = [prompt.text for prompt in prompts]
     run.report_generations(list(zip(texts, answers, strict=True)) if answers else [])
+    if called:
+        run.report_tool_calls(_tool_call_shares(tokenizer, turns, called, cfg.max_new_tokens), len(called))
+
+
+def _tool_call_shares(
+    tokenizer: Any, turns: Sequence[Prompt], answers: Sequence[Sequence[int]], max_new_tokens: int
+) -> dict[str, float]:
+    """Return the shares of answers with the right tool calls, and of those without an end; these are wrong."""
+    names = right = cut = 0
+    for turn, tokens in zip(turns, answers, strict=True):
+        if len(tokens) >= max_new_tokens:
+            cut += 1
+            continue
+        found, expected = parse_calls(str(tokenizer.decode(tokens))), turn.calls or []
+        names += [call[:2] for call in found] == [call[:2] for call in expected]
+        right += same_calls(found, expected)
+    count = len(turns)
+    return {"name_accuracy": names / count, "arguments_accuracy": right / count, "cut": cut / count}
 
 
 def _encoded(tokenizer: Any, prompt: str, cfg: DataConfig | None) -> list[int]:

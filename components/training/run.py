@@ -103,6 +103,10 @@ class Run(Attempt):
         it, or if training.epochs gives fewer steps than the batch-size ramp, the profile or the final decay needs.
         """
         cfg = self.cfg
+        if held_out is not None and isinstance(
+            held_out.dataset, data.Dataset | data.PackedDataset | data.MixtureDataset
+        ):
+            data.prompts_of_calls(held_out.dataset, cfg.generation.tool_calls)  # raises if they cannot be compared
         if cfg.training.ema_decay is not None and model.average is None:
             raise ConfigError(
                 f"training.ema_decay={cfg.training.ema_decay}: this recipe's model has no average; prepare it with "

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models, training
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.training import GenerationConfig
-from components.conversation import Prompt
+from components.conversation import Prompt, parse_calls
 from components.distributed.fsdp import _fsdp_units, param_groups
+from components.models.tokenizer import byte_tokenizer
 from components.training import evaluation
 from components.training.step_cost import record_traffic
 from tests.distributed.test_pipeline import Run, start
@@ -40,6 +44,7 @@ class Recorder(training.RunContext):
         super().__init__(run.mesh, run.settings.device)
         self.lines: list[str] = []
         self.pairs: list[tuple[str, str]] = []
+        self.shares: tuple[dict[str, float], int] | None = None
 
     def print(self, *lines: str) -> None:
         self.lines += lines
@@ -53,6 +58,9 @@ class Recorder(training.RunContext):
 
     def report_generations(self, generations: list[tuple[str, str]]) -> None:
         self.pairs += generations
+
+    def report_tool_calls(self, shares: Mapping[str, float], answers: int) -> None:
+        self.shares = (dict(shares), answers)
 
 
 def generated(run: Run, free: int, **sampling: Any) -> tuple[list[str], list[str], dict[str, int]]:
@@ -142,3 +150,61 @@ def test_free_memory_of_a_cpu_is_a_share_of_the_machine(monkeypatch: pytest.Monk
     assert 2**42 - 2**36 < evaluation._free_memory(used) < 2**42
     monkeypatch.setattr(evaluation, "usable_memory", lambda: 2**20)
     assert evaluation._free_memory(used) == 0
+
+
+def written(name: str, **arguments: Any) -> str:
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+ANSWERS = {
+    "A": written("weather", city="Oslo", days=1),
+    "B": written("weather", city="Rome", days=1),
+    "C": written("time", city="Oslo", days=1),
+    "D": written("weather", days=1.0, city="Oslo"),
+    "E": json.dumps({"name": "weather", "arguments": {"city": "Oslo", "days": 1}}),
+    "F": written("weather", city="Oslo", days=True),
+}
+"""What the model of `chained` answers to a prompt that ends with a letter; it repeats any other letter forever."""
+
+
+@pytest.fixture
+def chained(tmp_path: Path) -> ModelConfig:
+    """A Llama of which each token has one successor: embeddings are one-hot, and the layers add nothing."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(ANSWERS.values()))
+    tokenizer.save_pretrained(tmp_path)
+    chains = [(ord(letter), tokenizer.convert_tokens_to_ids(text)) for letter, text in ANSWERS.items()]
+    chains += [(answer, tokenizer.eos_token_id) for _, answer in chains] + [(ord("G"), ord("G"))]
+    config = AutoConfig.for_model(**{**CONFIG, "vocab_size": len(tokenizer), "tie_word_embeddings": False})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("embed_tokens", "lm_head", "o_proj", "down_proj")):
+                parameter.zero_()
+        for index, (token, following) in enumerate(chains):
+            model.get_input_embeddings().weight[token, index] = 1
+            model.get_output_embeddings().weight[following, index] = 1
+    model.save_pretrained(tmp_path)
+    return ModelConfig(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_shares_of_right_tool_calls_are_exact_on_every_mesh(world: int, chained: ModelConfig) -> None:
+    """Of seven answers: two right ones, one with other numbers, names, no tags, a truth value, and one without end."""
+    expected = parse_calls(ANSWERS["A"])
+    turns = [Prompt(letter, [65, ord(letter)], expected) for letter in [*ANSWERS, "G"]]
+    meshes: list[dict[str, Any]] = [{}] if world == 1 else [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}]
+
+    def body(rank: int) -> None:
+        for axes in meshes:
+            run = start(chained, axes)
+            prepared = training.Prepared(run.model, run.settings, run.replica, run.config)
+            recorder, held_out = Recorder(run), SimpleNamespace(prompts=turns)
+            cfg = GenerationConfig(samples=1, tool_calls=len(turns), max_new_tokens=TOKENS, temperature=0.9)
+            training.show_generations(prepared, models.load_tokenizer(chained), held_out, cfg, recorder)
+            shares = {"name_accuracy": 4 / 7, "arguments_accuracy": 2 / 7, "cut": 1 / 7}
+            assert recorder.shares == (shares, 7), axes
+            assert recorder.pairs == []  # the turns are no prompts of samples
+
+    run_ranks(world, body, timeout=120)

@@ -226,3 +226,35 @@ def test_resume_with_changed_data_or_settings_is_rejected_unless_accepted(bench:
     assert "training.max_steps: 2 -> 3" in done.output + done.errors
     bench.complete(*command, "training.max_steps=3", "run.accept_changes=[data]")
     assert json.loads((run / "result.json").read_text())["steps"] == 3
+
+
+def test_tool_calls_of_an_overfitted_model_are_right_and_those_of_a_random_one_wrong(bench: Bench) -> None:
+    """Trained in one process and evaluated on two; the template is one that ships, since the tokenizer's has no calls.
+
+    The last turn, which alone has a loss, is two calls.
+    """
+    rows: list[dict[str, object]] = []
+    for name, city in (("weather", "Oslo"), ("time", "Bern")):
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": {"city": city}}}]}
+        question = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+        asked = [*question, {"role": "user", "content": name}, call, {"role": "tool", "content": "4"}, call]
+        rows.append({"messages": asked})
+    write_rows(bench.folder / "chats.jsonl", rows)
+    chats = ("data=chat_jsonl", "data.path=chats.jsonl", "data.eval_path=chats.jsonl", "data.train_on=last")
+    calls = ("generation.samples=0", "generation.tool_calls=9", "generation.max_new_tokens=90")
+    calls += ("model.chat_template=chatml",)
+    bench.copy("finetune.py")
+    trained = bench.complete(
+        *(*SMALL, *chats, *calls, SINGLE, "run.dir=mine", "training.max_steps=100", "training.global_batch_size=2"),
+        *("training.seq_len=384", "data.overlong=refuse", "optimizer.lr=1e-2", "optimizer.schedule=constant"),
+    )
+    first, last = bench.lines(key="tool_calls/name_accuracy")
+    shares = ("name_accuracy", "arguments_accuracy", "cut")
+    assert [first[f"tool_calls/{name}"] for name in shares] == [0, 0, 1]
+    assert [last[f"tool_calls/{name}"] for name in shares] == [1, 1, 0], trained.output
+    assert (first["step"], last["step"]) == (0, 100)
+    bench.copy("evaluate.py")
+    evaluated = bench.complete("run=mine", *calls, "cluster.device=cpu", "parallelism=tp2", TWO, "run.dir=evaluated")
+    scores = [json.loads((bench.folder / run / "result.json").read_text())["tasks"] for run in ("mine", "evaluated")]
+    assert scores[0] == scores[1] == {f"tool_calls/{name}": last[f"tool_calls/{name}"] for name in shares}
+    assert "tool_calls  name_accuracy 1.0000  arguments_accuracy 1.0000  cut 0.0000  over 4" in evaluated.output

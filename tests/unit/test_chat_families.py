@@ -19,7 +19,8 @@ import pytest
 from jinja2 import TemplateError
 
 from components.chat_template import ChatTemplate
-from components.conversation import Conversation
+from components.conversation import Conversation, arguments_of, function_of, parse_calls, same_calls
+from components.data.cache import _turns_with_calls
 from components.data.examples import encode_conversations
 from components.models import tokenizer as tokenizer_module
 from components.models.tokenizer import byte_tokenizer
@@ -281,3 +282,73 @@ def test_generation_blocks_of_shipped_templates_mark_what_a_model_generates(name
             assert all(text.endswith(stop) for text in texts)
     chat = Conversation("", [USER, ANSWER], None, {"enable_thinking": False})
     assert encode_conversations(tokenizer, [chat]) == encode_conversations(plain, [chat])
+
+
+# Tool calls read from texts
+
+
+READ = re.compile("deepseekv3|glm4|gptoss|llama3_|nemotron|qwen2_5$|qwen3")
+"""Families whose rendered calls are read; of the others, gemma4, lfm2 and muse write calls in forms of their own."""
+VALUES = {"city": 'Os"lo\u00e9', "n": 3, "x": "5", "on": True, "no": None, "of": {"a": [1.5, "b"]}, "t": "a\nb"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_are_read_from_the_turn_that_the_template_renders(name: str) -> None:
+    """All of their values. XML-like forms write the text 5 as the number, so that both are read as the number."""
+    tokenizer = tokenizer_of(name)
+    for message in (call(VALUES), call({}), {**TWO, "content": "<think>\n{}\n</think>\n\nOn it."}):
+        conversation = Conversation("", [USER, message], TOOLS)
+        turns = list(_turns_with_calls(ChatTemplate(tokenizer), tokenizer, conversation))
+        if not READ.match(name) or (message["content"] and name == "gptoss"):  # which renders one of two calls
+            assert [turn.calls for turn in turns] in ([], [[]])
+            continue
+        if not turns:
+            assert name.startswith("llama3")  # rejects two calls
+            continue
+        (turn,) = turns
+        found = [(function, arguments) for _, function, arguments in turn.calls or []]
+        typed = re.match("deepseek|gptoss|llama3_|qwen2_5$|qwen3$|qwen3_vl|qwen3_instruct", name)
+        expected = [(function_of(each)["name"], arguments_of(each)) for each in message["tool_calls"]]
+        assert found == [
+            (function, {**arguments, "x": 5} if "x" in arguments and not typed else arguments)
+            for function, arguments in expected
+        ]
+        rendered = tokenizer.apply_chat_template([USER], tools=TOOLS, add_generation_prompt=True)
+        assert turn.tokens == rendered["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "x"}, {"name": "g", "arguments": "{}"}]</s>',
+         [["[TOOL_CALLS] list", "f", {"a": 1}], ["[TOOL_CALLS] list", "g", {}]]),
+        ('[TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}</s>',
+         [["[TOOL_CALLS]", "f", {"a": "]"}], ["[TOOL_CALLS]", "g", {}]]),
+        ('<function=f>{"a": [1]}</function>', [["<function=>", "f", {"a": [1]}]]),
+        ('<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}<|eom_id|>',
+         [["json", "f", {"a": 1}]]),
+        ('<think>{"name": "g", "arguments": {}}</think>{"name": "f", "arguments": {}}', [["json", "f", {}]]),
+        ('Use {"name": "f", "arguments": {}}.', []),
+        ("It is cold.", []),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}', []),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [["<tool_call>", None, None]]),
+        ('<tool_call>{"name": "f",}</tool_call>', [["<tool_call>", None, None]]),
+        (f"<tool_call>{'[' * 9999}</tool_call>", [["<tool_call>", None, None]]),
+        ("[1]", [["json", None, None]]),
+    ],
+)  # fmt: skip
+def test_texts_of_other_forms_and_broken_ones_are_read(text: str, expected: list[Any]) -> None:
+    assert parse_calls(text) == expected
+    assert same_calls(parse_calls(text), expected)
+
+
+def test_arguments_are_equal_as_values_of_json() -> None:
+    first = parse_calls(json.dumps({"name": "f", "arguments": {"a": 1, "b": [{"c": 0.5}], "d": None}}))
+    for arguments, equal in (
+        ({"d": None, "b": [{"c": 0.5}], "a": 1.0}, True),
+        ({"a": True, "b": [{"c": 0.5}], "d": None}, False),
+        ({"a": "1", "b": [{"c": 0.5}], "d": None}, False),
+        ({"a": 1, "b": [{"c": 0.5}]}, False),
+        ({"a": 1, "b": [{"c": 0.5}, 1], "d": None}, False),
+    ):
+        assert same_calls(first, parse_calls(json.dumps({"name": "f", "arguments": arguments}))) == equal

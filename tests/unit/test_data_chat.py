@@ -18,7 +18,7 @@ import pytest
 import torch
 from tokenizers import models, pre_tokenizers
 
-from components import chat_template
+from components import chat_template, data
 from components.chat_template import ChatTemplate, TemplateLimitError
 from components.config.schema.data import BadRows, ChatDataConfig, Overlong, SftDataConfig, TrainOn, UnusedKeys
 from components.config.schema.model import ModelConfig
@@ -421,6 +421,52 @@ def test_prompts_of_samples_are_those_that_answers_are_trained_after(tmp_path: P
         messages[:2], tools=TOOLS, add_generation_prompt=True, tokenize=True, return_dict=True, **kwargs
     )
     assert made.prompts == [Prompt("Weather in Oslo?", expected["input_ids"])]
+
+
+def test_prompts_of_held_out_tool_calls_are_those_before_the_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the calls of the data; those after long prompts are left out, and samples are of other prompts."""
+    monkeypatch.setattr(cache, "_WORTH_BYTES", 0)
+    second = [user("And " + "Rome? " * 40), assistant("", tool_calls=[CALL]), RESULT, assistant("Warm.")]
+    off = [user("Off?"), assistant("", tool_calls=[CALL], train=False), RESULT, assistant("No.")]
+    rows = [*rows_of([*AGENT, *second], tools=TOOLS), *rows_of(off), *rows_of([user("a"), assistant("b")])]
+    path, other = str(write(tmp_path / "x.jsonl", rows)), str(write(tmp_path / "y.jsonl", rows_of(LONG)))
+    tokenizer = byte_tokenizer(marked(HERMES))
+    cfg = ChatDataConfig(path=other, eval_path=path, cache=str(tmp_path / "cache"))
+    prompts = [
+        tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True)["input_ids"]
+        for messages in (AGENT[:1], [*AGENT, second[0]])
+    ]
+    calls = [["<tool_call>", "weather", {"city": "Oslo"}]]
+    for _ in range(2):  # the second is read from the cache
+        made = build_dataset(cfg, tokenizer, seq_len=10_000, split="eval")
+        assert data.prompts_of_calls(made, 9) == [
+            Prompt("Weather in Oslo?", prompts[0], calls),
+            Prompt(second[0]["content"], prompts[1], calls),
+        ]
+        assert [prompt.text for prompt in data.sample_prompts(made, 9)] == ["Weather in Oslo?", "Off?", "a"]
+    short = build_dataset(replace(cfg, overlong=Overlong.drop, pack=True), tokenizer, seq_len=200, split="eval")
+    assert [prompt.tokens for prompt in data.prompts_of_calls(short, 9)] == prompts[:1]
+    assert not [each for each in build_dataset(cfg, tokenizer, seq_len=300, split="train").prompts if each.calls]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "problem"),
+    [
+        (HERMES.replace("<tool_call>", "<call>"), AGENT, "the tool calls cannot be read from the text that the chat"),
+        (HERMES, [user("a"), assistant("b")], "the held-out conversations have no answer with tool calls after"),
+    ],
+)
+def test_tool_calls_that_cannot_be_compared_are_refused(
+    template: str, messages: list[dict], problem: str, tmp_path: Path
+) -> None:
+    path = str(write(tmp_path / "x.jsonl", rows_of(messages)))
+    cfg = ChatDataConfig(path=path, eval_path=path, cache=None)
+    made = build_dataset(cfg, byte_tokenizer(marked(template)), seq_len=10_000, split="eval")
+    assert data.prompts_of_calls(made, 0) == []
+    with pytest.raises(ConfigError, match=f"generation.tool_calls=4: {problem} .*; set it to 0, or change the data"):
+        data.prompts_of_calls(made, 4)
 
 
 def test_error_of_a_template_names_the_message_and_its_key(tmp_path: Path) -> None:

@@ -314,6 +314,10 @@ class EvaluationConfig(TasksConfig):
         )
 
 
+MOST_TOOL_CALLS = 256
+"""Largest generation.tool_calls: the prompts are stored with the tokenized samples."""
+
+
 @dataclass(kw_only=True, slots=True)
 class GenerationConfig:
     """Texts generated and printed before and after training."""
@@ -324,6 +328,10 @@ class GenerationConfig:
     """Maximum length of a generated answer in tokens, greater than 0."""
     prompts: list[str] = field(default_factory=list)
     """Additional prompts to generate answers for."""
+    tool_calls: int = 0
+    """Number of held-out answers with tool calls (data=chat_jsonl) to generate greedily and to compare with the calls
+    of the data, 0 to 256: metrics.jsonl and result.json have the shares with the right names, in order, and with the
+    right names and arguments. An answer that max_new_tokens cuts is wrong, and counted."""
     temperature: float = 0.0
     """0: greedy, the most likely token; above 0: sample from softmax(logits / temperature)."""
     top_p: float = 1.0
@@ -335,6 +343,7 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         problems = [
             *at_least("generation.samples", self.samples, 0),
+            *within("generation.tool_calls", self.tool_calls, 0, MOST_TOOL_CALLS),
             *above("generation.max_new_tokens", self.max_new_tokens, 0),
             *at_least("generation.temperature", self.temperature, 0),
             *within("generation.seed", self.seed, 0, 2**32 - 1),
