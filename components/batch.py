@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
 from components.config.schema.model import DOCUMENTS, LONGEST_DOCUMENT
+from components.protocol.errors import ConfigError
 
 HEAD_KEYWORDS = (
     "targets",
@@ -126,6 +128,18 @@ class Batch:
             return tensor.to(device)
 
         return self._map(move, move, move)
+
+    def with_token_values(self, rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
+        """Return a copy with the values of the targets of each row, and zeros at positions without a target."""
+        is_target = (self.targets != IGNORED).numpy()  # (rows, seq)
+        token_values = {}
+        for name, first in rows[0].items():
+            if [len(row[name]) for row in rows] != is_target.sum(1).tolist():
+                raise ConfigError(f"{name}: there are not as many stored values as targets; store them again")
+            values = np.zeros((*is_target.shape, *first.shape[1:]), first.dtype)
+            values[is_target] = np.concatenate([row[name] for row in rows])  # row by row, as a mask selects
+            token_values[name] = torch.from_numpy(values)
+        return replace(self, token_values=token_values)
 
     def pad_to(self, seq: int) -> Batch:
         """Pad the rows on the right to `seq` tokens. Raises ValueError for packed rows and for shards of rows."""

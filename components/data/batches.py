@@ -358,7 +358,7 @@ class TrainBatches:
         batches = [collate([self.dataset[index] for index in part], self._padding) for part in parts]
         if self._token_values is not None:
             values = [[self._token_values.of_row(index) for index in part] for part in parts]
-            batches = [_with_token_values(*each) for each in zip(batches, values, strict=True)]
+            batches = [batch.with_token_values(rows) for batch, rows in zip(batches, values, strict=True)]
         length = plan.length_of(step)
         if length is None:
             return batches
@@ -402,7 +402,7 @@ class EvalBatches:
             if self._token_values is not None:
                 of_none = {name: each[:0] for name, each in self._token_values.of_row(0).items()}
                 values = [self._token_values.of_row(i) if i < len(dataset) else of_none for i in indices]
-                batch = _with_token_values(batch, values)
+                batch = batch.with_token_values(values)
             yield batch
 
 
@@ -423,21 +423,6 @@ def collate(rows: Sequence[Row], padding: Padding) -> Batch:
     names = pairs[0].values
     values = {name: [value for pair in pairs for value in pair.values[name]] for name in names}
     return replace(batch, rows={name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()})
-
-
-def _with_token_values(batch: Batch, rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
-    """Return a batch with the values of the targets of its rows, and zeros at positions without a target."""
-    import torch
-
-    is_target = (batch.targets != IGNORED).numpy()  # (rows, seq)
-    token_values = {}
-    for name, first in rows[0].items():
-        if [len(row[name]) for row in rows] != is_target.sum(1).tolist():
-            raise ConfigError(f"{name}: there are not as many stored values as targets; store them again")
-        values = np.zeros((*is_target.shape, *first.shape[1:]), first.dtype)
-        values[is_target] = np.concatenate([row[name] for row in rows])  # row by row, as a mask selects
-        token_values[name] = torch.from_numpy(values)
-    return replace(batch, token_values=token_values)
 
 
 def _collate_packed_pairs(rows: Sequence[PackedPairRow], padding: Padding) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,17 @@ def pattern_problems(key: str, patterns: Sequence[str]) -> list[str]:
             problems.append(f"{key}={pattern}: must be a regular expression ({error}); correct it")
     if "" in patterns or len(set(patterns)) < len(patterns):
         problems.append(f"{key}={list(patterns)}: must hold different expressions, none of them empty; correct it")
+    return problems
+
+
+def distinct_names(section: str, names: Mapping[str, str | None]) -> list[str]:
+    """Require names of columns, keys or roles to be non-empty and different from each other; None: not used."""
+    problems = [f"{section}.{key}='': is empty; name it as in the data" for key, name in names.items() if name == ""]
+    first_key: dict[str, str] = {}
+    for key, name in names.items():
+        if name and first_key.setdefault(name, key) != key:
+            other = f"{section}.{first_key[name]}"
+            problems.append(f"{section}.{key}={name}: is also {other}; the two must differ")
     return problems
 
 

@@ -27,7 +27,7 @@ GROUPS = (
     ("Slurm and Kubernetes", ("launch/job",)),
     ("Slurm", ("launch/slurm",)),
     ("Kubernetes", ("launch/k8s",)),
-    ("Data", ("data", "data/sources")),
+    ("Data", ("data", "data/sources", "batch")),
     ("Checkpoints and exports", ("checkpoint", "models/weights")),
     (
         "After the model's structure is read",

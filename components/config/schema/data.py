@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from components.protocol.errors import above, at_least, field_values, own_kind, raise_all
+from components.protocol.errors import above, at_least, distinct_names, field_values, own_kind, raise_all
 from components.storage.object_store import is_url, url_problems
 
 IGNORED = -100
@@ -208,7 +208,7 @@ class SftDataConfig(RowsDataConfig):
             "response_column": self.response_column,
             "input_column": self.input_column,
         }
-        return RowsDataConfig._problems(self) + _name_problems(columns)
+        return RowsDataConfig._problems(self) + distinct_names("data", columns)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -239,7 +239,7 @@ class LabelsDataConfig(ScoredDataConfig):
 
     def _problems(self) -> list[str]:
         columns = {"text_column": self.text_column, "label_column": self.label_column}
-        problems = RowsDataConfig._problems(self) + _name_problems(columns)
+        problems = RowsDataConfig._problems(self) + distinct_names("data", columns)
         names = self.label_names
         if self.num_labels is None and not names:
             problems.append(
@@ -286,7 +286,7 @@ class PreferencesDataConfig(ScoredDataConfig):
 
     def _problems(self) -> list[str]:
         values = field_values(self)
-        return RowsDataConfig._problems(self) + _name_problems({key: values[key] for key in self.column_keys})
+        return RowsDataConfig._problems(self) + distinct_names("data", {key: values[key] for key in self.column_keys})
 
     @property
     def column_keys(self) -> tuple[str, ...]:
@@ -343,9 +343,9 @@ class ChatDataConfig(RowsDataConfig):
         }
         return [
             *RowsDataConfig._problems(self),
-            *_name_problems(columns),
-            *_name_problems(keys),
-            *_name_problems(roles),
+            *distinct_names("data", columns),
+            *distinct_names("data", keys),
+            *distinct_names("data", roles),
         ]
 
 
@@ -360,7 +360,7 @@ class TextDataConfig(RowsDataConfig):
     files of rows; path=python:stdlib reads the source of Python's standard library."""
 
     def _problems(self) -> list[str]:
-        problems = RowsDataConfig._problems(self) + _name_problems({"text_column": self.text_column})
+        problems = RowsDataConfig._problems(self) + distinct_names("data", {"text_column": self.text_column})
         if self.overlong is not Overlong.truncate:
             problems.append(
                 f"data.overlong={self.overlong}: documents are cut into samples of training.seq_len tokens, so none "
@@ -485,13 +485,3 @@ def _changed(cfg: DataConfig, keys: Iterable[str]) -> list[tuple[str, object]]:
     defaults = {each.name: each.default for each in fields(DataConfig)}
     values = field_values(cfg)
     return [(key, values[key]) for key in keys if values[key] != defaults[key]]
-
-
-def _name_problems(names: Mapping[str, str | None]) -> list[str]:
-    """Require names of columns, keys or roles to be non-empty and different from each other; None: not used."""
-    problems = [f"data.{key}='': is empty; name it as in the data" for key, name in names.items() if name == ""]
-    first_key: dict[str, str] = {}
-    for key, name in names.items():
-        if name and first_key.setdefault(name, key) != key:
-            problems.append(f"data.{key}={name}: is also data.{first_key[name]}; the two must differ")
-    return problems
