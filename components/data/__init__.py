@@ -21,8 +21,8 @@ from components import package
 
 if TYPE_CHECKING:
     from components.conversation import Conversation, Message
-    from components.data.batches import BatchPlan, EvalBatches, Padding, TokenValues, TrainBatches, collate
-    from components.data.dataset import Dataset, Facts, HasPrompts, prompts_of_calls, sample_prompts
+    from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
+    from components.data.dataset import Dataset, Facts, HasPrompts, TokenValues, prompts_of_calls, sample_prompts
     from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
     from components.data.labels import LabeledTexts, ScoredPairs, build_scored, scored_example
     from components.data.loading import MixtureDataset, MixtureOrder, build_dataset, sources_of

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from components.config.schema.training import TrainingConfig
-from components.data.dataset import Dataset, Facts, ItemSequence
+from components.data.dataset import Dataset, Facts, ItemSequence, MixtureFacts, TokenValues
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.loading import MixtureDataset, MixtureFacts
+from components.data.loading import MixtureDataset
 from components.data.packing import Order, PackedDataset, SampleOrder, deal_rows, describe_dealing
-from components.data.pairs import EMPTY_EXAMPLE, PackedPairRow, PackedPairs, PairedRows, RowPair
+from components.data.pairs import EMPTY_EXAMPLE, PackedPairRow, PackedPairs, PairedRows, RowPair, with_sequences
 from components.data.token_store.rows import TokenRows
 from components.protocol.errors import ConfigError
 
@@ -32,13 +32,6 @@ _PREFETCHED_STEPS = 8
 _MEASURED_STEPS = 8  # whose costs the banner states
 _CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
-
-
-class TokenValues(Protocol):
-    """Values of the target tokens of a dataset's rows, such as a teacher's most likely tokens."""
-
-    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
-        """Return the values by name, each (targets of the row, ...); they become `Batch.token_values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,7 +407,7 @@ def collate(rows: Sequence[Row], padding: Padding) -> Batch:
     pairs = [row for row in rows if isinstance(row, RowPair)]
     packed = [row for row in rows if isinstance(row, PackedPairRow)]
     if packed:
-        return _collate_packed_pairs(packed, padding)
+        return with_sequences(_collate_rows([row.row for row in packed], padding), packed, padding.documents)
     if not pairs:
         return _collate_rows([row for row in rows if isinstance(row, Example | PackedRow)], padding)
     import torch
@@ -423,26 +416,6 @@ def collate(rows: Sequence[Row], padding: Padding) -> Batch:
     names = pairs[0].values
     values = {name: [value for pair in pairs for value in pair.values[name]] for name in names}
     return replace(batch, rows={name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()})
-
-
-def _collate_packed_pairs(rows: Sequence[PackedPairRow], padding: Padding) -> Batch:
-    """Return rows of packed pairs as a batch whose sequences are the documents."""
-    import torch
-
-    batch = _collate_rows([row.row for row in rows], padding)
-    last = padding.documents - 1  # no document of answers has this index, so its sequence has no targets
-    ids = torch.full_like(batch.input_ids, last)  # (micro_batch, seq)
-    values = {
-        name: torch.zeros(len(rows), padding.documents, dtype=torch.float64)
-        for name in (rows[0].values if rows else ())
-    }
-    for i, each in enumerate(rows):
-        starts = [0, *each.row.ends]
-        for document, (start, end) in enumerate(zip(starts, each.row.ends, strict=False)):
-            ids[i, start:end] = document
-        for name, of_documents in each.values.items():
-            values[name][i, : len(of_documents)] = torch.tensor(of_documents, dtype=torch.float64)
-    return replace(batch, sequence_ids=ids, sequences=padding.documents, rows=values)
 
 
 def _collate_rows(rows: Sequence[Example | PackedRow], padding: Padding) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, overload
@@ -138,6 +138,42 @@ class Facts:
         return "; ".join(parts)
 
 
+@dataclass(slots=True)
+class MixtureFacts:
+    """Statistics of each source of a mixture, and its share."""
+
+    sources: dict[str, Facts]
+    """Statistics by source name."""
+    shares: list[float] | None
+    """Share of rows of each source, in the order of `sources`; None: held-out rows, which are each read once."""
+
+    @property
+    def batch_unit(self) -> str:
+        """What batch sizes count, in the plural."""
+        return next(iter(self.sources.values())).batch_unit
+
+    @property
+    def warning(self) -> str:
+        """Sources that lose many of their rows; empty if there are none."""
+        return "\n".join(source.warning for source in self.sources.values() if source.warning)
+
+    def __str__(self) -> str:
+        if self.shares is None:
+            return "\n".join(f"{name}: {facts}" for name, facts in self.sources.items())
+        sources = list(zip(self.sources.items(), self.shares, strict=True))
+        targets = [share * facts.target_tokens / facts.order_size for (_, facts), share in sources]
+        return "\n".join(
+            f"{name}, {100 * share:.2f} % of rows, {100 * mean / sum(targets):.2f} % of tokens with loss: {facts}"
+            for ((name, facts), share), mean in zip(sources, targets, strict=True)
+        )
+
+    def with_passes(self, rows: int) -> MixtureFacts:
+        """Return a copy whose `passes` of each source correspond to training on `rows` rows of the mixture."""
+        shares = self.shares or [0.0] * len(self.sources)
+        parts = zip(self.sources.items(), shares, strict=True)
+        return replace(self, sources={name: facts.with_passes(share * rows) for (name, facts), share in parts})
+
+
 class _Fate(IntEnum):
     """Reason why a sample is not part of its dataset, from the weakest to the strongest."""
 
@@ -184,6 +220,13 @@ class Column(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
+class TokenValues(Protocol):
+    """Values of the target tokens of a dataset's rows, such as a teacher's most likely tokens."""
+
+    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
+        """Return the values by name, each (targets of the row, ...); they become `Batch.token_values`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from components.config.schema.data import (
 )
 from components.conversation import Prompt
 from components.data.cache import TokenizedSplit, tokenize
-from components.data.dataset import LINEAR_TOKENS, Dataset, Facts, ItemSequence, Tokens
+from components.data.dataset import LINEAR_TOKENS, Dataset, Facts, ItemSequence, MixtureFacts, Tokens
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.packing import BlockOrder, PackedDataset
 from components.data.sources.columns import AnswerConfig
@@ -128,42 +128,6 @@ class MixtureOrder:
     def indices(self, start: int, count: int) -> list[int]:
         """Return the row indices at `count` positions from `start`."""
         return [self.at(position) for position in range(start, start + count)]
-
-
-@dataclass(slots=True)
-class MixtureFacts:
-    """Statistics of each source of a mixture, and its share."""
-
-    sources: dict[str, Facts]
-    """Statistics by source name."""
-    shares: list[float] | None
-    """Share of rows of each source, in the order of `sources`; None: held-out rows, which are each read once."""
-
-    @property
-    def batch_unit(self) -> str:
-        """What batch sizes count, in the plural."""
-        return next(iter(self.sources.values())).batch_unit
-
-    @property
-    def warning(self) -> str:
-        """Sources that lose many of their rows; empty if there are none."""
-        return "\n".join(source.warning for source in self.sources.values() if source.warning)
-
-    def __str__(self) -> str:
-        if self.shares is None:
-            return "\n".join(f"{name}: {facts}" for name, facts in self.sources.items())
-        sources = list(zip(self.sources.items(), self.shares, strict=True))
-        targets = [share * facts.target_tokens / facts.order_size for (_, facts), share in sources]
-        return "\n".join(
-            f"{name}, {100 * share:.2f} % of rows, {100 * mean / sum(targets):.2f} % of tokens with loss: {facts}"
-            for ((name, facts), share), mean in zip(sources, targets, strict=True)
-        )
-
-    def with_passes(self, rows: int) -> MixtureFacts:
-        """Return a copy whose `passes` of each source correspond to training on `rows` rows of the mixture."""
-        shares = self.shares or [0.0] * len(self.sources)
-        parts = zip(self.sources.items(), shares, strict=True)
-        return replace(self, sources={name: facts.with_passes(share * rows) for (name, facts), share in parts})
 
 
 class MixtureDataset(ItemSequence[Example | PackedRow]):

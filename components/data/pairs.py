@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from components.batch import Batch
+
 
 class RowPair(NamedTuple):
     """Two rows that are always in the same batch."""
@@ -362,6 +364,22 @@ class PackedPairRow(NamedTuple):
     row: PackedRow
     values: Mapping[str, list[float]]
     """Values of the documents by name; they become `Batch.rows`."""
+
+
+def with_sequences(batch: Batch, rows: Sequence[PackedPairRow], documents: int) -> Batch:
+    """Return the batch of packed pairs as one whose sequences are the `documents` of a row."""
+    import torch
+
+    last = documents - 1  # no document of answers has this index, so its sequence has no targets
+    ids = torch.full_like(batch.input_ids, last)  # (micro_batch, seq)
+    values = {name: torch.zeros(len(rows), documents, dtype=torch.float64) for name in rows[0].values}
+    for i, each in enumerate(rows):
+        starts = [0, *each.row.ends]
+        for document, (start, end) in enumerate(zip(starts, each.row.ends, strict=False)):
+            ids[i, start:end] = document
+        for name, of_documents in each.values.items():
+            values[name][i, : len(of_documents)] = torch.tensor(of_documents, dtype=torch.float64)
+    return replace(batch, sequence_ids=ids, sequences=documents, rows=values)
 
 
 class PackedPairs(ItemSequence[PackedPairRow]):

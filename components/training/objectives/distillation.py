@@ -24,7 +24,7 @@ from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.objective import DistillationConfig, Divergence
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
-from components.data.batches import TokenValues
+from components.data.dataset import TokenValues
 from components.training.objectives.base import CROSS_ENTROPY, Chunk, TokenLoss, TokenObjective, Vocabulary
 from components.training.objectives.cross_entropy import log_mass_of_others, log_softmax, sum_over_shards
 
