@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterable
 from functools import cache
 
 from packaging.version import Version
@@ -29,7 +30,7 @@ from components.config.schema.parallelism import (
     Strategy,
 )
 from components.config.schema.run import PeftConfig
-from components.config.schema.training import TasksConfig, TrainingConfig
+from components.config.schema.training import TasksConfig
 from components.config.shape import ModelShape
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
@@ -159,22 +160,24 @@ def torchao_problems(key: str) -> list[str]:
     return [f"{key}: torchao is not installed; run pip install 'meshbook[quantization]'"]
 
 
-def distillation_problems(
-    model: ModelConfig, teacher: TeacherConfig | None, training: TrainingConfig | None
-) -> list[str]:
-    """Return the problems of distillation, which computes the logits of student and teacher in the same chunks."""
+def distillation_problems(model: ModelConfig, teacher: TeacherConfig | None, cut_at: Iterable[str]) -> list[str]:
+    """Return the problems of distillation, which computes the logits of student and teacher in the same chunks.
+
+    Args:
+        cut_at: Settings that cut rows into shorter ones, as KEY=VALUE.
+    """
     problems = []
     if model.loss not in (LossMethod.auto, LossMethod.chunked):
         problems.append(
             f"model.loss={model.loss}: distillation computes the logits of student and teacher a chunk of tokens at a "
             "time; set model.loss=chunked"
         )
-    if teacher is not None and teacher.stored is not None and training is not None and training.seq_len_ramp:
-        problems.append(
-            f"training.seq_len_ramp={training.seq_len_ramp}: cuts rows, but the probabilities in "
-            f"teacher.stored={teacher.stored} are those after the tokens of the whole row; set it to [], or set "
-            "teacher.path instead of teacher.stored"
-        )
+    if teacher is not None and teacher.stored is not None:
+        problems += [
+            f"{key}: cuts rows, but the probabilities in teacher.stored={teacher.stored} are those after the tokens of "
+            "the whole row; remove it, or set teacher.path instead of teacher.stored"
+            for key in cut_at
+        ]
     return problems
 
 

@@ -51,11 +51,17 @@ from components.config.schema.objective import (
     ScoreConfig,
     TeacherConfig,
 )
-from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig
-from components.config.schema.parallelism import MeshShape
+from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig, Schedule
+from components.config.schema.parallelism import MeshShape, ParallelismConfig
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, ProfileConfig, WandbMode
-from components.config.schema.training import EvaluationConfig, GenerationConfig, TasksConfig, TrainingConfig
+from components.config.schema.training import (
+    EvaluationConfig,
+    GenerationConfig,
+    StageConfig,
+    TasksConfig,
+    TrainingConfig,
+)
 from components.config.shape import ModelShape
 from components.protocol.errors import ConfigError, field_values
 
@@ -93,8 +99,9 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         problems += row_problems("training.seq_len", training.seq_len, parallelism, mesh)
         for number, (_, length) in enumerate(training.length_ramp):
             problems += row_problems(f"training.seq_len_ramp[{number}].seq_len", length, parallelism, mesh)
-        problems += _ramp_problems(training, cfg.data)
+        problems += _cut_problems(training, cfg.data)
         problems += _frozen_problems(training, model, peft)
+        problems += _stage_problems(cfg.data, training, optimizer, parallelism, mesh)
     if evaluation is not None:
         problems += row_problems("evaluation.seq_len", evaluation.seq_len, parallelism, mesh)
         if peft is not None:
@@ -109,7 +116,8 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     if scores is not None:
         problems += _score_problems(scores, cfg.data, model, cfg.generation)
     if section(cfg, DistillationConfig) is not None:
-        problems += distillation_problems(model, section(cfg, TeacherConfig), training)
+        cut_at = [] if training is None else list(_sources_of_cut_rows(training, cfg.data))
+        problems += distillation_problems(model, section(cfg, TeacherConfig), cut_at)
     problems += rope_problems(model, shape)
     problems += router_problems(model, shape, adapts=peft is not None and peft.adapts)
     problems += precision_problems(model, parallelism, section(cfg, TeacherConfig))
@@ -229,14 +237,29 @@ def _tool_call_problems(generation: GenerationConfig, data: DataConfig) -> list[
     ]
 
 
-def _ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
-    """Require plain text for a ramp of the length: a cut sample of another kind would lose its prompt."""
-    if not training.seq_len_ramp:
-        return []
-    sources = data.sources.values() if isinstance(data, MixtureDataConfig) else [data]
+def _stages_of(data: DataConfig) -> list[StageConfig]:
+    return data.stages if isinstance(data, MixtureDataConfig) else []
+
+
+def _sources_of_cut_rows(training: TrainingConfig, data: DataConfig) -> dict[str, list[DataConfig]]:
+    """Return the settings that cut rows into shorter ones, as KEY=VALUE, with the sources of these rows."""
+    sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}
+    found = {}
+    if training.seq_len_ramp:
+        found[f"training.seq_len_ramp={training.seq_len_ramp}"] = list(sources.values())
+    for number, stage in enumerate(_stages_of(data)):
+        if stage.seq_len not in (None, training.seq_len):
+            drawn = [source for name, source in sources.items() if not stage.weights or stage.weights.get(name)]
+            found[f"data.stages[{number}].seq_len={stage.seq_len}"] = drawn
+    return found
+
+
+def _cut_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
+    """Require plain text of rows that are cut: a cut sample of another kind would lose its prompt."""
     return [
-        f"training.seq_len_ramp={training.seq_len_ramp}: cuts rows into shorter ones, which would separate answers "
-        f"from their prompts under data.kind={source.kind}; use data=text or data=tokens, or remove the ramp"
+        f"{key}: cuts rows into shorter ones, which would separate answers from their prompts under "
+        f"data.kind={source.kind}; use data=text or data=tokens, or remove it"
+        for key, sources in _sources_of_cut_rows(training, data).items()
         for source in sources
         if not isinstance(source, TextDataConfig | TokensDataConfig)
     ]
@@ -258,6 +281,37 @@ def _frozen_problems(training: TrainingConfig, model: ModelConfig, peft: PeftCon
         for name, patterns in (("trainable", training.trainable), ("freeze", training.freeze))
         if patterns
     ]
+
+
+def _stage_problems(
+    data: DataConfig,
+    training: TrainingConfig,
+    optimizer: OptimizerConfig | None,
+    parallelism: ParallelismConfig,
+    mesh: MeshShape,
+) -> list[str]:
+    """Require stages within the run, lengths that rows can be cut to, and one schedule of the learning rate."""
+    problems = training.stage_end_problems(_stages_of(data), training.max_steps)
+    for number, stage in enumerate(_stages_of(data)):
+        key, length = f"data.stages[{number}].seq_len", stage.seq_len
+        if length is not None:
+            if training.seq_len % length:
+                problems.append(
+                    f"{key}={length}: must divide training.seq_len={training.seq_len}, as each row is cut into rows "
+                    "of this length; change either"
+                )
+            if training.seq_len_ramp:
+                problems.append(
+                    f"{key}={length}: training.seq_len_ramp={training.seq_len_ramp} also sets the length of rows; "
+                    "remove one of them"
+                )
+            problems += row_problems(key, length, parallelism, mesh)
+        if stage.lr_ratio is not None and optimizer is not None and optimizer.schedule is not Schedule.constant:
+            problems.append(
+                f"data.stages[{number}].lr_ratio={stage.lr_ratio:g}: changes a constant learning rate, but "
+                f"optimizer.schedule={optimizer.schedule}; set optimizer.schedule=constant, or remove lr_ratio"
+            )
+    return problems
 
 
 def _preference_problems(

@@ -6,14 +6,16 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from components.config.schema.training import TrainingConfig
+from components.config.schema.data import DataConfig, MixtureDataConfig
+from components.config.schema.training import StageConfig, TrainingConfig
 from components.data.dataset import Dataset, Facts, ItemSequence, MixtureFacts, TokenValues
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.loading import MixtureDataset
+from components.data.loading import MixtureDataset, MixtureOrder
 from components.data.packing import Order, PackedDataset, SampleOrder, deal_rows, describe_dealing
 from components.data.pairs import EMPTY_EXAMPLE, PackedPairRow, PackedPairs, PairedRows, RowPair, with_sequences
 from components.data.token_store.rows import TokenRows
@@ -122,6 +124,8 @@ class BatchPlan:
     """Whether they go through pipeline stages."""
     length_ramp: tuple[tuple[int, int], ...] = ()
     """Stages with shorter rows at the start of the run: (steps from the start of the run to its end, tokens a row)."""
+    stages: tuple[StageConfig, ...] = ()
+    """Stages of a run on a mixture (data.stages)."""
 
     def __post_init__(self) -> None:
         for size in (*(size for _, size in self.ramp), self.global_batch_size):
@@ -135,8 +139,11 @@ class BatchPlan:
             raise ValueError(f"dp_rank={self.dp_rank} must be at least 0 and below dp_size={self.dp_size}")
 
     @classmethod
-    def of(cls, training: TrainingConfig, dp_rank: int, dp_size: int, padding: Padding | None = None) -> BatchPlan:
-        """Return the plan of a run's `training` section."""
+    def of(
+        cls, training: TrainingConfig, data: DataConfig, dp_rank: int, dp_size: int, padding: Padding | None = None
+    ) -> BatchPlan:
+        """Return the plan of the sections `training` and `data` of a run."""
+        stages = data.stages if isinstance(data, MixtureDataConfig) else []
         return cls(
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
@@ -146,6 +153,7 @@ class BatchPlan:
             padding=padding or Padding(),
             ramp=training.ramp,
             length_ramp=training.length_ramp,
+            stages=tuple(replace(each, seq_len=None) if each.seq_len == training.seq_len else each for each in stages),
         )
 
     def describe(self, unit: str) -> str:
@@ -167,6 +175,9 @@ class BatchPlan:
 
     def length_of(self, step: int) -> int | None:
         """Return the tokens that the rows of optimizer step `step` (0-based) are cut to; None: they are not cut."""
+        stage = next((each for each in self.stages if each.until_step is None or step < each.until_step), None)
+        if stage is not None and stage.seq_len is not None:
+            return stage.seq_len
         return next((length for until, length in self.length_ramp if step < until), None)
 
     def samples_before(self, step: int) -> int:
@@ -190,6 +201,11 @@ class BatchPlan:
                 return max(step, start - (reached - wanted) // size)  # rounded up
             reached, start = reached + size * (until - start), until
         return max(step, start - (reached - wanted) // self.global_batch_size)
+
+    @property
+    def stage_steps(self) -> list[int]:
+        """First step (0-based) of each stage."""
+        return [0, *(each.until_step or 0 for each in self.stages[:-1])] if self.stages else []
 
     def facts(self, dataset: Dataset | PackedDataset | TokenRows | MixtureDataset) -> Facts | MixtureFacts:
         """Return the statistics of a dataset, including the epochs over it in the whole run."""
@@ -225,13 +241,11 @@ class TrainBatches:
         self._token_values = token_values
         self._plan = plan
         self._padding = plan.padding.of(dataset)
-        if isinstance(dataset, MixtureDataset | TokenRows):
-            self._order: Order = dataset.order(seed)
-        else:
-            self._order = SampleOrder(len(dataset), seed)
         has_costs = Dataset | PackedDataset | MixtureDataset
         self._costs = dataset.costs if plan.deals and isinstance(dataset, has_costs) else None
         self._sample = self._step = 0
+        self._starts = [plan.samples_before(step) for step in plan.stage_steps]  # first sample of each stage
+        self._order = self._order_of(seed)
 
     def at(self, step: int) -> list[Batch]:
         """Return the micro-batches of optimizer step `step` (0-based), independent of the cursor."""
@@ -262,6 +276,20 @@ class TrainBatches:
         sample, first = self._sample, self._step
         return self._assembled(sample, range(first, first + steps))
 
+    def _samples_before(self, step: int) -> int:
+        """Return the samples used before a step; the steps that are done may have had other batch sizes."""
+        used = self._sample - self._plan.samples_before(self._step) if step >= self._step else 0
+        return self._plan.samples_before(step) + used
+
+    def _begun(self, starts: Sequence[int]) -> list[int]:
+        return [start for start, step in zip(starts, self._plan.stage_steps, strict=False) if step <= self._step]
+
+    def _order_of(self, seed: int) -> Order:
+        dataset, stages = self.dataset, self._plan.stages
+        if isinstance(dataset, MixtureDataset):
+            return dataset.order(seed, zip(self._starts, [each.weights for each in stages], strict=True))
+        return dataset.order(seed) if isinstance(dataset, TokenRows) else SampleOrder(len(dataset), seed)
+
     @property
     def balance(self) -> str:
         """Line about the places of rows in the next steps, for the banner; empty if they are not dealt."""
@@ -269,6 +297,14 @@ class TrainBatches:
             return ""
         steps = [costs(self.global_batch(step)) for step in range(self._step, self._step + _MEASURED_STEPS)]
         return describe_dealing(steps, plan.dp_size, plan.micro_batch_size, evenly=plan.pipelined)
+
+    def stages(self, steps: int) -> list[tuple[int, int, list[int]]]:
+        """Return each stage of a run of `steps` steps: its first step (0-based), its end, and rows of each source."""
+        if not isinstance(self._order, MixtureOrder):
+            return []
+        counts = [self._order.counts(sample) for sample in (*self._starts, self._samples_before(steps))]
+        rows = [[b - a for a, b in zip(*each, strict=True)] for each in pairwise(counts)]
+        return [(*each, found) for each, found in zip(pairwise([*self._plan.stage_steps, steps]), rows, strict=True)]
 
     @property
     def epoch(self) -> float:
@@ -284,7 +320,7 @@ class TrainBatches:
         return self._plan.steps_for(samples, self._step, self._sample)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor (seed, 0-based epoch, samples used over all epochs, steps) and the identity of the data."""
+        """Return the cursor (0-based epoch, samples over all epochs, begun stages' samples) and the data's identity."""
         return {
             "seed": self._order.seed,
             "epoch": self._sample // self._order.size,
@@ -292,6 +328,7 @@ class TrainBatches:
             "step": self._step,
             "size": self._order.size,
             "fingerprint": self._fingerprint,
+            **({"stage_starts": self._begun(self._starts)} if self._plan.stages else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any], accepted: Collection[str] = ()) -> None:
@@ -322,6 +359,10 @@ class TrainBatches:
             raise ConfigError(problems)
         self._sample = state["sample"]
         self._step = state["step"]
+        starts = [self._samples_before(step) for step in self._plan.stage_steps]
+        known = self._begun(state.get("stage_starts", []))
+        self._starts = [*known, *starts[len(known) :]]
+        self._order = self._order_of(self._order.seed)
 
     def _assembled(self, sample: int, steps: range) -> Iterator[list[Batch]]:
         remote = self.dataset if isinstance(self.dataset, ItemSequence) and self.dataset.is_remote else None

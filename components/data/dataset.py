@@ -173,6 +173,19 @@ class MixtureFacts:
         parts = zip(self.sources.items(), shares, strict=True)
         return replace(self, sources={name: facts.with_passes(share * rows) for (name, facts), share in parts})
 
+    def with_counts(self, counts: Sequence[int]) -> MixtureFacts:
+        """Return a copy with the shares and passes of training on `counts` rows of the sources."""
+        parts = zip(self.sources.items(), counts, strict=True)
+        sources = {name: facts.with_passes(count) for (name, facts), count in parts}
+        return MixtureFacts(sources, [count / max(1, sum(counts)) for count in counts])
+
+    def describe_rows(self, counts: Sequence[int]) -> str:
+        """Return the tokens, shares and passes of `counts` rows of the sources, for the banner."""
+        drawn = [(name, facts, n) for (name, facts), n in zip(self.sources.items(), counts, strict=True) if n]
+        rows, tokens = sum(counts), sum(n * facts.tokens / facts.order_size for _, facts, n in drawn)
+        shares = [f"{name} {n / rows:.2%} ({n / facts.order_size:.2f} passes)" for name, facts, n in drawn]
+        return f"{rows:,} {self.batch_unit}, about {round(tokens):,} tokens, of {', '.join(shares)}"
+
 
 class _Fate(IntEnum):
     """Reason why a sample is not part of its dataset, from the weakest to the strongest."""

@@ -70,13 +70,14 @@ class Shares:
     """
 
     weights: tuple[int, ...]
-    """Integer weights of the sources, at least 1 each."""
+    """Integer weights of the sources. One of weight 0 does not occur and does not affect the others."""
     seed: int
     """Seed of the phase of each split."""
 
     def at(self, position: int) -> tuple[int, int]:
         """Return the source at `position`, and the number of its earlier occurrences."""
-        first, last, offset = 0, len(self.weights), position
+        drawn = self._drawn
+        first, last, offset = 0, len(drawn), position
         while last - first > 1:
             middle = (first + last) // 2
             before = self._count_left(first, middle, last, offset)
@@ -85,11 +86,31 @@ class Shares:
                 last, offset = middle, before
             else:
                 first, offset = middle, offset - before
-        return first, offset
+        return drawn[first], offset
+
+    def counts(self, positions: int) -> list[int]:
+        """Return how often each source occurs at the first `positions` positions."""
+        counts, drawn = [0] * len(self.weights), self._drawn
+        halves = [(0, len(drawn), positions)]
+        while halves:
+            first, last, count = halves.pop()
+            if last - first == 1:
+                counts[drawn[first]] = count
+                continue
+            middle = (first + last) // 2
+            left = self._count_left(first, middle, last, count)
+            halves += [(first, middle, left), (middle, last, count - left)]
+        return counts
+
+    @property
+    def _drawn(self) -> list[int]:
+        """Sources with a weight, which the tree divides."""
+        return [source for source, weight in enumerate(self.weights) if weight]
 
     def _count_left(self, first: int, middle: int, last: int, positions: int) -> int:
-        """Return how many of the first `positions` of the sources [first, last) belong to [first, middle)."""
-        left, both = sum(self.weights[first:middle]), sum(self.weights[first:last])
+        """Return how many of the first `positions` of the drawn sources [first, last) belong to [first, middle)."""
+        weights = [weight for weight in self.weights if weight]
+        left, both = sum(weights[first:middle]), sum(weights[first:last])
         return (positions * left + _hashed(self.seed, f"{first}:{last}") % both) // both
 
 
@@ -99,7 +120,8 @@ class MixtureOrder:
 
     `Shares` selects the source at a position. Each source has its own `BlockOrder`, which depends only on the seed and
     the source's name, and starts a new epoch when all its rows were used. So no row repeats within an epoch of its
-    source, any position costs microseconds, and a source's order does not depend on the other sources.
+    source, any position costs microseconds, and a source's order does not depend on the other sources. If the shares
+    change at a position, each source continues after the rows that it had until then.
     """
 
     sizes: tuple[int, ...]
@@ -112,6 +134,8 @@ class MixtureOrder:
     """Any integer; equal seeds give equal streams."""
     blocks: tuple[tuple[int, int], ...] = ()
     """Rows of a block and blocks of a window of each source (`BlockOrder`); empty: all rows are shuffled."""
+    changes: tuple[tuple[int, Shares], ...] = ()
+    """Ascending positions from which on other shares apply."""
 
     @property
     def size(self) -> int:
@@ -120,7 +144,9 @@ class MixtureOrder:
 
     def at(self, position: int) -> int:
         """Return the row index at `position` (0-based); indices run over the concatenated sources."""
-        source, offset = self.shares.at(position)
+        (start, shares), before = self._shares_at(position)
+        source, offset = shares.at(position - start)
+        offset += before[source]
         block, window = self.blocks[source] if self.blocks else (1, 1)
         order = BlockOrder(self.sizes[source], _hashed(self.seed, self.names[source]), block, window)
         return sum(self.sizes[:source]) + order.at(offset)
@@ -128,6 +154,21 @@ class MixtureOrder:
     def indices(self, start: int, count: int) -> list[int]:
         """Return the row indices at `count` positions from `start`."""
         return [self.at(position) for position in range(start, start + count)]
+
+    def counts(self, positions: int) -> list[int]:
+        """Return how many of the first `positions` rows are of each source."""
+        (start, shares), before = self._shares_at(positions)
+        return [earlier + count for earlier, count in zip(before, shares.counts(positions - start), strict=True)]
+
+    def _shares_at(self, position: int) -> tuple[tuple[int, Shares], list[int]]:
+        """Return the shares at a position with that of their first row, and the rows of each source before that."""
+        current, before = (0, self.shares), [0] * len(self.sizes)
+        for change in self.changes:
+            if position < change[0]:
+                break
+            counts = current[1].counts(change[0] - current[0])
+            current, before = change, [earlier + count for earlier, count in zip(before, counts, strict=True)]
+        return current, before
 
 
 class MixtureDataset(ItemSequence[Example | PackedRow]):
@@ -200,12 +241,22 @@ class MixtureDataset(ItemSequence[Example | PackedRow]):
         sources = [f"{name} {part.fingerprint}" for name, part in self.parts.items()]
         return xxhash.xxh3_128(f"{sources} {self._weights}".encode()).hexdigest()
 
-    def order(self, seed: int) -> MixtureOrder:
-        """Return the training order of the rows."""
-        weights = self._weights or (1,) * len(self.parts)
+    def order(self, seed: int, stages: Iterable[tuple[int, Mapping[str, float]]] = ()) -> MixtureOrder:
+        """Return the training order of the rows.
+
+        Args:
+            stages: Position of the first row of each stage of the run, from 0 on, and its weights by source; without
+                weights, those of the dataset apply. Stages with the same shares continue each other.
+        """
+        own = self._weights or (1,) * len(self.parts)
+        shares = [(0, Shares(own, seed))]
+        for start, named in stages:
+            weights = _integer_weights([named.get(name, 0.0) for name in self.parts]) if named else own
+            if start == 0 or weights != shares[-1][1].weights:
+                shares = [each for each in shares if each[0] < start] + [(start, Shares(weights, seed))]
         sizes = tuple(map(len, self.parts.values()))
         blocks = tuple(part.blocks if isinstance(part, TokenRows) else (1, 1) for part in self.parts.values())
-        return MixtureOrder(sizes, tuple(self.parts), Shares(weights, seed), seed, blocks)
+        return MixtureOrder(sizes, tuple(self.parts), shares[0][1], seed, blocks, tuple(shares[1:]))
 
     def show(self, index: int) -> str:
         """Return the text of an example row, alternating between sources, with the loss spans in [[ ]]."""

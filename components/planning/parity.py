@@ -362,7 +362,7 @@ def _batches(
     cfg: FinetuneConfig, dataset: Any, mesh: Any = None, padding: data.Padding | None = None
 ) -> data.TrainBatches:
     rank, size = (mesh.rank("dp"), mesh.size("dp")) if mesh else (0, 1)
-    plan = data.BatchPlan.of(cfg.training, rank, size, padding)
+    plan = data.BatchPlan.of(cfg.training, cfg.data, rank, size, padding)
     return data.TrainBatches(dataset, plan, seed=cfg.run.seed)
 
 
@@ -382,6 +382,7 @@ def _hyperparameters(comparison: Comparison) -> Hyperparameters:
         cfg.training.max_grad_norm,
         label_smoothing=cfg.objective.label_smoothing,
         z_loss=cfg.objective.z_loss,
+        stages=data.BatchPlan.of(cfg.training, cfg.data, 0, 1).stages,
     )
 
 
@@ -407,7 +408,7 @@ def train_on_mesh(
     terms = NextTokenConfig(label_smoothing=settings.label_smoothing, z_loss=settings.z_loss)
     objective = training.NextToken(terms)
     for step in range(settings.steps):
-        training.set_learning_rate(optimizer, settings.optimizer, step, settings.max_steps)
+        training.set_learning_rate(optimizer, settings.optimizer, step, settings.max_steps, settings.stages)
         numbers = training.train_step(model, batches_of(step), optimizer, objective)
         curve.losses.append(numbers["loss"].item())
         curve.norms.append(numbers["grad_norm"].item())

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from components import training
 from components.config.schema.optimizer import AdamWConfig
+from components.config.schema.training import StageConfig
 from components.models.layers import vector_parameters
 
 Sample = tuple[torch.Tensor, torch.Tensor]
@@ -44,6 +45,8 @@ class Hyperparameters:
     """Probability mass of each target that is distributed evenly over the vocabulary."""
     z_loss: float = 0.0
     """Coefficient of the squared log of the softmax denominator."""
+    stages: tuple[StageConfig, ...] = ()
+    """Stages of the run, which may change the learning rate."""
 
 
 @dataclass(slots=True)
@@ -101,7 +104,7 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
                 model.parameters(), settings.max_grad_norm, norm.to(groups[0]["params"][0].dtype)
             )
         for group in optimizer.param_groups:
-            group["lr"] = group["scale"] * training.learning_rate(config, step, settings.max_steps)
+            group["lr"] = group["scale"] * training.learning_rate(config, step, settings.max_steps, settings.stages)
         optimizer.step()
     return curve
 

@@ -24,6 +24,7 @@ from components.config.schema.cluster import ClusterKind
 from components.config.schema.data import Balance
 from components.config.schema.recipes import TrainConfig
 from components.config.stored_run import STEP_KEYS, run_title
+from components.data.dataset import MixtureFacts
 from components.json_collectives import broadcast_json
 from components.protocol.errors import ConfigError, raise_all
 from components.training.attempt import Attempt, ReadAhead
@@ -71,7 +72,7 @@ class Run(Attempt):
 
     def _batch_plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
         padding = data.Padding.on(device, mesh.sequence_multiple, self.cfg.training.seq_len)
-        plan = data.BatchPlan.of(self.cfg.training, mesh.rank("dp"), mesh.size("dp"), padding)
+        plan = data.BatchPlan.of(self.cfg.training, self.cfg.data, mesh.rank("dp"), mesh.size("dp"), padding)
         return replace(plan, deals=self.cfg.data.balance is Balance.auto, pipelined=mesh.size("pp") > 1)
 
     def _find_checkpoint(self, folder: str) -> Path | None:
@@ -170,6 +171,7 @@ class Run(Attempt):
         raise_all(
             [
                 *cfg.training.ramp_end_problems(steps),
+                *cfg.training.stage_end_problems(self.plan.stages, steps),
                 *cfg.logging.profile.end_problems(cfg.training, steps),
                 *cfg.optimizer.decay_problems(cfg.training, steps),
             ]
@@ -179,12 +181,17 @@ class Run(Attempt):
     def _print_start(self, model: Prepared, train_set: Any, held_out: data.EvalBatches | None) -> None:
         cfg = self.cfg
         facts = replace(self.plan, steps=self.total_steps).facts(train_set)
+        stages = self._batches.stages(self.total_steps)
+        if isinstance(facts, MixtureFacts) and stages:
+            facts = facts.with_counts([sum(rows) for rows in zip(*(counts for *_, counts in stages), strict=True)])
         held_out_facts = None if held_out is None else held_out.facts
         each = {"pairs": "per answer"}.get(facts.batch_unit, "each")
         batch = f"{self.plan.describe(facts.batch_unit)}, up to {cfg.training.seq_len} tokens {each}"
         if cfg.training.epochs is not None:
             batch += f"; epochs={cfg.training.epochs:g}: {self.total_steps} steps"
         data_notes = [("train data", facts), ("warning", facts.warning), ("held-out data", held_out_facts or "")]
+        if isinstance(facts, MixtureFacts):
+            data_notes.insert(1, ("stages", "\n".join(self._describe_stage(facts, *stage) for stage in stages)))
         optimizers = [
             optimizer.note
             for optimizer in checkpoint.list_optimizers(self._optimizer)
@@ -205,6 +212,18 @@ class Run(Attempt):
             elif self._average is None and self._resumed_average:
                 self.print("the average of the weights in the checkpoint is not continued: training.ema_decay=null")
 
+    def _describe_stage(self, facts: MixtureFacts, first: int, end: int, counts: list[int]) -> str:
+        """Return the steps, rows and learning rates of a stage from step `first` (0-based) to `end`."""
+        peak = self.cfg.optimizer.warmup_steps - 1
+        rates = [f"{self._lr(step):.3g}" for step in (first, peak, end - 1) if first <= step < end]
+        length = self.plan.length_of(first)
+        cut = "" if length is None else f", cut to {length:,} tokens"
+        rate = " to ".join(dict.fromkeys(rates))
+        return f"steps {first + 1:,} to {end:,}: {facts.describe_rows(counts)}{cut}; lr {rate}"
+
+    def _lr(self, step: int) -> float:
+        return learning_rate(self.cfg.optimizer, step, self.total_steps, self.plan.stages)
+
     def steps(self) -> Iterator[Step]:
         """Yield the remaining steps, until `total_steps`, an early stop or a stop request."""
         with ReadAhead(self._batches, self.total_steps - self.state.step, self.device) as batches:
@@ -222,7 +241,7 @@ class Run(Attempt):
             self._compare_replicas()
         began, number = time.perf_counter(), self.state.step + 1
         for optimizer in checkpoint.list_optimizers(self._optimizer):
-            set_learning_rate(optimizer, self.cfg.optimizer, self.state.step, self.total_steps)
+            set_learning_rate(optimizer, self.cfg.optimizer, self.state.step, self.total_steps, self.plan.stages)
         for context in (self._traffic.step(), self._watch.step(number), self._profile.step(), self._gc.step()):
             self._step_contexts.enter_context(context)
         self._stop.flags[2] = self._clock.due()
@@ -388,8 +407,7 @@ class Run(Attempt):
         cfg = self.cfg
         for step in steps:
             self.state.record(step)
-            lr = learning_rate(cfg.optimizer, step.step - 1, self.total_steps)
-            self._report.step(step, lr=lr, tokens=self.state.tokens, every=cfg.training.log_every)
+            self._report.step(step, lr=self._lr(step.step - 1), tokens=self.state.tokens, every=cfg.training.log_every)
             if step.step > self._resumed_at + 1:
                 self._longest_step = max(self._longest_step, step.seconds)
                 self._warn_of_short_lead()

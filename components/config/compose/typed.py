@@ -27,7 +27,7 @@ from components.config.compose.explain import (
 )
 from components.config.kinds import at_key, kind_named, kinds_of, section_of, type_hints
 from components.config.schema.data import DataConfig, DataKind
-from components.protocol.errors import ConfigError
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.safe_parsing import Loader
 from components.protocol.secrets import shown_value
 
@@ -70,8 +70,7 @@ def typed(
     """
     builder = _Builder(known_keys(schema), rejected, subject)
     result = builder.build(container, schema, "")
-    if builder.problems:
-        raise ConfigError(builder.problems)
+    raise_all(builder.problems)
     return result
 
 
@@ -223,11 +222,10 @@ class _Builder:
         if section is not None and (hint is section or value is not None):
             return self.build(value, section, f"{key}.")
         if get_origin(hint) is list and isinstance(value, list) and (section := section_class(get_args(hint)[0])):
-            return [self.build(entry, section, f"{key}[{number}].") for number, entry in enumerate(value)]
+            return [self._entry(entry, section, f"{key}[{number}].") for number, entry in enumerate(value)]
         dicts = [choice for choice in alternatives((hint,)) if get_origin(choice) is dict]
         if dicts and isinstance(value, dict):
-            key_hint, entry_hint = get_args(dicts[0])
-            return self._entries(value, key_hint, entry_hint, key)
+            return self._entries(value, get_args(dicts[0]), key)
         try:
             if problem := unstorable(value):
                 raise ValueError(problem)
@@ -239,17 +237,17 @@ class _Builder:
             self.problems.append(f"{self.subject(key, value)}: {error}")
         return None
 
-    def _entries(self, values: dict[Any, Any], key_hint: Any, hint: Any, key: str) -> dict[Any, Any]:
-        """Build the entries of a dict."""
+    def _entries(self, values: dict[Any, Any], hints: Types, key: str) -> dict[Any, Any]:
+        """Build the entries of a dict, whose names and values have these two type hints."""
         try:
-            values = {_entry_name(name, key_hint): entry for name, entry in values.items()}
+            values = {_entry_name(name, hints[0]): entry for name, entry in values.items()}
         except ValueError as error:
             self.problems.append(f"{self.subject(key, values)}: {error}")
-        if hint is DataConfig:
+        if hints[1] is DataConfig:
             return {name: self._source(name, source, values) for name, source in values.items()}
         unset = [f"{key}.{name}" for name, entry in values.items() if entry == UNSET]
         self.problems += [f"{self.subject(name, UNSET)}: {unstorable(UNSET)}" for name in unset]
-        return {name: self._value(entry, hint, f"{key}.{name}") for name, entry in values.items()}
+        return {name: self._value(entry, hints[1], f"{key}.{name}") for name, entry in values.items()}
 
     def _source(self, name: str, values: Any, sources: dict[str, Any]) -> Any:
         """Build a source of a mixture; its problems are reported with the keys below data.sources.NAME."""
@@ -266,10 +264,12 @@ class _Builder:
             return None
         named = kind_named(values, DataConfig)
         schema = DataConfig if named is None else kinds_of(DataConfig)[named]
-        builder = _Builder(known_keys(schema, f"{key}."), self.rejected, self.subject)
-        source = builder.build(values, schema, f"{key}.")
-        self.problems += builder.problems
-        return source
+        return self._entry(values, schema, f"{key}.")
+
+    def _entry(self, values: Any, schema: type, prefix: str) -> Any:
+        """Build an entry of a list or dict, whose keys are not among those of the config."""
+        builder = _Builder(known_keys(schema, prefix), self.rejected, self.subject, self.problems)
+        return builder.build(values, schema, prefix)
 
     def _require(self, schema: type, values: dict[str, Any], prefix: str) -> list[str]:
         """Report required values that are not set, and return their names."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
+from components.config.schema.training import StageConfig, stage_problems
 from components.protocol.errors import above, at_least, distinct_names, field_values, own_kind, raise_all
 from components.storage.object_store import is_url, url_problems
 
@@ -444,6 +445,9 @@ class MixtureDataConfig(DataConfig):
     """mixture."""
     sources: dict[str, DataConfig] = field(default_factory=dict)
     """Sources by name. Add one with +data@data.sources.NAME=OPTION; set its keys as data.sources.NAME.KEY."""
+    stages: list[StageConfig] = field(default_factory=list)
+    """Stages of one run with their own weights, lengths of rows and learning rates: [{until_step: 8000, weights: {web:
+    0.9, code: 0.1}}, {weights: {web: 0.5, code: 0.5}, lr_ratio: 0}]. []: the same in every step."""
 
     def _problems(self) -> list[str]:
         problems = DataConfig._problems(self)
@@ -455,7 +459,7 @@ class MixtureDataConfig(DataConfig):
         ]
         for name, source in self.sources.items():
             problems += self._problems_of(f"data.sources.{name}", source)
-        return problems
+        return problems + stage_problems(self.stages, {name: source.weight for name, source in self.sources.items()})
 
     def _problems_of(self, key: str, source: DataConfig) -> list[str]:
         """Return the problems of the source at `key` that concern the mixture as a whole."""

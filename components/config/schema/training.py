@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -33,6 +35,71 @@ _TASK_KEYS = ("task_path", "num_fewshot", "limit", "batch_size", "apply_chat_tem
 """Keys of `evaluation` that have no effect without tasks."""
 _UNTIL = "until_step"
 """Key of a stage of a ramp: the last step of the stage."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StageConfig:
+    """A stage of a run on a mixture, an entry of data.stages."""
+
+    until_step: int | None = None
+    """Last optimizer step of the stage; null in the last stage, which lasts to the end of the run."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Share of the rows of each source by its name, relative to the others; a source that is not named, or has 0, is
+    not drawn. {}: the sources' own weights."""
+    seq_len: int | None = None
+    """Tokens per row, a divisor of training.seq_len: rows are cut as by training.seq_len_ramp, and a step has the same
+    tokens and targets. null: training.seq_len."""
+    lr_ratio: float | None = None
+    """Learning rate of the stage's last step as a fraction of optimizer.lr, at least 0, to which it changes linearly in
+    the stage; null: that of the stage before. Needs optimizer.schedule=constant, whose warmup applies."""
+
+
+def stage_problems(stages: Sequence[StageConfig], sources: Mapping[str, float | None]) -> list[str]:
+    """Return the problems of data.stages.
+
+    Args:
+        sources: The mixture's sources by name, with the weights that they have themselves.
+    """
+    problems, before = [], 0
+    for number, stage in enumerate(stages):
+        key, until, is_last = f"data.stages[{number}]", stage.until_step, number == len(stages) - 1
+        if is_last and until is not None:
+            problems.append(f"{key}.{_UNTIL}={until}: the last stage lasts to the end of the run; remove it")
+        elif not is_last and (until is None or until <= before):
+            problems.append(
+                f"{key}.{_UNTIL}={'null' if until is None else until}: must be at least {before + 1}, a step after "
+                "the end of the stage before; only the last stage has none"
+            )
+        before = max(before, until or 0)
+        problems += [
+            f"{key}.weights.{name}={weight:g}: must be a number of at least 0"
+            for name, weight in stage.weights.items()
+            if not 0 <= weight < math.inf
+        ]
+        problems += [
+            f"{key}.weights.{name}: there is no such source; name those of data.sources: {', '.join(sources)}"
+            for name in stage.weights
+            if name not in sources
+        ]
+        if stage.weights and not any(stage.weights.values()):
+            problems.append(f"{key}.weights={stage.weights}: draws from no source; set one above 0")
+        problems += at_least(f"{key}.seq_len", stage.seq_len, 2)
+        problems += at_least(f"{key}.lr_ratio", stage.lr_ratio, 0)
+    if problems or not stages:
+        return problems
+    if all(stage.weights for stage in stages):
+        problems += [
+            f"data.sources.{name}.weight={weight:g}: has no effect, as every stage has weights; remove it, or the "
+            "weights of a stage"
+            for name, weight in sources.items()
+            if weight is not None
+        ]
+        problems += [
+            f"data.sources.{name}: no stage draws from it; add it to the weights of one of data.stages, or remove it"
+            for name in sources
+            if not any(stage.weights.get(name) for stage in stages)
+        ]
+    return problems
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,6 +252,17 @@ class TrainingConfig:
             f"training.seq_len_ramp={self.seq_len_ramp}": self.length_ramp,
         }
         return [self._late_ramp(key, steps) for key, stages in ramps.items() if stages and stages[-1][0] >= steps]
+
+    def stage_end_problems(self, stages: Sequence[StageConfig], steps: int | None) -> list[str]:
+        """Require every stage to begin within the run's `steps` optimizer steps; None: not known yet."""
+        end = math.inf if steps is None else steps
+        late = next((number for number, stage in enumerate(stages) if (stage.until_step or 0) >= end), None)
+        if late is None or steps is None:
+            return []
+        return [
+            f"data.stages[{late}].{_UNTIL}={stages[late].until_step}: must be less than {self.length(steps)}, so that "
+            "the next stage has steps; change either"
+        ]
 
     def _late_ramp(self, key: str, steps: int) -> str:
         return f"{key}: the last until_step must be less than {self.length(steps)}; change either"

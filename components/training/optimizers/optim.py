@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import pkgutil
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from components.config.schema.optimizer import (
     Schedule,
     SGDConfig,
 )
+from components.config.schema.training import StageConfig
 from components.models.anatomy import Anatomy
 from components.models.compile import remove_truncated_libraries
 from components.models.layers import vector_parameters
@@ -160,12 +161,25 @@ def _custom(groups: list[dict[str, Any]], config: CustomOptimizerConfig) -> torc
     return optimizer
 
 
-def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
+def learning_rate(config: OptimizerConfig, step: int, max_steps: int, stages: Sequence[StageConfig] = ()) -> float:
     """Return the learning rate of optimizer step `step` (the first is 0) of `max_steps`.
 
     The warmup rises linearly to `lr`; under every decaying schedule the last step has `lr x min_lr_ratio`. A run
-    shorter than its warmup never reaches `lr`.
+    shorter than its warmup never reaches `lr`. Stages multiply the rate by a factor that changes linearly to the
+    `lr_ratio` of a stage's last step.
     """
+    factor, start = 1.0, 0
+    for stage in stages:
+        end = max_steps if stage.until_step is None else stage.until_step
+        target = factor if stage.lr_ratio is None else stage.lr_ratio
+        if step < end:
+            factor += (target - factor) * (step - start + 1) / (end - start)
+            break
+        factor, start = target, end
+    return factor * _scheduled_rate(config, step, max_steps)
+
+
+def _scheduled_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     floor = config.lr * config.min_lr_ratio
@@ -182,10 +196,16 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
             return config.lr + (floor - config.lr) * max(0.0, done)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, max_steps: int) -> None:
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer,
+    config: OptimizerConfig,
+    step: int,
+    max_steps: int,
+    stages: Sequence[StageConfig] = (),
+) -> None:
     """Set the learning rate of every parameter group to that of optimizer step `step` (the first is 0)."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step, max_steps) * group.get(_LR_SCALE, 1.0)
+        group["lr"] = learning_rate(config, step, max_steps, stages) * group.get(_LR_SCALE, 1.0)
 
 
 def keep_group_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
