@@ -17,6 +17,7 @@ import pytest
 
 from components.batch import Batch
 from components.config.schema.data import ChatDataConfig, DataConfig, MixtureDataConfig, SftDataConfig, TextDataConfig
+from components.config.schema.training import StageConfig, TrainingConfig
 from components.data import cache
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches
 from components.data.dataset import Dataset, Facts
@@ -198,6 +199,124 @@ def test_cursor_of_other_weights_sizes_or_names_is_rejected() -> None:
         with pytest.raises(ConfigError, match="data: .* samples differ from"):
             batches(other).load_state_dict(state)
         batches(other).load_state_dict(state, ["data.sources"])
+
+
+# Stages
+
+STAGES = [
+    StageConfig(until_step=4, weights={"b": 0.7, "d": 0.3}),
+    StageConfig(until_step=9, weights={"a": 0.25, "b": 0.75, "d": 0.0}),
+    StageConfig(weights={"a": 1.0, "c": 1.0, "d": 3.0}),
+]
+STEPS, SIZE = 20, 12
+DRAWN = {"a": 0.3, "b": 0.4, "c": 0.1, "d": 0.2}
+
+
+def staged_reference(lengths: Sequence[int]) -> list[tuple[str, int]]:
+    """Return the source and number of each row of `STAGES` of `lengths` rows: the order of each stage alone names the
+    source, and each source hands out its rows one after another over the whole run."""
+    orders = {name: itertools.count() for name in DRAWN}
+    rows = []
+    for stage, length in zip(STAGES, lengths, strict=True):
+        weights = {name: weight for name, weight in stage.weights.items() if weight}
+        for name, _ in reference_order(weights, 3, length):
+            rows.append((name, SampleOrder(SIZES[name], key(3, name)).at(next(orders[name]))))
+    return rows
+
+
+def staged(dp: int = 1, size: int = SIZE, stages: Sequence[StageConfig] = tuple(STAGES)) -> list[TrainBatches]:
+    """Return the batches of each dp rank of a run with stages."""
+    dataset = mixture_of(DRAWN)
+    plan = BatchPlan(global_batch_size=size, micro_batch_size=1, dp_size=dp, stages=tuple(stages))
+    return [TrainBatches(dataset, replace(plan, dp_rank=rank), seed=3) for rank in range(dp)]
+
+
+def rows_of_steps(ranks: Sequence[TrainBatches], steps: int) -> list[list[tuple[str, int]]]:
+    """Return the source and number of the rows of the next steps."""
+    found = [input_ids_of([next(rank) for rank in ranks]) for _ in range(steps)]
+    return [[(chr(row[0]), row[1] - 1) for row in rows] for rows in found]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_stages_draw_the_rows_of_a_reference_and_continue_each_source(dp: int) -> None:
+    expected = staged_reference([4 * SIZE, 5 * SIZE, (STEPS - 9) * SIZE])
+    found = rows_of_steps(staged(dp), STEPS)
+    assert [row for step in found for row in step] == expected
+    for name, size in SIZES.items():
+        numbers = [number for source, number in expected if source == name]
+        passes = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        assert all(len(set(each)) == len(each) for each in passes)  # no row repeats within a pass, across stages too
+    for first, stage, steps in ((0, STAGES[0], 4), (4, STAGES[1], 5), (9, STAGES[2], STEPS - 9)):
+        rows = [name for step in found[first : first + steps] for name, _ in step]
+        for count in range(len(rows) + 1):
+            for name in DRAWN:
+                share = stage.weights.get(name, 0.0) / sum(stage.weights.values())
+                assert abs(rows[:count].count(name) - count * share) < (2 if share else 1e-9)
+
+
+def test_batches_of_a_run_with_stages_do_not_depend_on_what_follows_or_where_it_resumes() -> None:
+    found = rows_of_steps(staged(), STEPS)
+    last_first, last_second = (replace(stage, until_step=None) for stage in STAGES[:2])
+    assert rows_of_steps(staged(stages=[last_first]), 4) == found[:4]
+    assert rows_of_steps(staged(stages=[STAGES[0], last_second]), 9) == found[:9]
+    before = staged()[0]
+    for step in (17, 3, 4, 9):
+        rows = input_ids_of([before.at(step)])
+        assert [(chr(row[0]), row[1] - 1) for row in rows] == found[step]
+    for step in range(STEPS):
+        ranks = staged(dp=2 if step % 2 else 4)
+        for rank in ranks:
+            rank.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert rows_of_steps(ranks, 1) == found[step : step + 1], step
+        before.advance()
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6, 9, 12])
+def test_resume_with_another_batch_size_changes_stages_at_the_same_steps(stop: int) -> None:
+    """Also after a second resume; without the stored starts, past stages would be those of the new size."""
+    sizes = [SIZE] * stop + [8] * (15 - stop) + [4] * 5
+    expected = staged_reference([sum(sizes[:4]), sum(sizes[4:9]), sum(sizes[9:])])
+    first, second, third = staged()[0], staged(size=8)[0], staged(size=4)[0]
+    found = rows_of_steps([first], stop)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    found += rows_of_steps([second], 15 - stop)
+    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    counts = [sum(rows) for *_, rows in third.stages(STEPS)]
+    assert counts == [sum(sizes[:4]), sum(sizes[4:9]), sum(sizes[9:])]
+    found += rows_of_steps([third], 5)
+    assert [row for step in found for row in step] == expected
+
+
+def test_stages_with_equal_weights_continue_each_other_and_a_plain_run_can_get_stages() -> None:
+    weights, dataset = {"a": 0.3, "b": 0.7}, mixture_of({"a": 0.3, "b": 0.7})
+    plan = BatchPlan(global_batch_size=12, micro_batch_size=1)
+    plain = [TrainBatches(dataset, plan, seed=3).global_batch(step) for step in range(9)]
+    for stages in (
+        [StageConfig(until_step=4), StageConfig(weights=weights)],
+        [StageConfig(until_step=4, weights={"a": 3.0, "b": 7.0}), StageConfig()],
+    ):
+        batches = TrainBatches(dataset, replace(plan, stages=tuple(stages)), seed=3)
+        assert [batches.global_batch(step) for step in range(9)] == plain
+    before = TrainBatches(dataset, plan, seed=3)
+    for _ in range(5):
+        before.advance()
+    stages = (StageConfig(until_step=5, weights=weights), StageConfig(weights={"b": 1.0}))
+    after = TrainBatches(dataset, replace(plan, stages=stages), seed=3)
+    uninterrupted = [after.global_batch(step) for step in range(8)]
+    after.load_state_dict(before.state_dict())
+    assert [uninterrupted[5:8], plain[:5]] == [[after.global_batch(step) for step in range(5, 8)], uninterrupted[:5]]
+
+
+def test_rows_are_cut_to_the_length_of_their_stage() -> None:
+    examples = [Example(ids := list(range(1, 13)), ids) for _ in range(8)]
+    dataset = MixtureDataset({"a": Dataset(examples, TOKENIZER, facts=Facts("a"), seq_len=16)}, {"a": 1.0})
+    lengths = [StageConfig(until_step=1, seq_len=16), StageConfig(until_step=2, seq_len=4), StageConfig(seq_len=8)]
+    training = TrainingConfig(global_batch_size=2, micro_batch_size=2, seq_len=16, max_steps=4)
+    cfg = MixtureDataConfig(sources={"a": TextDataConfig(path="a")}, stages=lengths)
+    batches = TrainBatches(dataset, BatchPlan.of(training, cfg, 0, 1), seed=0)
+    found = [next(batches)[0] for _ in range(4)]
+    assert [batch.shape for batch in found] == [(2, 12), (6, 4), (4, 8), (4, 8)]  # padded to a multiple of 8
+    assert [batch.target_count for batch in found] == [22, 22, 22, 22]
 
 
 # From the config

@@ -20,7 +20,7 @@ from components.batch import Batch
 from components.checkpoint.tensors import list_optimizers
 from components.config.schema import AdamWConfig, Schedule
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, MuonConfig, SGDConfig
-from components.config.schema.training import TrainingConfig
+from components.config.schema.training import StageConfig, TrainingConfig
 from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
 from components.models.layers import select_trained, vector_parameters
@@ -333,6 +333,21 @@ def test_learning_rate_schedules_reach_their_end_points() -> None:
     wsd = curve(schedule=Schedule.wsd, decay_steps=5)
     assert wsd[:15] == [1.0] * 15
     assert wsd[-1] == pytest.approx(0.1)
+
+
+def test_stages_change_the_learning_rate_linearly_to_that_of_their_last_step() -> None:
+    """Also as wsd's decay and after a warmup; a stage without a ratio keeps the rate of the one before."""
+    config = AdamWConfig(lr=0.4, schedule=Schedule.constant, warmup_steps=2)
+    stages = [StageConfig(until_step=4), StageConfig(until_step=8, lr_ratio=0.5), StageConfig(until_step=10),
+              StageConfig(until_step=12, lr_ratio=1.5), StageConfig(lr_ratio=0.0)]  # fmt: skip
+    rates = [training.learning_rate(config, step, 16, stages) for step in range(16)]
+    expected = [0.2, 0.4, 0.4, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2, 0.2, 0.4, 0.6, 0.45, 0.3, 0.15, 0.0]
+    assert rates == pytest.approx(expected, abs=1e-15)
+    wsd = AdamWConfig(lr=0.4, schedule=Schedule.wsd, warmup_steps=2, decay_steps=5, min_lr_ratio=0.0)
+    stages = [StageConfig(until_step=15), StageConfig(lr_ratio=0.0)]
+    for step in range(20):
+        found = training.learning_rate(config, step, 20, stages)
+        assert found == pytest.approx(training.learning_rate(wsd, step, 20), abs=1e-15)
 
 
 def test_groups_with_their_own_learning_rate_keep_its_ratio_to_the_schedule() -> None:
