@@ -183,7 +183,7 @@ class MixtureFacts:
         """Return the tokens, shares and passes of `counts` rows of the sources, for the banner."""
         drawn = [(name, facts, n) for (name, facts), n in zip(self.sources.items(), counts, strict=True) if n]
         rows, tokens = sum(counts), sum(n * facts.tokens / facts.order_size for _, facts, n in drawn)
-        shares = [f"{name} {n / rows:.2%} ({n / facts.order_size:.2f} passes)" for name, facts, n in drawn]
+        shares = [f"{name} {100 * n / rows:.2f} % ({n / facts.order_size:.2f} passes)" for name, facts, n in drawn]
         return f"{rows:,} {self.batch_unit}, about {round(tokens):,} tokens, of {', '.join(shares)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,13 +122,20 @@ def documents(file: Path) -> tuple[list[list[int]], list[list[int]]]:
     return splits[0], splits[1]
 
 
+def cosine_rate(step: int) -> float:
+    progress = (step - WARMUP + 1) / (STEPS - WARMUP)
+    cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+    return LR * ((step + 1) / WARMUP if step < WARMUP else cosine)
+
+
 def plain_loop(
-    start: Path, train: list[list[int]], held_out: list[list[int]]
+    start: Path, train: list[list[int]], held_out: list[list[int]], rate: Callable[[int], float] = cosine_rate
 ) -> tuple[list[float], list[float], list[float]]:
     """Return the losses and gradient norms of all steps, and the held-out losses before and after training.
 
     Args:
         train: The rows of all steps, in order.
+        rate: Learning rate of a step.
     """
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -140,10 +148,8 @@ def plain_loop(
         loss = sum(token_losses(model, row) for row in rows) / sum(len(row) - 1 for row in rows)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        progress = (step - WARMUP + 1) / (STEPS - WARMUP)
-        cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
-            group["lr"] = LR * ((step + 1) / WARMUP if step < WARMUP else cosine)
+            group["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -129,6 +129,55 @@ def test_run_with_frozen_weights_and_rates_by_name_resumes_on_another_mesh(texts
     assert texts.lines("evaluated", "eval_loss")[-1]["eval_loss"] == pytest.approx(loss, rel=1e-9)
 
 
+def test_three_stages_give_one_loss_curve_on_one_and_two_processes_and_resumed_within_a_stage(bench: Bench) -> None:
+    for name in ("code", "maths", "web"):
+        texts = [{"text": f"{name} {number} " + "abcdefg " * (3 + number % 7)} for number in range(30)]
+        write_rows(bench.folder / f"{name}.jsonl", texts)
+    sources = [
+        value
+        for name in ("code", "maths", "web")
+        for value in (f"+data@data.sources.{name}=text", f"data.sources.{name}.path={name}.jsonl")
+    ]
+    stages = (
+        "data.stages=[{until_step:3,weights:{web:3,code:1},seq_len:16},"
+        "{until_step:5,weights:{web:1,maths:1},lr_ratio:0.5},{weights:{maths:2,code:1},lr_ratio:0}]"
+    )
+    run = (
+        *(*SMALL, "data=mixture", "data.pack=true", *sources, stages, "training.max_steps=8", "training.log_every=1"),
+        *("optimizer.schedule=constant", "optimizer.warmup_steps=2", "optimizer.lr=1e-2", "model.dtype=float64"),
+        *("model.compute_dtype=float64", "model.init=random", "checkpoint.every=4", "run.seed=5"),
+    )
+    bench.copy("pretrain.py")
+    whole = bench.complete(*run, SINGLE, "run.dir=whole")
+    text = " ".join(whole.output.split())
+    for stage in (  # 27 packed rows of code, 28 of maths, 26 of web
+        "steps 1 to 3: 12 packed rows, about 704 tokens, of code 25.00 % (0.11 passes), web 75.00 % (0.35 passes), "
+        "cut to 16 tokens; lr 0.005 to 0.01 steps 4 to 5: 8 packed rows, about 462 tokens, of maths 50.00 % (0.14 "
+        "passes), web 50.00 % (0.15 passes); lr 0.0075 to 0.005 steps 6 to 8: 12 packed rows",
+        "code, 21.88 % of rows",
+        "code 33.33 % (0.15 passes), maths 66.67 % (0.29 passes); lr 0.00333 to 0",
+    ):
+        assert stage in text, stage
+    bench.complete(*run, "parallelism=fsdp2", TWO, "run.dir=two")
+    bench.copy("pretrain.py", EXIT_AFTER_SAVE)
+    assert bench.run(*run, SINGLE, "run.dir=again").status == 9
+    bench.copy("pretrain.py")
+    again = bench.complete(*run, "parallelism=fsdp2", TWO, "run.dir=again")
+    assert "resumed from" in again.output
+    expected = bench.lines("whole", "grad_norm")
+    assert [line["lr"] for line in expected] == pytest.approx(
+        [0.005, 0.01, 0.01, 0.0075, 0.005, 0.01 / 3, 0.005 / 3, 0], abs=1e-12
+    )
+    for name in ("two", "again"):
+        found = bench.lines(name, "grad_norm")
+        assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-10)
+    refused = bench.run(*run, "parallelism=single", "run.dir=again", stages.replace("until_step:5", "until_step:6"))
+    assert refused.status == 2
+    assert "run.accept_changes=[data.stages]" in refused.errors
+
+
 def test_every_row_is_used_once_per_epoch_also_by_a_resumed_run(bench: Bench) -> None:
     for name, count in (("train", 10), ("eval", 2)):
         rows = [{"prompt": f"{name} {number}?", "response": "x" * (1 + number)} for number in range(count)]
